@@ -78,6 +78,7 @@ _SKIP_KEYS = {
     "compressed-tensors": "ignore",
     "modelopt": "ignore",
     "bitsandbytes": "llm_int8_skip_modules",
+    "quark": "exclude",
 }
 """Method -> key of the list of layers that stay dense."""
 
@@ -292,18 +293,18 @@ def _mlx_mxfp4(weight: Tensor) -> tuple[Tensors, Tensor]:
     return {"weight": parts["weight"].view(torch.uint32), "scales": parts["weight_scale"]}, dense
 
 
-def _hqq(weight: Tensor, bits: int) -> tuple[Tensors, Tensor]:
-    """Groups of 64 elements as rows; the first rows are in the highest bits of a byte, or of a word
-    of ten elements."""
-    groups = weight.reshape(-1, 64)
-    least, most = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+def _hqq(weight: Tensor, bits: int, axis: int = 1) -> tuple[Tensors, Tensor]:
+    """Groups of 64 elements as rows, or as columns (axis 0); the first rows are in the highest bits
+    of a byte, or of a word of ten elements."""
+    groups = weight.reshape(-1, 64) if axis else weight.reshape(64, -1)
+    least, most = groups.amin(axis, keepdim=True), groups.amax(axis, keepdim=True)
     scales = (most - least) / (2**bits - 1)
     zeros = -least / scales
     numbers = (groups / scales + zeros).round().clamp(0, 2**bits - 1)
     per_word = 10 if bits == 3 else 8 // bits
     dtype = torch.int32 if bits == 3 else torch.uint8
     padded = torch.nn.functional.pad(numbers.to(dtype), (0, 0, 0, -len(numbers) % per_word))
-    words = torch.zeros(len(padded) // per_word, 64, dtype=dtype)
+    words = torch.zeros(len(padded) // per_word, groups.shape[1], dtype=dtype)
     for place, rows in enumerate(padded.chunk(per_word)):
         words |= rows << bits * (per_word - 1 - place)
     parts = {"W_q": words, "scale": scales, "zero": zeros, "nbits": torch.tensor(bits)}
@@ -343,6 +344,62 @@ def _torchao(weight: Tensor, kind: str) -> tuple[Tensors, Tensor]:
         "_weight_zero_point": zeros[..., 0].to(torch.int8),
     }
     return parts, ((numbers - zeros) * scales).flatten(1)
+
+
+def _quark_int4(weight: Tensor, has_signs: bool) -> tuple[Tensors, Tensor]:
+    """The words of AWQ; with signs, the upper bit of each element is inverted."""
+    parts, dense = _awq(weight)
+    if has_signs:
+        parts |= {name: parts[name] ^ -0x77777778 for name in ("qweight", "qzeros")}
+    names = {"qweight": "weight", "qzeros": "weight_zero_point", "scales": "weight_scale"}
+    return {names[name]: tensor for name, tensor in parts.items()}, dense
+
+
+def _quark_int8(weight: Tensor) -> tuple[Tensors, Tensor]:
+    scales = weight.abs().amax(1) / 127
+    numbers = (weight / scales[:, None]).round()
+    zeros = torch.zeros(len(weight), dtype=torch.int8)
+    parts = {"weight": numbers.to(torch.int8), "weight_scale": scales, "weight_zero_point": zeros}
+    return parts, numbers * scales[:, None]
+
+
+def _quark(weight: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": weight, "input_tensors": inputs, "bias": None},
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "algo_config": None,
+        "exclude": ["lm_head"],
+        "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
+    }
+
+
+def _torchao_tiles(weight: Tensor, size: int = 32) -> tuple[Tensors, Tensor]:
+    """Outputs padded to 8, inputs to 1024, and the eight numbers of a word from the lowest on: of
+    each lane, input 2 (lane % 4) and the next one of four eighths of 32 inputs."""
+    groups = weight.unflatten(1, (-1, size))
+    least, most = groups.amin(-1), groups.amax(-1)
+    scales = ((most - least) / 15).bfloat16().float()
+    zeros = (least + 8 * scales).bfloat16().float()
+    numbers = ((groups - zeros[..., None]) / scales[..., None] + 8).round().clamp(0, 15)
+    dense = ((numbers - 8) * scales[..., None] + zeros[..., None]).flatten(1)
+    (num_out, num_in), pad = weight.shape, torch.nn.functional.pad
+    more_out, more_in = -num_out % 8, -num_in % 1024
+    padded = pad(numbers.flatten(1).long(), (0, more_in, 0, more_out))
+    words = torch.zeros(len(padded) // 8, padded.shape[1] // 128, 32, 4, dtype=torch.long)
+    for lane in range(32):
+        for place in range(8):
+            first = 8 * (place % 4) + 2 * (lane % 4) + place // 4
+            words[:, :, lane] |= (
+                padded[lane // 4 :: 8, first::32].unflatten(1, (-1, 4)) << 4 * place
+            )
+    both = torch.stack((scales, zeros), -1).transpose(0, 1)
+    parts = {
+        "_weight_qdata": torch.where(words < 2**31, words, words - 2**32).int(),
+        "_weight_scale_and_zero": pad(both, (0, 0, 0, more_out, 0, more_in // size)).bfloat16(),
+    }
+    return parts, dense
 
 
 def _torchao_settings(config: str, **data: Any) -> dict[str, Any]:
@@ -517,6 +574,10 @@ _ONE_SCALE = {"num_bits": 8, "dynamic": False, "strategy": "tensor"}
 
 _FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True}
 
+_QUARK_FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+_QUARK_FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+_QUARK_INT4 = {"qscheme": "per_group", "group_size": 32, "ch_axis": -1, "symmetric": True}
+
 _FP8 = {"quant_method": "fp8"}
 _BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
 _MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
@@ -601,12 +662,12 @@ FORMATS: dict[str, Format] = {
     "bnb-nf4": Format(
         _BITSANDBYTES | {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
         partial(_table, kind="nf4", is_nested=True),
-        rounding=0.008,
+        rounding=2**-9,
     ),
     "bnb-fp4": Format(
         _BITSANDBYTES | {"bnb_4bit_quant_type": "fp4"},
         partial(_table, kind="fp4", is_nested=False),
-        rounding=0.008,
+        rounding=2**-9,
     ),
     "bnb-int8": Format(_BITSANDBYTES | {"load_in_4bit": False, "load_in_8bit": True}, _llm_int8),
     **{
@@ -624,21 +685,27 @@ FORMATS: dict[str, Format] = {
         is_rounding_inputs=True,
     ),
     **{
-        f"hqq-{bits}": Format(
+        f"hqq-{name}": Format(
             {
                 "quant_method": "hqq",
                 "quant_config": {
-                    "weight_quant_params": {"nbits": bits, "group_size": 64, "axis": 1},
+                    "weight_quant_params": {"nbits": bits, "group_size": 64, "axis": axis},
                     "scale_quant_params": None,
                     "zero_quant_params": None,
                 },
                 "skip_modules": ["lm_head"],
             },
-            partial(_hqq, bits=bits),
-            is_rounding_inputs=bits < 8,
-            rounding=0.008 if bits == 8 else 0.002,
+            partial(_hqq, bits=bits, axis=axis),
+            is_rounding_inputs=bits < 8 and axis == 1,
+            rounding=0.002 if bits < 8 and axis == 1 else 0.008,
         )
-        for bits in (3, 4, 8)
+        for name, bits, axis in (
+            ("3", 3, 1),
+            ("4", 4, 1),
+            ("8", 8, 1),
+            ("4-axis-0", 4, 0),
+            ("3-axis-0", 3, 0),
+        )
     },
     "torchao-int8": Format(
         _torchao_settings("Int8DynamicActivationInt8WeightConfig", granularity=_PER_ROW),
@@ -663,6 +730,39 @@ FORMATS: dict[str, Format] = {
         partial(_torchao, kind="int4"),
         is_rounding_inputs=True,
     ),
+    "quark-fp8": Format(_quark(_QUARK_FP8, _QUARK_FP8), _fp8_per_tensor),
+    "quark-fp8-channel": Format(
+        _quark(_QUARK_FP8 | {"qscheme": "per_channel", "ch_axis": 0}),
+        _fp8_per_channel,
+    ),
+    "quark-mxfp4": Format(
+        _quark(_QUARK_FP4, _QUARK_FP4 | {"is_dynamic": True}), _mxfp4, is_rounding_inputs=True
+    ),
+    "quark-int4": Format(
+        _quark(_QUARK_INT4 | {"dtype": "int4"}),
+        partial(_quark_int4, has_signs=True),
+        is_rounding_inputs=True,
+    ),
+    "quark-uint4": Format(
+        _quark(_QUARK_INT4 | {"dtype": "uint4", "symmetric": False}),
+        partial(_quark_int4, has_signs=False),
+        is_rounding_inputs=True,
+    ),
+    "quark-int8": Format(
+        _quark({"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0, "symmetric": True}),
+        _quark_int8,
+    ),
+    "torchao-int4-tiles": Format(
+        _torchao_settings(
+            "Int4WeightOnlyConfig",
+            group_size=32,
+            int4_packing_format={"_type": "Int4PackingFormat", "_data": "TILE_PACKED_TO_4D"},
+            int4_tile_packed_ntile=8,
+        ),
+        _torchao_tiles,
+        is_rounding_inputs=True,
+        rounding=0.002,
+    ),
     "ct-sparse": Format(
         {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": _SPARSITY},
         partial(_sparse, is_fp8=False),
@@ -674,9 +774,20 @@ FORMATS: dict[str, Format] = {
     ),
 }
 
-_BY_ROWS = ("nvfp4", "mxfp", "bnb", "gemv", "mlx", "hqq", "torchao", "sparse")
+_BY_ROWS = ("nvfp4", "mxfp", "bnb", "gemv", "mlx", "hqq", "torchao", "sparse", "quark")
 """In the names of formats that have one way of dividing their tensors."""
-_RARE = ("mxfp8", "ct-mxfp", "bnb-fp4", "mlx-3", "mlx-5", "hqq-8", "torchao-w8a16")
+_RARE = (
+    "mxfp8",
+    "ct-mxfp",
+    "bnb-fp4",
+    "mlx-3",
+    "mlx-5",
+    "hqq-8",
+    "hqq-3-axis",
+    "torchao-w8a16",
+    "quark-uint4",
+    "quark-fp8-c",
+)
 
 
 def each_format(*left_out: str, is_costly: bool = False) -> list[Any]:

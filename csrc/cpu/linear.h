@@ -37,6 +37,7 @@ void panel_sums(ByteTile<Dot, Code>, const LinearWeight& weight, int64_t panel,
   constexpr int64_t kRows = 8 * kMaxTileRows;
   alignas(64) uint32_t words[kWidenedInputs / 2 * kPanel];
   alignas(64) Vec sums[kRows][kPanel / kLanes];
+  const Code code(weight);
   const uint32_t* const w = weight.panels + panel * vllm_cpu::panel_words(weight);
   const int64_t num_first = rows / ceil_div(rows, kMaxTileRows);
   const int64_t stretch =
@@ -46,12 +47,13 @@ void panel_sums(ByteTile<Dot, Code>, const LinearWeight& weight, int64_t panel,
     const int64_t block = k / weight.block_inputs * vllm_cpu::num_panels(weight) + panel;
     const float* const zeros = weight.zeros != nullptr ? weight.zeros + block * kPanel : nullptr;
     const float* const scales = weight.scales + block * kPanel;
-    const uint32_t* const next = w + (k + inputs) / 4 * kPanel;
+    const uint32_t* const from = w + vllm_cpu::panel_words(weight, k);
+    const uint32_t* const next = w + vllm_cpu::panel_words(weight, k + inputs);
     for (int64_t i = 0; i < kPanel; i += 64 / sizeof(float)) {  // of the next block
       __builtin_prefetch(scales + vllm_cpu::num_panels(weight) * kPanel + i);
     }
     const auto add = [&](auto kernel) {
-      kernel(x + k, x_stride, w + k / 4 * kPanel, zeros, scales, inputs, total, k == 0, words);
+      kernel(code, x + k, x_stride, from, zeros, scales, inputs, total, k == 0, words);
     };
     with_rows(num_first, [&](auto number) {
       constexpr int kFirst = decltype(number)::value;

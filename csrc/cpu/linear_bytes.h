@@ -1,8 +1,10 @@
-// Weights of one byte that are widened to bf16 just before they are multiplied: fp8 (e4m3), and whole
-// numbers from 0 to 255 with zero points. Widening is exact, and inputs stay as they are.
+// Weights that are widened to bf16 just before they are multiplied: fp8 (e4m3); integers from 0 to 255
+// with zero points; and codes of four bits, each an index of a table. Widening is exact, and inputs are
+// not rounded.
 //
-// A Code has: kHasZeros, for weights with zero points, which may also have an order of inputs; and
-// widen, which makes bf16 of four bytes in each lane.
+// A Code is made of a weight. It has: kBits, the size of an element in memory; kHasZeros, for weights
+// with zero points, which may have an order of inputs; and widen, which makes bf16 of four bytes, or of
+// four codes in bytes, in each lane.
 #pragma once
 
 #include "fp8.h"
@@ -82,9 +84,12 @@ VLLM_INLINE Pairs widen_e4m3(Bits bytes) {
 #endif
 
 struct Fp8Code {
+  static constexpr int kBits = 8;
   static constexpr bool kHasZeros = false;
 
-  static VLLM_INLINE Pairs widen(Bits bytes, Vec) {
+  explicit Fp8Code(const LinearWeight&) {}
+
+  VLLM_INLINE Pairs widen(Bits bytes, Vec) const {
 #ifdef __AVX2__
     return widen_e4m3(bytes);
 #else
@@ -100,9 +105,12 @@ struct Fp8Code {
 
 // q - zero, from -256 to 255, has at most 8 significant bits.
 struct Uint8Code {
+  static constexpr int kBits = 8;
   static constexpr bool kHasZeros = true;
 
-  static VLLM_INLINE Pairs widen(Bits bytes, Vec zero) {
+  explicit Uint8Code(const LinearWeight&) {}
+
+  VLLM_INLINE Pairs widen(Bits bytes, Vec zero) const {
     const auto number = [zero](Bits q) {
       return reinterpret_cast<Bits>(
           __builtin_convertvector(reinterpret_cast<Ints>(q), Vec) - zero);
@@ -111,6 +119,35 @@ struct Uint8Code {
             number((bytes >> 8) & 0xffu) >> 16 | number(bytes >> 24)};
   }
 };
+
+// Codes of four bits. The upper and the lower byte of each bf16 are looked up one after the other.
+struct Table4Code {
+  static constexpr int kBits = 4;
+  static constexpr bool kHasZeros = false;
+
+  explicit Table4Code(const LinearWeight& weight) {
+    for (int i = 0; i < 16; ++i) {
+      upper[i] = static_cast<uint8_t>(weight.table[i] >> 8);
+      lower[i] = static_cast<uint8_t>(weight.table[i]);
+    }
+  }
+
+  VLLM_INLINE Pairs widen(Bits codes, Vec) const {
+    const Bits high = look_up(upper, codes), low = look_up(lower, codes);
+    return {(high & 0x00ff00ffu) << 8 | (low & 0x00ff00ffu),
+            (high & 0xff00ff00u) | ((low >> 8) & 0x00ff00ffu)};
+  }
+
+ private:
+  ByteTable upper, lower;
+};
+
+// The bytes of four inputs of an output, number `word` of its fours; codes of four bits as bytes.
+template <class Code>
+VLLM_INLINE Bits load_four(const uint32_t* w, int64_t word) {
+  if constexpr (Code::kBits == 8) return load_bits(w + word * kPanel);
+  return (load_bits(w + word / 2 * kPanel) >> (word % 2 * 4)) & 0x0f0f0f0fu;
+}
 
 // The first rows are multiplied with what is widened in registers, which runs beside the products and
 // the reading of the bytes, and leave it for all other rows. Both make a sum in the same order.
@@ -136,19 +173,19 @@ constexpr int64_t kAheadWords = 64 * kPanel;  // how far before its use a byte i
 // total[kRows][64] = (or +=) scales times the products of `inputs` inputs of a panel, which share
 // a scale. widened: where kKeeps, becomes the words of these inputs as those of a bf16 weight.
 template <class Dot, class Code, int kRows, bool kKeeps>
-void add_widened(const typename Dot::Input* x, int64_t x_stride, const uint32_t* w,
-                             const float* zeros, const float* scales, int64_t inputs,
-                             Vec (*total)[kPanel / kLanes], bool is_first, uint32_t* widened) {
+void add_widened(Code code, const typename Dot::Input* x, int64_t x_stride, const uint32_t* w,
+                 const float* zeros, const float* scales, int64_t inputs,
+                 Vec (*total)[kPanel / kLanes], bool is_first, uint32_t* widened) {
   constexpr int kVectors = tile_vectors(kRows);
   for (int column = 0; column < kPanel; column += kVectors * kLanes) {
     Vec acc[kRows][kVectors] = {};
     for (int64_t word = 0; word < inputs / 4; ++word) {
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
-        const uint32_t* const from = w + word * kPanel + column + v * kLanes;
-        if (!kKeeps) __builtin_prefetch(from + kAheadWords);
+        const uint32_t* const from = w + column + v * kLanes;
+        if (!kKeeps) __builtin_prefetch(from + word * Code::kBits / 8 * kPanel + kAheadWords);
         const Vec zero = Code::kHasZeros ? load(zeros + column + v * kLanes) : Vec{};
-        const Pairs pairs = Code::widen(load_bits(from), zero);
+        const Pairs pairs = code.widen(load_four<Code>(from, word), zero);
         if (kKeeps) {
           uint32_t* const to = widened + 2 * word * kPanel + column + v * kLanes;
           __builtin_memcpy(to, &pairs.first, sizeof pairs.first);
@@ -181,12 +218,18 @@ void add_widened(const typename Dot::Input* x, int64_t x_stride, const uint32_t*
 // Where in its word input number i of four is, in bits.
 constexpr int byte_shift(int i) { return i == 1 ? 16 : i == 2 ? 8 : 8 * i; }
 
-// The weight of one output and input.
+// The weight of one output and input, of bytes or codes.
 inline float byte_weight(const LinearWeight& weight, int64_t n, int64_t input) {
-  const int64_t words = vllm_cpu::panel_words(weight);
-  const uint32_t word = weight.panels[n / kPanel * words + input / 4 * kPanel + n % kPanel];
-  const Bits byte = (word >> byte_shift(input % 4) & 0xffu) - Bits{};
+  const bool is_table = weight.format == vllm_cpu::WeightFormat::kTable4;
+  const int64_t words = vllm_cpu::panel_words(weight), per_word = is_table ? 8 : 4;
+  const uint32_t word =
+      weight.panels[n / kPanel * words + input / per_word * kPanel + n % kPanel];
   const int64_t place = input / weight.block_inputs * vllm_cpu::num_panels(weight) * kPanel + n;
+  if (is_table) {
+    const uint32_t code = word >> (byte_shift(input % 4) + input % 8 / 4 * 4) & 0xfu;
+    return to_float(bf16{weight.table[code]}) * weight.scales[place];
+  }
+  const Bits byte = (word >> byte_shift(input % 4) & 0xffu) - Bits{};
   const float number = weight.format == vllm_cpu::WeightFormat::kFp8
                            ? widen_fp8<E4m3>(byte)[0]
                            : static_cast<float>(byte[0]) - weight.zeros[place];

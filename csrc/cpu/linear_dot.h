@@ -37,6 +37,26 @@ VLLM_INLINE Bits load_bytes(const uint8_t* from) {
   return __builtin_convertvector(bytes, Bits);
 #endif
 }
+// Of each byte below 16, the byte of a table.
+typedef uint8_t ByteTable __attribute__((vector_size(16)));
+VLLM_INLINE Bits look_up(ByteTable table, Bits index) {
+#if defined(__AVX512BW__)
+  return reinterpret_cast<Bits>(_mm512_shuffle_epi8(
+      _mm512_broadcast_i32x4(reinterpret_cast<__m128i>(table)), reinterpret_cast<__m512i>(index)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Bits>(
+      _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(reinterpret_cast<__m128i>(table)),
+                          reinterpret_cast<__m256i>(index)));
+#elif defined(__aarch64__)
+  return reinterpret_cast<Bits>(vqtbl1q_u8(reinterpret_cast<uint8x16_t>(table),
+                                           reinterpret_cast<uint8x16_t>(index)));
+#else
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes * 4)));
+  Bytes bytes = reinterpret_cast<Bytes>(index);
+  for (int i = 0; i < kLanes * 4; ++i) bytes[i] = table[bytes[i]];
+  return reinterpret_cast<Bits>(bytes);
+#endif
+}
 VLLM_INLINE Bits splat_bits(const void* word) {
   uint32_t bits;
   __builtin_memcpy(&bits, word, sizeof bits);

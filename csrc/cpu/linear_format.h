@@ -25,6 +25,9 @@
 // and every block with
 //     multipliers: 64 int8 | of minimums: 64 int8 | fifth bits, if there are any: 64 words
 // where bit 8 j + i of a word is that of input 4 i + j.
+//
+// table4: a code is an index of a table of 16 bf16. A word holds the codes of eight inputs as with int4,
+// but byte 1 has inputs 2 and 6, and byte 2 inputs 1 and 5. Scales are outside of the panels, as with fp8.
 #pragma once
 
 #include <cstdint>
@@ -40,23 +43,25 @@ constexpr int kScaleWords = kPanel / 2;  // 64 float16
 constexpr int kByteWords = kPanel / 4;   // 64 bytes
 constexpr int kFactorWords = kPanel;     // 128 float16
 
-VLLM_ENUM(WeightFormat, kFloat, kBf16, kInt8, kInt4, kFp8, kUint8, kMxfp4, kInt4Minimums,
+VLLM_ENUM(WeightFormat, kFloat, kBf16, kInt8, kInt4, kFp8, kUint8, kTable4, kMxfp4, kInt4Minimums,
           kInt5Minimums);
 
 // A packed weight [out_features, in_features].
 VLLM_STRUCT(LinearWeight,
   const uint32_t* panels;  // aligned to 64 bytes
-  // int8, int4, mxfp4: [out_features rounded up to 64]; fp8, uint8: [blocks of inputs][as many];
+  // int8, int4, mxfp4: [out_features rounded up to 64]; fp8, uint8, table4: [blocks of inputs][as many];
   // else null
   const float* scales;
   const float* zeros;      // uint8: as many as scales, whole numbers from 0 to 256; else null
   const int32_t* sums;     // int8: sum of the weights of an output, as many; else null
+  const uint16_t* table;   // table4: [16] bf16, the number of each code; else null
   // int4, uint8: [in_features], which input of x is next; null: as they come
   const int32_t* order;
   int64_t in_features, out_features;
   WeightFormat format;
   // Inputs that share a scale. int4, mxfp4: 8, 16, 32, 64 or 128; with minimums: 32, int4 also 16; fp8,
-  // uint8: a divisor or a multiple of 128 and a multiple of 4, or in_features; else 0.
+  // uint8, table4: a divisor or a multiple of 128 and a multiple of 4 (table4: of 8), or in_features;
+  // else 0.
   int64_t block_inputs;
   int64_t factor_inputs;  // with minimums: a multiple of the block that divides 512; else 0
   int64_t has_zeros;         // int4: 1 when zero points are stored; else 0
@@ -93,6 +98,12 @@ static inline bool has_int4_blocks(const LinearWeight& w) {
   return w.format == WeightFormat::kInt4 || w.format == WeightFormat::kMxfp4 || has_minimums(w);
 }
 
+// Whether elements are widened to bf16, and their scales are outside of the panels.
+static inline bool has_byte_blocks(const LinearWeight& w) {
+  return w.format == WeightFormat::kFp8 || w.format == WeightFormat::kUint8 ||
+         w.format == WeightFormat::kTable4;
+}
+
 // 32-bit words of an int4 block before its numbers.
 static inline int64_t header_words(const LinearWeight& w) {
   if (!has_minimums(w)) return kScaleWords + (w.has_zeros ? kByteWords : 0);
@@ -110,6 +121,8 @@ static inline int64_t panel_words(const LinearWeight& w, int64_t inputs) {
     case WeightFormat::kFp8:
     case WeightFormat::kUint8:
       return inputs / 4 * kPanel;
+    case WeightFormat::kTable4:
+      return inputs / 8 * kPanel;
     default:
       return inputs / 8 * kPanel + ceil_div(inputs, w.block_inputs) * header_words(w) +
              (has_minimums(w) ? ceil_div(inputs, w.factor_inputs) * kFactorWords : 0);

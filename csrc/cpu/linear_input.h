@@ -287,6 +287,8 @@ VLLM_INLINE int64_t with_kind(const LinearWeight& weight, Body body) {
       return with_byte_kind<T, Fp8Code>(body);
     case WeightFormat::kUint8:
       return with_byte_kind<T, Uint8Code>(body);
+    case WeightFormat::kTable4:
+      return with_byte_kind<T, Table4Code>(body);
     default:
       return with_int4_code(weight, [&](auto code) { return body(Int4Kind<T, decltype(code)>{}); });
   }

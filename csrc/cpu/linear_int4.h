@@ -50,12 +50,8 @@ struct E2m1Code : Int4Code {
   static constexpr int32_t kZero = 12, kLargest = 24;
 
   static VLLM_INLINE Bits numbers(Bits q) {
-#if defined(__AVX512BW__)
-    return reinterpret_cast<Bits>(_mm512_shuffle_epi8(
-        _mm512_broadcast_i32x4(table()), reinterpret_cast<__m512i>(q)));
-#elif defined(__AVX2__)
-    return reinterpret_cast<Bits>(_mm256_shuffle_epi8(
-        _mm256_broadcastsi128_si256(table()), reinterpret_cast<__m256i>(q)));
+#if defined(__AVX2__) || defined(__aarch64__)
+    return look_up(ByteTable{12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}, q);
 #else
     typedef uint8_t Bytes __attribute__((vector_size(kLanes * 4)));
     const Bytes number = reinterpret_cast<Bytes>(q), size = number & 7;
@@ -64,13 +60,6 @@ struct E2m1Code : Int4Code {
     return reinterpret_cast<Bits>(number > 7 ? 12 - twice : 12 + twice);
 #endif
   }
-
- private:
-#ifdef __AVX2__
-  static VLLM_INLINE __m128i table() {
-    return _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
-  }
-#endif
 };
 
 // What comes before the bytes of each block of a row of x.

@@ -143,7 +143,7 @@ struct Int8Matrix : DenseMatrix<TilesOfU8S8, DotInt8> {
   }
 };
 
-// Weights of one byte. One row takes the tiles as well, as its sums must be those of any other number.
+// Weights of one byte, or codes of four bits. One row takes the tiles as well, as its sums must be those of any other number.
 template <class CodeOf>
 struct ByteMatrix {
   using Code = CodeOf;
@@ -154,14 +154,14 @@ struct ByteMatrix {
   static constexpr int64_t kStretchInputs = Dense::kStretchInputs;
 
   // The words of `inputs` inputs of a panel as those of a bf16 weight, at the places of `order`.
-  static void widen(const uint32_t* w, const float* zeros, int64_t inputs, const StretchWords& order,
-                    uint32_t* to) {
+  static void widen(Code code, const uint32_t* w, const float* zeros, int64_t inputs,
+                    const StretchWords& order, uint32_t* to) {
     Vec zero[kPanel / kLanes] = {};
     for (int v = 0; Code::kHasZeros && v < kPanel / kLanes; ++v) zero[v] = load(zeros + v * kLanes);
-    for (int64_t word = 0; word < inputs / 4; ++word, w += kPanel) {
+    for (int64_t word = 0; word < inputs / 4; ++word) {
 #pragma GCC unroll 4
       for (int v = 0; v < kPanel / kLanes; ++v) {
-        const Pairs pairs = Code::widen(load_bits(w + v * kLanes), zero[v]);
+        const Pairs pairs = code.widen(load_four<Code>(w + v * kLanes, word), zero[v]);
         __builtin_memcpy(to + order.place(2 * word, v * kLanes), &pairs.first, sizeof(Vec));
         __builtin_memcpy(to + order.place(2 * word + 1, v * kLanes), &pairs.second, sizeof(Vec));
       }
@@ -178,6 +178,7 @@ void panel_sums(ByteMatrix<Code>, const LinearWeight& weight, int64_t panel, int
   constexpr int64_t kRows = 256;  // whose sums stay in the second-level cache
   alignas(64) uint32_t words[Matrix::kStretchInputs / 2 * kPanel];
   alignas(64) Vec sums[kRows][kPanel / kLanes];
+  const Code code(weight);
   const int64_t panel_words = vllm_cpu::panel_words(weight);
   int64_t inputs;
   for (int64_t k = 0; k < weight.in_features; k += inputs) {
@@ -187,16 +188,18 @@ void panel_sums(ByteMatrix<Code>, const LinearWeight& weight, int64_t panel, int
     const StretchWords order = rows <= kTileRows ? StretchWords::in_rows(words)
                                                  : StretchWords::in_halves(words, inputs / 2);
     for (int64_t p = panel; p < panel + num_panels; ++p, total += rows) {
-      const uint32_t* const w = weight.panels + p * panel_words + k / 4 * kPanel;
+      const uint32_t* const w = weight.panels + p * panel_words + vllm_cpu::panel_words(weight, k);
       const int64_t place = (block * vllm_cpu::num_panels(weight) + p) * kPanel;
-      Matrix::widen(w, weight.zeros + (Code::kHasZeros ? place : 0), inputs, order, words);
-      const uint32_t* const next = p + 1 < panel + num_panels ? w + panel_words
-                                                              : w + inputs / 4 * kPanel -
-                                                                    (num_panels - 1) * panel_words;
+      Matrix::widen(code, w, weight.zeros + (Code::kHasZeros ? place : 0), inputs, order, words);
+      const uint32_t* const next =
+          p + 1 < panel + num_panels
+              ? w + panel_words
+              : w + vllm_cpu::panel_words(weight, inputs) - (num_panels - 1) * panel_words;
       for (int64_t first = 0; first < rows; first += kRows) {
         const int64_t count = rows - first < kRows ? rows - first : kRows;
         Matrix::Dense::multiply(x + first * x_stride + k, x_stride, count, order, inputs / 2, sums,
-                                true, first == 0 ? next : nullptr, Matrix::Dense::kStepLines / 2);
+                                true, first == 0 ? next : nullptr,
+                                Matrix::Dense::kStepLines * Code::kBits / 16);
         for (int64_t r = 0; r < count; ++r) {
 #pragma GCC unroll 4
           for (int v = 0; v < kPanel / kLanes; ++v) {

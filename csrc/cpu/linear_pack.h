@@ -78,7 +78,7 @@ int64_t quantize_weight(const LinearWeight& weight, const T* from, int num_threa
 template <typename T>
 void unpack_row(const LinearWeight& weight, int64_t n, T* out) {
   if (vllm_cpu::has_int4_blocks(weight)) return unpack_int4_row(weight, n, out);
-  if (weight.format == WeightFormat::kFp8 || weight.format == WeightFormat::kUint8) {
+  if (vllm_cpu::has_byte_blocks(weight)) {
     for (int64_t i = 0; i < weight.in_features; ++i) {
       const int64_t input = weight.order != nullptr ? weight.order[i] : i;
       out[input] = to_type<T>(byte_weight(weight, n, i));

@@ -103,7 +103,7 @@ REFUSED = [
         LoadConfig,
         {"load_format": "npz"},
         "load_format must be one of auto, safetensors, pt, dummy, sharded_state, gguf, mistral, "
-        "got 'npz'",
+        "bitsandbytes, got 'npz'",
     ),
     (
         ModelConfig,

@@ -13,9 +13,15 @@ from vllm.utils import FlexibleArgumentParser
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4", "bitsandbytes"])
 def test_the_formats_of_the_cpu_are_taken(name, dtype):
     assert resolve(quantization=name, dtype=dtype).model.quantization == name
+
+
+@pytest.mark.parametrize("named", [{}, {"quantization": "bitsandbytes"}])
+def test_the_load_format_of_bitsandbytes_is_its_quantization(named):
+    config = resolve(load_format="bitsandbytes", **named)
+    assert (config.model.quantization, config.load.load_format) == ("bitsandbytes", "auto")
 
 
 @pytest.mark.parametrize("flags", [("--quantization", "int8"), ("-q", "int8")])
@@ -35,6 +41,10 @@ def test_the_flag_has_a_short_form(flags):
         ({"quant_config": "nowhere.json"}, "nowhere.json: cannot read the JSON config"),
         ({"quantization": "INT8"}, "'INT8' is not available"),
         ({"quantization": "int8", "dtype": "half"}, "needs dtype bfloat16 or float32, got float16"),
+        (
+            {"quantization": "int8", "load_format": "bitsandbytes"},
+            "load_format='bitsandbytes' is for quantization='bitsandbytes', not 'int8'",
+        ),
         ({"lm_head_quantization": "int4"}, "'int4' is not valid|must be"),
         (
             {"lm_head_quantization": "int8", "dtype": "half"},
@@ -64,7 +74,10 @@ def test_without_the_kernels_there_is_none(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quantization": "gptq"}, "on the device 'hpu'; available: fp8, inc, int8, int4"),
+        (
+            {"quantization": "gptq"},
+            "on the device 'hpu'; available: fp8, inc, int8, int4, bitsandbytes",
+        ),
         ({"lm_head_quantization": "int8"}, "are not in use here .device 'hpu'"),
     ],
 )

@@ -228,13 +228,14 @@ CASES: dict[str, list[Callable[[Card], Any]]] = {
         of_experts("ct-fp8-static"),
     ],
     "2 to 4 bits": [
-        *of_checkpoints("gptq-[234]|awq|w4a16|torchao-int4"),
+        *of_checkpoints("gptq-[234]|awq|w4a16|torchao-int4$|quark-u?int4"),
         of_dense("int4"),
+        of_dense("bitsandbytes"),
         of_gguf("Q4_0"),
         of_experts("gptq-4"),
     ],
     "8 bits": [
-        *of_checkpoints("gptq-8|w8a|bnb|mlx-8|hqq-8|torchao-(int8|w8a16)"),
+        *of_checkpoints("gptq-8|w8a|bnb|mlx-8|hqq-8|torchao-(int8|w8a16)|axis-0|quark-int8"),
         of_dense("int8"),
         *(of_gguf(kind) for kind in ("Q5_0", "Q6_K", "Q8_0")),
         of_experts("ct-w8a8"),
@@ -242,6 +243,7 @@ CASES: dict[str, list[Callable[[Card], Any]]] = {
     "4 bits with minimums": [
         *(of_gguf(kind) for kind in ("Q2_K", "Q3_K", "Q4_1", "Q4_K")),
         *(of_checkpoint(name) for name in ("mlx-3", "mlx-4", "hqq-3", "hqq-4")),
+        of_checkpoint("torchao-int4-tiles"),
     ],
     "5 bits with minimums": [
         *(of_gguf(kind) for kind in ("Q5_1", "Q5_K")),
@@ -251,6 +253,7 @@ CASES: dict[str, list[Callable[[Card], Any]]] = {
         of_gpt_oss,
         of_checkpoint("mxfp4"),
         of_checkpoint("ct-mxfp4"),
+        of_checkpoint("quark-mxfp4"),
         of_checkpoint("mlx-mxfp4"),
     ],
     "NVFP4": [of_checkpoint("nvfp4"), of_checkpoint("ct-nvfp4"), of_experts("nvfp4")],

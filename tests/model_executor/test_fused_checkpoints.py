@@ -69,6 +69,7 @@ FORMATS = (
     *("ct-w4a16-asym-order", "ct-w8a16-channel", "ct-w8a8-static", "ct-fp8-block"),
 )
 BY_ROWS = ("nvfp4", "mxfp8", "bnb-nf4", "bnb-int8", "awq-gemv", "mlx-4", "hqq-3", "torchao-int4")
+BY_ROWS += ("torchao-int4-tiles", "hqq-4-axis-0")
 """Formats whose tensors all have a row for each output feature."""
 FEW: dict[str, tuple[str, ...]] = {
     "phi3": FORMATS + BY_ROWS,

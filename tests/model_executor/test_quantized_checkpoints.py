@@ -268,6 +268,7 @@ def other_state(settings, tensors):
     tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
 
+QUARK = ("global_quant_config", "weight")
 HQQ = ("quant_config", "weight_quant_params")
 PARAMS = "quant_config.weight_quant_params"
 AO = ("quant_type", "default")
@@ -384,8 +385,13 @@ WRONG = [
     ("awq-gemv", changed("zero_point", to=False), "zero points .* from 1 to 15, but 8 .*zero_poi"),
     (
         "hqq-4",
+        changed(*HQQ, "axis", to=2),
+        f"{PARAMS}.axis is 2; supported: 1, 0",
+    ),
+    (
+        "hqq-4",
         changed(*HQQ, "axis", to=0),
-        f"{PARAMS}.axis is 0; supported: 1",
+        r"W_q has shape \[96, 64\] .* needs \[32, 192\]",
     ),
     (
         "hqq-4",
@@ -411,7 +417,31 @@ WRONG = [
     ("hqq-4", without("zero"), f"missing .*{GATE}.zero"),
     ("hqq-4", filled("scale", float("nan")), "scale contains NaN or infinity"),
     ("hqq-4", one_number("scale"), r"scale has shape \[1\] .* needs 192 elements"),
-    ("torchao-int4", changed(*AO, "_type", to="Int4WeightOnlyConfig"), "'Int4WeightOnlyConfig'; s"),
+    (
+        "torchao-int4",
+        changed(*AO, "_type", to="Int4WeightOnlyConfig"),
+        "int4_packing_format is None; supported: TILE_PACKED_TO_4D",
+    ),
+    (
+        "torchao-int4-tiles",
+        changed(*AO_DATA, "int4_packing_format", to="PLAIN"),
+        "int4_packing_format is 'PLAIN'; supported: TILE_PACKED_TO_4D",
+    ),
+    (
+        "torchao-int4-tiles",
+        changed(*AO_DATA, "group_size", to=48),
+        "group_size is 48; supported: 32",
+    ),
+    (
+        "torchao-int4-tiles",
+        replaced("_weight_qdata", torch.zeros(2, 8, 32, 4, dtype=torch.int32)),
+        r"_weight_qdata has shape \[2, 8, 32, 4\] .* needs \[24, 8, 32, 4\]",
+    ),
+    (
+        "torchao-int4-tiles",
+        filled("_weight_scale_and_zero", float("nan")),
+        "scale_and_zero contains NaN or infinity",
+    ),
     ("torchao-int4", changed("quant_type", to="int4_weight_only"), "'int4_weight_only'; supported"),
     (
         "torchao-int4",
@@ -441,7 +471,25 @@ WRONG = [
     ("awq", changed("bits", to=8), "bits is 8; supported: 4"),
     ("awq", changed("quant_method", to="exl2"), "'exl2', .* GPTQ or AWQ checkpoint"),
     ("awq", changed("quant_method", to="marlin"), "'marlin', .* GPTQ checkpoint that it was made"),
-    ("awq", changed("quant_method", to="quark"), "'quark', .* compressed-tensors or GPTQ"),
+    ("awq", changed("quant_method", to="quark"), "global_quant_config is None; supported: an obj"),
+    (
+        "quark-int4",
+        changed(*QUARK, "dtype", to="int3"),
+        "weight.dtype is 'int3'; supported: fp8_e4",
+    ),
+    ("quark-int4", changed(*QUARK, "qscheme", to="per_channel"), "qscheme is 'per_channel'; supp"),
+    (
+        "quark-int4",
+        changed("export", "pack_method", to="order"),
+        "pack_method is 'order'; supported",
+    ),
+    ("quark-int4", changed("algo_config", to=[{"name": "rotation"}]), "name is 'rotation'; supp"),
+    ("quark-int4", changed("layer_type_quant_config", to={"x": {}}), "layer_type_quant_config is"),
+    ("quark-int4", without("weight_zero_point"), f"missing .*{GATE}.weight_zero_point"),
+    ("quark-mxfp4", changed(*QUARK, "group_size", to=16), "group_size is 16; supported: 32"),
+    ("quark-mxfp4", filled("weight_scale", 255), "weight_scale contains 255, which is NaN"),
+    ("quark-int8", changed(*QUARK, "symmetric", to=False), "symmetric is False; supported: True"),
+    ("quark-int8", filled("weight_scale", 0.0), ZERO),
     ("awq", changed("zero_point", to=0), "zero_point is 0; supported: True, False"),
     ("awq", changed("zero_point", to=False), "zero points .* from 1 to 15, but 8 .*zero_point in"),
     (
@@ -471,7 +519,7 @@ WRONG = [
         changed(*WEIGHTS[:2], "targets", to=["re:*"]),
         "config_groups.targets is .*nothing to repeat",
     ),
-    ("ct-w4a16", changed("format", to="marlin-24"), "format is 'marlin-24'"),
+    ("ct-w4a16", changed("format", to="marlin-24"), "'marlin-24'; supported: pack-quantized, of"),
     ("ct-w4a16", filled("weight_shape", 7), "weight_shape of gate_proj .* needs .192, 64."),
     ("ct-w4a16", filled("weight_scale", float("nan")), "weight_scale contains nan"),
     (

@@ -2,19 +2,22 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.hpu import captured_log
-from tests.model_executor.helpers import load, logits_of, prompt_of
+from tests.model_executor.helpers import load, logits_of, make_config, prompt_of
 from tests.model_executor.test_quantized_checkpoints import weight_of, weight_of_head
 from tests.quantized_checkpoints import FORMATS, made_once, write
+from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.stored.stored_experts import StoredExperts
+from vllm.model_executor.loader import load_model
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 
 
@@ -341,7 +344,7 @@ def test_what_auto_round_may_say(checkpoint, tmp_path, key, value, message):
     [
         ("nvfp4", "NVFP4 (W4A4, read as W4A16) and kept as NVFP4"),
         ("ct-mxfp4", "MXFP4 and kept as MXFP4"),
-        ("bnb-nf4", "bitsandbytes nf4 and kept as numbers of 8 bits in groups"),
+        ("bnb-nf4", "bitsandbytes nf4 and kept as 4 bits with a table"),
         ("mlx-4", "MLX affine, 4 bits and kept as numbers of 4 bits with minimums"),
     ],
 )
@@ -352,3 +355,15 @@ def test_the_log_says_what_layers_are_kept_as(checkpoint, monkeypatch, name, sto
     with captured_log() as messages:
         load(checkpoint(name)[0])
     assert f"8 layers are stored as {stored}, in 0.1 MiB" in "\n".join(messages)
+
+
+def test_the_log_says_what_dense_layers_have_become(checkpoint, monkeypatch):
+    if load_cpu_kernels() is None:
+        pytest.skip("the kernels are not built")
+    monkeypatch.setattr("vllm.ops._ops", CPUOps())
+    config = make_config(checkpoint("bnb-nf4")[1], "bfloat16")
+    config = replace(config, model=replace(config.model, quantization="bitsandbytes"))
+    with captured_log() as messages:
+        load_model(config, TPGroup(), torch.device("cpu"))
+    stored = "8 layers are stored as bfloat16 and kept as 4 bits with a table, in 0.1 MiB"
+    assert stored in "\n".join(messages)

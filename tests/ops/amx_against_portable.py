@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.ops.test_stored_weights import fp8, minimums, mxfp4, nibbles, whole
+from tests.ops.test_stored_weights import fp8, in_table, minimums, mxfp4, nibbles, whole
 from vllm.ops.attention_options import AttentionOptions
 from vllm.ops.cpu.library import LIBRARY_PATH, CPUKernels, require_cpu_kernels
 from vllm.ops.cpu.operators import CPUOps
@@ -52,6 +52,8 @@ def linear_layers() -> Iterator[tuple[str, Callable[[], Tensor]]]:
             packed["fp8 in small blocks"] = pack_stored(fp8(64, 512, 16))
             packed["fp8"] = pack_stored(fp8(70, 1096, 1096))
             packed["8 bits"] = pack_stored(whole(64, 1024, 64, is_ordered=True))
+            packed["codes of a table"] = pack_stored(in_table(70, 1024, 64))
+            packed["codes of a table, long groups"] = pack_stored(in_table(64, 1096, 1096))
             packed["mxfp4"] = pack_stored(mxfp4(128, 1088))
             packed["4 bits with minimums"] = pack_stored(minimums(128, 768, 4, 16, 256))
             packed["5 bits with minimums"] = pack_stored(minimums(128, 1024, 5, 32, 256))

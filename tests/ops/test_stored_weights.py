@@ -13,6 +13,7 @@ from vllm.ops.cpu.weights.linear import PackedWeight
 from vllm.ops.cpu.weights.stored import pack_stored
 from vllm.ops.cpu.weights.weight_format import WeightFormat
 from vllm.ops.stored_weight import (
+    NF4,
     Fp8Weight,
     GroupedWeight,
     GroupScales,
@@ -20,8 +21,10 @@ from vllm.ops.stored_weight import (
     MinimumWeight,
     Mxfp4Weight,
     StackedWeight,
+    TableWeight,
     pack_bits,
     round_to_fp8,
+    round_to_nf4,
 )
 
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
@@ -60,6 +63,14 @@ def nibbles(num_out: int, num_in: int, block: int, groups: Tensor | None = None)
     )
 
 
+def in_table(num_out: int, num_in: int, block: int) -> TableWeight:
+    return TableWeight(
+        codes=torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8),
+        table=torch.randn(16).bfloat16().float(),
+        scales=torch.rand(num_out, num_in // block) + 0.1,
+    )
+
+
 WEIGHTS = {
     "fp8, a scale per block": lambda: fp8(200, 320, 128),
     "fp8, small blocks": lambda: fp8(72, 192, 32),
@@ -69,6 +80,9 @@ WEIGHTS = {
     "8 bits in groups": lambda: whole(72, 256, 64),
     "8 bits, a group for all": lambda: whole(100, 300, 300),
     "8 bits, inputs of a group from everywhere": lambda: whole(64, 256, 128, is_ordered=True),
+    "codes of a table, groups of 64": lambda: in_table(200, 320, 64),
+    "codes of a table, groups of 8": lambda: in_table(72, 1096, 8),
+    "codes of a table, a scale per output": lambda: in_table(130, 1304, 1304),
 }
 
 
@@ -78,7 +92,7 @@ def test_rows_and_products_are_those_of_the_formula(isa, name):
     torch.manual_seed(0)
     weight = WEIGHTS[name]()
     dense, packed = weight.dequantize(), pack_stored(weight)
-    assert packed.weight_format in (WeightFormat.FP8, WeightFormat.UINT8)
+    assert packed.weight_format in (WeightFormat.FP8, WeightFormat.UINT8, WeightFormat.TABLE4)
     ids = torch.arange(len(dense))
     for dtype, allowed in ((torch.float32, 2e-5), (torch.bfloat16, 2**-7)):
         assert torch.equal(packed.rows(ids, dtype), dense.to(dtype))
@@ -90,6 +104,17 @@ def test_rows_and_products_are_those_of_the_formula(isa, name):
         assert ((got.double() - want).abs() <= allowed * (want.abs() + 0.05 * size)).all()
         for num_rows in (1, 3, 17):
             assert torch.equal(packed.linear(many[:num_rows], bias), got[:num_rows])
+
+
+def test_codes_of_a_table_in_groups_that_fill_no_word_become_bytes():
+    """Each rank may have parts of groups. Values change by 0.4 % of the largest one of a table."""
+    weight = replace(in_table(64, 96, 4), table=torch.linspace(-1, 1, 16) ** 3)
+    packed = pack_stored(weight)
+    assert packed.weight_format is WeightFormat.UINT8
+    change = packed.rows(torch.arange(64), torch.float32) - weight.dequantize()
+    largest = weight.scales.repeat_interleave(4, dim=1)
+    assert (change.abs() <= 0.004 * largest).all()
+    assert pack_stored(in_table(64, 90, 45)) is None
 
 
 @pytest.mark.parametrize(("bits", "num_in"), [(4, 320), (2, 192), (8, 320)])
@@ -268,6 +293,7 @@ def test_a_row_does_not_depend_on_the_number_of_rows(isa, dtype):
     torch.manual_seed(0)
     for weight in (
         *(fp8(72, 384, 128), fp8(64, 300, 300), whole(72, 256, 64), mxfp4(72, 544)),
+        in_table(72, 384, 64),
         *(minimums(72, 768, 4, 32, 256), minimums(72, 512, 5, 32, 256)),
     ):
         packed, x = pack_stored(weight), torch.randn(512, weight.shape[1]).to(dtype)
@@ -309,6 +335,20 @@ def test_rounding_to_fp8_keeps_the_largest_and_lets_what_is_not_finite_through()
     assert rounded[0].abs().max() == pytest.approx(float(weight[0].abs().max()), rel=1e-6)
     assert (rounded[:2] - weight[:2]).abs().max() <= weight[0].abs().max() / 28
     assert rounded[2:].isnan().all()
+
+
+@pytest.mark.parametrize(("num_in", "size"), [(128, 64), (80, 16)])
+def test_rounding_to_nf4_takes_the_nearest_element(num_in, size):
+    weight = torch.randn(3, num_in)
+    weight[1] = 0
+    groups, rounded = weight.unflatten(1, (-1, size)), round_to_nf4(weight)
+    scales = groups.abs().amax(-1)
+    distances = groups[..., None] / scales[..., None, None].clamp(min=1e-9) - torch.tensor(NF4)
+    assert torch.equal(rounded.codes, distances.abs().argmin(-1).flatten(1).to(torch.uint8))
+    assert torch.equal(rounded.scales, scales.where(scales > 0, 1.0))
+    weight[2, 3], weight[0, 5] = float("nan"), float("inf")
+    assert round_to_nf4(weight).dequantize().isnan().sum() == 2 * size
+    assert isinstance(round_to_nf4(torch.ones(2, 40)), Int8Weight)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ from typing import Literal, get_args
 from vllm.config.fields import check_one_of
 from vllm.errors import ConfigError
 
-LoadFormat = Literal["auto", "safetensors", "pt", "dummy", "sharded_state", "gguf", "mistral"]
+LoadFormat = Literal[
+    "auto", "safetensors", "pt", "dummy", "sharded_state", "gguf", "mistral", "bitsandbytes"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +20,8 @@ class LoadConfig:
     """Format of the weights. auto: safetensors, else .bin (read with weights_only), else GGUF,
     else mistral; mistral: consolidated*.safetensors with params.json, as Mistral AI publishes them;
     dummy: seeded random weights, for measuring without a checkpoint; sharded_state: one file per
-    rank, which tools/save_sharded_state.py has written."""
+    rank, which tools/save_sharded_state.py has written; bitsandbytes: as auto, together with
+    quantization=bitsandbytes."""
 
     download_dir: str | None = None
     """Folder for downloaded models. Not set: the Hugging Face cache."""

@@ -69,8 +69,8 @@ class ModelConfig:
     """Data type of weights and activations. auto: that of the checkpoint."""
 
     quantization: str | None = field(default=None, metadata={"aliases": ("-q",)})
-    """Quantize the weights of an unquantized checkpoint: int8, int4 (both on the CPU), fp8, or inc
-    with the file of `quant_config`. A quantized checkpoint may be named by its own format: fp8,
+    """Quantize the weights of an unquantized checkpoint: int8, int4, bitsandbytes (4 bits), fp8, or
+    inc with the file of `quant_config`. A quantized checkpoint may be named by its own format: fp8,
     gptq, awq, compressed-tensors. Not set: as in the checkpoint."""
 
     lm_head_quantization: HeadQuantization = "auto"

@@ -7,6 +7,7 @@ or says how it rounds them. Knows no files, no layers and no devices.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import TypeVar
 
 import torch
@@ -521,6 +522,87 @@ class Nvfp4Weight(StoredWeight):
             scales=scales.view(torch.float8_e4m3fn),
             factors=torch.cat((self.factors, other.factors)),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableWeight(StoredWeight):
+    """Elements of four bits, each an index of a table, times a scale for each group of inputs."""
+
+    codes: Tensor
+    """[out_features, in_features] uint8, below 16."""
+    table: Tensor
+    """[16] float32."""
+    scales: Tensor
+    """[out_features, G] float32, for in_features / G neighbours each."""
+
+    @property
+    def kind(self) -> str:
+        return "4 bits with a table"
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    def dequantize(self) -> Tensor:
+        elements = self.table[self.codes.int()].unflatten(1, (self.scales.shape[1], -1))
+        return (elements * self.scales[..., None]).flatten(1)
+
+    def joined(self, other: StoredWeight) -> "TableWeight | None":
+        if not isinstance(other, TableWeight) or not torch.equal(self.table, other.table):
+            return None
+        if self.scales.shape[1:] != other.scales.shape[1:]:
+            return None
+        return TableWeight(
+            codes=torch.cat((self.codes, other.codes)),
+            table=self.table,
+            scales=torch.cat((self.scales, other.scales)),
+        )
+
+    def as_grouped(self) -> GroupedWeight | None:
+        """Return int8 with a step of which the table has nearly integer multiples. For NF4 and FP4
+        they differ from it by at most 0.4 % of its largest value."""
+        if self.shape[1] % 4:
+            return None
+        whole, step = _whole_multiples(self.table)
+        return GroupedWeight.from_int8(whole[self.codes.int()], (self.scales * step).T.contiguous())
+
+
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""NormalFloat of 4 bits (arXiv 2305.14314, appendix E)."""
+_NF4_GROUP = 64
+"""Inputs that share a scale, where so many divide the inputs of a weight."""
+
+
+def round_to_nf4(weight: Tensor) -> TableWeight | Int8Weight:
+    """Return a dense weight with elements of NF4 and a scale for each 64 inputs, or for fewer that
+    divide its inputs: the largest of a group is 1 or -1. In int8 where these would be less than
+    16."""
+    size = gcd(_NF4_GROUP, weight.shape[1])
+    if size < 16:
+        return round_to_int8(weight)
+    groups, table = weight.unflatten(1, (-1, size)), torch.tensor(NF4)
+    scales, elements = _divided(groups.abs().amax(dim=-1, keepdim=True), 1, groups)
+    codes = torch.bucketize(elements, (table[1:] + table[:-1]) / 2)
+    return TableWeight(
+        codes=codes.to(torch.uint8).flatten(1), table=table, scales=scales[..., 0].contiguous()
+    )
+
+
+def _whole_multiples(table: Tensor) -> tuple[Tensor, float]:
+    """Return int8 numbers and the step that they are multiplied with for a table [N] of numbers,
+    with the smallest sum of squared errors that was found."""
+    most = 127
+    largest = float(table.abs().max()) or 1.0
+    factors = torch.arange(most * 32, most * 64 + 1) / 64 / largest
+    whole = (table * factors[:, None]).round()
+    steps = (whole * table).sum(1) / whole.square().sum(1).clamp(min=1)
+    best = (whole * steps[:, None] - table).square().sum(1).argmin()
+    return whole[best].to(torch.int8), float(steps[best])
 
 
 def nibbles_of(packed: Tensor) -> Tensor:

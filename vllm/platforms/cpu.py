@@ -41,7 +41,8 @@ class CPUPlatform(Platform):
     @property
     def quantizations(self) -> tuple[str, ...]:
         """What the compiled kernels can multiply with."""
-        return ("int8", "int4", "fp8", "inc") if envs.get().VLLM_CPU_KERNELS else ("inc",)
+        of_kernels = ("int8", "int4", "fp8", "bitsandbytes", "inc")
+        return of_kernels if envs.get().VLLM_CPU_KERNELS else ("inc",)
 
     @property
     def head_quantizations(self) -> tuple[str, ...]:

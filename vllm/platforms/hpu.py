@@ -144,7 +144,7 @@ class HPUPlatform(Platform):
     @property
     def quantizations(self) -> tuple[str, ...]:
         """What the card multiplies with, or widens for each product."""
-        return ("fp8", "inc", "int8", "int4")
+        return ("fp8", "inc", "int8", "int4", "bitsandbytes")
 
     @property
     def can_run_draft_models(self) -> bool:

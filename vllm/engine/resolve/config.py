@@ -47,6 +47,8 @@ from vllm.engine.resolve.model_options import (
     resolve_offload,
     resolve_quantization,
     resolve_windows,
+    with_bitsandbytes,
+    without_bitsandbytes,
     without_gguf,
 )
 from vllm.engine.resolve.parallel import resolve_parallel
@@ -110,11 +112,12 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
 
 def _asked_load(given: Mapping[str, Any]) -> LoadConfig:
     """Return what the user set, with the token for downloads."""
-    return _section(LoadConfig, given)
+    return without_bitsandbytes(_section(LoadConfig, given))
 
 
 def _model(given: Mapping[str, Any], asked_load: LoadConfig, platform: Platform) -> ModelConfig:
-    asked = _resolve_model(_section(ModelConfig, given), asked_load)
+    section = with_bitsandbytes(_section(ModelConfig, given), given["load_format"])
+    asked = _resolve_model(section, asked_load)
     model = resolve_quantization(asked, platform)
     _check_prompt_embeds(model)
     return model

@@ -132,6 +132,35 @@ def without_gguf(asked: ModelConfig, folder: Path) -> ModelConfig:
     return asked
 
 
+_BITSANDBYTES = "bitsandbytes"
+"""A value of `--load-format` that says how weights are quantized, not how files are read."""
+
+
+def with_bitsandbytes(asked: ModelConfig, load_format: str) -> ModelConfig:
+    """Return the model with the quantization that `--load-format bitsandbytes` means.
+
+    Args:
+        asked: as the user set it.
+        load_format: as the user set it.
+
+    Raises:
+        ConfigError: another quantization is asked for.
+    """
+    if load_format != _BITSANDBYTES:
+        return asked
+    if asked.quantization not in (None, _BITSANDBYTES):
+        raise ConfigError(
+            f"load_format={_BITSANDBYTES!r} is for quantization={_BITSANDBYTES!r}, not "
+            f"{asked.quantization!r}. Leave one of them out"
+        )
+    return replace(asked, quantization=_BITSANDBYTES)
+
+
+def without_bitsandbytes(load: LoadConfig) -> LoadConfig:
+    """Return the settings with `auto` instead of `--load-format bitsandbytes`."""
+    return replace(load, load_format="auto") if load.load_format == _BITSANDBYTES else load
+
+
 logger = init_logger(__name__)
 
 

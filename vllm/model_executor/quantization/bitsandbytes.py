@@ -1,12 +1,10 @@
 """Checkpoints of bitsandbytes: elements of 4 bits that are numbers of a table (NF4, FP4) times the
 largest of 64 neighbours, and int8 with a scale per output feature (LLM.int8).
 
-No device has kernels for tables, so these elements become int8 in the same groups: a step is chosen
-of which the table has whole multiples, nearly. Inputs are not rounded.
+Inputs are not rounded.
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +25,13 @@ from vllm.model_executor.quantization.row_tensors import (
     finite,
 )
 from vllm.model_executor.quantization.settings import Settings, choice, names, wrong
-from vllm.ops.stored_weight import GroupedWeight, StoredWeight, nibbles_of
+from vllm.ops.stored_weight import (
+    GroupedWeight,
+    StackedWeight,
+    StoredWeight,
+    TableWeight,
+    nibbles_of,
+)
 
 _BLOCK, _NESTED_BLOCK = 64, 256
 """Elements that share a scale, and scales that share one."""
@@ -161,31 +165,15 @@ class TableLinear(RowsLinear):
             nested = on_host(layer, "weight_nested_absmax")
             scales = table.gather(1, scales.long()) * nested + offsets
         packed = on_host(layer, "weight")
-        codes = nibbles_of(packed >> 4 | packed << 4).long()  # the first element is the higher one
-        if self.part % 4:
-            raise WeightLoadError(
-                f"the weight of {self.name} has {layer.input_size} input features: int8 in groups "
-                f"needs a multiple of 4"
-            )
-        tables = [whole_multiples(table) for table in on_host(layer, "weight_quant_map")]
-        steps, parts = self._by_output(layer, [step for _, step in tables]), []
-        for (whole, _), part in zip(tables, codes.split(self.part_sizes(layer)), strict=True):
-            parts.append(whole[part])
-        return GroupedWeight.from_int8(torch.cat(parts), (scales * steps[:, None]).T.contiguous())
-
-    def _by_output(self, layer: ParallelLinear, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values).repeat_interleave(torch.tensor(self.part_sizes(layer)))
-
-
-def whole_multiples(table: Tensor) -> tuple[Tensor, float]:
-    """Return int8 numbers and the step that they are multiplied with for a table [N] of numbers,
-    with the smallest sum of squared errors that was found."""
-    largest = float(table.abs().max()) or 1.0
-    factors = torch.arange(_LARGEST_INT8 * 32, _LARGEST_INT8 * 64 + 1) / 64 / largest
-    whole = (table * factors[:, None]).round()
-    steps = (whole * table).sum(1) / whole.square().sum(1).clamp(min=1)
-    best = (whole * steps[:, None] - table).square().sum(1).argmin()
-    return whole[best].to(torch.int8), float(steps[best])
+        codes = nibbles_of(packed >> 4 | packed << 4)  # the first element is the higher one
+        tables = on_host(layer, "weight_quant_map")
+        if bool((tables == tables[0]).all()):
+            return TableWeight(codes=codes, table=tables[0], scales=scales)
+        sizes = self.part_sizes(layer)
+        parts = zip(codes.split(sizes), tables, scales.split(sizes), strict=True)
+        return StackedWeight(
+            parts=tuple(TableWeight(codes=c, table=t, scales=s) for c, t, s in parts)
+        )
 
 
 class ScaledInt8(RowsLinear):

@@ -6,14 +6,12 @@ renames stand for.
 """
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from torch import nn
 
 from vllm.errors import ConfigError
-from vllm.logger import init_logger
 from vllm.model_executor.layers.embedding import (
     EmbeddingMethod,
     ParallelLMHead,
@@ -23,11 +21,9 @@ from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.stored.stored_experts import StoredExperts
 from vllm.model_executor.layers.stored.stored_linear import StoredHead, StoredLinear
-from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.quantization.interface import Quantization
+from vllm.model_executor.quantization.kept import log_kept
 from vllm.model_executor.quantization.settings import is_listed, part_names
-
-logger = init_logger(__name__)
 
 Storage = TypeVar("Storage")
 """How a layer is stored, in the words of a format."""
@@ -112,21 +108,7 @@ class CheckpointFormat(Quantization, Generic[Storage]):
         )
 
     def finish_model(self, model: nn.Module) -> None:
-        counts: Counter[tuple[str, str]] = Counter()
-        num_bytes: Counter[tuple[str, str]] = Counter()
-        for layer in model.modules():
-            method: Any = layer.method if isinstance(layer, MethodLayer) else None
-            method = method.linear if isinstance(method, StoredHead) else method
-            is_stored = isinstance(method, (StoredLinear, StoredExperts))
-            if is_stored and method.stored_as is not None and method.kept is not None:
-                key = method.stored_as, method.kept.kind
-                counts[key] += 1
-                num_bytes[key] += method.kept.num_bytes
-        for key, count in counts.items():
-            logger.info(
-                "%d layers are stored as %s and kept as %s, in %.1f MiB",
-                *(count, *key, num_bytes[key] / 2**20),
-            )
+        log_kept(model)
 
     def _noted(self, storage: Storage, method: LinearMethod) -> LinearMethod:
         if isinstance(method, StoredLinear):

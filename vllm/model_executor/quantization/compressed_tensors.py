@@ -42,6 +42,7 @@ from vllm.model_executor.quantization.fp8 import Fp8Linear, block_of
 from vllm.model_executor.quantization.grouped import in_words, layer_of, num_words
 from vllm.model_executor.quantization.input_groups import InputGroups
 from vllm.model_executor.quantization.settings import (
+    OF_GPU,
     Settings,
     choice,
     group_size_of,
@@ -67,6 +68,7 @@ _FLOAT_NAMES = FloatNames(
     is_divisor=True,
 )
 _SPARSE = "sparse-24-bitmask"
+_MARLIN = "marlin-24"
 _CLASS = "Linear"
 """The target that means every linear layer."""
 
@@ -164,6 +166,10 @@ class _Scheme:
         weights = _object(group, "weights", None)
         inputs = _object(group, "input_activations", {})
         self.targets = _patterns(group, "targets", "config_groups.")
+        if group.get("format") == _MARLIN:
+            raise wrong(
+                "format", _MARLIN, f"{_FORMATS[0]}, of the same model: {_MARLIN} is {OF_GPU}"
+            )
         self.format = choice(group, "format", (*_FORMATS, "naive-quantized", *_FLOAT_FORMATS))
         self.rounds_inputs = bool(inputs)
         if self.format in _FLOAT_FORMATS:

@@ -1,8 +1,9 @@
 """Checkpoints of HQQ as transformers saved them: integers less a zero point, which is a float,
-times a scale, for groups of inputs (`axis: 1`).
+times a scale, for groups of elements.
 
-All elements of a weight come one after the other in rows of a group; a byte, or a word with 3 bits,
-holds elements that are far apart. Up to 4 bits keep their scales; 8 bits become int8.
+All elements of a weight come one after the other in rows of a group (`axis: 1`), or in as many rows
+as a group has elements (`axis: 0`); a byte, or a word with 3 bits, holds elements that are far
+apart. Up to 4 bits keep their scales, if groups are of neighbours; all else becomes int8.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,12 @@ from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Place, Source
 from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
 from vllm.model_executor.quantization.checkpoint_format import NamedFormat, Names
-from vllm.model_executor.quantization.row_tensors import RowsLinear, RowTensor, finite
+from vllm.model_executor.quantization.row_tensors import (
+    RowsLinear,
+    RowTensor,
+    check_size,
+    finite,
+)
 from vllm.model_executor.quantization.settings import (
     MAX_GROUP,
     Settings,
@@ -42,6 +48,8 @@ class _Layout:
 
     bits: int
     group_size: int
+    axis: int
+    """Of the matrix of all elements that is reduced to scales: 1: groups are of neighbours."""
 
 
 class HQQ(NamedFormat[_Layout]):
@@ -73,10 +81,10 @@ class HQQ(NamedFormat[_Layout]):
         return next((self.layouts[tag] for tag in tags), None)
 
     def method(self, name: str, storage: _Layout) -> LinearMethod:
-        return HQQLinear(name, storage.bits, storage.group_size)
+        return HQQLinear(name, storage.bits, storage.group_size, storage.axis)
 
     def described(self, storage: _Layout) -> str:
-        return f"HQQ, {storage.bits} bits"
+        return f"HQQ, {storage.bits} bits{'' if storage.axis else ', axis 0'}"
 
 
 def _layout_of(settings: Settings, within: str) -> _Layout:
@@ -84,14 +92,14 @@ def _layout_of(settings: Settings, within: str) -> _Layout:
     within += f"{_PARAMS}."
     if not isinstance(params, dict):
         raise wrong(within[:-1], params, "an object with nbits and group_size")
-    choice(params, "axis", (1,), 1, within)
+    axis = choice(params, "axis", (1, 0), 1, within)
     for key in ("scale_quant_params", "zero_quant_params"):
         if settings.get(key):
             raise wrong(f"quant_config.{key}", settings[key], "null")
     size = params.get("group_size")
     if type(size) is not int or not 8 <= size <= MAX_GROUP or size % 8:
         raise wrong(f"{within}group_size", size, "a multiple of 8")
-    return _Layout(choice(params, "nbits", (1, 2, 3, 4, 8), None, within), size)
+    return _Layout(choice(params, "nbits", (1, 2, 3, 4, 8), None, within), size, axis)
 
 
 class HQQLinear(RowsLinear):
@@ -100,16 +108,18 @@ class HQQLinear(RowsLinear):
     Args:
         name: of the module.
         bits: of an element.
-        group: inputs of a group.
+        group: elements of a group.
+        axis: 1: groups are of neighbours; 0: they are from everywhere.
     """
 
     unused_tensors = _UNUSED
 
-    def __init__(self, name: str, bits: int, group: int) -> None:
-        self.bits = bits
+    def __init__(self, name: str, bits: int, group: int, axis: int) -> None:
+        self.bits, self.axis = bits, axis
         is_half = bits <= 4
         words = (torch.int32,) if bits == 3 else (torch.uint8,)
-        values: dict[str, Any] = {"of": "groups", "dtypes": SCALES, "dtype": torch.float32}
+        of = "groups" if axis else "inputs"
+        values: dict[str, Any] = {"of": of, "dtypes": SCALES, "dtype": torch.float32}
         tensors = (
             RowTensor(name="W_q", dtypes=words, dtype=torch.uint8, size=2 if is_half else 1),
             # Embeddings have an attribute `scale`.
@@ -119,12 +129,22 @@ class HQQLinear(RowsLinear):
         super().__init__(name, tensors, group, is_flat=True)
 
     def arranged(self, place: Place, name: str, source: Source) -> Source:
-        if place.param_name != "W_q":
-            return super().arranged(place, name, source)
         num_out, num_in = self.features_of(place, source)
-        num_rows, bits = num_out * num_in // self.group, self.bits
+        num_rows, num_columns = num_out * num_in // self.group, self.group
+        if not self.axis:
+            num_rows, num_columns = num_columns, num_rows
+        if place.param_name != "W_q":
+            if self.axis:
+                return super().arranged(place, name, source)
+            check_size(name, source, num_columns)
+            return finite(name, source).made(
+                torch.Size((num_out, num_in)),
+                torch.float32,
+                lambda values: values.reshape(-1).repeat(num_rows).view(num_out, num_in).float(),
+            )
+        bits = self.bits
         per_word = 10 if bits == 3 else 8 // bits
-        expected = [-(-num_rows // per_word), self.group]
+        expected = [-(-num_rows // per_word), num_columns]
         if list(source.shape) != expected:
             raise WeightLoadError(
                 f"tensor {name} has shape {list(source.shape)} in the checkpoint, the layer needs "
@@ -144,7 +164,10 @@ class HQQLinear(RowsLinear):
     def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
         packed = on_host(layer, "W_q")
         scales, zeros = on_host(layer, "scales"), on_host(layer, "zeros")
+        codes = nibbles_of(packed) if self.bits <= 4 else packed
+        if not self.axis:
+            return round_in_groups(((codes - zeros) * scales).unflatten(1, (-1, self.part)))
         if self.bits <= 4:
-            return MinimumWeight.of_groups(nibbles_of(packed), self.bits, scales, zeros * scales)
-        codes = packed.unflatten(1, (scales.shape[1], -1))
-        return round_in_groups((codes - zeros[..., None]) * scales[..., None])
+            return MinimumWeight.of_groups(codes, self.bits, scales, zeros * scales)
+        grouped = codes.unflatten(1, (scales.shape[1], -1))
+        return round_in_groups((grouped - zeros[..., None]) * scales[..., None])

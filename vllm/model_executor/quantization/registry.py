@@ -57,9 +57,14 @@ _formats: dict[str, Format] = {
     "awq": Format(f"{_PACKAGE}.awq:AWQ"),
     "auto-round": Format(f"{_PACKAGE}.auto_round:create_auto_round"),
     "intel/auto-round": Format(f"{_PACKAGE}.auto_round:create_auto_round"),
-    "bitsandbytes": Format(f"{_PACKAGE}.bitsandbytes:BitsAndBytes"),
+    "bitsandbytes": Format(
+        f"{_PACKAGE}.bitsandbytes:BitsAndBytes",
+        rounds=f"{_PACKAGE}.rounded:create_nf4",
+        rounds_on={"hpu": f"{_PACKAGE}.rounded:create_int4"},  # a card has no tables
+    ),
     "torchao": Format(f"{_PACKAGE}.torchao:TorchAO"),
     "hqq": Format(f"{_PACKAGE}.hqq:HQQ"),
+    "quark": Format(f"{_PACKAGE}.quark:Quark"),
     "compressed-tensors": Format(f"{_PACKAGE}.compressed_tensors:CompressedTensors"),
 }
 
@@ -70,8 +75,6 @@ _INSTEAD = {
     "--quantization int4",
     "inc": "use the unquantized checkpoint with --quantization inc and the QUANT_CONFIG that "
     "`vllm calibrate` writes",
-    "quark": "use a checkpoint of compressed-tensors or GPTQ, or the unquantized one with "
-    "--quantization fp8 or int8",
     "marlin": f"use {NOT_MARLIN}",
 }
 """What to do about formats that are not supported on purpose."""

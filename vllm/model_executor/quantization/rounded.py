@@ -7,14 +7,21 @@ dense weights with the same values.
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.stored.stored_experts import RoundedExperts
 from vllm.model_executor.layers.stored.stored_linear import RoundedLinear
 from vllm.model_executor.quantization.interface import Quantization
-from vllm.ops.stored_weight import StoredWeight, round_to_fp8, round_to_int4, round_to_int8
+from vllm.model_executor.quantization.kept import log_kept
+from vllm.ops.stored_weight import (
+    StoredWeight,
+    round_to_fp8,
+    round_to_int4,
+    round_to_int8,
+    round_to_nf4,
+)
 
 
 class Rounded(Quantization):
@@ -38,6 +45,9 @@ class Rounded(Quantization):
 
         return RoundedExperts(name, round_expert)
 
+    def finish_model(self, model: nn.Module) -> None:
+        log_kept(model)
+
 
 def create_fp8(settings: Any) -> Rounded:
     """`--quantization fp8`: a scale for each output feature. Takes no settings."""
@@ -52,3 +62,8 @@ def create_int8(settings: Any) -> Rounded:
 def create_int4(settings: Any) -> Rounded:
     """`--quantization int4`: a scale for each 32 inputs. Takes no settings."""
     return Rounded(round_to_int4)
+
+
+def create_nf4(settings: Any) -> Rounded:
+    """Return the format of `--quantization bitsandbytes`: NF4. Takes no settings."""
+    return Rounded(round_to_nf4)

@@ -9,7 +9,9 @@ from vllm.model_executor.layers.linear import ParallelLinear
 
 Settings = Mapping[str, Any]
 
-NOT_MARLIN = "the GPTQ checkpoint that it was made of: the layout of Marlin is for another device"
+OF_GPU = "a layout for the matrix units of another device"
+"""The reason why layouts of Marlin are refused."""
+NOT_MARLIN = f"the GPTQ checkpoint that it was made of: Marlin is {OF_GPU}"
 """What to take in place of a checkpoint in that layout."""
 
 MAX_GROUP = 1 << 16

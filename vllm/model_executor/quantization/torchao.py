@@ -1,8 +1,9 @@
 """Checkpoints of torchao as transformers saves them in safetensors: a tensor of a layer is divided
 into `_weight_qdata`, `_weight_scale` and `_weight_zero_point`.
 
-The settings name a configuration: int8 with a scale per output feature, fp8, or integers of few
-bits in bytes with scales of groups. Older files are pickles of classes, which nothing here reads.
+The settings name a configuration: int8 with a scale per output feature, fp8, integers of few bits
+in bytes with scales of groups, or of 4 bits in tiles. Older files are pickles of classes, which are
+not read.
 """
 
 from collections.abc import Mapping
@@ -10,8 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
+from vllm.model_executor.layers.slice import Place, Source
 from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
 from vllm.model_executor.layers.stored.stored_scales import (
     checked_scales,
@@ -19,7 +23,7 @@ from vllm.model_executor.layers.stored.stored_scales import (
     without_zero_scales,
 )
 from vllm.model_executor.quantization.checkpoint_format import NamedFormat, Names
-from vllm.model_executor.quantization.row_tensors import RowsLinear, RowTensor
+from vllm.model_executor.quantization.row_tensors import RowsLinear, RowTensor, finite
 from vllm.model_executor.quantization.settings import (
     MAX_GROUP,
     Settings,
@@ -31,7 +35,9 @@ from vllm.ops.stored_weight import (
     Fp8Weight,
     GroupedWeight,
     Int8Weight,
+    MinimumWeight,
     StoredWeight,
+    nibbles_of,
     pack_nibbles,
 )
 
@@ -39,8 +45,14 @@ _INT8_INPUTS = "Int8DynamicActivationInt8WeightConfig"
 _INT8 = ("Int8WeightOnlyConfig", _INT8_INPUTS)
 _FP8 = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
 _FEW_BITS = ("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig")
+_INT4 = "Int4WeightOnlyConfig"
 _TYPE = "quant_type"
 _NUMBERS, _SCALES, _ZEROS = "_weight_qdata", "_weight_scale", "_weight_zero_point"
+_SCALES_AND_ZEROS = "_weight_scale_and_zero"
+_TILE_OUTPUTS, _TILE_INPUTS = 8, 128
+"""Features of the outer two dimensions of tiles."""
+_PADDED_INPUTS = 1024
+"""Inputs are padded to a multiple of so many in tiles."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +79,7 @@ class TorchAO(NamedFormat[_Layout]):
         config = config.get("default") if isinstance(config, dict) else config
         data = config.get("_data") if isinstance(config, dict) else None
         name = config.get("_type") if isinstance(config, dict) else config
-        known = (*_INT8, *_FP8, *_FEW_BITS)
+        known = (*_INT8, *_FP8, *_FEW_BITS, _INT4)
         if not isinstance(data, dict) or name not in known:
             raise wrong(_TYPE, name, f"{', '.join(known)}, saved in safetensors")
         choice(settings, "include_input_output_embeddings", (False, None), None)
@@ -82,6 +94,8 @@ class TorchAO(NamedFormat[_Layout]):
         return self.layout
 
     def method(self, name: str, storage: _Layout) -> LinearMethod:
+        if storage.config == _INT4:
+            return TiledLinear(name, storage.group_size)
         return TorchAOLinear(name, storage.config, storage.bits, storage.group_size)
 
     def described(self, storage: _Layout) -> str:
@@ -90,6 +104,13 @@ class TorchAO(NamedFormat[_Layout]):
 
 def _layout_of(config: str, data: Mapping[str, Any]) -> _Layout:
     within = f"{_TYPE}.default."
+    if config == _INT4:
+        packing = data.get("int4_packing_format")
+        kind = packing.get("_data") if isinstance(packing, dict) else packing
+        key = "int4_packing_format"
+        choice({key: kind}, key, ("TILE_PACKED_TO_4D",), None, within)
+        choice(data, "int4_tile_packed_ntile", (_TILE_OUTPUTS,), _TILE_OUTPUTS, within)
+        return _Layout(config, 4, choice(data, "group_size", (32, 64, 128, 256), 128, within))
     if config not in _FEW_BITS:
         granularity = data.get("granularity")
         each = granularity[-1] if isinstance(granularity, list) and granularity else granularity
@@ -121,6 +142,76 @@ def _packing(data: Mapping[str, Any]) -> Any:
     given = data.get("intx_packing_format")
     name = given.get("_data") if isinstance(given, dict) else given
     return given if name in ("UNPACKED_TO_INT8", "unpacked_to_int8") else "UNPACKED_TO_INT8"
+
+
+class TiledLinear(RowsLinear):
+    """Elements of 4 bits in the tiles of torch's `_weight_int4pack_mm`, times a scale, plus a zero
+    point, which is a float.
+
+    Args:
+        name: of the module.
+        group: inputs that share a scale.
+    """
+
+    def __init__(self, name: str, group: int) -> None:
+        tensors = (
+            RowTensor(name=_NUMBERS, dtypes=(torch.int32,), dtype=torch.uint8, size=2),
+            RowTensor(
+                name=_SCALES_AND_ZEROS,
+                dtypes=SCALES,
+                dtype=torch.float32,
+                size=group,
+                elements=2,
+                check=finite,
+            ),
+        )
+        super().__init__(name, tensors, group)
+
+    def arranged(self, place: Place, name: str, source: Source) -> Source:
+        num_out, num_in = self.features_of(place, source)
+        padded_out = -(-num_out // _TILE_OUTPUTS) * _TILE_OUTPUTS
+        padded_in = -(-num_in // _PADDED_INPUTS) * _PADDED_INPUTS
+        is_words = place.param_name == _NUMBERS
+        expected = [padded_in // self.group, padded_out, 2]
+        if is_words:
+            expected = [padded_out // _TILE_OUTPUTS, padded_in // _TILE_INPUTS, 32, 4]
+        if list(source.shape) != expected:
+            raise WeightLoadError(
+                f"tensor {name} has shape {list(source.shape)} in the checkpoint, the layer needs "
+                f"{expected}"
+            )
+        if is_words:
+            shape = torch.Size((num_out, num_in // 2))
+            return source.made(
+                shape, torch.uint8, lambda words: _in_rows(words)[:num_out, : shape[1]]
+            )
+        source = finite(name, source)
+        num_values = num_in // self.group * 2
+        return source.made(
+            torch.Size((num_out, num_values)),
+            torch.float32,
+            lambda values: values.transpose(0, 1).flatten(1)[:num_out, :num_values].float(),
+        )
+
+    def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
+        scales, zeros = on_host(layer, _SCALES_AND_ZEROS).unflatten(1, (-1, 2)).unbind(-1)
+        middle = 8
+        codes = nibbles_of(on_host(layer, _NUMBERS))
+        return MinimumWeight.of_groups(codes, 4, scales, middle * scales - zeros)
+
+
+def _in_rows(words: Tensor) -> Tensor:
+    """Return elements of tiles in rows, two in a byte: [N / 8, K / 128, 32, 4] int32 -> [N, K / 2].
+
+    Number j of the eight in word w of lane l is the one of output l / 4 of a tile, and of its input
+    32 w + 8 (j % 4) + 2 (l % 4) + j / 4.
+    """
+    low, high = (
+        torch.stack([words >> 4 * (half * 4 + i) & 15 for i in range(4)], dim=-1)
+        for half in range(2)
+    )
+    in_bytes = (low | high << 4).to(torch.uint8).unflatten(2, (_TILE_OUTPUTS, 4))
+    return in_bytes.permute(0, 2, 1, 4, 5, 3).flatten(2).flatten(0, 1)
 
 
 class TorchAOLinear(RowsLinear):

@@ -101,6 +101,9 @@ class RoundedExperts(HandedOverExperts):
     ) -> None:
         super().__init__(name)
         self.round_weights = round_weights
+        self.stored_as: str | None = None
+        """As of `StoredExperts`; known once the layer is finished."""
+        self.kept: Kept | None = None
 
     @torch.no_grad()
     def finish(self, layer: Experts) -> None:
@@ -112,7 +115,9 @@ class RoundedExperts(HandedOverExperts):
         *gate, up, downs = (list(part) for part in zip(*rounded, strict=True))
         gates = gate[0] if gate else []
         self.hand_over(layer, gates, up, downs, down.dtype, down.device)
+        self.stored_as = dtype_name(down.dtype)
         if self.packed is not None:
+            self.kept = Kept(up[0].kind, bytes_of(self.packed))
             layer.remove_weights()
 
 

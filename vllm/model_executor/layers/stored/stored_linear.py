@@ -233,11 +233,18 @@ class RoundedLinear(UnquantizedLinear):
         self.name = name
         self.round_weight = round_weight
         self.packed: PreparedWeight | None = None
+        self.stored_as: str | None = None
+        """As of `StoredLinear`; known once the layer is finished."""
+        self.kept: Kept | None = None
 
     @torch.no_grad()
     def finish(self, layer: ParallelLinear) -> None:
         weight = on_host(layer, "weight")
-        self.packed = hand_over(layer, self.name, self.round_weight(weight), weight.dtype)
+        rounded = self.round_weight(weight)
+        self.packed = hand_over(layer, self.name, rounded, weight.dtype)
+        self.stored_as = dtype_name(weight.dtype)
+        kind = self.stored_as if self.is_dequantized else rounded.kind
+        self.kept = Kept(kind, bytes_of(self.packed))
 
     def dense_weight(self, layer: ParallelLinear, dtype: torch.dtype) -> Tensor:
         return self.round_weight(on_host(layer, "weight")).dequantize()

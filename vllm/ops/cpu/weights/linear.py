@@ -37,7 +37,10 @@ class ByteGroups:
     order: Tensor | None = None
     """[in_features] int32: the input that each column of the weight is for; None: as they come."""
     block_inputs: int
-    """Inputs that share a scale: a divisor or a multiple of 128 and a multiple of 4, or all."""
+    """Inputs that share a scale: a divisor or a multiple of 128 and a multiple of 4, or all. With a
+    table a multiple of 8."""
+    table: Tensor | None = None
+    """[16], what the codes of a weight mean; None: it has no codes."""
 
 
 class PackedWeight:
@@ -65,10 +68,12 @@ class PackedWeight:
         self._scales: Tensor | None = None
         self._sums: Tensor | None = None
         self._zeros: Tensor | None = None
+        self._table: Tensor | None = None
         padded = _round_up(self.out_features)
         if isinstance(groups, ByteGroups):
             self._scales = _padded(groups.scales, padded)
             self._zeros = None if groups.zeros is None else _padded(groups.zeros, padded)
+            self._table = None if groups.table is None else groups.table.bfloat16().contiguous()
         elif weight_format in (WeightFormat.INT8, WeightFormat.INT4, WeightFormat.MXFP4):
             self._scales = torch.zeros(padded)
         if weight_format is WeightFormat.INT8:
@@ -79,6 +84,7 @@ class PackedWeight:
             scales=_address(self._scales),
             zeros=_address(self._zeros),
             sums=_address(self._sums),
+            table=_address(self._table),
             order=_address(self.order),
             in_features=self.in_features,
             out_features=self.out_features,
@@ -145,12 +151,12 @@ class PackedWeight:
     def from_bytes(
         cls, weight_format: WeightFormat, codes: Tensor, groups: ByteGroups
     ) -> "PackedWeight":
-        """Take over a weight of one byte per number.
+        """Take over a weight whose elements are widened to bf16.
 
         Args:
-            weight_format: FP8 or UINT8.
-            codes: [out_features, in_features] uint8: the numbers, or the bits of float8_e4m3fn
-                without NaN; in_features a multiple of 4.
+            weight_format: FP8, UINT8 or TABLE4.
+            codes: [out_features, in_features] uint8: the elements, the bits of float8_e4m3fn
+                without NaN, or indices of the table; in_features a multiple of 4, with a table 8.
             groups: the scales.
 
         Raises:
@@ -158,9 +164,12 @@ class PackedWeight:
         """
         num_out, num_in = codes.shape
         padded = _round_up(num_out)
-        panels = codes.new_zeros(padded, num_in)
-        # Where the kernels look for inputs 0 to 3 of a word (csrc/cpu/linear_format.h).
-        panels[:num_out] = codes.unflatten(1, (-1, 4))[..., [0, 2, 1, 3]].flatten(1)
+        # Where the kernels look for the inputs of a word (csrc/cpu/linear_format.h).
+        in_words = codes.unflatten(1, (-1, 4))[..., [0, 2, 1, 3]]
+        if weight_format is WeightFormat.TABLE4:
+            in_words = in_words[:, ::2] | in_words[:, 1::2] << 4
+        panels = codes.new_zeros(padded, in_words[0].numel())
+        panels[:num_out] = in_words.flatten(1)
         _pack_panels(panels, padded, num_in // weight_format.inputs_per_word)
         return cls(weight_format, codes.shape, panels.flatten(), groups)
 
@@ -284,7 +293,7 @@ class PackedWeight:
     @property
     def num_bytes(self) -> int:
         """Memory of the weight with its scales."""
-        tensors = (self._panels, self._scales, self._zeros, self._sums, self.order)
+        tensors = (self._panels, self._scales, self._zeros, self._sums, self._table, self.order)
         own = sum(t.numel() * t.element_size() for t in tensors if t is not None)
         return own + sum(part.num_bytes for part in self._behind)
 

@@ -22,6 +22,7 @@ from vllm.ops.stored_weight import (
     Nvfp4Weight,
     StackedWeight,
     StoredWeight,
+    TableWeight,
     pack_nibbles,
 )
 
@@ -170,6 +171,18 @@ def _pack_nvfp4(weight: Nvfp4Weight) -> PackedWeight | None:
     packed = PackedWeight.from_groups(words, groups, False, WeightFormat.MXFP4)
     packed.scale_outputs(weight.factors)
     return packed
+
+
+@pack_stored.register
+def _pack_table(weight: TableWeight) -> PackedWeight | None:
+    """Return the weight in int8 where a group is no multiple of 8 inputs."""
+    num_in = weight.shape[1]
+    block = num_in // weight.scales.shape[1]
+    if block % WeightFormat.TABLE4.inputs_per_word or not _has_blocks(block, num_in):
+        grouped = weight.as_grouped()
+        return None if grouped is None else pack_stored(grouped)
+    groups = ByteGroups(scales=weight.scales.T, block_inputs=block, table=weight.table)
+    return PackedWeight.from_bytes(WeightFormat.TABLE4, weight.codes, groups)
 
 
 def _pack_unequal(weight: GroupedWeight) -> PackedWeight | None:

@@ -27,6 +27,9 @@ class WeightFormat(Enum):
     UINT8 = "kUint8"
     """Whole numbers from 0 to 255 with a zero point and a scale per block of inputs of an output
     feature; the rest as FP8."""
+    TABLE4 = "kTable4"
+    """Codes of four bits, each an index of a table of 16 bf16, with a scale per block of inputs of
+    an output feature; the rest as FP8."""
     MXFP4 = "kMxfp4"
     """Elements of E2M1 with a power of two per 32 inputs, as float16; inputs as with INT4."""
     INT4_MINIMUMS = "kInt4Minimums"
@@ -38,7 +41,7 @@ class WeightFormat(Enum):
     @property
     def inputs_per_word(self) -> int:
         """in_features must be a multiple of this."""
-        if self.has_int4_blocks:
+        if self.has_int4_blocks or self is WeightFormat.TABLE4:
             return 8
         return {"kFloat": 1, "kBf16": 2}.get(self.value, 4)
 

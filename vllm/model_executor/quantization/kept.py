@@ -1,0 +1,37 @@
+"""The lines of the log that say what quantized weights are kept as on the device."""
+
+from collections import Counter
+from typing import Any
+
+from torch import nn
+
+from vllm.logger import init_logger
+from vllm.model_executor.layers.stored.stored_experts import RoundedExperts, StoredExperts
+from vllm.model_executor.layers.stored.stored_linear import (
+    RoundedLinear,
+    StoredHead,
+    StoredLinear,
+)
+from vllm.model_executor.layers.weight_method import MethodLayer
+
+logger = init_logger(__name__)
+
+
+def log_kept(model: nn.Module) -> None:
+    """Write a line for all layers that have the same format in the checkpoint and in memory."""
+    counts: Counter[tuple[str, str]] = Counter()
+    num_bytes: Counter[tuple[str, str]] = Counter()
+    for layer in model.modules():
+        method: Any = layer.method if isinstance(layer, MethodLayer) else None
+        method = method.linear if isinstance(method, StoredHead) else method
+        if not isinstance(method, (StoredLinear, StoredExperts, RoundedLinear, RoundedExperts)):
+            continue
+        if method.stored_as is not None and method.kept is not None:
+            key = method.stored_as, method.kept.kind
+            counts[key] += 1
+            num_bytes[key] += method.kept.num_bytes
+    for key, count in counts.items():
+        logger.info(
+            "%d layers are stored as %s and kept as %s, in %.1f MiB",
+            *(count, *key, num_bytes[key] / 2**20),
+        )
