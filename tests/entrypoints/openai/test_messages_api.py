@@ -21,6 +21,7 @@ from vllm.errors import CapacityError, EngineDeadError, RequestTimeoutError
 
 PATH = "/v1/messages"
 EVENTS = TypeAdapter(RawMessageStreamEvent)
+SOURCE = {"type": "url", "url": "http://pictures.example/a.png"}
 TOOL = {"name": "add", "input_schema": {"type": "object"}}
 USER = {"role": "user", "content": "hi"}
 
@@ -197,9 +198,9 @@ def test_a_damaged_call_is_the_same_in_a_stream(arguments):
         ({"messages": []}, "invalid_request_error", "messages"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "invalid_request_error", "role"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": SOURCE}]}]},
             "invalid_request_error",
-            "image",
+            "must have the type 'text', as this model reads text only; got 'image'",
         ),
         ({"temperature": 3}, "invalid_request_error", "temperature"),
         ({"top_k": 2**40}, "invalid_request_error", "top_k"),
