@@ -309,7 +309,7 @@ class LLM(PoolingMethods):
         chat = render_with_images(self.get_tokenizer(), messages, options, rules)
         images = fetch_images_sync(self._media_fetcher, chat.images) if chat.images else []
         prompt = image_prompt(chat, images, rules, processor_kwargs)
-        tokenized = processor.prompts.tokenize(prompt)
+        tokenized = processor.tokenize(prompt)
         made: TokensPrompt = {"prompt_token_ids": tokenized.token_ids, "prompt": chat.text}
         if tokenized.media:
             made["media"] = tokenized.media

@@ -36,8 +36,8 @@ class MediaSource:
 
     modality: str
     where: str
-    data: bytes | None = None
-    pixels: NDArray[np.uint8] | None = None
+    data: bytes | None = field(default=None, repr=False)
+    pixels: NDArray[np.uint8] | None = field(default=None, repr=False)
     uuid: str | None = None
     detail: str | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)

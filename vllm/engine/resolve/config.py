@@ -234,7 +234,7 @@ def _structured_output(settings: Mapping[str, Any]) -> StructuredOutputConfig:
 
 def _multimodal(settings: Mapping[str, Any], model: ModelConfig) -> MultiModalConfig:
     multimodal = _section(MultiModalConfig, settings)
-    if getattr(model.resolved_arch, "media_config", None) is None:
+    if model.resolved_arch.media_config is None:
         for name in multimodal.given:
             logger.warning("%s has no effect: '%s' reads text only", name, model.model)
     return multimodal
