@@ -29,6 +29,11 @@ def read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     pattern = config.get("sliding_window_pattern") or family.full_attention_every
     if pattern:
+        if type(pattern) is not int or pattern < 1:
+            raise ConfigError(
+                f"config.json: sliding_window_pattern must be a whole number of 1 or more where "
+                f"layer_types is absent, got {pattern!r}. Add layer_types to the file"
+            )
         return tuple(None if (i + 1) % pattern == 0 else window for i in range(num_layers))
     first = config.get("max_window_layers") if config.get("use_sliding_window") else 0
     return tuple(None if i < (first or 0) else window for i in range(num_layers))

@@ -90,7 +90,7 @@ class NemotronHMixture(nn.Module):
         self.experts = Experts(
             routing.num_experts, latent or hidden, size, tp, SQUARED_RELU_EXPERTS
         )
-        shared_size = int(config.get("moe_shared_expert_intermediate_size") or 0)
+        shared_size = arch.config_count("moe_shared_expert_intermediate_size")
         self.shared_experts: PlainMLP | None = None
         if shared_size:
             shared = replace(arch, intermediate_size=shared_size)
