@@ -97,8 +97,8 @@ def test_all_wrong_values_of_all_keys_are_config_errors(architecture, tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "key", "value", "message"),
     [
-        ("Ernie4_5_MoeForCausalLM", "moe_layer_interval", "x", "whole number of 0 or more"),
-        ("Ernie4_5_MoeForCausalLM", "moe_layer_end_index", [], "whole number of 0 or more"),
+        ("Ernie4_5_MoeForCausalLM", "moe_layer_interval", "x", "integer of at least 0"),
+        ("Ernie4_5_MoeForCausalLM", "moe_layer_end_index", [], "integer of at least 0"),
         ("BailingMoeForCausalLM", "num_shared_experts", "x", "whole number from 0"),
         ("Gemma3nForConditionalGeneration", "intermediate_size", [64], "each of the 10 layers"),
         ("Gemma3nForConditionalGeneration", "activation_sparsity_pattern", ["x"] * 10, "'x'"),

@@ -31,7 +31,7 @@ def read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None
     if pattern:
         if type(pattern) is not int or pattern < 1:
             raise ConfigError(
-                f"config.json: sliding_window_pattern must be a whole number of 1 or more where "
+                f"config.json: sliding_window_pattern must be an integer of at least 1 where "
                 f"layer_types is absent, got {pattern!r}. Add layer_types to the file"
             )
         return tuple(None if (i + 1) % pattern == 0 else window for i in range(num_layers))

@@ -202,7 +202,7 @@ class ModelArch:
         return value
 
     def config_count(self, name: str) -> int:
-        """Return a whole number of config.json, at least 0; 0 where it is absent, null or false.
+        """Return an integer of config.json, at least 0; 0 where it is absent, null or false.
 
         Raises:
             ConfigError: it is none.
@@ -210,7 +210,7 @@ class ModelArch:
         return _read_count(self.hf_config, name)
 
     def with_values_of_layer(self, index: int, *names: str) -> "ModelArch":
-        """Return the model with the values of one layer in place of lists that have one for each.
+        """Return the model with the values of one layer, where lists have one for each layer.
 
         Args:
             index: of the layer.
@@ -294,7 +294,7 @@ def _read_count(config: Mapping[str, Any], name: str) -> int:
         return 0
     if type(value) is not int or value < 0:
         raise ConfigError(
-            f"{name} in config.json must be a whole number of 0 or more, got {value!r}. Correct "
+            f"{name} in config.json must be an integer of at least 0, got {value!r}. Correct "
             f"the file, or give another value with hf_overrides"
         )
     return value

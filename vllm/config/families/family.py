@@ -80,6 +80,19 @@ class GGUFFacts:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class MTPFacts:
+    """Names of the first layer in a checkpoint that guesses further tokens (multi-token prediction).
+    The defaults are the names of DeepSeek V3."""
+
+    prefix: str = "model.layers.{}."
+    """Beginning of the names of its tensors; {} is the number of layers of the model."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Modules that other layers of the model lack -> their names in DeepSeek V3."""
+    is_state_first: bool = False
+    """The projection takes the hidden state first, then the embedding."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class FP8Scales:
     """How a calibration for FP8 treats the models of a family."""
 
@@ -124,9 +137,9 @@ class Family:
     step_token_id: int | None = None
     """Token that ends a step, of models that reward steps (`ForProcessRewardModel`)."""
 
-    has_mtp_layers: bool = False
-    """Checkpoints may have further layers that guess further tokens, in the form of
-    DeepSeek V3, for speculative decoding."""
+    mtp: MTPFacts | None = None
+    """Checkpoints may have further layers that guess further tokens, for speculative decoding;
+    None: they have none, or none that can be used."""
 
     # ---- attention and windows
     windows: Literal["configured", "if_switched_on", "ignored"] = "configured"

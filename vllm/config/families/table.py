@@ -6,7 +6,7 @@ are not as most are.
 
 from typing import Any
 
-from vllm.config.families.family import ConfigDefaults, Family, FP8Scales, GGUFFacts
+from vllm.config.families.family import ConfigDefaults, Family, FP8Scales, GGUFFacts, MTPFacts
 
 _GENERIC = "PreTrainedTokenizerFast"
 """The tokenizer class that takes everything from tokenizer.json."""
@@ -61,6 +61,8 @@ _BERT_DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 _ROBERTA_DEFAULTS: dict[str, Any] = {**_BERT_DEFAULTS, "pad_token_id": 1, "eos_token_id": 2}
+
+_MTP = MTPFacts()
 
 _ATTENTION = ("input_layernorm", "self_attn.[qkv]_proj")
 _VALUES = ("self_attn.v_proj", "self_attn.o_proj")
@@ -359,6 +361,16 @@ _QWENS = (
         model_type="mimo",
         module="qwen2",
         architectures=("MiMoForCausalLM",),
+        mtp=MTPFacts(
+            prefix="model.mtp_layers.0.",
+            names={
+                "token_layernorm": "enorm",
+                "hidden_layernorm": "hnorm",
+                "input_proj": "eh_proj",
+                "final_layernorm": "shared_head.norm",
+            },
+            is_state_first=True,
+        ),
         windows="if_switched_on",
         config_class="qwen2",
         tokenizer="",
@@ -472,6 +484,7 @@ _OTHERS = (
         also_typed=("bailing_moe_v2",),
         module="routed",
         architectures=("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
+        mtp=MTPFacts(names={"final_layernorm": "shared_head.norm"}),
         config_class="llama",
         tokenizer="",
     ),
@@ -548,7 +561,7 @@ _OTHERS = (
         also_typed=("kimi_k2",),
         module="deepseek",
         architectures=("DeepseekV3ForCausalLM",),
-        has_mtp_layers=True,
+        mtp=_MTP,
         tokenizer="",
         fp8_scales=_FP8_DEEPSEEK,
     ),
@@ -556,6 +569,7 @@ _OTHERS = (
         model_type="deepseek_v32",
         module="deepseek",
         architectures=("DeepseekV32ForCausalLM",),
+        mtp=_MTP,
         dense_up_to_key="index_topk",
         tokenizer="",
         fp8_scales=_FP8_DEEPSEEK,
@@ -641,18 +655,21 @@ _OTHERS = (
         model_type="glm4_moe",
         module="routed",
         architectures=("Glm4MoeForCausalLM",),
+        mtp=_MTP,
         tokenizer=_GENERIC,
     ),
     Family(
         model_type="glm4_moe_lite",
         module="deepseek",
         architectures=("Glm4MoeLiteForCausalLM",),
+        mtp=_MTP,
         tokenizer=_GENERIC,
     ),
     Family(
         model_type="glm_moe_dsa",
         module="deepseek",
         architectures=("GlmMoeDsaForCausalLM",),
+        mtp=_MTP,
         dense_up_to_key="index_topk",
         tokenizer="",
     ),

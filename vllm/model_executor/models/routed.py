@@ -254,9 +254,11 @@ class BailingMoeForCausalLM(RoutedForCausalLM):
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """Split query, key and value, which are stored as one."""
-        if ".qkv_proj." in name:
-            return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
-        return super().convert(name, source)
+        for own, part in super().convert(name, source):
+            if ".qkv_proj." in own:
+                yield from split_features(own, part, "qkv_proj", qkv_sizes(self.arch))
+            else:
+                yield own, part
 
 
 class BailingMoeV2ForCausalLM(BailingMoeForCausalLM):

@@ -23,7 +23,7 @@ from vllm.ops.stored_weight import GroupedWeight, pack_bits, unpack_awq, unpack_
 
 _NARROW = 1024
 """A layer with fewer outputs is unpacked while it is loaded, as the outputs of its parts may not
-fill the words of a checkpoint. Wider layers stay as they are, which needs less memory."""
+fill the words of a checkpoint. Wider layers keep their words, which needs less memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ def layer_of(place: Place) -> ParallelLinear:
 
 
 def in_numbers(
-    place: Place,
+    target: Place,
     name: str,
     source: Source,
     bits: int,
@@ -202,7 +202,7 @@ def in_numbers(
     """Return the numbers of output features in a tensor of words, each an element.
 
     Args:
-        place: of the numbers.
+        target: part of the parameter.
         name: of the tensor, for errors.
         source: int32.
         bits: of a number.
@@ -212,8 +212,8 @@ def in_numbers(
     Raises:
         WeightLoadError: it has another shape.
     """
-    assert place.slice is not None
-    numbers = list(place.slice.checkpoint_shape(place.param))
+    assert target.slice is not None
+    numbers = list(target.slice.checkpoint_shape(target.param))
     if source.features is not None:
         numbers[dim] = source.features.total
     words = list(numbers)
@@ -229,7 +229,7 @@ def in_numbers(
 
 
 def _rows_of(words: Tensor) -> Tensor:
-    """Return a copy whose last stride is 1, also for a single column."""
+    """Return a copy with a last stride of 1, even of a single column."""
     return words.clone(memory_format=torch.contiguous_format)
 
 
