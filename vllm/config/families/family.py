@@ -81,8 +81,8 @@ class GGUFFacts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MTPFacts:
-    """Names of the first layer in a checkpoint that guesses further tokens (multi-token prediction).
-    The defaults are the names of DeepSeek V3."""
+    """Names in a checkpoint of the first layer that guesses further tokens (multi-token
+    prediction). The defaults are the names of DeepSeek V3."""
 
     prefix: str = "model.layers.{}."
     """Beginning of the names of its tensors; {} is the number of layers of the model."""
