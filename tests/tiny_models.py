@@ -314,7 +314,21 @@ _ROW_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]]
     ),
     **_if_known("flex_olmo", "FlexOlmoConfig", _MOE | {"num_experts": 4, "intermediate_size": 48}),
 }
+_DBRX = {
+    "vocab_size": VOCAB_SIZE,
+    "d_model": 64,
+    "n_heads": 4,
+    "n_layers": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "max_seq_len": 512,
+    "attn_config": {"clip_qkv": 0.4, "kv_n_heads": 2, "rope_theta": 5000.0},
+    "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}
 _OWN_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known("dbrx", "DbrxConfig", _DBRX),
     **_if_known(
         "phimoe",
         "PhimoeConfig",

@@ -33,6 +33,7 @@ from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.model_executor.models.registry import is_encoder
 from vllm.ops.hpu.operators import HPUOps
 from vllm.platforms.hpu import HPUPlatform
+from vllm.transformers_utils.old_spellings import with_usual_spellings
 from vllm.worker.hpu.launches.input import fields_of, padded_sizes
 from vllm.worker.hpu.launches.model import HPUModel, LaunchModel
 from vllm.worker.hpu.launches.planner import PaddedShape
@@ -94,7 +95,8 @@ def config_of(architecture: str, dtype: str) -> VllmConfig:
         pooler = PoolerConfig(
             task="embed", pooling_type="LAST" if is_causal else "MEAN", is_causal=is_causal
         )
-    arch = ModelArch.from_hf(create(**values).to_dict() | {"architectures": [architecture]})
+    config = create(**values).to_dict() | {"architectures": [architecture]}
+    arch = ModelArch.from_hf(with_usual_spellings(config))
     return VllmConfig(
         model=ModelConfig(model="tiny", path="tiny", arch=arch, dtype=dtype, pooler=pooler),
         cache=CacheConfig(block_size=BLOCK_SIZE),

@@ -121,7 +121,8 @@ def _is_whole(value: object, least: int, most: int) -> bool:
 
 
 _OBJECTS = (
-    *("auto_map", "quantization_config", "rope_parameters", "rope_scaling", "attn_config"),
+    *("auto_map", "quantization_config", "rope_parameters", "rope_scaling"),
+    *("attn_config", "ffn_config"),
     _OF_STATES,
 )
 _TEXTS = (

@@ -116,7 +116,8 @@ class Family:
     values_of_type: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """One of these -> values that its config.json does not have, and that it means."""
     old_keys: Mapping[str, str] = field(default_factory=dict)
-    """Keys of older config.json files -> their names in transformers."""
+    """Keys of older config.json files, with a dot for one inside of another -> their names in
+    transformers."""
 
     # ---- names and classes
     architectures: tuple[str, ...] = ()

@@ -543,6 +543,19 @@ _OTHERS = (
         ),
     ),
     Family(
+        model_type="dbrx",
+        old_keys={
+            "attn_config.kv_n_heads": "num_key_value_heads",
+            "attn_config.rope_theta": "rope_theta",
+            "ffn_config.ffn_hidden_size": "intermediate_size",
+            "ffn_config.moe_num_experts": "num_local_experts",
+            "ffn_config.moe_top_k": "num_experts_per_tok",
+        },
+        module="dbrx",
+        architectures=("DbrxForCausalLM",),
+        tokenizer="GPT2Tokenizer",
+    ),
+    Family(
         model_type="deepseek",
         module="routed",
         architectures=("DeepseekForCausalLM",),
