@@ -292,6 +292,8 @@ _ROUTED = _DECODER | {
     "norm_topk_prob": True,
     "head_dim": 16,
 }
+_NOT_OF_MIMO = ("first_k_dense_replace", "n_shared_experts")
+_PARTLY = {"rope_type": "default", "partial_rotary_factor": 0.5}
 _NOT_OF_SOLAR = ("first_k_dense_replace", "intermediate_size")
 _LATENT_MIXTURE = {name: value for name, value in _DEEPSEEK.items() if name != "rope_parameters"}
 _ROW_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
@@ -603,7 +605,20 @@ _SHARING: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
         | {"moe_intermediate_size": 48},
     ),
 }
+_MIMO_V2 = {name: value for name, value in _ROUTED.items() if name not in _NOT_OF_MIMO} | {
+    "num_hidden_layers": 3,
+    "head_dim": 32,
+    "v_head_dim": 24,
+    "sliding_window": 16,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "num_key_value_heads": 1,
+    "rope_parameters": {
+        "full_attention": _PARTLY | {"rope_theta": 50000.0},
+        "sliding_attention": _PARTLY | {"rope_theta": 10000.0},
+    },
+}
 _WITHOUT_PROGRAM: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known("mimo_v2", "MiMoV2FlashConfig", _MIMO_V2),
     **_if_known("gemma3n", "Gemma3nTextConfig", _GEMMA3N),
 }
 _MORE |= _ROWS | _OWN | _WITHOUT_PROGRAM | _SHARING

@@ -69,7 +69,9 @@ _NUM_LAYERS = dict.fromkeys(
     2,
 )
 _NUM_LAYERS |= dict.fromkeys(("llama4", "granite_hybrid", "smollm3", "exaone4"), 4)
-_NUM_LAYERS |= dict.fromkeys(("gemma3n", "gemma4"), 4) | dict.fromkeys(("lfm2", "lfm2_moe"), 3)
+_NUM_LAYERS |= dict.fromkeys(("gemma3n", "gemma4"), 4) | dict.fromkeys(
+    ("lfm2", "lfm2_moe", "mimo_v2"), 3
+)
 """Of families whose layers differ: as many as it takes to have all kinds."""
 
 

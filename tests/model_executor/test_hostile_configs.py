@@ -30,6 +30,7 @@ FEW = (
     *("Ernie4_5_MoeForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
     *("Llama4ForConditionalGeneration", "KimiLinearForCausalLM", "HunYuanMoEV1ForCausalLM"),
     *("FalconForCausalLM", "MPTForCausalLM", "Exaone4ForCausalLM", "SmolLM3ForCausalLM"),
+    *("DbrxForCausalLM", "MiMoV2FlashForCausalLM"),
     *("Qwen3NextForCausalLM", "MambaForCausalLM", "NemotronHForCausalLM"),
 )
 """Architectures that are not left to the exhaustive run."""

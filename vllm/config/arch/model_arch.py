@@ -106,7 +106,7 @@ class ModelArch:
             )
         num_layers = _read_num_layers(config)
         windows = read_windows(config, num_layers)
-        heads = read_heads(config, (head_size, num_kv_heads), num_heads, num_layers)
+        heads = read_heads(config, (head_size, num_kv_heads), num_heads, windows)
         arch = cls(
             architecture=architectures[0],
             model_type=config.get("model_type", ""),

@@ -149,6 +149,8 @@ class Family:
     full_attention_every: int | None = None
     """Every n-th layer has full attention, the others a window; for configs that do not name the
     kinds of their layers."""
+    window_kv_heads: int = 1
+    """Key/value heads of layers with a window, for each one of the others."""
     has_attention: bool = True
     """False: every layer keeps a state in place of keys and values."""
     attention_layers_key: str | None = None

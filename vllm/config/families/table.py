@@ -796,6 +796,13 @@ _OTHERS = (
         tokenizer="GPTNeoXTokenizer",
     ),
     Family(
+        model_type="mimo_v2_flash",
+        module="mimo_v2",
+        architectures=("MiMoV2FlashForCausalLM",),
+        window_kv_heads=2,
+        tokenizer="",
+    ),
+    Family(
         model_type="minimax_m2",
         first_typed=("minimax",),
         module="routed",
