@@ -109,6 +109,10 @@ def test_all_wrong_values_of_all_keys_are_config_errors(architecture, tmp_path):
         ("Llama4ForConditionalGeneration", "no_rope_layers", [1], "each of the 4 layers, got 1"),
         ("Llama4ForConditionalGeneration", "moe_layers", "x", "a list of layers"),
         ("MPTForCausalLM", "attn_config", [1], "an object"),
+        ("MiniCPMForCausalLM", "num_experts", 8, "experts of MiniCPM-MoE are not supported"),
+        ("MiMoV2FlashForCausalLM", "v_head_dim", 64, "at most head_dim"),
+        ("DbrxForCausalLM", "ffn_config", {"moe_normalize_expert_weights": 2}, "null or 1"),
+        ("DbrxForCausalLM", "ffn_config", {"ffn_act_fn": "gelu"}, "must have the name 'silu'"),
     ],
 )
 def test_the_message_names_the_key_and_what_it_may_be(architecture, key, value, message, tmp_path):

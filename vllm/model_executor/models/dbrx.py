@@ -32,13 +32,13 @@ class DbrxLayer(DecoderLayer):
         power = routing.get("moe_normalize_expert_weights", 1)
         if power not in (None, 1):
             raise ConfigError(
-                f"moe_normalize_expert_weights in config.json must be null or 1 for "
+                f"ffn_config.moe_normalize_expert_weights in config.json must be null or 1 for "
                 f"{spec.arch.architecture}, got {power!r}"
             )
-        act = (routing.get("ffn_act_fn") or {}).get("name", "silu")
-        if act != "silu":
+        act = routing.get("ffn_act_fn") or {"name": "silu"}
+        if not isinstance(act, Mapping) or act.get("name", "silu") != "silu":
             raise ConfigError(
-                f"ffn_act_fn in config.json must have the name 'silu' for the experts of "
+                f"ffn_config.ffn_act_fn in config.json must have the name 'silu' for "
                 f"{spec.arch.architecture}, got {act!r}"
             )
         weights = replace(

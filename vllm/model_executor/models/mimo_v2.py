@@ -88,8 +88,8 @@ class MiMoV2Layer(BalancedLayer):
 
 
 class MiMoV2FlashForCausalLM(RoutedForCausalLM):
-    """MiMo-V2-Flash (Xiaomi 2026, arXiv 2601.02780). Layers with a window have more key/value heads,
-    and keep all tokens in the cache. Layers that guess further tokens are not loaded."""
+    """MiMo-V2-Flash (Xiaomi 2026). Layers with a window have more key/value heads, and keep all
+    tokens in the cache. Layers that guess further tokens are not loaded."""
 
     checkpoint_names: ClassVar[Mapping[str, str]] = {".attention_sink_bias": ".sinks"}
     ignored_prefixes: ClassVar[tuple[str, ...]] = ("model.mtp.",)
