@@ -7,7 +7,7 @@ tokens before it again.
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.llama import modeling_llama as llama
 
+from tests.e2e.test_remote_code_families import LING_2, bailing
 from tests.reference_model import load_reference
 from tests.tiny_models import make_tiny_model, randomize
 
@@ -150,6 +151,8 @@ class Eagle3(Reference):
 class MTP(Reference):
     """The layer is the last one of a model with one layer more."""
 
+    is_state_first = False
+
     def __init__(self, target: Any, layer: nn.Module, rotary: nn.Module) -> None:
         super().__init__(target)
         size, eps = target.config.hidden_size, target.config.rms_norm_eps
@@ -158,7 +161,8 @@ class MTP(Reference):
         self._layer = (layer, rotary)
 
     def run(self, ids: Tensor, states: Tensor) -> Tensor:
-        x = self.eh_proj(torch.cat((self.enorm(self.embed(ids)), self.hnorm(states)), -1))
+        parts = (self.enorm(self.embed(ids)), self.hnorm(states))
+        x = self.eh_proj(torch.cat(parts[::-1] if self.is_state_first else parts, -1))
         return self.norm(self.attend(*self._layer, x))
 
 
@@ -324,26 +328,94 @@ def make_speculator(method: str, target: Path, folder: Path, seed: int = 5) -> M
     return Made(target, {"model": str(folder)}, reference.eval())
 
 
-def make_mtp(folder: Path, seed: int = 5) -> Made:
-    """A DeepSeek V3 with a layer that guesses further tokens."""
+def make_mtp(folder: Path, seed: int = 5, family: str = "deepseek_v3") -> Made:
+    """Make a model with a layer that guesses further tokens.
+
+    Args:
+        folder: where it goes.
+        seed: of the weights of the layer.
+        family: of `tests.tiny_models`, or a name of `MTP_DIALECTS`.
+    """
+    dialect = MTP_DIALECTS.get(family, Dialect(family))
     more = {"num_hidden_layers": 4, "vocab_size": VOCAB_SIZE, "attn_implementation": "eager"}
-    longer = load_target(make_tiny_model("deepseek_v3", folder / "longer", **more))
+    longer = load_target(
+        make_tiny_model(dialect.family, folder / "longer", **more, **dialect.values)
+    )
     target = folder / "mtp"
     shutil.copytree(folder / "longer", target)
     config = json.loads((target / "config.json").read_text())
     config |= {"num_hidden_layers": 3, "num_nextn_predict_layers": 1}
+    for name in ("layer_types", "mlp_layer_types"):
+        if isinstance(config.get(name), list):
+            config[name] = config[name][:3]
     (target / "config.json").write_text(json.dumps(config))
     model = load_target(target)
     reference = MTP(model, longer.model.layers[3], longer.model.rotary_emb)
+    reference.is_state_first = dialect.is_state_first
     randomize(reference, seed)
     tensors = load_file(target / "model.safetensors")
     for name, tensor in reference.state_dict().items():
-        own = name.replace("norm.", "shared_head.norm.") if name.startswith("norm.") else name
-        tensors[f"model.layers.3.{own}"] = tensor.clone()
+        tensors[f"model.layers.3.{dialect.names.get(name, name)}"] = tensor.clone()
     tensors["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.3.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    save_file(tensors, target / "model.safetensors")
+    if dialect.store is not None:
+        tensors = dialect.store(tensors)
+    (target / "config.json").write_text(json.dumps(config | dialect.config))
+    save_file({name: x.contiguous() for name, x in tensors.items()}, target / "model.safetensors")
     return Made(target, {"method": "mtp", "num_speculative_tokens": 3}, reference.eval())
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """Names of a family in the checkpoint, for its layer that guesses further tokens."""
+
+    family: str
+    """Of `tests.tiny_models`."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Of the config of that family."""
+    names: dict[str, str] = field(
+        default_factory=lambda: {"norm.weight": "shared_head.norm.weight"}
+    )
+    """Name in `MTP` -> name in the checkpoint."""
+    is_state_first: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    """Own values of config.json."""
+    store: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+    """Names of tensors of the family -> its own."""
+
+
+def _mimo(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name.replace("model.layers.3.", "model.mtp_layers.0."): tensor
+        for name, tensor in tensors.items()
+        if "o_proj.bias" not in name
+    }
+
+
+_NAMES_OF_MIMO = {
+    "enorm.weight": "token_layernorm.weight",
+    "hnorm.weight": "hidden_layernorm.weight",
+    "eh_proj.weight": "input_proj.weight",
+    "norm.weight": "final_layernorm.weight",
+}
+MTP_DIALECTS = {
+    "mimo": Dialect(
+        "qwen2",
+        {"tie_word_embeddings": False},
+        names=_NAMES_OF_MIMO,
+        is_state_first=True,
+        config={"architectures": ["MiMoForCausalLM"], "model_type": "mimo"},
+        store=_mimo,
+    ),
+    "bailing_moe_v2": Dialect(
+        "glm4_moe",
+        {"attention_bias": False},
+        names={"norm.weight": "final_layernorm.weight"},
+        config=LING_2 | {"architectures": ["BailingMoeV2ForCausalLM"]},
+        store=bailing,
+    ),
+}
+"""Families with other names in the checkpoint than DeepSeek V3 has."""
 
 
 def make_right(made: Made, *, lies: bool = False) -> None:

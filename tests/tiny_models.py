@@ -292,6 +292,8 @@ _ROUTED = _DECODER | {
     "norm_topk_prob": True,
     "head_dim": 16,
 }
+_NOT_OF_MIMO = ("first_k_dense_replace", "n_shared_experts")
+_PARTLY = {"rope_type": "default", "partial_rotary_factor": 0.5}
 _NOT_OF_SOLAR = ("first_k_dense_replace", "intermediate_size")
 _LATENT_MIXTURE = {name: value for name, value in _DEEPSEEK.items() if name != "rope_parameters"}
 _ROW_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
@@ -314,7 +316,21 @@ _ROW_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]]
     ),
     **_if_known("flex_olmo", "FlexOlmoConfig", _MOE | {"num_experts": 4, "intermediate_size": 48}),
 }
+_DBRX = {
+    "vocab_size": VOCAB_SIZE,
+    "d_model": 64,
+    "n_heads": 4,
+    "n_layers": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "max_seq_len": 512,
+    "attn_config": {"clip_qkv": 0.4, "kv_n_heads": 2, "rope_theta": 5000.0},
+    "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}
 _OWN_MIXTURES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known("dbrx", "DbrxConfig", _DBRX),
     **_if_known(
         "phimoe",
         "PhimoeConfig",
@@ -589,7 +605,20 @@ _SHARING: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
         | {"moe_intermediate_size": 48},
     ),
 }
+_MIMO_V2 = {name: value for name, value in _ROUTED.items() if name not in _NOT_OF_MIMO} | {
+    "num_hidden_layers": 3,
+    "head_dim": 32,
+    "v_head_dim": 24,
+    "sliding_window": 16,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "num_key_value_heads": 1,
+    "rope_parameters": {
+        "full_attention": _PARTLY | {"rope_theta": 50000.0},
+        "sliding_attention": _PARTLY | {"rope_theta": 10000.0},
+    },
+}
 _WITHOUT_PROGRAM: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known("mimo_v2", "MiMoV2FlashConfig", _MIMO_V2),
     **_if_known("gemma3n", "Gemma3nTextConfig", _GEMMA3N),
 }
 _MORE |= _ROWS | _OWN | _WITHOUT_PROGRAM | _SHARING

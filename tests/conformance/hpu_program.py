@@ -33,6 +33,7 @@ from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.model_executor.models.registry import is_encoder
 from vllm.ops.hpu.operators import HPUOps
 from vllm.platforms.hpu import HPUPlatform
+from vllm.transformers_utils.old_spellings import with_usual_spellings
 from vllm.worker.hpu.launches.input import fields_of, padded_sizes
 from vllm.worker.hpu.launches.model import HPUModel, LaunchModel
 from vllm.worker.hpu.launches.planner import PaddedShape
@@ -68,7 +69,9 @@ _NUM_LAYERS = dict.fromkeys(
     2,
 )
 _NUM_LAYERS |= dict.fromkeys(("llama4", "granite_hybrid", "smollm3", "exaone4"), 4)
-_NUM_LAYERS |= dict.fromkeys(("gemma3n", "gemma4"), 4) | dict.fromkeys(("lfm2", "lfm2_moe"), 3)
+_NUM_LAYERS |= dict.fromkeys(("gemma3n", "gemma4"), 4) | dict.fromkeys(
+    ("lfm2", "lfm2_moe", "mimo_v2"), 3
+)
 """Of families whose layers differ: as many as it takes to have all kinds."""
 
 
@@ -94,7 +97,8 @@ def config_of(architecture: str, dtype: str) -> VllmConfig:
         pooler = PoolerConfig(
             task="embed", pooling_type="LAST" if is_causal else "MEAN", is_causal=is_causal
         )
-    arch = ModelArch.from_hf(create(**values).to_dict() | {"architectures": [architecture]})
+    config = create(**values).to_dict() | {"architectures": [architecture]}
+    arch = ModelArch.from_hf(with_usual_spellings(config))
     return VllmConfig(
         model=ModelConfig(model="tiny", path="tiny", arch=arch, dtype=dtype, pooler=pooler),
         cache=CacheConfig(block_size=BLOCK_SIZE),

@@ -44,9 +44,9 @@ language models of others."""
 _NEWER = (
     *("DeepseekV2", "GptOss", "GraniteMoeHybrid", "Llama4", "Olmo3"),
     *("FalconH1", "Lfm2", "Lfm2Moe", "Nemotron", "NemotronH"),
-    *("Apertus", "Arcee", "Cwm", "Ernie4_5", "Exaone4", "Gemma3n", "Gemma4", "Helium"),
+    *("Apertus", "Arcee", "Cwm", "Dbrx", "Ernie4_5", "Exaone4", "Gemma3n", "Gemma4", "Helium"),
     *("HunYuanDenseV1", "Jais2", "MiniCPM3", "Ministral3", "SeedOss", "SmolLM3", "VaultGemma"),
-    "Youtu",
+    *("MiMoV2Flash", "Youtu"),
 )
 """What the oldest transformers that we run on does not have."""
 _POOLERS = (*MODELS, *REWARD_MODELS)

@@ -359,6 +359,16 @@ _SIZES = {
     "head_dim": 16,
 }
 _LING = {"model_type": "bailing_moe", "num_shared_experts": 2, "norm_head": False}
+LING_2 = {
+    **_LING,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "use_qk_norm": True,
+    "partial_rotary_factor": 0.5,
+}
 MIXTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Tensors], Tensors]]] = {
     # Architecture: a family of transformers with values of its config, the own config, and how it
     # is stored.
@@ -378,9 +388,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Tensors
     "BailingMoeV2ForCausalLM": (
         "glm4_moe",
         {"attention_bias": False, "num_hidden_layers": 2},
-        _LING
-        | {"num_experts": 8, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1}
-        | {"routed_scaling_factor": 1.5, "use_qk_norm": True, "partial_rotary_factor": 0.5},
+        LING_2,
         bailing,
     ),
 }

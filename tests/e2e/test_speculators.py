@@ -26,6 +26,9 @@ needs_kernels = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kerne
 
 METHODS = ("eagle", "eagle3", "mtp", "mlp_speculator", "mlp_speculator_tied", "medusa")
 ON_TWO_RANKS = ("eagle3", "mtp", "mlp_speculator_tied")
+MTP_FAMILIES = ("glm4_moe", "mimo", "bailing_moe_v2")
+RARE_MTP_FAMILIES = ("glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
+"""Other families with a layer for `mtp`."""
 COMMON = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8, "skip_tokenizer_init": True}
 COMMON |= {"block_size": 8}
 FEW_BLOCKS = {"num_gpu_blocks_override": 26, "max_num_batched_tokens": 24}
@@ -59,6 +62,17 @@ def run(llm: LLM) -> list[list[int]]:
     return [list(o.outputs[0].token_ids) for o in llm.generate(prompts(), params, use_tqdm=False)]
 
 
+class _MadeOnce(dict):
+    """Values that are made when they are first asked for."""
+
+    def __init__(self, make, known=()):
+        super().__init__(known)
+        self.make = make
+
+    def __missing__(self, name):
+        return self.setdefault(name, self.make(name))
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("speculators")
@@ -68,13 +82,15 @@ def made(tmp_path_factory):
         for name in METHODS
         if name != "mtp"
     }
-    return known | {"mtp": make_mtp(folder)}
+    return _MadeOnce(
+        lambda family: make_mtp(folder / family, family=family), known | {"mtp": make_mtp(folder)}
+    )
 
 
 @pytest.fixture(scope="module")
 def expected(made):
-    targets = {m.target: run(LLM(str(m.target), **COMMON)) for m in (made["eagle"], made["mtp"])}
-    return {name: targets[m.target] for name, m in made.items()}
+    of_target = _MadeOnce(lambda target: run(LLM(str(target), **COMMON)))
+    return _MadeOnce(lambda name: of_target[made[name].target])
 
 
 def with_speculator(made: Made, **more) -> LLM:
@@ -82,7 +98,13 @@ def with_speculator(made: Made, **more) -> LLM:
     return LLM(str(made.target), speculative_config=config, **{**COMMON, **more})
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [
+        *(*METHODS, *MTP_FAMILIES),
+        *(pytest.param(family, marks=pytest.mark.exhaustive) for family in RARE_MTP_FAMILIES),
+    ],
+)
 def test_outputs_are_the_same_and_guesses_those_of_the_paper(method, made, expected, monkeypatch):
     speculator, seen, size = made[method], [], 1 + (method in ON_TWO_RANKS)
     if size > 1:

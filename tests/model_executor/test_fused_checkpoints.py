@@ -49,7 +49,7 @@ TABLE = {
         (),
     ),
     "granite_hybrid_dense": ({"shared_intermediate_size": 96, "num_hidden_layers": 4}, ()),
-    "qwen3_next": (WIDE | _DELTA_NET, ("in_proj_ba",)),
+    "qwen3_next": (WIDE | _DELTA_NET, ()),
     "qwen3_5": (WIDE | _DELTA_NET, ("in_proj_b", "in_proj_a")),
     "deepseek_v3": (
         WIDE
@@ -165,6 +165,16 @@ def test_a_rank_has_its_part_of_a_fused_layer(dense, tmp_path, monkeypatch, fami
         assert torch.equal(got[path], weight), path
 
 
+@pytest.mark.parametrize("family", ["phi3", "gpt_neox"])
+def test_parts_of_narrow_layers_may_share_a_word(tmp_path, monkeypatch, family):
+    """AWQ has eight outputs in a word, and a head has four."""
+    monkeypatch.setattr("vllm.ops._ops", NativeOps())
+    folders = write("awq", tmp_path, small_heads(family, tmp_path, 32))
+    got, want = (weights_of(load(folder)) for folder in folders)
+    for path, weight in want.items():
+        CHECKPOINTS["awq"].check(got[path], weight, path)
+
+
 @pytest.mark.parametrize(
     ("family", "message"),
     [
@@ -172,14 +182,17 @@ def test_a_rank_has_its_part_of_a_fused_layer(dense, tmp_path, monkeypatch, fami
         ("gpt_neox", r"qweight has 8 output features in a word: the part of 4 .*in each 12 is not"),
     ],
 )
-def test_parts_that_share_a_word_are_refused(tmp_path, family, message):
-    """AWQ has eight outputs in a word, and a head has four."""
-    sizes = {"hidden_size": 32, "num_attention_heads": 8} | WIDE
-    if family == "phi3":
-        sizes["num_key_value_heads"] = 1
-    quantized, _ = write("awq", tmp_path, make_tiny_model(family, tmp_path / "made", **sizes))
+def test_parts_of_wide_layers_that_share_a_word_are_refused(tmp_path, family, message):
+    quantized, _ = write("awq", tmp_path, small_heads(family, tmp_path, 1024))
     with pytest.raises((ConfigError, WeightLoadError), match=message):
         load(quantized)
+
+
+def small_heads(family, tmp_path, hidden_size):
+    sizes = {"hidden_size": hidden_size, "num_attention_heads": hidden_size // 4} | WIDE
+    if family == "phi3":
+        sizes["num_key_value_heads"] = 1
+    return make_tiny_model(family, tmp_path / "made", num_hidden_layers=1, **sizes)
 
 
 @pytest.mark.parametrize(

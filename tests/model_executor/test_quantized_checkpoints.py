@@ -103,9 +103,9 @@ def test_deepseek_in_blocks_of_fp8(tiny_model, tmp_path, ops):
 
 
 def test_words_on_several_ranks_are_refused(checkpoint):
-    message = "3 bits: 16 features of .*qkv_proj do not fill words of 32 bits"
+    message = "3 bits: 16 features of .*o_proj do not fill words of 32 bits"
     with pytest.raises((ConfigError, WeightLoadError), match=message):
-        load(checkpoint("gptq-3")[0], TPGroup(0, 2))
+        load(checkpoint("gptq-3")[0], TPGroup(0, 4))
 
 
 @pytest.fixture(scope="module")

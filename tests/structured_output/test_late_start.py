@@ -28,6 +28,7 @@ _WORDS = [
     b'{"',
     b"ab",
     b" <",
+    b"nk><tool_",
 ]
 VOCABULARY = Vocabulary([bytes([i]) for i in range(256)] + [b""] * 5 + _WORDS)
 WORDS = {word: 261 + i for i, word in enumerate(_WORDS)}
@@ -233,6 +234,10 @@ INSIDE_CALL = {*b"b]"}
         (UNSURE, [CALL], OPENED),
         (UNSURE, [b"\nx", CALL, b"["], INSIDE_CALL),
         (UNSURE, [b"<t", CALL], OPENED),
+        # A marker that begins in the token that ends thoughts, or where they might have begun.
+        (THOUGHTFUL, [b"x</thi", WORDS[b"nk><tool_"], WORDS[b"call>"]], OPENED),
+        (UNSURE, [b"<tool_call>["], INSIDE_CALL),
+        (UNSURE, [b"\n<think>x</thi", WORDS[b"nk><tool_"], b"call>["], INSIDE_CALL),
         (OR_NAME, [CALL], SPACES | {*b"[n"}),
         (OR_NAME, [CALL, b"name{", CALL, b"x"], FREE),
     ],

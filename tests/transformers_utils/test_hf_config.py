@@ -58,6 +58,17 @@ LLAMA = SIZES | {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate
 FALCON = SIZES | {"num_hidden_layers": 2, "num_attention_heads": 4, "alibi": False}
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 MINIMAX = LLAMA | {"head_dim": 32, "rotary_dim": 16, "num_key_value_heads": 2}
+DBRX = {
+    "architectures": ["DbrxForCausalLM"],
+    "model_type": "dbrx",
+    "vocab_size": 64,
+    "d_model": 64,
+    "n_heads": 4,
+    "n_layers": 2,
+    "max_seq_len": 128,
+    "attn_config": {"clip_qkv": 8, "kv_n_heads": 2, "rope_theta": 500000},
+    "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+}
 HUNYUAN = LLAMA | {"num_experts": 4, "moe_topk": [2, 2], "eod_token_id": 2, "pad_token_id": 0}
 PHI3 = LLAMA | {"model_type": "phi3", "pad_token_id": 0, "max_position_embeddings": 4096}
 PHI3 |= {"original_max_position_embeddings": 2048}
@@ -117,6 +128,12 @@ OLD_FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"architectures": ["HunYuanMoEV1ForCausalLM"], "model_type": "hunyuan"}
         | {"attention_head_dim": 32},
         HUNYUAN | {"model_type": "hunyuan_v1_moe", "head_dim": 32},
+    ),
+    "DBRX": (
+        DBRX,
+        DBRX
+        | {"num_key_value_heads": 2, "rope_theta": 500000, "intermediate_size": 96}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "Phi 3 of 128k": (
         PHI3 | {"architectures": ["Phi3ForCausalLM"], "rope_scaling": FACTORS | {"type": "su"}},

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.latent import LatentUpProjection
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.slice import Slice, Source
 from vllm.model_executor.loader.stage import Absent
-from vllm.model_executor.loader.weights import checkpoint_name, renamed
+from vllm.model_executor.loader.weights import checkpoint_name
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops.low_rank import AdaptedExpert, AdaptedExperts, AdaptedHeads, AdaptedLayer
 
@@ -193,7 +193,7 @@ class AdapterLayers:
         """The name in the model of a module of an adapter's file."""
         # With its parameter, as names are in a checkpoint.
         name = f"{name.removeprefix(NAME_PREFIX)}.weight"
-        return renamed(name, self.model).removesuffix(".weight")
+        return self.model.renamed(name).removesuffix(".weight")
 
     def is_table(self, module: str) -> bool:
         """Whether a module is the input embedding."""

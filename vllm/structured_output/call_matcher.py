@@ -126,20 +126,17 @@ class CallMatcher:
                 is_thinking = begun in self._starts
                 return _State(None, text=b"" if is_thinking else text, is_thinking=is_thinking)
             if not begun.startswith(self._starts):
-                return self._begin_answer(token_id)
-        if any(end in text for end in self._ends):
-            return _State(self._next_call())
+                return _State(self._next_call(text))
+        found = [(at, end) for end in self._ends if (at := text.find(end)) >= 0]
+        if found:
+            at, end = min(found)
+            return _State(self._next_call(text[at + len(end) :]))
         return _State(None, text=text[-self._keep :] if self._keep else b"", is_thinking=True)
 
-    def _begin_answer(self, token_id: int) -> _State:
-        """Return the state after the first token of an answer without thoughts."""
-        call = self._next_call()
-        call.matcher.accept(token_id)
-        call.num_tokens = 1
-        return _State(call, 1)
-
-    def _next_call(self) -> _Call:
-        return _Call(LateMatcher(self._start_of_call, self._vocabulary, self._grammar.matcher()))
+    def _next_call(self, text: bytes = b"") -> _Call:
+        """Return a new call after this text of the answer, which may begin its marker."""
+        matcher = self._grammar.matcher()
+        return _Call(LateMatcher(self._start_of_call, self._vocabulary, matcher, text))
 
     def _bytes_of(self, token_id: int) -> bytes:
         tokens = self._vocabulary.tokens

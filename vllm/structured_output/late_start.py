@@ -62,10 +62,15 @@ class LateMatcher:
         start: what may come before the grammar.
         vocabulary: of the output.
         grammar: at the beginning of the answer.
+        text: of thoughts, before the first token; it may begin a marker.
     """
 
     def __init__(
-        self, start: GrammarStart, vocabulary: Vocabulary, grammar: BackendMatcher
+        self,
+        start: GrammarStart,
+        vocabulary: Vocabulary,
+        grammar: BackendMatcher,
+        text: bytes = b"",
     ) -> None:
         self._vocabulary = vocabulary
         self._grammar = grammar
@@ -79,7 +84,7 @@ class LateMatcher:
         self._scratch = np.empty(vocabulary.num_words, np.int32)
         self._free: IntArray | None = None
         self._state = (
-            _State(_Phase.THOUGHTS)
+            self._think(text)
             if start.is_thinking
             else _State(_Phase.OPENING, may_think=bool(start.thought_starts))
         )

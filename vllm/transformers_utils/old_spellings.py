@@ -37,8 +37,10 @@ def with_usual_spellings(raw: Mapping[str, Any]) -> dict[str, Any]:
         usual = {**family.values_of_type.get(model_type, {}), **raw}
         usual["model_type"] = family.model_type
     for old, name in family.old_keys.items():
-        if old in usual:
-            usual.setdefault(name, usual[old])
+        parent, _, key = old.rpartition(".")
+        given = usual.get(parent) if parent else usual
+        if isinstance(given, Mapping) and key in given:
+            usual.setdefault(name, given[key])
     for key in _DTYPES:
         dtype = usual.get(key)
         if isinstance(dtype, str):

@@ -1,6 +1,6 @@
 """What the layers of a model attend to, by the keys of its Hugging Face config."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.config.arch.sizes import check_window
@@ -29,13 +29,21 @@ def read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     pattern = config.get("sliding_window_pattern") or family.full_attention_every
     if pattern:
+        if type(pattern) is not int or pattern < 1:
+            raise ConfigError(
+                f"config.json: sliding_window_pattern must be an integer of at least 1 where "
+                f"layer_types is absent, got {pattern!r}. Add layer_types to the file"
+            )
         return tuple(None if (i + 1) % pattern == 0 else window for i in range(num_layers))
     first = config.get("max_window_layers") if config.get("use_sliding_window") else 0
     return tuple(None if i < (first or 0) else window for i in range(num_layers))
 
 
 def read_heads(
-    config: Mapping[str, Any], usual: tuple[int, int], num_heads: int, num_layers: int
+    config: Mapping[str, Any],
+    usual: tuple[int, int],
+    num_heads: int,
+    windows: Sequence[int | None],
 ) -> tuple[tuple[int, int], ...]:
     """Return the size of the heads of each layer, and the number of its key/value heads.
 
@@ -43,7 +51,7 @@ def read_heads(
         config: of the model.
         usual: both, where the config says nothing else of a layer.
         num_heads: query heads of each layer.
-        num_layers: of the model.
+        windows: of the layers.
 
     Raises:
         ConfigError: a layer has sizes that no layer can have.
@@ -54,18 +62,19 @@ def read_heads(
             f"per_layer_config in config.json must be an object with an object for each layer, got "
             f"{given!r}. Correct the file"
         )
-    found = []
-    for index in range(num_layers):
-        own = given.get(index) or given.get(str(index))
-        if own is None:
+    found, of_windows = [], family_of(config.get("model_type")).window_kv_heads
+    for index, window in enumerate(windows):
+        own = given.get(index) or given.get(str(index)) or {}
+        usual_count = usual[1] if window is None else usual[1] * of_windows
+        head_size = own.get("head_dim") or usual[0]
+        num_kv_heads = own.get("num_key_value_heads") or usual_count
+        if (head_size, num_kv_heads) == usual:
             found.append(usual)
             continue
-        head_size = own.get("head_dim") or usual[0]
-        num_kv_heads = own.get("num_key_value_heads") or usual[1]
         are_sizes = all(type(n) is int and 0 < n < 2**14 for n in (head_size, num_kv_heads))
         if not are_sizes or num_heads % num_kv_heads:
             raise ConfigError(
-                f"per_layer_config in config.json: layer {index} has head_dim {head_size!r} and "
+                f"config.json: layer {index} has head_dim {head_size!r} and "
                 f"num_key_value_heads {num_kv_heads!r}; they must be positive numbers, and the "
                 f"second one must divide num_attention_heads ({num_heads}). Correct the file"
             )

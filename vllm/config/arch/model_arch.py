@@ -113,7 +113,7 @@ class ModelArch:
             )
         num_layers = _read_num_layers(config)
         windows = read_windows(config, num_layers)
-        heads = read_heads(config, (head_size, num_kv_heads), num_heads, num_layers)
+        heads = read_heads(config, (head_size, num_kv_heads), num_heads, windows)
         arch = cls(
             architecture=architectures[0],
             model_type=config.get("model_type", ""),
@@ -209,6 +209,32 @@ class ModelArch:
             raise ConfigError(f"{name} in config.json must be a positive number, got {value!r}")
         return value
 
+    def config_count(self, name: str) -> int:
+        """Return an integer of config.json, at least 0; 0 where it is absent, null or false.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        return _read_count(self.hf_config, name)
+
+    def with_values_of_layer(self, index: int, *names: str) -> "ModelArch":
+        """Return the model with the values of one layer, where lists have one for each layer.
+
+        Args:
+            index: of the layer.
+            names: keys of config.json that may be such lists.
+
+        Raises:
+            ConfigError: a list has too few values.
+        """
+        values = {name: self.hf_config.get(name) for name in names}
+        for name, value in values.items():
+            if not isinstance(value, list):
+                continue
+            _check_length(name, value, self.num_layers)
+            values[name] = value[index]
+        return replace(self, hf_config={**self.hf_config, **values})
+
     def config_number(self, name: str, default: float = 1.0) -> float:
         """Return a number of config.json; the default where it is absent or null.
 
@@ -270,6 +296,28 @@ def missing_keys(config: Mapping[str, Any]) -> list[str]:
     return [names[0] for names in required if _first(config, names) is None]
 
 
+def _read_count(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if value is None or value is False:
+        return 0
+    if type(value) is not int or value < 0:
+        raise ConfigError(
+            f"{name} in config.json must be an integer of at least 0, got {value!r}. Correct "
+            f"the file, or give another value with hf_overrides"
+        )
+    return value
+
+
+def _check_length(name: str, values: Sequence[Any], num_layers: int) -> None:
+    """Refuse a list with a value for each layer that is too short; it is longer if the number of
+    layers was overridden."""
+    if len(values) < num_layers:
+        raise ConfigError(
+            f"config.json: {name} must have a value for each of the {num_layers} layers, got "
+            f"{len(values)}. Correct the file, or give another value with hf_overrides"
+        )
+
+
 def _first(config: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((config[name] for name in names if config.get(name) is not None), None)
 
@@ -313,7 +361,7 @@ def _read_max_positions(config: Mapping[str, Any]) -> int:
 def _num_unused_positions(config: Mapping[str, Any]) -> int:
     """Rows at the start of a learned position table that no token uses."""
     if family_of(config.get("model_type")).positions_follow_padding:
-        return int(config.get("pad_token_id") or 0) + 1
+        return _read_count(config, "pad_token_id") + 1
     return 0
 
 
@@ -375,7 +423,7 @@ def _read_ropes(
         full = None
     if has_no_positions(config):
         full = local = None
-    has_rope = config.get("no_rope_layers") or _layers_with_rope(config, len(windows))
+    has_rope = _layers_with_rope(config, len(windows))
     return tuple(
         (full if window is None else local) if is_rotated else None
         for window, is_rotated in zip(windows, has_rope, strict=True)
@@ -392,10 +440,17 @@ def _rotates_by_default(config: Mapping[str, Any]) -> bool:
 
 
 def _layers_with_rope(config: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """For configs that do not list them."""
-    interval = config.get("no_rope_layer_interval")
-    if interval is None:
-        interval = family_of(config.get("model_type")).no_rope_interval
+    if given := config.get("no_rope_layers"):  # 1 for each layer that has rotations
+        if not isinstance(given, list) or not all(type(x) in (int, bool) for x in given):
+            raise ConfigError(
+                f"config.json: no_rope_layers must be a list of 0 or 1 for each layer, got "
+                f"{given!r}. Correct the file, or give another value with hf_overrides"
+            )
+        _check_length("no_rope_layers", given, num_layers)
+        return [bool(x) for x in given[:num_layers]]
+    interval = _read_count(config, "no_rope_layer_interval")
+    if not interval:
+        interval = family_of(config.get("model_type")).no_rope_interval or 0
     return [not interval or (index + 1) % interval != 0 for index in range(num_layers)]
 
 

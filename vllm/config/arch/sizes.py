@@ -122,14 +122,16 @@ def _is_whole(value: object, least: int, most: int) -> bool:
 
 _OBJECTS = (
     *("auto_map", "quantization_config", "rope_parameters", "rope_scaling"),
+    *("attn_config", "ffn_config"),
     _OF_STATES,
 )
 _TEXTS = (
     *("dtype", "torch_dtype", "model_type", "hybrid_override_pattern", "hidden_act"),
     *("hidden_activation", "activation_function", "mlp_hidden_act", "mamba_hidden_act"),
+    "activation",
 )
 _LISTS_OF_TEXTS = ("layer_types", "layers_block_type", "mlp_layer_types")
-_LISTS_OF_LAYERS = ("attn_layer_indices", "full_attn_idxs", "mlp_only_layers")
+_LISTS_OF_LAYERS = ("attn_layer_indices", "full_attn_idxs", "mlp_only_layers", "moe_layers")
 _NOT_NEGATIVE = (
     *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
     *("layernorm_epsilon", "final_logit_softcapping"),

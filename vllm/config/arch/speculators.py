@@ -113,11 +113,11 @@ def eagle3_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]
 
 
 def _read_mtp(file: SpeculatorFile) -> SpeculatorArch:
-    """The layers behind the last one of a DeepSeek V3 (arXiv 2412.19437, section 2.2). A model has
-    one, which is run again for each further draft."""
+    """Read the config of a model with a layer behind the last one, as DeepSeek V3 has it (arXiv
+    2412.19437, section 2.2). It is run again for each further draft."""
     target = file.target
-    if not family_of_architecture(target.architecture).has_mtp_layers:
-        names = [family.architectures[0] for family in FAMILIES.values() if family.has_mtp_layers]
+    if family_of_architecture(target.architecture).mtp is None:
+        names = [name for each in FAMILIES.values() if each.mtp for name in each.architectures]
         raise ConfigError(
             f"{file.path}: the method mtp needs a model with layers that guess further tokens "
             f"({', '.join(names)}), and this is {target.architecture}. Use another method"

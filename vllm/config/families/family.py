@@ -88,6 +88,19 @@ class GGUFFacts:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class MTPFacts:
+    """Names in a checkpoint of the first layer that guesses further tokens (multi-token
+    prediction). The defaults are the names of DeepSeek V3."""
+
+    prefix: str = "model.layers.{}."
+    """Beginning of the names of its tensors; {} is the number of layers of the model."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Modules that other layers of the model lack -> their names in DeepSeek V3."""
+    is_state_first: bool = False
+    """The projection takes the hidden state first, then the embedding."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class FP8Scales:
     """How a calibration for FP8 treats the models of a family."""
 
@@ -111,7 +124,8 @@ class Family:
     values_of_type: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """One of these -> values that its config.json does not have, and that it means."""
     old_keys: Mapping[str, str] = field(default_factory=dict)
-    """Keys of older config.json files -> their names in transformers."""
+    """Keys of older config.json files, with a dot for one inside of another -> their names in
+    transformers."""
 
     # ---- names and classes
     architectures: tuple[str, ...] = ()
@@ -135,9 +149,9 @@ class Family:
     step_token_id: int | None = None
     """Token that ends a step, of models that reward steps (`ForProcessRewardModel`)."""
 
-    has_mtp_layers: bool = False
-    """Checkpoints may have further layers that guess further tokens, in the form of
-    DeepSeek V3, for speculative decoding."""
+    mtp: MTPFacts | None = None
+    """Checkpoints may have further layers that guess further tokens, for speculative decoding;
+    None: they have none, or none that can be used."""
 
     # ---- attention and windows
     windows: Literal["configured", "if_switched_on", "ignored"] = "configured"
@@ -146,6 +160,8 @@ class Family:
     full_attention_every: int | None = None
     """Every n-th layer has full attention, the others a window; for configs that do not name the
     kinds of their layers."""
+    window_kv_heads: int = 1
+    """Key/value heads of layers with a window, for each one of the others."""
     has_attention: bool = True
     """False: every layer keeps a state in place of keys and values."""
     attention_layers_key: str | None = None

@@ -7,7 +7,7 @@ are not as most are.
 from dataclasses import replace
 from typing import Any
 
-from vllm.config.families.family import ConfigDefaults, Family, FP8Scales, GGUFFacts
+from vllm.config.families.family import ConfigDefaults, Family, FP8Scales, GGUFFacts, MTPFacts
 
 _GENERIC = "PreTrainedTokenizerFast"
 """The tokenizer class that takes everything from tokenizer.json."""
@@ -67,6 +67,8 @@ _BERT_DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 _ROBERTA_DEFAULTS: dict[str, Any] = {**_BERT_DEFAULTS, "pad_token_id": 1, "eos_token_id": 2}
+
+_MTP = MTPFacts()
 
 _ATTENTION = ("input_layernorm", "self_attn.[qkv]_proj")
 _VALUES = ("self_attn.v_proj", "self_attn.o_proj")
@@ -405,6 +407,16 @@ _QWENS = (
         model_type="mimo",
         module="qwen2",
         architectures=("MiMoForCausalLM",),
+        mtp=MTPFacts(
+            prefix="model.mtp_layers.0.",
+            names={
+                "token_layernorm": "enorm",
+                "hidden_layernorm": "hnorm",
+                "input_proj": "eh_proj",
+                "final_layernorm": "shared_head.norm",
+            },
+            is_state_first=True,
+        ),
         windows="if_switched_on",
         config_class="qwen2",
         tokenizer="",
@@ -518,6 +530,7 @@ _OTHERS = (
         also_typed=("bailing_moe_v2",),
         module="routed",
         architectures=("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
+        mtp=MTPFacts(names={"final_layernorm": "shared_head.norm"}),
         config_class="llama",
         tokenizer="",
     ),
@@ -576,6 +589,19 @@ _OTHERS = (
         ),
     ),
     Family(
+        model_type="dbrx",
+        old_keys={
+            "attn_config.kv_n_heads": "num_key_value_heads",
+            "attn_config.rope_theta": "rope_theta",
+            "ffn_config.ffn_hidden_size": "intermediate_size",
+            "ffn_config.moe_num_experts": "num_local_experts",
+            "ffn_config.moe_top_k": "num_experts_per_tok",
+        },
+        module="dbrx",
+        architectures=("DbrxForCausalLM",),
+        tokenizer="GPT2Tokenizer",
+    ),
+    Family(
         model_type="deepseek",
         module="routed",
         architectures=("DeepseekForCausalLM",),
@@ -595,7 +621,7 @@ _OTHERS = (
         also_typed=("kimi_k2",),
         module="deepseek",
         architectures=("DeepseekV3ForCausalLM",),
-        has_mtp_layers=True,
+        mtp=_MTP,
         tokenizer="",
         gguf=replace(_DEEPSEEK2, has_router_bias=True),
         fp8_scales=_FP8_DEEPSEEK,
@@ -604,6 +630,7 @@ _OTHERS = (
         model_type="deepseek_v32",
         module="deepseek",
         architectures=("DeepseekV32ForCausalLM",),
+        mtp=_MTP,
         dense_up_to_key="index_topk",
         tokenizer="",
         fp8_scales=_FP8_DEEPSEEK,
@@ -700,6 +727,7 @@ _OTHERS = (
         values_of_type={"glm4v_moe_text": {"attention_bias": True}},
         module="routed",
         architectures=("Glm4MoeForCausalLM",),
+        mtp=_MTP,
         tokenizer=_GENERIC,
         gguf=GGUFFacts(
             architecture="glm4moe",
@@ -714,12 +742,14 @@ _OTHERS = (
         model_type="glm4_moe_lite",
         module="deepseek",
         architectures=("Glm4MoeLiteForCausalLM",),
+        mtp=_MTP,
         tokenizer=_GENERIC,
     ),
     Family(
         model_type="glm_moe_dsa",
         module="deepseek",
         architectures=("GlmMoeDsaForCausalLM",),
+        mtp=_MTP,
         dense_up_to_key="index_topk",
         tokenizer="",
     ),
@@ -831,6 +861,13 @@ _OTHERS = (
         has_attention=False,
         default_max_positions=_BLOOM_POSITIONS,
         tokenizer="GPTNeoXTokenizer",
+    ),
+    Family(
+        model_type="mimo_v2_flash",
+        module="mimo_v2",
+        architectures=("MiMoV2FlashForCausalLM",),
+        window_kv_heads=2,
+        tokenizer="",
     ),
     Family(
         model_type="minimax_m2",

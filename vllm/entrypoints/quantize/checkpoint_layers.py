@@ -20,7 +20,7 @@ from vllm.model_executor.layers.slice import Features, Place, Source
 from vllm.model_executor.layers.stored.stored_experts import are_plain
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.model_loader import build_model
-from vllm.model_executor.loader.weights import find_places, names_in_checkpoint, renamed
+from vllm.model_executor.loader.weights import find_places, names_in_checkpoint
 from vllm.model_executor.models.registry import BY_TRANSFORMERS, ModelRegistry
 from vllm.transformers_utils.hf_config import complete_hf_config, read_hf_config
 
@@ -69,11 +69,11 @@ class CheckpointLayers:
 
     def key(self, name: str) -> str:
         """The key of a module that a checkpoint, or transformers, calls so."""
-        return renamed(f"{name}.weight", self._model).removesuffix(".weight")
+        return self._model.renamed(f"{name}.weight").removesuffix(".weight")
 
     def key_of_tensor(self, name: str) -> str:
         """The name in the model of a tensor of the checkpoint."""
-        return renamed(name, self._model)
+        return self._model.renamed(name)
 
     def is_quantized(self, key: str) -> bool:
         """Whether the weight of this key is to be quantized."""
@@ -119,7 +119,7 @@ class CheckpointLayers:
     def _experts_in(self, name: str, tensor: Tensor) -> Iterator[CheckpointWeight]:
         """Of a tensor with a matrix for each expert."""
         source = Source(tensor.shape, tensor.__getitem__, dtype=tensor.dtype)
-        for part, matrix in self._model.convert(renamed(name, self._model), source):
+        for part, matrix in self._model.convert(self._model.renamed(name), source):
             key = part.removesuffix(".weight")
             place = self._places.get(part)
             if place is None or not isinstance(place.module, Experts) or key == part:

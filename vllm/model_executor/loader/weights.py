@@ -203,20 +203,9 @@ def _converted(
             continue
         if not model.is_ignored(checkpoint_name):
             with _naming(whole.path):
-                for name, source in model.convert(renamed(checkpoint_name, model), whole):
+                for name, source in model.convert(model.renamed(checkpoint_name), whole):
                     yield checkpoint_name, name, source, whole.path
     model.check_tensors()
-
-
-def renamed(name: str, model: LoadableModel) -> str:
-    """The name in the model of what has this name in a checkpoint."""
-    for prefix, replacement in model.checkpoint_prefixes.items():
-        if name.startswith(prefix):
-            name = replacement + name.removeprefix(prefix)
-            break
-    for part, replacement in model.checkpoint_names.items():
-        name = name.replace(part, replacement)
-    return name
 
 
 def names_in_checkpoint(name: str, model: LoadableModel) -> list[str]:
@@ -237,7 +226,7 @@ def names_in_checkpoint(name: str, model: LoadableModel) -> list[str]:
             if each.startswith(replacement)
         }
     found.remove(whole)
-    return sorted(each.removesuffix(".") for each in found if renamed(each, model) == whole)
+    return sorted(each.removesuffix(".") for each in found if model.renamed(each) == whole)
 
 
 def find_places(model: LoadableModel) -> dict[str, Place]:

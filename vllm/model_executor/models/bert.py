@@ -48,7 +48,7 @@ class EncoderEmbeddings(nn.Module):
                 f"position_embedding_type {kind!r} is not supported by {arch.architecture}; "
                 f"supported: absolute"
             )
-        size, num_types = arch.hidden_size, int(arch.hf_config.get("type_vocab_size") or 1)
+        size, num_types = arch.hidden_size, arch.config_count("type_vocab_size") or 1
         self.word_embeddings = VocabParallelEmbedding(arch.vocab_size, size, tp)
         self.position_embeddings = LearnedPositionalEmbedding(
             arch.max_position_embeddings, size, position_offset
@@ -180,7 +180,7 @@ class EncoderModel(PoolingModel):
 
     def __init__(self, arch: ModelArch, tp: TPGroup, position_offset: int = 0) -> None:
         super().__init__(arch, tp)
-        self.num_token_types = int(arch.hf_config.get("type_vocab_size") or 1)
+        self.num_token_types = arch.config_count("type_vocab_size") or 1
         self.model = Encoder(arch, tp, position_offset)
 
     @property

@@ -93,7 +93,7 @@ class MptForCausalLM(DecoderForCausalLM):
             attention=AttentionOptions(None if scale is None else float(scale)),
             qkv_limit=attention.get("clip_qkv"),
         )
-        size = int(arch.hf_config.get("expansion_ratio", 4)) * arch.hidden_size
+        size = (arch.config_count("expansion_ratio") or 4) * arch.hidden_size
         super().__init__(replace(arch, hidden_act="gelu", intermediate_size=size), tp, options)
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:

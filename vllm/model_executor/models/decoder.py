@@ -281,8 +281,10 @@ class LayerSpec:
 
     @property
     def window(self) -> int | None:
-        """How many tokens the layer sees, its own among them; None: all before."""
-        return self.arch.layer_windows[self.index]
+        """How many tokens the layer sees, its own among them; None: all before, as a layer
+        after the last one does."""
+        windows = self.arch.layer_windows
+        return windows[self.index] if self.index < len(windows) else None
 
     def new_norm(self) -> nn.Module:
         """A norm of hidden states."""
@@ -403,6 +405,7 @@ class Decoder(nn.Module):
         self, arch: ModelArch, options: DecoderOptions, layer_type: type[Layer], tp: TPGroup
     ) -> None:
         super().__init__()
+        self.options = options
         size = arch.hidden_size
         self.embedding_scale = options.embedding_scale
         self.embed_tokens = VocabParallelEmbedding(

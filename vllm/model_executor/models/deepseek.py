@@ -204,13 +204,12 @@ def expert_groups(arch: ModelArch, key: str) -> ExpertGroups:
     Raises:
         ConfigError: the groups do not divide the experts.
     """
-    config, num_experts = arch.hf_config, arch.config_size(key)
-    num_groups = int(config.get("n_group") or 1)
+    num_experts, num_groups = arch.config_size(key), arch.config_count("n_group") or 1
     if num_experts % num_groups:
         raise ConfigError(
             f"{key} ({num_experts}) in config.json is not a multiple of n_group ({num_groups})"
         )
-    return ExpertGroups(num_groups, min(num_groups, int(config.get("topk_group") or 1)))
+    return ExpertGroups(num_groups, min(num_groups, arch.config_count("topk_group") or 1))
 
 
 class RoutedLayer(DecoderLayer):
@@ -243,7 +242,7 @@ class RoutedLayer(DecoderLayer):
         """Make the experts: [T, hidden] -> [T, hidden]."""
         arch = spec.arch
         size = arch.config_size("moe_intermediate_size")
-        shared_size = size * int(arch.hf_config.get("n_shared_experts") or 0)
+        shared_size = size * arch.config_count("n_shared_experts")
         return DeepseekMixture(arch, self.routing(arch), size, shared_size, spec.tp)
 
     def routing(self, arch: ModelArch) -> Routing:
@@ -259,7 +258,7 @@ def is_behind_first_layers(spec: LayerSpec) -> bool:
         ConfigError: the step between layers with experts is no number.
     """
     config = spec.arch.hf_config
-    first = int(config.get("first_k_dense_replace") or 0)
+    first = spec.arch.config_count("first_k_dense_replace")
     step = config.get("moe_layer_freq") or 1
     if type(step) is not int:
         raise ConfigError(

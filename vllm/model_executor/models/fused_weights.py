@@ -13,7 +13,11 @@ from vllm.config import ModelArch
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Features, Source
 
-JOINED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+JOINED_EXPERTS = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "up_proj": ("up_proj",),  # of experts without gates
+    "down_proj": ("down_proj",),
+}
 """Parameter of transformers 5 with the matrices of all experts -> matrices of one, by rows."""
 
 

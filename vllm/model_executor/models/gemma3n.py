@@ -73,7 +73,7 @@ class AlternatingUpdates(nn.Module):
         config, size = arch.hf_config, arch.hidden_size
         count = arch.config_size("altup_num_inputs")
         self.count, self.hidden_size = count, size
-        self.active = int(config.get("altup_active_idx") or 0)
+        self.active = arch.config_count("altup_active_idx")
         if self.active >= count:
             raise ConfigError(
                 f"altup_active_idx in config.json must be less than altup_num_inputs ({count}), "
@@ -154,12 +154,10 @@ class Gemma3nLayer(Layer):
         return SharingAttention(spec, None if spec.source is None else spec.source.self_attn)
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
-        config, arch = spec.arch.hf_config, spec.arch
-        sizes = config["intermediate_size"]
-        if isinstance(sizes, list):
-            arch = replace(arch, intermediate_size=int(sizes[spec.index]))
-        pattern = config.get("activation_sparsity_pattern") or ()
-        sparsity = float(pattern[spec.index]) if pattern else 0.0
+        keys = ("intermediate_size", "activation_sparsity_pattern")
+        arch = spec.arch.with_values_of_layer(spec.index, *keys)
+        arch = replace(arch, intermediate_size=arch.config_size("intermediate_size"))
+        sparsity = arch.config_number("activation_sparsity_pattern", 0.0)
         if not 0 <= sparsity < 1:
             raise ConfigError(
                 f"activation_sparsity_pattern in config.json must have parts of 1, at least 0 and "

@@ -60,7 +60,7 @@ class GraniteHybridLayer(_MixerOrAttention, GraniteLayer):
     """A `GraniteLayer` with a mixer or attention, and an MLP that is or is beside a `Mixture`."""
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
-        size = int(spec.arch.hf_config["shared_intermediate_size"])
+        size = spec.arch.config_size("shared_intermediate_size")
         if not _has_experts(spec.arch):
             return GatedMLP(
                 replace(spec.arch, intermediate_size=size), spec.options.mlp_bias, spec.tp
@@ -88,7 +88,7 @@ class GraniteMoeHybridForCausalLM(DecoderForCausalLM):
         shared = ".mlp.shared_expert." if _has_experts(self.arch) else ".mlp."
         name = name.replace(".shared_mlp.output_linear.", f"{shared}down_proj.")
         if ".shared_mlp.input_linear." in name:
-            size = int(self.arch.hf_config["shared_intermediate_size"])
+            size = self.arch.config_size("shared_intermediate_size")
             parts = {f"{shared}gate_proj": size, f"{shared}up_proj": size}
             return split_features(name, source, ".shared_mlp.input_linear", parts)
         if ".mlp." in name:
@@ -97,4 +97,4 @@ class GraniteMoeHybridForCausalLM(DecoderForCausalLM):
 
 
 def _has_experts(arch: ModelArch) -> bool:
-    return int(arch.hf_config.get("num_local_experts") or 0) > 0
+    return arch.config_count("num_local_experts") > 0

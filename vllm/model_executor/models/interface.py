@@ -41,6 +41,16 @@ class LoadableModel(nn.Module, ABC):
         self.tp = tp
         self.dtype = torch.get_default_dtype()
 
+    def renamed(self, name: str) -> str:
+        """Return the name in the model of what has this name in a checkpoint."""
+        for prefix, replacement in self.checkpoint_prefixes.items():
+            if name.startswith(prefix):
+                name = replacement + name.removeprefix(prefix)
+                break
+        for part, replacement in self.checkpoint_names.items():
+            name = name.replace(part, replacement)
+        return name
+
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """What a tensor of the checkpoint is here: one or several tensors.
 

@@ -76,7 +76,7 @@ class Lfm2MoeLayer(Lfm2Layer):
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
         arch = spec.arch
-        if spec.index < int(arch.hf_config.get("num_dense_layers") or 0):
+        if spec.index < arch.config_count("num_dense_layers"):
             return GatedMLP(arch, False, spec.tp)
         size = arch.config_size("moe_intermediate_size")
         return DeepseekMixture(arch, _routing(arch), size, 0, spec.tp)

@@ -47,7 +47,7 @@ class Llama4Attention(DecoderAttention):
     ) -> None:
         config = arch.hf_config
         if rotary_emb is not None and config.get("attention_chunk_size"):
-            chunk_size = int(config["attention_chunk_size"])
+            chunk_size = arch.config_size("attention_chunk_size")
             options = replace(options, attention=AttentionOptions(chunk_size=chunk_size))
         if rotary_emb is None and config.get("attn_temperature_tuning", True):
             scale = arch.config_number("attn_scale", 0.1)
@@ -78,23 +78,22 @@ class Llama4Layer(DecoderLayer):
         return Llama4Attention(spec.arch, spec.options, spec.rotary_emb, spec.tp)
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
-        config = spec.arch.hf_config
-        step = int(config.get("interleave_moe_layer_step") or 1)
-        moe_layers = config.get("moe_layers") or range(step - 1, spec.arch.num_layers, step)
+        arch = spec.arch
+        step = arch.config_count("interleave_moe_layer_step") or 1
+        moe_layers = arch.hf_config.get("moe_layers") or range(step - 1, arch.num_layers, step)
         if spec.index not in moe_layers:
-            size = int(config["intermediate_size_mlp"])
-            arch = replace(spec.arch, intermediate_size=size)
-            return super().make_mlp(replace(spec, arch=arch))
+            size = arch.config_size("intermediate_size_mlp")
+            return super().make_mlp(replace(spec, arch=replace(arch, intermediate_size=size)))
         mixture = MixtureOptions(
-            num_experts=int(config["num_local_experts"]),
-            top_k=int(config.get("num_experts_per_tok") or 1),
-            intermediate_size=spec.arch.intermediate_size,
+            num_experts=arch.config_size("num_local_experts"),
+            top_k=arch.config_count("num_experts_per_tok") or 1,
+            intermediate_size=arch.intermediate_size,
             routing="sigmoid",
-            shared_size=spec.arch.intermediate_size,
+            shared_size=arch.intermediate_size,
             has_shared_gate=False,
             experts=ExpertOptions(scales_inputs=True),
         )
-        return Mixture(spec.arch, mixture, spec.tp)
+        return Mixture(arch, mixture, spec.tp)
 
 
 class Llama4ForCausalLM(DecoderForCausalLM):
@@ -115,5 +114,5 @@ class Llama4ForCausalLM(DecoderForCausalLM):
         """The weights of all experts are stored as one, [experts, in, out]; gates, then ups."""
         if name.rpartition(".experts.")[2] not in JOINED_EXPERTS:  # quantized: one by one
             return ((name, source),)
-        experts_in(name, source, int(self.arch.hf_config["num_local_experts"]))
+        experts_in(name, source, self.arch.config_size("num_local_experts"))
         return split_transposed_experts(name, source)

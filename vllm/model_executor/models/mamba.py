@@ -94,9 +94,8 @@ def mamba_sizes(arch: ModelArch) -> MambaSizes:
     rank = config.get("time_step_rank", "auto")
     return MambaSizes(
         hidden_size=arch.hidden_size,
-        inner_size=int(
-            config.get("intermediate_size") or arch.hidden_size * arch.config_size("expand")
-        ),
+        inner_size=arch.config_count("intermediate_size")
+        or arch.hidden_size * arch.config_size("expand"),
         state_size=arch.config_size("state_size"),
         rank=-(-arch.hidden_size // 16) if rank == "auto" else arch.config_size("time_step_rank"),
         kernel=arch.config_size("conv_kernel"),

@@ -7,6 +7,7 @@ from torch import nn
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
+from vllm.errors import ConfigError
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, Layer, LayerSpec
 from vllm.model_executor.models.deepseek import latent_attention
 from vllm.model_executor.models.granite import GraniteLayer
@@ -46,6 +47,11 @@ class MiniCPMForCausalLM(_MiniCPM):
     Attention is dense: MiniCPM 4 can leave out blocks of long texts, which is not done here."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        if count := arch.config_count("num_experts"):
+            raise ConfigError(
+                f"num_experts in config.json must be 0 for {arch.architecture}, got {count}: the "
+                f"experts of MiniCPM-MoE are not supported. Use a dense MiniCPM"
+            )
         super().__init__(arch, tp, llama_options(arch), MiniCPMLayer)
 
 

@@ -89,11 +89,11 @@ def mixture_options(arch: ModelArch) -> MixtureOptions:
     """What config.json says, in the words of Mixtral, Qwen, OLMoE and Granite."""
     config = arch.hf_config
     return MixtureOptions(
-        num_experts=int(config.get("num_local_experts") or config.get("num_experts") or 0),
+        num_experts=arch.config_count("num_local_experts") or arch.config_count("num_experts"),
         top_k=arch.config_size("num_experts_per_tok"),
-        intermediate_size=int(config.get("moe_intermediate_size") or arch.intermediate_size),
+        intermediate_size=arch.config_count("moe_intermediate_size") or arch.intermediate_size,
         routing="softmax_of_chosen" if config.get("norm_topk_prob", True) else "softmax",
-        shared_size=int(config.get("shared_expert_intermediate_size") or 0),
+        shared_size=arch.config_count("shared_expert_intermediate_size"),
     )
 
 
@@ -101,9 +101,9 @@ class MixtureLayer(DecoderLayer):
     """A `DecoderLayer` whose MLP is a `Mixture`, but for the layers that config.json excepts."""
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
-        config = spec.arch.hf_config
-        step = int(config.get("decoder_sparse_step") or 1)
-        if spec.index in (config.get("mlp_only_layers") or ()) or (spec.index + 1) % step:
+        step = spec.arch.config_count("decoder_sparse_step") or 1
+        without = spec.arch.hf_config.get("mlp_only_layers") or ()
+        if spec.index in without or (spec.index + 1) % step:
             return super().make_mlp(spec)
         return Mixture(spec.arch, mixture_options(spec.arch), spec.tp)
 

@@ -90,7 +90,7 @@ class NemotronHMixture(nn.Module):
         self.experts = Experts(
             routing.num_experts, latent or hidden, size, tp, SQUARED_RELU_EXPERTS
         )
-        shared_size = int(config.get("moe_shared_expert_intermediate_size") or 0)
+        shared_size = arch.config_count("moe_shared_expert_intermediate_size")
         self.shared_experts: PlainMLP | None = None
         if shared_size:
             shared = replace(arch, intermediate_size=shared_size)
@@ -124,8 +124,10 @@ class NemotronHForCausalLM(DecoderForCausalLM):
         super().__init__(arch, tp, options, NemotronHLayer)
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
-        """Split the fused tensors of mixers; name the norms as in other decoders."""
+        """Split the fused tensors of mixers and experts; name the norms as in other decoders."""
         name = re.sub(r"^(model\.layers\.\d+)\.norm\.", r"\1.input_layernorm.", name)
+        if ".experts." in name:
+            return super().convert(name, source)
         return split_mixer(name, source, _sizes(self.arch))
 
 

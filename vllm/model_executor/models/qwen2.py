@@ -17,6 +17,6 @@ class Qwen2ForCausalLM(DecoderForCausalLM):
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
     """MiMo 7B (Xiaomi 2025, arXiv 2505.07608). Its layers that guess further tokens (multi-token
-    prediction) are not loaded."""
+    prediction, `vllm.model_executor.speculators.mtp`) are not part of it."""
 
     ignored_prefixes: ClassVar[tuple[str, ...]] = ("model.mtp_layers.",)

@@ -17,7 +17,7 @@ _HEAD_TENSORS = (
 
 
 def _position_offset(arch: ModelArch) -> int:
-    return int(arch.hf_config.get("pad_token_id") or 0) + 1
+    return arch.config_count("pad_token_id") + 1
 
 
 class RobertaModel(EncoderModel):

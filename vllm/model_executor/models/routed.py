@@ -3,7 +3,7 @@ MiniMax M2, ERNIE 4.5, Hunyuan, Ling and the first DeepSeek MoE."""
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
@@ -102,18 +102,19 @@ class ErnieMoeLayer(RoutedLayer):
     """A layer in which some parts of a softmax choose experts, after a bias of each expert."""
 
     def has_experts(self, spec: LayerSpec) -> bool:
-        config, index = spec.arch.hf_config, spec.index
-        first, last = config.get("moe_layer_start_index"), config.get("moe_layer_end_index")
-        step = int(config.get("moe_layer_interval") or 1)
-        last = spec.arch.num_layers - 1 if last in (None, -1) else int(last)
-        return int(first or 0) <= index <= last and (index + 1) % step == 0
+        arch, index = spec.arch, spec.index
+        first, step = arch.config_count("moe_layer_start_index"), "moe_layer_interval"
+        last = arch.num_layers - 1
+        if arch.hf_config.get("moe_layer_end_index") not in (None, -1):
+            last = arch.config_count("moe_layer_end_index")
+        return first <= index <= last and (index + 1) % (arch.config_count(step) or 1) == 0
 
     def make_mixture(self, spec: LayerSpec) -> nn.Module:
-        arch, config = spec.arch, spec.arch.hf_config
+        arch = spec.arch
         options = RoutingOptions(top_k=arch.config_size("moe_k"), weights="softmax_of_chosen")
         routing = Routing(arch.config_size("moe_num_experts"), options, has_bias=True)
         size = arch.config_size("moe_intermediate_size")
-        shared_size = size * int(config.get("moe_num_shared_experts") or 0)
+        shared_size = size * arch.config_count("moe_num_shared_experts")
         return DeepseekMixture(arch, routing, size, shared_size, spec.tp, spec.options.mlp_bias)
 
 
@@ -152,26 +153,12 @@ class HunYuanMoELayer(RoutedLayer):
         return True
 
     def make_mixture(self, spec: LayerSpec) -> nn.Module:
-        arch, config = spec.arch, spec.arch.hf_config
-        top_k = _top_k_of_layer(config.get("moe_topk"), spec)
+        arch = spec.arch
+        top_k = arch.with_values_of_layer(spec.index, "moe_topk").config_size("moe_topk")
         options = RoutingOptions(top_k=top_k, weights="softmax_of_chosen")
         routing = Routing(arch.config_size("num_experts"), options)
         size = arch.intermediate_size
         return DeepseekMixture(arch, routing, size, size, spec.tp)
-
-
-def _top_k_of_layer(value: Any, spec: LayerSpec) -> int:
-    """Return how many experts a token uses, which may be a list with a number for each layer."""
-    given = value
-    if isinstance(value, list) and len(value) >= spec.arch.num_layers:
-        given = value[spec.index]
-    if type(given) is not int or given < 1:
-        raise ConfigError(
-            f"config.json: moe_topk must be a positive number, or a list of one for each of the "
-            f"{spec.arch.num_layers} layers, got {value!r}. Correct the file, or give another "
-            f"value with hf_overrides"
-        )
-    return given
 
 
 class HunYuanMoEV1ForCausalLM(RoutedForCausalLM):
@@ -209,10 +196,10 @@ class BailingMoeLayer(RoutedLayer):
         return is_behind_first_layers(spec)
 
     def make_mixture(self, spec: LayerSpec) -> nn.Module:
-        arch, config = spec.arch, spec.arch.hf_config
+        arch = spec.arch
         size = arch.config_size("moe_intermediate_size")
-        shared_size = int(config.get("moe_shared_expert_intermediate_size") or size)
-        shared_size *= int(config.get("num_shared_experts") or 0)
+        shared_size = arch.config_count("moe_shared_expert_intermediate_size") or size
+        shared_size *= arch.config_count("num_shared_experts")
         return DeepseekMixture(arch, self.routing(arch), size, shared_size, spec.tp)
 
     def routing(self, arch: ModelArch) -> Routing:
@@ -267,9 +254,11 @@ class BailingMoeForCausalLM(RoutedForCausalLM):
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """Split query, key and value, which are stored as one."""
-        if ".qkv_proj." in name:
-            return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
-        return super().convert(name, source)
+        for own, part in super().convert(name, source):
+            if ".qkv_proj." in own:
+                yield from split_features(own, part, "qkv_proj", qkv_sizes(self.arch))
+            else:
+                yield own, part
 
 
 class BailingMoeV2ForCausalLM(BailingMoeForCausalLM):

@@ -39,7 +39,7 @@ from vllm.model_executor.quantization.float_groups import (
     float_linear,
 )
 from vllm.model_executor.quantization.fp8 import Fp8Linear, block_of
-from vllm.model_executor.quantization.grouped import in_words, layer_of, num_words
+from vllm.model_executor.quantization.grouped import in_numbers, in_words, layer_of, num_words
 from vllm.model_executor.quantization.input_groups import InputGroups
 from vllm.model_executor.quantization.settings import (
     OF_GPU,
@@ -273,12 +273,11 @@ class _WholeNumbers(StoredLinear):
         layer.slices[name] = {part: whole(0, i, 1, layer.tp) for i, part in enumerate(parts)}
 
     def stored_tensors(self) -> dict[str, StoredTensor]:
-        bits = self.scheme.bits
         return {
             "weight": StoredTensor((torch.int8,)),
             "weight_packed": StoredTensor((torch.int32,)),
             "weight_scale": StoredTensor(SCALES),
-            "weight_zero_point": StoredTensor((torch.int32,), 0, bits),
+            "weight_zero_point": StoredTensor((torch.int32,)),
             "weight_shape": StoredTensor((torch.int64, torch.int32), None),
             "weight_g_idx": StoredTensor((torch.int32, torch.int64), None),
             "input_scale": StoredTensor(SCALES, None),
@@ -295,6 +294,9 @@ class _WholeNumbers(StoredLinear):
             return source.mapped(partial(_in_a_row, features=source.features))
         if param_name == "weight_g_idx":
             return self._groups_of(layer_of(place)).checked(name, source)
+        if param_name == "weight_zero_point":
+            bits = self.scheme.bits
+            return in_numbers(place, name, source, bits, partial(unpack_bits, bits=bits), dim=0)
         return source
 
     def _scales_of(self, place: Place, name: str, source: Source) -> Source:
@@ -332,14 +334,10 @@ class _WordsLinear(_WholeNumbers):
         self._add_scales(layer)
         self._add_numbers(layer, "weight_shape", 2, torch.int64)
         if not scheme.is_symmetric:
-            rows = num_words(self.name, scheme.bits, num_out)
             num_groups = layer.get_parameter("weight_scale").shape[1]
-            zeros = torch.empty(rows, num_groups, dtype=torch.int32)
+            zeros = torch.empty(num_out, num_groups, dtype=torch.uint8)
             add_parameter(layer, "weight_zero_point", zeros)
-            layer.slices["weight_zero_point"] = {
-                part: in_words(self.name, scheme.bits, s, 0)
-                for part, s in layer.slices["weight_scale"].items()
-            }
+            layer.slices["weight_zero_point"] = layer.slices["weight_scale"]
         if scheme.has_order:
             self._add_numbers(layer, "weight_g_idx", num_in, torch.int32)
             layer.slices["weight_g_idx"] = {
@@ -359,8 +357,7 @@ class _WordsLinear(_WholeNumbers):
         scales = on_host(layer, "weight_scale").T.contiguous()
         zeros = torch.full(scales.shape, 1 << scheme.bits - 1, dtype=torch.int16)
         if not scheme.is_symmetric:
-            words = on_host(layer, "weight_zero_point").T.contiguous()
-            zeros = unpack_bits(words, scheme.bits).to(torch.int16)
+            zeros = on_host(layer, "weight_zero_point").T.to(torch.int16).contiguous()
         rows = on_host(layer, "weight_g_idx") if scheme.has_order else None
         groups, kept = self._groups_of(layer).of_inputs(rows)
         if kept is not None:

@@ -1,5 +1,6 @@
 """Linear layers of whole numbers with scales and zero points per group of inputs: GPTQ and AWQ."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -19,6 +20,10 @@ from vllm.model_executor.layers.stored.stored_linear import (
 from vllm.model_executor.layers.stored.stored_scales import checked_scales, without_zero_scales
 from vllm.model_executor.quantization.input_groups import InputGroups
 from vllm.ops.stored_weight import GroupedWeight, pack_bits, unpack_awq, unpack_bits
+
+_NARROW = 1024
+"""A layer with fewer outputs is unpacked while it is loaded, as the outputs of its parts may not
+fill the words of a checkpoint. Wider layers keep their words, which needs less memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +63,8 @@ class GroupedLinear(StoredLinear):
     def __init__(self, name: str, layout: GroupLayout) -> None:
         super().__init__(name)
         self.layout = layout
+        self.unpacks_weight = False
+        """The parameter has a number in each element, not words."""
         has_implied_zeros = layout.is_awq and layout.is_symmetric
         optional = {"qzeros": has_implied_zeros, "g_idx": not layout.is_ordered}
         self.optional_parameters = tuple(name for name, is_so in optional.items() if is_so)
@@ -66,24 +73,22 @@ class GroupedLinear(StoredLinear):
         layout, num_in, num_out = self.layout, layer.input_size, layer.output_size
         groups = self._groups_of(layer)
         parts = layer.feature_slices
-        shape = [num_in, num_out]
-        packed_dim = 1 if layout.is_awq else 0
-        shape[packed_dim] = num_words(self.name, layout.bits, shape[packed_dim])
-        add_parameter(layer, "qweight", torch.empty(shape, dtype=torch.int32))
-        layer.slices["qweight"] = {
-            part: in_words(self.name, layout.bits, transposed(s), packed_dim)
-            for part, s in parts.items()
-        }
-        qzeros = torch.empty(
-            groups.count, num_words(self.name, layout.bits, num_out), dtype=torch.int32
-        )
-        add_parameter(layer, "qzeros", qzeros)
-        add_parameter(layer, "scales", torch.empty(groups.count, num_out, dtype=torch.float32))
+        shape, qweight_type = [num_in, num_out], torch.uint8
+        by_input = {part: transposed(s) for part, s in parts.items()}
+        self.unpacks_weight = layout.is_awq and num_out < _NARROW
+        if not self.unpacks_weight:
+            packed_dim, qweight_type = 1 if layout.is_awq else 0, torch.int32
+            shape[packed_dim] = num_words(self.name, layout.bits, shape[packed_dim])
+            by_input = {
+                part: in_words(self.name, layout.bits, s, packed_dim)
+                for part, s in by_input.items()
+            }
+        add_parameter(layer, "qweight", torch.empty(shape, dtype=qweight_type))
+        layer.slices["qweight"] = by_input
         by_group = {part: groups.slice_of(s, 0, layer) for part, s in parts.items()}
-        layer.slices["scales"] = by_group
-        layer.slices["qzeros"] = {
-            p: in_words(self.name, layout.bits, s, 1) for p, s in by_group.items()
-        }
+        for name, dtype in (("qzeros", torch.uint8), ("scales", torch.float32)):
+            add_parameter(layer, name, torch.empty(groups.count, num_out, dtype=dtype))
+            layer.slices[name] = by_group
         if layout.has_groups:
             add_parameter(layer, "g_idx", torch.empty(len(parts), num_in, dtype=torch.int32))
             layer.slices["g_idx"] = {
@@ -96,10 +101,11 @@ class GroupedLinear(StoredLinear):
         return InputGroups.of_layer(self.name, layout.group_size, layer, layout.is_ordered)
 
     def stored_tensors(self) -> dict[str, StoredTensor]:
-        bits, words = self.layout.bits, (torch.int32,)
+        words = (torch.int32,)
+        has_words = self.layout.is_awq and not self.unpacks_weight
         return {
-            "qweight": StoredTensor(words, 1, bits if self.layout.is_awq else WORD_BITS),
-            "qzeros": StoredTensor(words, 1, bits),
+            "qweight": StoredTensor(words, 1, self.layout.bits if has_words else WORD_BITS),
+            "qzeros": StoredTensor(words, 1),
             "scales": StoredTensor(SCALES, 1),
             "g_idx": StoredTensor((torch.int32, torch.int64), None),
         }
@@ -109,13 +115,20 @@ class GroupedLinear(StoredLinear):
             return checked_scales(name, source, zero_is_fine=True)
         if place.param_name == "g_idx":
             return self._groups_of(layer_of(place)).checked(name, source)
+        if place.param.dtype == torch.uint8:
+            return in_numbers(place, name, source, self.layout.bits, self._unpacked)
         return source
+
+    def _unpacked(self, words: Tensor) -> Tensor:
+        """Return the numbers of output features in rows of words, [R, W] -> [R, N]."""
+        is_awq = self.layout.is_awq
+        return unpack_awq(words) if is_awq else unpack_bits(words, self.layout.bits)
 
     def fill_missing(self, place: Place) -> None:
         assert place.slice is not None
         if place.param_name == "qzeros":
             part = place.slice
-            self._fill_middles(place.param.narrow(part.dim, part.offset, part.size))
+            place.param.narrow(part.dim, part.offset, part.size).fill_(self._stored_middle)
             return
         row = place.slice.offset if place.slice.dim == 0 else 0
         place.param[row].copy_(self._groups_of(layer_of(place)).neighbours())
@@ -124,28 +137,29 @@ class GroupedLinear(StoredLinear):
         if self.layout.has_groups:
             layer.get_parameter("g_idx").copy_(self._groups_of(layer).neighbours())
         if self.layout.is_symmetric:
-            self._fill_middles(layer.get_parameter("qzeros"))
+            layer.get_parameter("qzeros").fill_(self._stored_middle)
 
-    def _fill_middles(self, qzeros: Tensor) -> None:
-        """Zero points [groups, words] of half of the range."""
-        middles = torch.full((1, WORD_BITS), self.layout.middle - self.layout.zero_offset)
-        words = pack_bits(middles.to(torch.uint8), self.layout.bits)[0]
-        qzeros.copy_(words.repeat(-(-qzeros.shape[1] // len(words)))[: qzeros.shape[1]])
+    @property
+    def _stored_middle(self) -> int:
+        """Half of the range, as zero points are stored."""
+        return self.layout.middle - self.layout.zero_offset
 
     def stored_weight(self, layer: ParallelLinear) -> GroupedWeight:
         layout = self.layout
         qzeros, scales = on_host(layer, "qzeros"), on_host(layer, "scales")
-        unpacked = unpack_awq(qzeros) if layout.is_awq else unpack_bits(qzeros, layout.bits)
-        zeros = unpacked.to(torch.int16) + layout.zero_offset
+        zeros = qzeros.to(torch.int16) + layout.zero_offset
         if layout.is_symmetric:
             check_symmetric(self.name, layout, zeros[scales != 0])  # else it is padding
         g_idx = on_host(layer, "g_idx") if layout.has_groups else None
         groups, kept = self._groups_of(layer).of_inputs(g_idx)
         if kept is not None:
             scales, zeros = scales[kept], zeros[kept]
+        words, is_awq = on_host(layer, "qweight"), layout.is_awq
+        if self.unpacks_weight:
+            words, is_awq = pack_bits(words.T, layout.bits).T.contiguous(), False
         weight = GroupedWeight(
-            words=on_host(layer, "qweight"),
-            is_awq=layout.is_awq,
+            words=words,
+            is_awq=is_awq,
             bits=layout.bits,
             scales=scales,
             zeros=zeros,
@@ -175,6 +189,48 @@ def layer_of(place: Place) -> ParallelLinear:
     """The layer of a parameter; a head has what is read of one."""
     layer: Any = place.module
     return cast(ParallelLinear, layer)
+
+
+def in_numbers(
+    target: Place,
+    name: str,
+    source: Source,
+    bits: int,
+    unpack: Callable[[Tensor], Tensor],
+    dim: int = 1,
+) -> Source:
+    """Return the numbers of output features in a tensor of words, each an element.
+
+    Args:
+        target: part of the parameter.
+        name: of the tensor, for errors.
+        source: int32.
+        bits: of a number.
+        unpack: rows of words [R, W] -> their numbers [R, N] uint8.
+        dim: with the output features.
+
+    Raises:
+        WeightLoadError: it has another shape.
+    """
+    assert target.slice is not None
+    numbers = list(target.slice.checkpoint_shape(target.param))
+    if source.features is not None:
+        numbers[dim] = source.features.total
+    words = list(numbers)
+    words[dim] = -(-numbers[dim] * bits // WORD_BITS)
+    if list(source.shape) != words:
+        raise WeightLoadError(
+            f"tensor {name} has shape {list(source.shape)} in the checkpoint, the model needs "
+            f"{words}"
+        )
+    if dim == 1:
+        return source.made(torch.Size(numbers), torch.uint8, unpack)
+    return source.made(torch.Size(numbers), torch.uint8, lambda x: unpack(_rows_of(x.T)).T)
+
+
+def _rows_of(words: Tensor) -> Tensor:
+    """Return a copy with a last stride of 1, even of a single column."""
+    return words.clone(memory_format=torch.contiguous_format)
 
 
 def in_words(name: str, bits: int, slice_: Slice, packed_dim: int) -> Slice:

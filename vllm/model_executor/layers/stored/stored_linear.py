@@ -84,15 +84,18 @@ class StoredLinear(LinearMethod):
 
     def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
         stored = self.stored_tensors()[place.param_name]
-        if source.dtype not in (*stored.dtypes, None):
-            accepted = " or ".join(map(dtype_name, stored.dtypes))
+        dtypes = stored.dtypes
+        if place.slice is None:  # a parameter of one rank, as it was saved
+            dtypes = (*dtypes, place.param.dtype)
+        if source.dtype not in (*dtypes, None):
+            accepted = " or ".join(map(dtype_name, dtypes))
             raise WeightLoadError(
                 f"tensor {name} has the dtype {dtype_name(source.dtype)} in the checkpoint; by "
                 f"quantization_config in config.json it must be {accepted}"
             )
         if place.slice is not None:
             source = self.arranged(place, name, source)
-        elif stored.dtypes == SCALES:  # a parameter of one rank, as it was saved
+        elif stored.dtypes == SCALES:
             source = checked_scales(name, source, zero_is_fine=True)
         place.fill(name, source.picked(name, stored.output_dim, stored.bits), tp)
 

@@ -1,0 +1,122 @@
+"""A wrong value of any key of config.json is one line that names what is wrong, never a traceback.
+
+Configs are completed with the defaults of transformers first, and the value is changed afterwards:
+older versions do not check what they read.
+"""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from benchmarks.check_model_configs import read_configs
+from vllm.config import ModelArch
+from vllm.config.arch.sizes import check_kinds
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError
+from vllm.model_executor.loader.model_loader import build_model
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.transformers_utils.hf_config import complete_hf_config, read_hf_config
+
+HOSTILE: tuple[Any, ...] = (
+    *("x", -1, 2**40, 1.5, True, float("inf")),
+    *([], [1], [0.5], [None], ["x"], [1, "x"], {}, {"a": 1}),
+)
+FEW = (
+    *("Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration"),
+    *("Ernie4_5_MoeForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
+    *("Llama4ForConditionalGeneration", "KimiLinearForCausalLM", "HunYuanMoEV1ForCausalLM"),
+    *("FalconForCausalLM", "MPTForCausalLM", "Exaone4ForCausalLM", "SmolLM3ForCausalLM"),
+    *("DbrxForCausalLM", "MiMoV2FlashForCausalLM"),
+    *("Qwen3NextForCausalLM", "MambaForCausalLM", "NemotronHForCausalLM"),
+)
+"""Architectures that are not left to the exhaustive run."""
+_OF_ALL = PretrainedConfig().to_dict().keys() | {"architectures", "quantization_config"}
+"""Keys that no family reads for itself."""
+
+
+def published() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return for each architecture the name and the config of one published model."""
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    for name, (config, files) in read_configs().items():
+        architecture = config["architectures"][0]
+        if not files and architecture in ModelRegistry.supported():
+            found.setdefault(architecture, (name, config))
+    return found
+
+
+PUBLISHED = published()
+
+
+def completed(config: dict[str, Any], folder: Any) -> dict[str, Any]:
+    (folder / "config.json").write_text(json.dumps(config))
+    return complete_hf_config(read_hf_config(folder, {}), folder, trust_remote_code=False)
+
+
+def build(config: dict[str, Any], architecture: str) -> None:
+    check_kinds(config)
+    arch = replace(ModelArch.from_hf(config), architecture=architecture)
+    build_model(arch.for_length(64), TPGroup(), torch.bfloat16)
+
+
+def wrong_values(config: dict[str, Any], architecture: str, shift: int) -> list[str]:
+    """Give each key another one of the hostile values, and return what was not refused well."""
+    faults = []
+    for index, key in enumerate(sorted(config.keys() - _OF_ALL)):
+        value = HOSTILE[(index + shift) % len(HOSTILE)]
+        try:
+            build({**config, key: value}, architecture)
+        except ConfigError as error:
+            if "\n" in str(error):
+                faults.append(f"{key}={value!r}: several lines: {error}")
+        except Exception as error:
+            faults.append(f"{key}={value!r}: {type(error).__name__}: {error}")
+    return faults
+
+
+@pytest.mark.parametrize("architecture", FEW)
+def test_a_wrong_value_of_a_key_is_a_config_error(architecture, tmp_path):
+    _, config = PUBLISHED[architecture]
+    whole = completed(config, tmp_path)
+    build(whole, architecture)
+    for shift in (0, 5, 10):
+        assert wrong_values(whole, architecture, shift) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("architecture", PUBLISHED)
+def test_all_wrong_values_of_all_keys_are_config_errors(architecture, tmp_path):
+    _, config = PUBLISHED[architecture]
+    whole = completed(config, tmp_path)
+    for shift in range(len(HOSTILE)):
+        assert wrong_values(whole, architecture, shift) == []
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value", "message"),
+    [
+        ("Ernie4_5_MoeForCausalLM", "moe_layer_interval", "x", "integer of at least 0"),
+        ("Ernie4_5_MoeForCausalLM", "moe_layer_end_index", [], "integer of at least 0"),
+        ("BailingMoeForCausalLM", "num_shared_experts", "x", "whole number from 0"),
+        ("Gemma3nForConditionalGeneration", "intermediate_size", [64], "each of the 10 layers"),
+        ("Gemma3nForConditionalGeneration", "activation_sparsity_pattern", ["x"] * 10, "'x'"),
+        ("Gemma3nForConditionalGeneration", "layer_types", ["full_attention"], "names 1 layers"),
+        ("Gemma4ForConditionalGeneration", "layer_types", ["full_attention"], "names 1 layers"),
+        ("HunYuanMoEV1ForCausalLM", "moe_topk", [2], "each of the 2 layers, got 1"),
+        ("Llama4ForConditionalGeneration", "no_rope_layers", [1], "each of the 4 layers, got 1"),
+        ("Llama4ForConditionalGeneration", "moe_layers", "x", "a list of layers"),
+        ("MPTForCausalLM", "attn_config", [1], "an object"),
+        ("MiniCPMForCausalLM", "num_experts", 8, "experts of MiniCPM-MoE are not supported"),
+        ("MiMoV2FlashForCausalLM", "v_head_dim", 64, "at most head_dim"),
+        ("DbrxForCausalLM", "ffn_config", {"moe_normalize_expert_weights": 2}, "null or 1"),
+        ("DbrxForCausalLM", "ffn_config", {"ffn_act_fn": "gelu"}, "must have the name 'silu'"),
+    ],
+)
+def test_the_message_names_the_key_and_what_it_may_be(architecture, key, value, message, tmp_path):
+    whole = completed(PUBLISHED[architecture][1], tmp_path)
+    with pytest.raises(ConfigError, match=message) as error:
+        build({**whole, key: value}, architecture)
+    assert key in str(error.value)
