@@ -161,6 +161,32 @@ class DraftPlanner:
         waits: BoolArray = self._running.takes_drafts[rows]
         return waits
 
+    def settle(
+        self,
+        rows: IntArray,
+        num_computed: IntArray,
+        num_scheduled: IntArray,
+        num_drafts: IntArray | None,
+    ) -> IntArray | None:
+        """Note which tokens recurrent states take in for good in a step: not those of rows with
+        drafts, as a state cannot go back to before a wrong one. Such a row takes its tokens in
+        again, those that were right, at the start of its next step.
+
+        Args:
+            rows: [n] of the step.
+            num_computed: [n] tokens of each before the step.
+            num_scheduled: [n] tokens of each in the step.
+            num_drafts: [n] drafts among them; None: there are none.
+
+        Returns:
+            `SchedulerOutput.num_replayed_tokens`.
+        """
+        settled = self._running.num_settled
+        replayed: IntArray = num_computed - settled[rows]
+        after = num_computed + num_scheduled
+        settled[rows] = after if num_drafts is None else np.where(num_drafts, num_computed, after)
+        return replayed if replayed.any() else None
+
     def begin(self, step_id: int, num_tokens: IntArray, plan: Plan) -> None:
         """A step starts.
 

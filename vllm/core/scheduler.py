@@ -28,7 +28,7 @@ from vllm.core.preemption import PreemptionPolicy
 from vllm.core.request_queue import RequestQueue
 from vllm.core.results import apply_tokens
 from vllm.core.running_batch import RunningBatch
-from vllm.core.states import StateKeeper
+from vllm.core.states import RowTokens, StateKeeper
 from vllm.core.step import Step, select_tokens
 from vllm.core.windows import free_passed_blocks
 from vllm.errors import CapacityError, RequestError
@@ -206,10 +206,13 @@ class Scheduler:
         step_id = next(self._step_ids)
         freed_rows: list[int] = []
         shortened: list[tuple[int, int]] = []
-        moves = kept_states = None
+        moves = kept_states = replayed = None
         if len(rows):
+            if self._drafts is not None:
+                replayed = self._drafts.settle(rows, num_computed, num_scheduled, num_drafts)
             if self._state_keeper is not None and plan.num_decodes == 1:
-                kept_states = self._state_keeper.keep(rows, num_computed, num_scheduled)
+                of_rows = RowTokens(num_computed, num_scheduled, num_drafts, replayed)
+                kept_states = self._state_keeper.keep(rows, of_rows)
             has_freed = bool(self._freed_rows or self._shortened)
             moves = bring_down(plan, self.running, self.cache, has_freed)
             self._launch(step_id, rows, num_computed, num_scheduled, num_drafts, plan)
@@ -232,6 +235,7 @@ class Scheduler:
             block_moves=moves,
             restored_states=_int_array(plan.restored_states),
             kept_states=kept_states,
+            num_replayed_tokens=replayed,
             num_decodes=plan.num_decodes,
         )
 

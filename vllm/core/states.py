@@ -1,5 +1,7 @@
 """The recurrent states of a step that are kept for the prefix cache."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from vllm.core.kv.kv_cache_manager import KVCacheManager
@@ -7,6 +9,25 @@ from vllm.core.kv.state_cache import StateCache
 from vllm.core.running_batch import RunningBatch
 from vllm.messages import IntArray
 from vllm.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class RowTokens:
+    """The tokens of n rows in a step; fields as in `SchedulerOutput`."""
+
+    num_computed: IntArray
+    num_scheduled: IntArray
+    num_drafts: IntArray | None = None
+    num_replayed: IntArray | None = None
+
+    def settled(self) -> tuple[IntArray, IntArray]:
+        """Return the range of tokens [n], [n] that the states of each row take in for good."""
+        begins, ends = self.num_computed, self.num_computed + self.num_scheduled
+        if self.num_replayed is not None:
+            begins = begins - self.num_replayed
+        if self.num_drafts is not None:
+            ends = np.where(self.num_drafts, self.num_computed, ends)
+        return begins, ends
 
 
 class StateKeeper:
@@ -22,39 +43,39 @@ class StateKeeper:
     def __init__(self, states: StateCache, cache: KVCacheManager, running: RunningBatch) -> None:
         self._states, self._cache, self._running = states, cache, running
 
-    def keep(
-        self, rows: IntArray, num_computed: IntArray, num_scheduled: IntArray
-    ) -> IntArray | None:
-        """Choose the states of a step that are kept.
+    def keep(self, rows: IntArray, tokens: RowTokens) -> IntArray | None:
+        """Choose the states of a step that are kept. None of them has taken in a draft whose result
+        is not known.
 
         Args:
-            rows: that run one decode or a part of their prompt.
-            num_computed: tokens of each before the step.
-            num_scheduled: tokens of each in the step.
+            rows: that run one decode, with drafts or without, or a part of their prompt.
+            tokens: of each row.
 
         Returns:
             See `SchedulerOutput.kept_states`.
         """
-        ends = num_computed + num_scheduled
+        begins, ends = tokens.settled()
         size = self._cache.block_size
-        passes = num_computed // size < ends // size
+        passes = begins // size < ends // size
         if not passes.any():
             return None
         kept: dict[int, tuple[int, int, int]] = {}
         """By the kept state: one that makes room in the step that has kept it is written once."""
-        numbers = zip(num_computed[passes].tolist(), ends[passes].tolist(), strict=True)
+        starts = tokens.num_computed[passes].tolist()
+        ranges = zip(begins[passes].tolist(), ends[passes].tolist(), starts, strict=True)
         requests = self._running.at(rows[passes])
-        for request, (start, end) in zip(requests, numbers, strict=True):
+        for request, (begin, end, start) in zip(requests, ranges, strict=True):
             while request.state_ends and request.state_ends[0] <= end:
                 position = request.state_ends.pop(0)
                 number = self._states.keep(self._cache.prefix_hash(request, position))
                 if number is not None:
                     kept[number] = request.row, position - start, number
-            if start >= request.num_prompt_tokens and not end % size:
+            if begin >= request.num_prompt_tokens:
                 number = self._states.own(request.request_id)
                 if number is not None:
-                    request.num_kept_tokens = end
-                    kept[number] = request.row, end - start, number
+                    newest = end // size * size
+                    request.num_kept_tokens = newest
+                    kept[number] = request.row, newest - start, number
         return np.array(list(kept.values()), np.int32) if kept else None
 
     def leave(self, request: Request, num_known: int) -> None:
