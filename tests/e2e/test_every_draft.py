@@ -4,7 +4,7 @@ drafts, on the CPU and on the simulated card."""
 import itertools
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tests.speculators import (
     make_target,
     write_tokenizer,
 )
+from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import GuidedDecodingParams
 
@@ -35,6 +36,8 @@ METHODS = (
     "mlp_speculator",
     "medusa",
 )
+WITH_STATES = {"ngram, recurrent states": "ngram", "draft_model, recurrent states": "draft_model"}
+"""The methods with a model whose layers have recurrent states, or attention, or both."""
 COMMON: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 64,
@@ -178,6 +181,10 @@ def cases(tmp_path_factory) -> dict[str, Case]:
         found[name] = Case(target, {"method": name, **made.config})
     mtp = make_mtp(folder)
     write_tokenizer(mtp.target)
+    hybrid = make_tiny_model("bamba", folder / "hybrid", vocab_size=VOCAB_SIZE)
+    write_tokenizer(hybrid)
+    for name, method in WITH_STATES.items():
+        found[name] = replace(found[method], target=hybrid)
     return found | {"mtp": Case(mtp.target, mtp.config)}
 
 
@@ -208,7 +215,7 @@ def chances(cases) -> dict[Path, tuple[list[list[int]], torch.Tensor]]:
     }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *WITH_STATES])
 def test_users_get_the_same_with_drafts_as_without(method, cases, expected, chances):
     llm, target = make_llm(cases[method]), cases[method].target
     want, (want_sampled, weights) = expected[target], chances[target]

@@ -48,6 +48,7 @@ from vllm.worker.kv_cache import (
     cache_dtype,
     count_blocks,
     count_kept_states,
+    num_provisional,
     log_cache,
     states_bytes,
 )
@@ -277,7 +278,9 @@ class CPUWorker(WorkerBase):
         log_cache(self.config, num_blocks, self._layout, num_kept_states)
         dtype = cache_dtype(self.config)
         num_rows = self.config.scheduler.max_num_seqs + num_kept_states
-        bind_kv_caches(layers, self.platform, num_blocks, layout, dtype, num_rows)
+        num_tokens = num_provisional(self.config)
+        provisional = (self.config.scheduler.max_num_seqs, num_tokens) if num_tokens else None
+        bind_kv_caches(layers, self.platform, num_blocks, layout, dtype, num_rows, provisional)
         if (drafter := self._drafter) is not None:
             own, dtype = drafter.cache_layout, cache_dtype(drafter.config)
             bind_kv_caches(drafter.attention_layers, self.platform, num_blocks, own, dtype)
