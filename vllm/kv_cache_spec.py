@@ -58,8 +58,8 @@ class KVCacheSpec:
     window: int | None = None
     """Most recent tokens that a query sees, itself included; None: all."""
     inputs: tuple[CacheTensor, ...] = ()
-    """What a layer with states takes in of one token, which it keeps of tokens that ran with
-    drafts: [rows, tokens, *shape]."""
+    """Inputs of a layer with states, which it keeps for tokens that ran with drafts:
+    [rows, tokens, *shape]."""
 
     def __post_init__(self) -> None:
         if (self.kind is CacheKind.NONE) == bool(self.tensors):
@@ -112,7 +112,7 @@ class KVCacheLayout:
     state_bytes: int = 0
     """Bytes of the states of one request, in all layers."""
     input_bytes: int = 0
-    """Bytes of what the layers with states take in of one token."""
+    """Bytes of the inputs of one token, in all layers with states."""
 
 
 def plan_layout(

@@ -272,12 +272,11 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """[k, 2] (row, kept state): rows that begin with a copy of a kept state; None: no row does."""
     kept_states: IntArray | None = None
     """[l, 3] (row, n, kept state): the states of the row after n of its tokens in this step are
-    copied there; in the order of n for each row. With n of 0 or less they are the states before the
-    last -n of the tokens that it replays. None: none are."""
+    copied there; in the order of n for each row. An n of 0 or less counts back from the end of its
+    replayed tokens. None: none are."""
     num_replayed_tokens: IntArray | None = None
-    """[n] tokens that the recurrent states of each row have to take in before those of this step:
-    of its last step with drafts, those that have turned out to be right. They are in the cache
-    already. None: no row has any."""
+    """[n] tokens that the recurrent state of each row lacks: they ran with drafts in its last step
+    and were right. Their keys and values are in the cache. None: no row has any."""
     num_decodes: int = 1
     """How many decodes to run of all rows at most. If it is above 1, each row runs its newest
     token, which is of its output, and has blocks for this many tokens."""

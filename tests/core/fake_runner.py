@@ -121,8 +121,8 @@ class FakeRunner:
     ) -> None:
         self.states: dict[int, int | None] = {}
         self.provisional: dict[int, tuple[int, int]] = {}
-        """Row -> position of the first token and number of those that have run with drafts, and
-        that its state has not taken in."""
+        """Row -> position of the first token that ran with drafts in its last step, and how many
+        tokens ran. Its state has none of them."""
         self.num_replayed = 0
         self.num_kept_of_replays = 0
         self.num_restored = 0

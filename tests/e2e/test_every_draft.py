@@ -93,6 +93,10 @@ NUM_SAMPLED = 400
 SAMPLED_PROMPT = [3, 4, 3, 4, 3]
 
 
+def exhaustive(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.exhaustive)
+
+
 def seen_by_user(output: Any) -> list[Any]:
     """Log-probabilities come last."""
     entries = [output.prompt_logprobs, *(sample.logprobs for sample in output.outputs)]
@@ -209,31 +213,45 @@ def expected(cases) -> dict[Path, dict[str, list[Any]]]:
 @pytest.fixture(scope="module")
 def chances(cases) -> dict[Path, tuple[list[list[int]], torch.Tensor]]:
     """By model, without drafts: sampled tokens, and their distribution."""
-    targets = {case.target for case in cases.values()}
+    targets = {cases[method].target for method in METHODS}
     return {
         target: (sampled(LLM(str(target), **COMMON)), distribution(target)) for target in targets
     }
 
 
-@pytest.mark.parametrize("method", [*METHODS, *WITH_STATES])
-def test_users_get_the_same_with_drafts_as_without(method, cases, expected, chances):
-    llm, target = make_llm(cases[method]), cases[method].target
-    want, (want_sampled, weights) = expected[target], chances[target]
+def check_users(case: Case, want: dict[str, list[Any]]) -> LLM:
+    """Check what users see with these drafts, some of which are right."""
+    llm = make_llm(case)
     assert run(llm) == want
     assert run(llm, is_reversed=True) == want, "in another batch, with a prefix cache"
-    found = sampled(llm)
-    assert found == want_sampled
-    assert_sampled_from(weights, found)
     stats = stats_of(llm)
     assert stats.num_preemptions and stats.num_prefix_hits
     assert 50 < sum(stats.drafts.accepted) < stats.drafts.num_draft_tokens
+    return llm
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_users_get_the_same_with_drafts_as_without(method, cases, expected, chances):
+    target = cases[method].target
+    llm = check_users(cases[method], expected[target])
+    want, weights = chances[target]
+    found = sampled(llm)
+    assert found == want
+    assert_sampled_from(weights, found)
+
+
+@pytest.mark.parametrize(
+    "method", [name if m == "ngram" else exhaustive(name) for name, m in WITH_STATES.items()]
+)
+def test_drafts_of_a_model_with_recurrent_states_change_nothing(method, cases, expected):
+    check_users(cases[method], expected[cases[method].target])
 
 
 AHEAD = "the next step is scheduled before the result of the one before"
 WAITS = "each step waits for the result of the one before"
 SHORT = {("draft_model", AHEAD)}
 ON_CARD = [
-    pytest.param(*case, marks=[] if case in SHORT else pytest.mark.exhaustive)
+    case if case in SHORT else exhaustive(*case)
     for case in itertools.product(METHODS, (AHEAD, WAITS))
 ]
 

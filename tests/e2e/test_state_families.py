@@ -8,11 +8,10 @@ import logging
 import pytest
 
 from tests.hpu import FEW_BUCKETS, simulated_hpu
-from tests.reach import core_of, stats_of
-from vllm import LLM, SamplingParams
+from tests.reach import core_of
+from vllm import LLM
 from vllm.errors import ConfigError
 
-PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
 SETTINGS = {
     "dtype": "float32",
     "skip_tokenizer_init": True,
@@ -57,16 +56,21 @@ def test_kept_states_have_no_more_than_a_quarter_of_the_memory(models, caplog):
             assert f" and {count} prefixes" in said[-1]
 
 
-def test_what_states_do_not_allow_is_off_and_said(models, caplog):
+def test_a_card_runs_no_drafts_of_states_and_says_so(models, caplog):
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
-    with caplog.at_level(logging.INFO, logger="vllm"):
-        llm = LLM(model=str(models("bamba")), **SETTINGS, speculative_config=drafts)
+    with (
+        simulated_hpu(has_profiling_run=False, VLLM_SKIP_WARMUP=True, **FEW_BUCKETS),
+        caplog.at_level(logging.INFO, logger="vllm"),
+    ):
+        llm = LLM(
+            model=str(models("bamba")), **SETTINGS, enforce_eager=True, speculative_config=drafts
+        )
     said = [record.getMessage() for record in caplog.records]
     assert len([line for line in said if line.startswith("speculative_config has no")]) == 1
-    again = [5, 6, 7, 8] * 10
-    first, second = (
-        llm.generate({"prompt_token_ids": again}, PARAMS, use_tqdm=False)[0] for _ in range(2)
-    )
-    assert second.num_cached_tokens == 32
-    assert first.outputs[0].token_ids == second.outputs[0].token_ids
-    assert stats_of(llm).drafts.num_drafts == 0
+    assert core_of(llm).config.scheduler.max_draft_tokens == 0
+
+
+def test_a_draft_model_has_no_states(models):
+    drafts = {"model": str(models("bamba")), "num_speculative_tokens": 3}
+    with pytest.raises(ConfigError, match=r"keeps states .* use the method ngram"):
+        LLM(model=str(models("bamba")), **SETTINGS, speculative_config=drafts)

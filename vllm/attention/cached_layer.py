@@ -32,6 +32,11 @@ class CachedLayer(nn.Module, ABC):
         tensors = (getattr(self, name) for name in self.cache_names)
         return tuple(tensor for tensor in tensors if tensor is not None)
 
+    @property
+    def request_tensors(self) -> tuple[Tensor, ...]:
+        """All tensors with what the layer keeps of requests."""
+        return self.kv_caches
+
     def bind_kv_cache(self, *tensors: Tensor) -> None:
         """Use these tensors from now on; see `CacheTensor` for their shapes."""
         for name, tensor in zip(self.cache_names, tensors, strict=True):

@@ -1,8 +1,8 @@
-"""The recurrent states of a launch without padding: which tokens each state takes in.
+"""The recurrent states of a launch without padding, and the tokens that each of them reads.
 
-A state cannot go back to before a wrong draft. So a sequence with drafts runs on a copy of its
-state, and the layer keeps its inputs. In the next launch of the sequence the result is known, and
-its state first takes in the inputs of the tokens that were right: they replay.
+A recurrent state cannot return to an earlier token. So a sequence with drafts runs on a copy of its
+state, and the layer keeps its inputs. In the next launch of the sequence the result is known. Then
+the layer first replays the inputs of the tokens that were right.
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,8 +88,8 @@ def _state_rows(rows: IntArray, counts: IntArray, device: torch.device) -> State
 
 @dataclass(frozen=True)
 class Replay:
-    """Tokens that have run with drafts and were right, for the states of B rows, and copies of
-    these states to kept states behind them."""
+    """Runs B rows of a launch over tokens that ran with drafts before and were right, and then
+    copies some of their states to kept states."""
 
     rows: StateRows
     tokens: Tensor
@@ -144,7 +144,7 @@ class Replay:
         )
 
     def run(self, layer: StateLayer) -> None:
-        """Let the states of a layer take the tokens in."""
+        """Run the tokens through a layer, whose states change."""
         inputs = tuple(x[self.rows.indices[:, None], self.tokens] for x in layer.provisional)
         with layer.of_tokens(self.launched):
             layer.advance_rows(inputs, self.rows, layer.kv_caches)
@@ -161,7 +161,7 @@ class DraftedRows:
     rows: Tensor
     """[B] int64 rows of the batch, in the order of the copies."""
     tokens: Tensor
-    """[B, L] int64 indices of their tokens in the launch; the last one again behind them."""
+    """[B, L] int64 indices of their tokens in the launch, padded with the last one."""
     order: Tensor
     """[T] int64 which of the B * L are the tokens of the launch, in its order."""
 
@@ -191,7 +191,7 @@ class DraftedRows:
         """Run the tokens of these rows, and keep their inputs.
 
         Args:
-            layer: whose states stay as they are.
+            layer: its states are only read.
             inputs: [T, ...] each, of the whole launch.
 
         Returns:
@@ -216,7 +216,7 @@ class RaggedStates:
     drafted: DraftedRows | None
     """Rows with drafts."""
     replays: tuple[Replay, ...]
-    """What states take in before the tokens of the launch."""
+    """Run before the tokens of the launch."""
 
     @classmethod
     def build(cls, launch: StateLaunch, device: torch.device) -> "RaggedStates":

@@ -29,9 +29,9 @@ class StateRows:
     is_new: Tensor
     """[B] bool: a sequence that begins with one token, whatever its row holds."""
     lengths: Tensor | None = None
-    """[B] int64 tokens of each sequence, those behind are padding; None: one each."""
+    """[B] int64 tokens of each sequence; None: one each."""
     num_with_token: tuple[int, ...] = ()
-    """How many sequences have a first token, a second one, ...; unused if `lengths` is None."""
+    """Numbers of sequences with a first token, a second one, ...; unused if `lengths` is None."""
 
     def by_token(self, run: Callable[..., Tensor], *parts: Tensor) -> Tensor:
         """Run one token of all sequences after the other.
@@ -41,7 +41,7 @@ class StateRows:
             parts: [B, L, ...] each.
 
         Returns:
-            [B, L, ...], 0 behind the tokens of a sequence.
+            [B, L, ...], 0 for padding.
         """
         first = run(self.indices, self.is_new, *(part[:, 0] for part in parts))
         if self.lengths is None:
@@ -58,9 +58,9 @@ class StateLayer(CachedLayer, ReadsContext):
     """Runs sequences from the states that their earlier tokens have left. A base of a module.
 
     Attributes:
-        provisional: [rows, tokens, ...] for each input of `run_sequences`: what the last launch
-            with drafts was given for each row, whose state has not taken it in. Empty: there are
-            no drafts.
+        provisional: [rows, tokens, ...] for each input of `run_sequences`: the inputs of the tokens
+            that ran with drafts in the last launch of each row. Its state has none of them. Empty:
+            there are no drafts.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class StateLayer(CachedLayer, ReadsContext):
 
     @abstractmethod
     def input_shapes(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Shape and dtype of what `run_sequences` takes of one token, for each of its inputs."""
+        """Return the shape and dtype of one token in each input of `run_sequences`."""
 
     def advance_rows(self, inputs: tuple[Tensor, ...], rows: StateRows, caches: States) -> Tensor:
         """Run few tokens of B sequences, and replace their states.
@@ -120,6 +120,11 @@ class StateLayer(CachedLayer, ReadsContext):
             for shapes in (self.state_shapes(), self.input_shapes())
         )
         return KVCacheSpec(CacheKind.STATE, tensors, inputs=inputs)
+
+    @property
+    def request_tensors(self) -> tuple[Tensor, ...]:
+        """The states, and the provisional inputs."""
+        return self.kv_caches + self.provisional
 
     def release_kv_cache(self) -> None:
         """Let go of the tensors."""

@@ -168,9 +168,9 @@ class DraftPlanner:
         num_scheduled: IntArray,
         num_drafts: IntArray | None,
     ) -> IntArray | None:
-        """Note which tokens recurrent states take in for good in a step: not those of rows with
-        drafts, as a state cannot go back to before a wrong one. Such a row takes its tokens in
-        again, those that were right, at the start of its next step.
+        """Note which tokens the recurrent states have after a step. A row with drafts leaves its
+        state unchanged, because a state cannot return to an earlier token. Its next step replays
+        the tokens that were right.
 
         Args:
             rows: [n] of the step.

@@ -23,8 +23,8 @@ class RunningBatch:
     Attributes:
         num_tokens: per row, known tokens plus those that a step in flight will sample.
         num_computed: per row, tokens whose KV is computed by the steps scheduled so far.
-        num_settled: per row, those of them that recurrent states have taken in for good: those
-            before the drafts of its last step. Kept while there is a source of drafts.
+        num_settled: per row, computed tokens that its recurrent state has: all before the last step
+            if that had drafts. Unused without a source of drafts.
         capacity: per row, tokens that its blocks hold.
         limit: per row, tokens at which the request ends.
         eos: per row, the token that ends the request, or NO_TOKEN.

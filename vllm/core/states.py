@@ -21,7 +21,7 @@ class RowTokens:
     num_replayed: IntArray | None = None
 
     def settled(self) -> tuple[IntArray, IntArray]:
-        """Return the range of tokens [n], [n] that the states of each row take in for good."""
+        """Return the begin and the end [n] of the tokens that each row adds to its state."""
         begins, ends = self.num_computed, self.num_computed + self.num_scheduled
         if self.num_replayed is not None:
             begins = begins - self.num_replayed
@@ -44,8 +44,8 @@ class StateKeeper:
         self._states, self._cache, self._running = states, cache, running
 
     def keep(self, rows: IntArray, tokens: RowTokens) -> IntArray | None:
-        """Choose the states of a step that are kept. None of them has taken in a draft whose result
-        is not known.
+        """Choose the states of a step that are kept. None of them has a draft whose result is not
+        known.
 
         Args:
             rows: that run one decode, with drafts or without, or a part of their prompt.

@@ -51,15 +51,15 @@ def cache_layout(
 
 
 def states_bytes(config: VllmConfig, layout: KVCacheLayout) -> int:
-    """Return the bytes of the recurrent states of all rows of the batch, and of what is kept of
-    tokens that ran with drafts; 0 for a model without recurrent states."""
+    """Return the bytes of the recurrent states of all rows of the batch, and of the inputs that are
+    kept for drafts; 0 for a model without recurrent states."""
     each = layout.state_bytes + num_provisional(config) * layout.input_bytes
     return each * config.scheduler.max_num_seqs
 
 
 def num_provisional(config: VllmConfig) -> int:
-    """Return the most tokens of a request that layers with recurrent states keep as they ran with
-    drafts, whose results are not known; 0 without drafts."""
+    """Return how many tokens of a request may run with drafts in a step, whose inputs the layers
+    with recurrent states keep; 0 without drafts."""
     num_drafts = config.scheduler.max_draft_tokens
     return 1 + num_drafts if num_drafts else 0
 
@@ -236,7 +236,7 @@ def bind_kv_caches(
     layout: KVCacheLayout,
     dtype: torch.dtype,
     num_rows: int = 0,
-    provisional: tuple[int, int] | None = None,
+    provisional: tuple[int, int] = (0, 0),
 ) -> None:
     """Allocate the caches of all layers, zeroed.
 
@@ -250,8 +250,7 @@ def bind_kv_caches(
         layout: of the layers.
         dtype: that the layout was planned for.
         num_rows: of the batch; the layers with states have one of each.
-        provisional: rows, and tokens of each of which layers with states keep what they take in;
-            None: there are no drafts.
+        provisional: rows of the batch, and `num_provisional`.
     """
     for layer_index in layout.state_layers:
         tensors = layers[layer_index].cache_spec(dtype).tensors
@@ -261,7 +260,7 @@ def bind_kv_caches(
                 for tensor in tensors
             )
         )
-        if provisional is not None:
+        if provisional[1]:
             layer = layers[layer_index]
             assert isinstance(layer, StateLayer)
             layer.provisional = tuple(

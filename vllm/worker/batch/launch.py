@@ -27,7 +27,7 @@ class Launch:
     kept_states: IntArray | None = field(default=None, kw_only=True)
     """Copies to kept states after some of the tokens, as in `SchedulerOutput`."""
     num_replayed_tokens: IntArray | None = field(default=None, kw_only=True)
-    """[n] tokens that recurrent states take in again, as in `SchedulerOutput`."""
+    """[n] tokens that recurrent states lack, as in `SchedulerOutput`."""
 
     @property
     def starts(self) -> IntArray:

@@ -87,7 +87,7 @@ def build_ragged_input(
     states = None
     if has_states:
         copies = StateCopies.of_rows(rows, launch.restored_states, launch.kept_states)
-        of_rows = StateLaunch(
+        state_launch = StateLaunch(
             rows,
             start,
             query_start_loc,
@@ -96,7 +96,7 @@ def build_ragged_input(
             launch.num_replayed_tokens,
             copies,
         )
-        states = RaggedStates.build(of_rows, device)
+        states = RaggedStates.build(state_launch, device)
     sampled = np.flatnonzero(seq_lens >= batch.num_tokens[rows]).astype(np.int32)
     all_tokens = only_decodes and len(sampled) == len(rows)
     logits_indices = query_start_loc[1:][sampled].astype(np.int64) - 1
