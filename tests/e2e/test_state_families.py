@@ -27,17 +27,6 @@ def test_prompts_end_to_end_would_mix_states_up(models):
         LLM(model=str(models("mamba")), **SETTINGS)
 
 
-def test_a_card_keeps_no_states_of_prefixes(models, caplog):
-    with (
-        simulated_hpu(has_profiling_run=False, VLLM_SKIP_WARMUP=True, **FEW_BUCKETS),
-        caplog.at_level(logging.INFO, logger="vllm"),
-    ):
-        llm = LLM(model=str(models("mamba")), **SETTINGS, enforce_eager=True)
-    said = [record.getMessage() for record in caplog.records]
-    assert len([line for line in said if line.startswith("prefix caching is off")]) == 1
-    assert core_of(llm).scheduler.cache.states is None
-
-
 def test_states_are_not_transferred(models, tmp_path):
     transfer = {
         "kv_connector": "SharedStorageConnector",

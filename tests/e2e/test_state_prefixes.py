@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.lora_files import write_adapter
 from tests.reach import executor_of, stats_of
 from tests.tiny_models import STATE_FAMILIES
@@ -106,6 +107,31 @@ def test_prefixes_change_no_token(family, settings, modules, models, tmp_path):
         executor_of(llm).shutdown()
     (want, _), (found, num_cached) = results
     assert num_cached > 100
+    assert found == want
+
+
+ON_CARD = [
+    pytest.param(*case, marks=[] if case == ("bamba", "HPU graphs") else EXHAUSTIVE)
+    for case in [
+        *(("bamba", mode) for mode in MODES),
+        *((family, "lazy") for family in ("mamba", "qwen3_next", "lfm2", "falcon_h1")),
+    ]
+]
+
+
+@pytest.mark.parametrize(("family", "mode"), ON_CARD)
+def test_the_simulated_card_finds_prefixes_and_compiles_nothing(family, mode, models):
+    folder, asked = str(models(family)), SETTINGS | {"num_gpu_blocks_override": 80}
+    llm = LLM(folder, **asked, enable_prefix_caching=False)
+    want, _ = run_random_load(llm, [])
+    executor_of(llm).shutdown()
+    lazy, is_eager = MODES[mode]
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:
+        llm = LLM(folder, **asked, enforce_eager=is_eager)
+        before = bridge.counters().compilations
+        found, num_cached = run_random_load(llm, [])
+        assert bridge.counters().compilations == before
+        assert stats_of(llm).num_prefix_hits == num_cached > 100
     assert found == want
 
 

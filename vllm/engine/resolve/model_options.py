@@ -231,13 +231,7 @@ def for_states(settings: Mapping[str, Any], platform: Platform) -> Mapping[str, 
             "recurrent layers (Mamba, DeltaNet), which would mix them up. Leave it out"
         )
     changed: dict[str, Any] = {}
-    if settings["enable_prefix_caching"] and platform.needs_static_shapes:
-        logger.info(
-            "prefix caching is off: the model has recurrent states, which are kept for prefixes on "
-            "the CPU only"
-        )
-        changed["enable_prefix_caching"] = False
-    elif settings["enable_prefix_caching"] and settings["kv_transfer_config"]:
+    if settings["enable_prefix_caching"] and settings["kv_transfer_config"]:
         raise ConfigError(
             "kv_transfer_config cannot be used with a model that has recurrent states: blocks are "
             "transferred without them. Leave it out"
