@@ -136,7 +136,7 @@ def test_the_simulated_card_finds_prefixes_and_compiles_nothing(family, mode, mo
 
 
 def draft_what_was_seen(seen: dict[tuple[int, ...], list[int]], most: int) -> Any:
-    """Return `NgramDrafts._propose` of drafts that are right up to some place, or to the end."""
+    """Return `NgramDrafts._propose` with some right drafts, and wrong ones after them."""
     rng = random.Random(3)
 
     def propose(source: NgramDrafts, request: Request) -> list[int]:

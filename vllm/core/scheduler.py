@@ -28,8 +28,8 @@ from vllm.core.preemption import PreemptionPolicy
 from vllm.core.request_queue import RequestQueue
 from vllm.core.results import apply_tokens
 from vllm.core.running_batch import RunningBatch
-from vllm.core.states import RowTokens, StateKeeper
-from vllm.core.step import Step, select_tokens
+from vllm.core.states import StateKeeper
+from vllm.core.step import RowTokens, Step, select_tokens
 from vllm.core.windows import free_passed_blocks
 from vllm.errors import CapacityError, RequestError
 from vllm.logger import init_logger
@@ -206,13 +206,13 @@ class Scheduler:
         step_id = next(self._step_ids)
         freed_rows: list[int] = []
         shortened: list[tuple[int, int]] = []
-        moves = kept_states = replayed = None
+        moves = kept_states = None
+        tokens = RowTokens(num_computed, num_scheduled, num_drafts)
         if len(rows):
             if self._drafts is not None:
-                replayed = self._drafts.settle(rows, num_computed, num_scheduled, num_drafts)
+                tokens = self._drafts.settle(rows, tokens)
             if self._state_keeper is not None and plan.num_decodes == 1:
-                of_rows = RowTokens(num_computed, num_scheduled, num_drafts, replayed)
-                kept_states = self._state_keeper.keep(rows, of_rows)
+                kept_states = self._state_keeper.keep(rows, tokens)
             has_freed = bool(self._freed_rows or self._shortened)
             moves = bring_down(plan, self.running, self.cache, has_freed)
             self._launch(step_id, rows, num_computed, num_scheduled, num_drafts, plan)
@@ -235,7 +235,7 @@ class Scheduler:
             block_moves=moves,
             restored_states=_int_array(plan.restored_states),
             kept_states=kept_states,
-            num_replayed_tokens=replayed,
+            num_replayed_tokens=tokens.num_replayed,
             num_decodes=plan.num_decodes,
         )
 

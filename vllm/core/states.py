@@ -1,33 +1,13 @@
 """The recurrent states of a step that are kept for the prefix cache."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.kv.state_cache import StateCache
 from vllm.core.running_batch import RunningBatch
+from vllm.core.step import RowTokens
 from vllm.messages import IntArray
 from vllm.request import Request
-
-
-@dataclass(frozen=True, slots=True)
-class RowTokens:
-    """The tokens of n rows in a step; fields as in `SchedulerOutput`."""
-
-    num_computed: IntArray
-    num_scheduled: IntArray
-    num_drafts: IntArray | None = None
-    num_replayed: IntArray | None = None
-
-    def settled(self) -> tuple[IntArray, IntArray]:
-        """Return the begin and the end [n] of the tokens that each row adds to its state."""
-        begins, ends = self.num_computed, self.num_computed + self.num_scheduled
-        if self.num_replayed is not None:
-            begins = begins - self.num_replayed
-        if self.num_drafts is not None:
-            ends = np.where(self.num_drafts, self.num_computed, ends)
-        return begins, ends
 
 
 class StateKeeper:
