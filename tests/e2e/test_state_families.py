@@ -8,8 +8,8 @@ import logging
 import pytest
 
 from tests.hpu import FEW_BUCKETS, simulated_hpu
-from tests.reach import core_of
-from vllm import LLM
+from tests.reach import core_of, stats_of
+from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
 
 SETTINGS = {
@@ -57,6 +57,28 @@ def test_a_card_runs_no_drafts_of_states_and_says_so(models, caplog):
     said = [record.getMessage() for record in caplog.records]
     assert len([line for line in said if line.startswith("speculative_config has no")]) == 1
     assert core_of(llm).config.scheduler.max_draft_tokens == 0
+
+
+def test_a_model_with_drafts_sleeps_and_wakes_up(models):
+    drafts = {"method": "suffix", "num_speculative_tokens": 3, "adaptive": False}
+    prompt = {"prompt_token_ids": [5, 6, 7, 8] * 10}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    folder = str(models("bamba"))
+    asked = SETTINGS | {"enable_sleep_mode": True}
+    plain = LLM(model=folder, **asked)
+    llm = LLM(model=folder, **asked, speculative_config=drafts)
+    want, *found = (
+        list(engine.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids)
+        for engine in (plain, llm)
+    )
+    for level in (1, 2):
+        llm.sleep(level)
+        llm.wake_up()
+        if level == 2:
+            llm.collective_rpc("reload_weights")
+        found.append(list(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids))
+    assert found == [want] * 3
+    assert sum(stats_of(llm).drafts.accepted)
 
 
 def test_a_draft_model_has_no_states(models):

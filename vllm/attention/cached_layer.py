@@ -19,6 +19,9 @@ class CachedLayer(nn.Module, ABC):
     scale_names: ClassVar[tuple[str, ...]] = ()
     """Attributes with the scales of an fp8 cache: no weights, but they decide what it holds."""
 
+    input_names: ClassVar[tuple[str, ...]] = ()
+    """Attributes with inputs of requests that the layer keeps besides its cache."""
+
     cache_group: int = 0
     """Index of the group of layers whose block tables this one reads."""
 

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -62,6 +63,8 @@ class StateLayer(CachedLayer, ReadsContext):
             that ran with drafts in the last launch of each row. Its state has none of them. Empty:
             there are no drafts.
     """
+
+    input_names: ClassVar[tuple[str, ...]] = ("provisional",)
 
     def __init__(self) -> None:
         super().__init__()
