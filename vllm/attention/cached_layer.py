@@ -20,7 +20,7 @@ class CachedLayer(nn.Module, ABC):
     """Attributes with the scales of an fp8 cache: no weights, but they decide what it holds."""
 
     input_names: ClassVar[tuple[str, ...]] = ()
-    """Attributes with inputs of requests that the layer keeps besides its cache."""
+    """Attributes with inputs of requests that the layer keeps outside of its cache."""
 
     cache_group: int = 0
     """Index of the group of layers whose block tables this one reads."""
