@@ -57,6 +57,9 @@ class KVCacheSpec:
     tensors: tuple[CacheTensor, ...] = ()
     window: int | None = None
     """Most recent tokens that a query sees, itself included; None: all."""
+    inputs: tuple[CacheTensor, ...] = ()
+    """Inputs of a layer with states, which it keeps for tokens that ran with drafts:
+    [rows, tokens, *shape]."""
 
     def __post_init__(self) -> None:
         if (self.kind is CacheKind.NONE) == bool(self.tensors):
@@ -108,6 +111,8 @@ class KVCacheLayout:
     """Indices of the layers with states."""
     state_bytes: int = 0
     """Bytes of the states of one request, in all layers."""
+    input_bytes: int = 0
+    """Bytes of the inputs of one token, in all layers with states."""
 
 
 def plan_layout(
@@ -134,7 +139,9 @@ def plan_layout(
     state_bytes = sum(specs[index].entry_bytes for index in states)
     paged = {i: spec for i, spec in enumerate(specs) if spec.kind is not CacheKind.STATE}
     groups, block_bytes = _plan_groups(paged, block_size, max_model_len, keeps_all=keeps_all)
-    return KVCacheLayout(block_size, block_bytes, groups, states, state_bytes)
+    inputs = (tensor for index in states for tensor in specs[index].inputs)
+    input_bytes = sum(tensor.entry_bytes for tensor in inputs)
+    return KVCacheLayout(block_size, block_bytes, groups, states, state_bytes, input_bytes)
 
 
 def _plan_groups(

@@ -314,7 +314,11 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """[k, 2] (row, kept state): rows that begin with a copy of a kept state; None: no row does."""
     kept_states: IntArray | None = None
     """[l, 3] (row, n, kept state): the states of the row after n of its tokens in this step are
-    copied there; in the order of n for each row. None: none are."""
+    copied there; in the order of n for each row. An n of 0 or less counts back from the end of its
+    replayed tokens. None: none are."""
+    num_replayed_tokens: IntArray | None = None
+    """[n] tokens that the recurrent state of each row lacks: they ran with drafts in its last step
+    and were right. Their keys and values are in the cache. None: no row has any."""
     dropped_media: list[str] = []
     """Keys of images whose embeddings are no longer kept."""
     encoded_media: list[tuple[int, int]] = []

@@ -32,6 +32,13 @@ from vllm.messages import (
 )
 
 
+def replayed_of(step: SchedulerOutput) -> dict[int, int]:
+    """Row -> tokens that its recurrent state takes in again."""
+    if step.num_replayed_tokens is None:
+        return {}
+    return dict(zip(step.rows.tolist(), step.num_replayed_tokens.tolist(), strict=True))
+
+
 @dataclass
 class FakeRow:
     """One request as the runner knows it."""
@@ -120,6 +127,11 @@ class FakeRunner:
         self.max_embeddings, self.max_encoded = max_embeddings, max_encoded
         self.num_encoded = 0
         self.states: dict[int, int | None] = {}
+        self.provisional: dict[int, tuple[int, int]] = {}
+        """Row -> position of the first token that ran with drafts in its last step, and how many
+        tokens ran. Its state has none of them."""
+        self.num_replayed = 0
+        self.num_kept_of_replays = 0
         self.num_restored = 0
         self.has_states = has_states
         self.guesses = guesses or random.Random(0)
@@ -173,13 +185,16 @@ class FakeRunner:
                 drafts[row] = self._guess(self.rows[row], len(guess))
             self.rows[row].token_ids += drafts[row]
         outputs: list[ModelRunnerOutput] = []
+        replayed = replayed_of(step)
         for index in range(step.num_decodes):
             starts = [begin + index for begin in begins]
             counts = step.num_scheduled_tokens.tolist()
             work = list(zip(step.rows.tolist(), starts, counts, strict=True))
             for launch in self._launches(work):
                 self._run(launch)
-                self._keep_states(launch, step)
+                if self.has_states:
+                    self._run_states(launch, replayed, drafts)
+                    self._keep_states(launch, step, replayed, drafts)
             outputs.append(self._sample(step, work, drafts))
             if step.num_decodes > 1 and self._is_last(outputs[-1]):
                 break
@@ -208,17 +223,49 @@ class FakeRunner:
         assert self.has_states or (step.restored_states is None and step.kept_states is None)
         new_rows = {new.row for new in step.new_requests}
         self.states.update(dict.fromkeys(new_rows))
+        for row in new_rows:
+            self.provisional.pop(row, None)
         for row, number in [] if step.restored_states is None else step.restored_states.tolist():
             assert row in new_rows
             self.states[row] = self.states[number]
             self.num_restored += 1
 
-    def _keep_states(self, launch: list[tuple[int, int, int]], step: SchedulerOutput) -> None:
+    def _run_states(
+        self,
+        launch: list[tuple[int, int, int]],
+        replayed: dict[int, int],
+        drafts: dict[int, list[int]],
+    ) -> None:
+        """Let each row's state take in what it replays, and then its tokens, but for drafts."""
+        for row_id, start, count in launch:
+            row, num_replayed = self.rows[row_id], replayed.get(row_id, 0)
+            begin = start - num_replayed
+            first, most = self.provisional.pop(row_id, (begin, 0))
+            assert begin == first and num_replayed <= most, "what is replayed has not run"
+            before = row.content(begin - 1) if begin else None
+            assert self.states[row_id] == before, f"{row.spec.request_id}: wrong state"
+            self.num_replayed += num_replayed
+            if row_id in drafts:
+                self.provisional[row_id] = start, count
+                self.states[row_id] = row.content(start - 1)
+            else:
+                self.states[row_id] = row.content(start + count - 1)
+
+    def _keep_states(
+        self,
+        launch: list[tuple[int, int, int]],
+        step: SchedulerOutput,
+        replayed: dict[int, int],
+        drafts: dict[int, list[int]],
+    ) -> None:
         kept = [] if step.kept_states is None else step.kept_states.tolist()
         assert len({number for _, _, number in kept}) == len(kept), "a state is written twice"
-        for row, count, number in kept:
-            for start in (start for row_id, start, _ in launch if row_id == row):
-                self.states[number] = self.rows[row].content(start + count - 1)
+        for row, place, number in kept:
+            for start, count in ((start, n) for row_id, start, n in launch if row_id == row):
+                most = 0 if row in drafts else count
+                assert -replayed.get(row, 0) < place <= most, "a state that nobody has computed"
+                self.states[number] = self.rows[row].content(start + place - 1)
+                self.num_kept_of_replays += place <= 0
 
     def _guess(self, row: FakeRow, count: int) -> list[int]:
         guess = next_tokens(row.spec, row.token_ids, count)
@@ -287,10 +334,6 @@ class FakeRunner:
             known = start if row.num_computed is None else row.num_computed
             assert start == known, f"{row.spec.request_id}: position {start}, not {known}"
             row.num_computed = start + count
-            if self.has_states:
-                before = row.content(start - 1) if start else None
-                assert self.states[row_id] == before, f"{row.spec.request_id}: wrong state"
-                self.states[row_id] = row.content(start + count - 1)
             assert row.num_computed <= len(row.token_ids), "a token that nobody has sampled"
             for index, table in enumerate(row.tables):
                 for position in range(start, start + count):

@@ -66,7 +66,7 @@ class Setup:
             num_stages=self.num_stages,
             num_pipelined_steps=self.num_pipelined_steps,
             is_dense=self.is_dense,
-            num_kept_states=self.num_kept_states if self.draft_source is None else None,
+            num_kept_states=self.num_kept_states,
             media=None if self.media is None else make_media(*self.media),
             **self.limits,
         )

@@ -1,6 +1,13 @@
 """Prefix caching of a model whose layers have a state of each request."""
 
+import random
+
+import pytest
+
 from tests.core.helpers import Loop, make_request, make_scheduler
+from tests.core.reference import GuessSource
+from tests.core.test_any_load import random_event, random_setup, run_program
+from vllm.core.draft_sources import ModelDrafts
 
 PROMPT = list(range(100, 121))
 
@@ -59,3 +66,35 @@ def test_an_empty_cache_has_no_states():
     run(loop, "first", PROMPT, max_tokens=1)
     assert loop.scheduler.cache.forget_all()
     assert run(loop, "again", PROMPT, max_tokens=1) == 0
+
+
+def test_with_right_drafts_the_next_turn_begins_where_the_last_ones_began():
+    loop = Loop(
+        make_scheduler(block_size=4, num_kept_states=8, draft_source=ModelDrafts(3, 128)),
+        guesses=AlwaysRight(),
+    )
+    assert run(loop, "first", PROMPT, max_tokens=14) == 0
+    spoken = [*PROMPT, *loop.results["first"].token_ids]
+    # Each step gives 4 tokens, and the next one replays them across the end of a block.
+    assert run(loop, "second", [*spoken, 1, 2, 3], max_tokens=1) == 32
+    assert loop.runner.num_kept_of_replays == 3
+
+
+class AlwaysRight(random.Random):
+    """Makes `FakeRunner` guess right."""
+
+    def choice(self, seq):
+        return seq[0]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_state_takes_in_a_wrong_draft_in_a_crowded_load(seed):
+    """`FakeRunner` compares each state with the tokens of its request."""
+    rng = random.Random(seed)
+    setup = random_setup(rng)
+    setup.draft_source = GuessSource(rng, rng.choice([1, 3, 5, 20]))
+    setup.enable_caching, setup.num_kept_states = True, rng.choice([2, 8, 30])
+    setup.block_size, setup.num_blocks = 4, rng.randint(12, 48)
+    setup.stalls_every = rng.choice([0, 7])
+    runner = run_program(setup, [random_event(rng) for _ in range(200)]).runner
+    assert runner.num_replayed and runner.num_kept_of_replays and runner.num_restored

@@ -4,7 +4,7 @@ drafts, on the CPU and on the simulated card."""
 import itertools
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tests.speculators import (
     make_target,
     write_tokenizer,
 )
+from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import GuidedDecodingParams
 
@@ -35,6 +36,8 @@ METHODS = (
     "mlp_speculator",
     "medusa",
 )
+WITH_STATES = {"ngram, recurrent states": "ngram", "draft_model, recurrent states": "draft_model"}
+"""The methods with a model whose layers have recurrent states, or attention, or both."""
 COMMON: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 64,
@@ -88,6 +91,10 @@ PROMPTS = {
 }
 NUM_SAMPLED = 400
 SAMPLED_PROMPT = [3, 4, 3, 4, 3]
+
+
+def exhaustive(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.exhaustive)
 
 
 def seen_by_user(output: Any) -> list[Any]:
@@ -178,6 +185,10 @@ def cases(tmp_path_factory) -> dict[str, Case]:
         found[name] = Case(target, {"method": name, **made.config})
     mtp = make_mtp(folder)
     write_tokenizer(mtp.target)
+    hybrid = make_tiny_model("bamba", folder / "hybrid", vocab_size=VOCAB_SIZE)
+    write_tokenizer(hybrid)
+    for name, method in WITH_STATES.items():
+        found[name] = replace(found[method], target=hybrid)
     return found | {"mtp": Case(mtp.target, mtp.config)}
 
 
@@ -202,31 +213,45 @@ def expected(cases) -> dict[Path, dict[str, list[Any]]]:
 @pytest.fixture(scope="module")
 def chances(cases) -> dict[Path, tuple[list[list[int]], torch.Tensor]]:
     """By model, without drafts: sampled tokens, and their distribution."""
-    targets = {case.target for case in cases.values()}
+    targets = {cases[method].target for method in METHODS}
     return {
         target: (sampled(LLM(str(target), **COMMON)), distribution(target)) for target in targets
     }
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_users_get_the_same_with_drafts_as_without(method, cases, expected, chances):
-    llm, target = make_llm(cases[method]), cases[method].target
-    want, (want_sampled, weights) = expected[target], chances[target]
+def check_users(case: Case, want: dict[str, list[Any]]) -> LLM:
+    """Check what users see with these drafts, some of which are right."""
+    llm = make_llm(case)
     assert run(llm) == want
     assert run(llm, is_reversed=True) == want, "in another batch, with a prefix cache"
-    found = sampled(llm)
-    assert found == want_sampled
-    assert_sampled_from(weights, found)
     stats = stats_of(llm)
     assert stats.num_preemptions and stats.num_prefix_hits
     assert 50 < sum(stats.drafts.accepted) < stats.drafts.num_draft_tokens
+    return llm
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_users_get_the_same_with_drafts_as_without(method, cases, expected, chances):
+    target = cases[method].target
+    llm = check_users(cases[method], expected[target])
+    want, weights = chances[target]
+    found = sampled(llm)
+    assert found == want
+    assert_sampled_from(weights, found)
+
+
+@pytest.mark.parametrize(
+    "method", [name if m == "ngram" else exhaustive(name) for name, m in WITH_STATES.items()]
+)
+def test_drafts_of_a_model_with_recurrent_states_change_nothing(method, cases, expected):
+    check_users(cases[method], expected[cases[method].target])
 
 
 AHEAD = "the next step is scheduled before the result of the one before"
 WAITS = "each step waits for the result of the one before"
 SHORT = {("draft_model", AHEAD)}
 ON_CARD = [
-    pytest.param(*case, marks=[] if case in SHORT else pytest.mark.exhaustive)
+    case if case in SHORT else exhaustive(*case)
     for case in itertools.product(METHODS, (AHEAD, WAITS))
 ]
 

@@ -12,7 +12,6 @@ from tests.reach import core_of, stats_of
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
 
-PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
 SETTINGS = {
     "dtype": "float32",
     "skip_tokenizer_init": True,
@@ -26,17 +25,6 @@ SETTINGS = {
 def test_prompts_end_to_end_would_mix_states_up(models):
     with simulated_hpu(VLLM_MERGED_PREFILL=1), pytest.raises(ConfigError, match="mix them up"):
         LLM(model=str(models("mamba")), **SETTINGS)
-
-
-def test_a_card_keeps_no_states_of_prefixes(models, caplog):
-    with (
-        simulated_hpu(has_profiling_run=False, VLLM_SKIP_WARMUP=True, **FEW_BUCKETS),
-        caplog.at_level(logging.INFO, logger="vllm"),
-    ):
-        llm = LLM(model=str(models("mamba")), **SETTINGS, enforce_eager=True)
-    said = [record.getMessage() for record in caplog.records]
-    assert len([line for line in said if line.startswith("prefix caching is off")]) == 1
-    assert core_of(llm).scheduler.cache.states is None
 
 
 def test_states_are_not_transferred(models, tmp_path):
@@ -57,16 +45,43 @@ def test_kept_states_have_no_more_than_a_quarter_of_the_memory(models, caplog):
             assert f" and {count} prefixes" in said[-1]
 
 
-def test_what_states_do_not_allow_is_off_and_said(models, caplog):
+def test_a_card_runs_no_drafts_of_states_and_says_so(models, caplog):
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
-    with caplog.at_level(logging.INFO, logger="vllm"):
-        llm = LLM(model=str(models("bamba")), **SETTINGS, speculative_config=drafts)
+    with (
+        simulated_hpu(has_profiling_run=False, VLLM_SKIP_WARMUP=True, **FEW_BUCKETS),
+        caplog.at_level(logging.INFO, logger="vllm"),
+    ):
+        llm = LLM(
+            model=str(models("bamba")), **SETTINGS, enforce_eager=True, speculative_config=drafts
+        )
     said = [record.getMessage() for record in caplog.records]
     assert len([line for line in said if line.startswith("speculative_config has no")]) == 1
-    again = [5, 6, 7, 8] * 10
-    first, second = (
-        llm.generate({"prompt_token_ids": again}, PARAMS, use_tqdm=False)[0] for _ in range(2)
+    assert core_of(llm).config.scheduler.max_draft_tokens == 0
+
+
+def test_a_model_with_drafts_sleeps_and_wakes_up(models):
+    drafts = {"method": "suffix", "num_speculative_tokens": 3, "adaptive": False}
+    prompt = {"prompt_token_ids": [5, 6, 7, 8] * 10}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    folder = str(models("bamba"))
+    asked = SETTINGS | {"enable_sleep_mode": True}
+    plain = LLM(model=folder, **asked)
+    llm = LLM(model=folder, **asked, speculative_config=drafts)
+    want, *found = (
+        list(engine.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids)
+        for engine in (plain, llm)
     )
-    assert second.num_cached_tokens == 32
-    assert first.outputs[0].token_ids == second.outputs[0].token_ids
-    assert stats_of(llm).drafts.num_drafts == 0
+    for level in (1, 2):
+        llm.sleep(level)
+        llm.wake_up()
+        if level == 2:
+            llm.collective_rpc("reload_weights")
+        found.append(list(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids))
+    assert found == [want] * 3
+    assert sum(stats_of(llm).drafts.accepted)
+
+
+def test_a_draft_model_has_no_states(models):
+    drafts = {"model": str(models("bamba")), "num_speculative_tokens": 3}
+    with pytest.raises(ConfigError, match=r"keeps states .* use the method ngram"):
+        LLM(model=str(models("bamba")), **SETTINGS, speculative_config=drafts)

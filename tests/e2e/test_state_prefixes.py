@@ -1,14 +1,18 @@
-"""Prefixes of models with recurrent states change no token, whatever else runs."""
+"""Prefixes and drafts of models with recurrent states change no token, whatever else runs."""
 
 import random
 from typing import Any
 
 import pytest
 
+from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.lora_files import write_adapter
-from tests.reach import executor_of
+from tests.reach import executor_of, stats_of
+from tests.tiny_models import STATE_FAMILIES
 from vllm import LLM, SamplingParams
+from vllm.core.drafting.lookup_drafts import NgramDrafts
 from vllm.lora.request import LoRARequest
+from vllm.request import Request
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -26,8 +30,15 @@ def _random_tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(3, 4000) for _ in range(count)]
 
 
-def run_random_load(llm: LLM, adapters: list[LoRARequest]) -> tuple[list[list[int]], int]:
+def run_random_load(
+    llm: LLM, adapters: list[LoRARequest], seen: dict[tuple[int, ...], list[int]] | None = None
+) -> tuple[list[list[int]], int]:
     """Run requests that share documents, and further turns of them, with salts and adapters.
+
+    Args:
+        llm: the engine.
+        adapters: of some of the requests.
+        seen: gets the longest output of each prompt, whatever adapter it had.
 
     Returns:
         The tokens of each output, and the number of prompt tokens that were found in the cache.
@@ -57,6 +68,8 @@ def run_random_load(llm: LLM, adapters: list[LoRARequest]) -> tuple[list[list[in
             )
             found = [list(output.outputs[0].token_ids) for output in outputs]
             tokens += found
+            for (prompt, *_), output in zip(turn, found, strict=True) if seen is not None else ():
+                seen[tuple(prompt)] = max(seen.get(tuple(prompt), []), output, key=len)
             num_cached += sum(output.num_cached_tokens or 0 for output in outputs)
             turn = [
                 ((prompt + output + _random_tokens(rng, 1))[:110], salt, adapter)
@@ -95,3 +108,77 @@ def test_prefixes_change_no_token(family, settings, modules, models, tmp_path):
     (want, _), (found, num_cached) = results
     assert num_cached > 100
     assert found == want
+
+
+ON_CARD = [
+    pytest.param(*case, marks=[] if case == ("bamba", "HPU graphs") else EXHAUSTIVE)
+    for case in [
+        *(("bamba", mode) for mode in MODES),
+        *((family, "lazy") for family in ("mamba", "qwen3_next", "lfm2", "falcon_h1")),
+    ]
+]
+
+
+@pytest.mark.parametrize(("family", "mode"), ON_CARD)
+def test_the_simulated_card_finds_prefixes_and_compiles_nothing(family, mode, models):
+    folder, asked = str(models(family)), SETTINGS | {"num_gpu_blocks_override": 80}
+    llm = LLM(folder, **asked, enable_prefix_caching=False)
+    want, _ = run_random_load(llm, [])
+    executor_of(llm).shutdown()
+    lazy, is_eager = MODES[mode]
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:
+        llm = LLM(folder, **asked, enforce_eager=is_eager)
+        before = bridge.counters().compilations
+        found, num_cached = run_random_load(llm, [])
+        assert bridge.counters().compilations == before
+        assert stats_of(llm).num_prefix_hits == num_cached > 100
+    assert found == want
+
+
+def draft_what_was_seen(seen: dict[tuple[int, ...], list[int]], most: int) -> Any:
+    """Return `NgramDrafts._propose` with some right drafts, and wrong ones after them."""
+    rng = random.Random(3)
+
+    def propose(source: NgramDrafts, request: Request) -> list[int]:
+        prompt, num_output = request.spec.prompt_token_ids, len(request.output_token_ids)
+        right = seen[tuple(prompt)][num_output:][: rng.randint(0, most)]
+        return right + [rng.randrange(3, 4000)] * rng.randint(0, most - len(right))
+
+    return propose
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "modules"),
+    [
+        ("bamba", {}, ("in_proj", "o_proj")),
+        ("qwen3_next", {"num_gpu_blocks_override": 14}, ()),
+        ("lfm2", {"enable_prefix_caching": False}, ()),
+        pytest.param("mamba", {"num_kept_states": 3}, ("out_proj",), marks=EXHAUSTIVE),
+        pytest.param("bamba", {"tensor_parallel_size": 2}, (), marks=EXHAUSTIVE),
+        pytest.param("mamba", {"tensor_parallel_size": 2}, (), marks=EXHAUSTIVE),
+        pytest.param("kimi_linear", {"tensor_parallel_size": 2}, (), marks=EXHAUSTIVE),
+        # one of the stages has only attention
+        pytest.param("bamba", {"pipeline_parallel_size": 4}, (), marks=EXHAUSTIVE),
+        *(pytest.param(family, {}, (), marks=EXHAUSTIVE) for family in STATE_FAMILIES),
+    ],
+)
+def test_drafts_change_no_token(family, settings, modules, models, tmp_path, monkeypatch):
+    folder, most = str(models(family)), 5
+    adapters = [
+        LoRARequest(f"adapter{n}", n, str(write_adapter(tmp_path / str(n), folder, n, 8, modules)))
+        for n in ((1, 2) if modules else ())
+    ]
+    seen: dict[tuple[int, ...], list[int]] = {}
+    monkeypatch.setattr(NgramDrafts, "_propose", draft_what_was_seen(seen, most))
+    asked = SETTINGS | ({"enable_lora": True, "max_loras": 2} if modules else {})
+    llm = LLM(folder, **asked, enable_prefix_caching=False)
+    want, _ = run_random_load(llm, adapters, seen)
+    executor_of(llm).shutdown()
+    drafts = {"method": "ngram", "num_speculative_tokens": most, "adaptive": False}
+    llm = LLM(folder, **asked | settings, speculative_config=drafts)
+    found, num_cached = run_random_load(llm, adapters)
+    stats = stats_of(llm).drafts
+    executor_of(llm).shutdown()
+    assert found == want
+    assert bool(num_cached) == settings.get("enable_prefix_caching", True)
+    assert 100 < sum(stats.accepted) < stats.num_draft_tokens

@@ -49,6 +49,7 @@ OTHERS: dict[str, Any] = {
     "block_moves": BlockMoves(renamed=np.array([[1, 2]], np.int32), copied=ints()),
     "restored_states": np.array([[3, 12]], np.int32),
     "kept_states": np.array([[1, 1, 12], [9, 4, 11]], np.int32),
+    "num_replayed_tokens": ints(0, 3, 0),
 }
 
 

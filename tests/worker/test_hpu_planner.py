@@ -29,6 +29,7 @@ def plan(
     merged_prompts: int = 0,
     *,
     has_states: bool = False,
+    kept: list[tuple[int, int, int]] | None = None,
     **limits: Any,
 ) -> list[PaddedLaunch]:
     """The launches of a step.
@@ -38,6 +39,7 @@ def plan(
         buckets: what there is.
         tables: blocks of rows; only contiguous attention looks at them.
         merged_prompts, has_states: see HPULaunchPlanner.
+        kept: see `SchedulerOutput.kept_states`.
         limits: of a launch.
     """
     defaults = {"block_size": SIZE, "max_num_seqs": 8, "enable_chunked_prefill": True}
@@ -57,7 +59,10 @@ def plan(
         has_states=has_states,
     )
     columns = [np.array(column, np.int32) for column in zip(*rows, strict=True)]
-    launches: Any = planner.plan(make_step(*columns))
+    step = make_step(*columns)
+    if kept is not None:
+        step = replace(step, kept_states=np.array(kept, np.int32))
+    launches: Any = planner.plan(step)
     return launches
 
 
@@ -260,6 +265,27 @@ def test_pieces_of_one_prompt_with_a_state_run_one_after_the_other():
         [(0, 0, 32)],
         [(0, 32, 32), (1, 0, 32)],
     ]
+
+
+def test_a_launch_ends_where_a_recurrent_state_is_kept():
+    rows = [(0, 15, 1), (1, 7, 1), (2, 0, 70), (3, 32, 20)]
+    kept = [(0, 1, 8), (2, 16, 9), (2, 64, 10), (3, 20, 11)]
+    buckets = [decode(4, 1, 8), *(prefill(b, 48, 4) for b in (1, 2))]
+    launches = plan(rows, buckets, max_chunk_tokens=48, has_states=True, kept=kept)
+    assert [entries([launch]) for launch in launches] == [
+        [(0, 15, 1), (1, 7, 1)],
+        [(2, 0, 16)],
+        [(2, 16, 48)],
+        [(2, 64, 6), (3, 32, 20)],
+    ]
+    assert [x.kept_states.tolist() for x in launches] == [
+        [[0, 1, 8]],
+        [[2, 16, 9]],
+        [[2, 48, 10]],
+        [[3, 20, 11]],
+    ]
+    (launch,) = plan(rows[:2], buckets, kept=[(1, 1, 8)])
+    assert launch.kept_states.tolist() == [[1, 1, 8]]
 
 
 SIZES = [prefill(b, q, c) for b in (1, 2, 4) for q in (16, 20, 48, 256) for c in (0, 4, 64)]

@@ -22,6 +22,7 @@ from vllm.worker.kv_cache import (
     cache_layout,
     count_blocks,
     count_kept_states,
+    num_provisional,
     states_bytes,
 )
 from vllm.worker.parts.memory_use import weights_use
@@ -200,6 +201,9 @@ class Memory(StateLayer):
     def state_shapes(self):
         return ((3, 8), torch.bfloat16), ((8,), torch.float32)
 
+    def input_shapes(self):
+        return (((8,), torch.bfloat16),)
+
     def advance(self, inputs, lengths, states):
         raise NotImplementedError
 
@@ -216,6 +220,23 @@ def test_states_have_one_entry_per_row_and_no_blocks():
     assert layers[2].total.shape == (7, 8) and layers[2].total.dtype == torch.float32
     assert layers[0].total.data_ptr() != layers[2].total.data_ptr()
     assert layers[3].key_cache.shape == (5, 16, 2, 8)
+
+
+def test_layers_with_states_keep_the_inputs_of_tokens_that_ran_with_drafts():
+    layers, platform = [Memory(), Attention(4, 8, 2)], resolve_platform("cpu")
+    config = make_config()
+    layout = cache_layout(config, layers, torch.bfloat16)
+    assert layout.input_bytes == 8 * 2
+    assert states_bytes(config, layout) == 1000 * layout.state_bytes
+    bind_kv_caches(layers, platform, 5, layout, torch.bfloat16, 7, (6, num_provisional(config)))
+    assert layers[0].provisional == ()
+    config = replace(config, scheduler=replace(config.scheduler, max_draft_tokens=3))
+    assert states_bytes(config, layout) == 1000 * (layout.state_bytes + 4 * 8 * 2)
+    bind_kv_caches(layers, platform, 5, layout, torch.bfloat16, 7, (6, num_provisional(config)))
+    assert [x.shape for x in layers[0].provisional] == [(6, 4, 8)]
+    assert layers[0].request_tensors == (*layers[0].kv_caches, *layers[0].provisional)
+    layers[0].release_kv_cache()
+    assert layers[0].request_tensors == ()
 
 
 def test_a_model_of_states_alone_has_no_blocks_to_keep():

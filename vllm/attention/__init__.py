@@ -18,7 +18,8 @@ from vllm.attention.context import (
 from vllm.attention.encoder import EncoderAttention
 from vllm.attention.latent import LatentAttention
 from vllm.attention.layer import Attention
-from vllm.attention.state import PaddedStates, RaggedStates, StateCopies, StateLayer, States
+from vllm.attention.ragged_states import RaggedStates, StateCopies, StateLaunch
+from vllm.attention.state import PaddedStates, StateLayer, StateRows, States
 
 __all__ = [
     "Attention",
@@ -37,7 +38,9 @@ __all__ = [
     "ReadsContext",
     "ReplacedTokens",
     "StateCopies",
+    "StateLaunch",
     "StateLayer",
+    "StateRows",
     "States",
     "TableEmbeddings",
     "layers_with_cache",

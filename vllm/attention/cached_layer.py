@@ -19,6 +19,9 @@ class CachedLayer(nn.Module, ABC):
     scale_names: ClassVar[tuple[str, ...]] = ()
     """Attributes with the scales of an fp8 cache: no weights, but they decide what it holds."""
 
+    input_names: ClassVar[tuple[str, ...]] = ()
+    """Attributes with inputs of requests that the layer keeps outside of its cache."""
+
     cache_group: int = 0
     """Index of the group of layers whose block tables this one reads."""
 
@@ -31,6 +34,11 @@ class CachedLayer(nn.Module, ABC):
         """The tensors of the cache; none while no cache is bound."""
         tensors = (getattr(self, name) for name in self.cache_names)
         return tuple(tensor for tensor in tensors if tensor is not None)
+
+    @property
+    def request_tensors(self) -> tuple[Tensor, ...]:
+        """All tensors with what the layer keeps of requests."""
+        return self.kv_caches
 
     def bind_kv_cache(self, *tensors: Tensor) -> None:
         """Use these tensors from now on; see `CacheTensor` for their shapes."""

@@ -48,7 +48,8 @@ class CacheConfig:
     num_kept_states: int = 16
     """How many recurrent states the prefix cache keeps, for models with Mamba, DeltaNet or short
     convolution layers. It keeps fewer where they would take more than a quarter of the memory of
-    the cache. 0: no prefix caching of these models."""
+    the cache. 0: no prefix caching of these models. On a card each of them takes one more
+    forward pass of its prompt."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "block_size")

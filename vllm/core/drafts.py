@@ -6,6 +6,7 @@ the draft in its place. So a wrong guess costs time and never changes an output.
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from vllm.core.drafting.draft_control import DraftControl
 from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.plan import Plan
 from vllm.core.running_batch import RunningBatch
-from vllm.core.step import Step
+from vllm.core.step import RowTokens, Step
 from vllm.messages import IntArray
 from vllm.request import Request
 
@@ -160,6 +161,21 @@ class DraftPlanner:
                 return np.zeros(len(rows), np.bool_)
         waits: BoolArray = self._running.takes_drafts[rows]
         return waits
+
+    def settle(self, rows: IntArray, tokens: RowTokens) -> RowTokens:
+        """Note which tokens the recurrent states have after a step.
+
+        Args:
+            rows: [n] of the step.
+            tokens: of each.
+
+        Returns:
+            The same with the tokens that are replayed.
+        """
+        settled = self._running.num_settled
+        replayed: IntArray = tokens.num_computed - settled[rows]
+        _, settled[rows] = tokens.settled()
+        return replace(tokens, num_replayed=replayed) if replayed.any() else tokens
 
     def begin(self, step_id: int, num_tokens: IntArray, plan: Plan) -> None:
         """A step starts.

@@ -23,6 +23,8 @@ class RunningBatch:
     Attributes:
         num_tokens: per row, known tokens plus those that a step in flight will sample.
         num_computed: per row, tokens whose KV is computed by the steps scheduled so far.
+        num_settled: per row, computed tokens that its recurrent state has: all before the last step
+            if that had drafts. Unused without a source of drafts.
         capacity: per row, tokens that its blocks hold.
         limit: per row, tokens at which the request ends.
         eos: per row, the token that ends the request, or NO_TOKEN.
@@ -43,6 +45,7 @@ class RunningBatch:
     def __init__(self, max_num_seqs: int) -> None:
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_computed = np.zeros(max_num_seqs, np.int32)
+        self.num_settled = np.zeros(max_num_seqs, np.int32)
         self.capacity = np.zeros(max_num_seqs, np.int32)
         self.limit = np.zeros(max_num_seqs, np.int32)
         self.eos = np.full(max_num_seqs, NO_TOKEN, np.int32)
@@ -177,6 +180,7 @@ class RunningBatch:
         spec = request.spec
         self.num_tokens[row] = len(request.token_ids)
         self.num_computed[row] = num_computed
+        self.num_settled[row] = num_computed
         self.capacity[row] = capacity
         self.limit[row] = spec.max_total_tokens
         self.eos[row] = NO_TOKEN if spec.eos_token_id is None else spec.eos_token_id

@@ -30,7 +30,7 @@ from vllm.core.request_queue import RequestQueue
 from vllm.core.results import apply_tokens
 from vllm.core.running_batch import RunningBatch
 from vllm.core.states import StateKeeper
-from vllm.core.step import Step, select_tokens
+from vllm.core.step import RowTokens, Step, select_tokens
 from vllm.core.windows import free_passed_blocks
 from vllm.errors import CapacityError, RequestError
 from vllm.logger import init_logger
@@ -218,11 +218,14 @@ class Scheduler:
         moves = kept_states = None
         encoded: list[tuple[int, int]] = []
         dropped: list[str] = []
+        tokens = RowTokens(num_computed, num_scheduled, num_drafts)
         if len(rows):
             if self.media is not None:
                 encoded, dropped = self.media.take_step()
+            if self._drafts is not None:
+                tokens = self._drafts.settle(rows, tokens)
             if self._state_keeper is not None and plan.num_decodes == 1:
-                kept_states = self._state_keeper.keep(rows, num_computed, num_scheduled)
+                kept_states = self._state_keeper.keep(rows, tokens)
             has_freed = bool(self._freed_rows or self._shortened)
             moves = bring_down(plan, self.running, self.cache, has_freed)
             self._launch(step_id, rows, num_computed, num_scheduled, num_drafts, plan)
@@ -247,6 +250,7 @@ class Scheduler:
             kept_states=kept_states,
             dropped_media=dropped,
             encoded_media=encoded,
+            num_replayed_tokens=tokens.num_replayed,
             num_decodes=plan.num_decodes,
         )
 

@@ -5,6 +5,7 @@ import numpy as np
 from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.kv.state_cache import StateCache
 from vllm.core.running_batch import RunningBatch
+from vllm.core.step import RowTokens
 from vllm.messages import IntArray
 from vllm.request import Request
 
@@ -22,39 +23,39 @@ class StateKeeper:
     def __init__(self, states: StateCache, cache: KVCacheManager, running: RunningBatch) -> None:
         self._states, self._cache, self._running = states, cache, running
 
-    def keep(
-        self, rows: IntArray, num_computed: IntArray, num_scheduled: IntArray
-    ) -> IntArray | None:
-        """Choose the states of a step that are kept.
+    def keep(self, rows: IntArray, tokens: RowTokens) -> IntArray | None:
+        """Choose the states of a step that are kept. None of them has a draft whose result is not
+        known.
 
         Args:
-            rows: that run one decode or a part of their prompt.
-            num_computed: tokens of each before the step.
-            num_scheduled: tokens of each in the step.
+            rows: that run one decode, with drafts or without, or a part of their prompt.
+            tokens: of each row.
 
         Returns:
             See `SchedulerOutput.kept_states`.
         """
-        ends = num_computed + num_scheduled
+        begins, ends = tokens.settled()
         size = self._cache.block_size
-        passes = num_computed // size < ends // size
+        passes = begins // size < ends // size
         if not passes.any():
             return None
         kept: dict[int, tuple[int, int, int]] = {}
         """By the kept state: one that makes room in the step that has kept it is written once."""
-        numbers = zip(num_computed[passes].tolist(), ends[passes].tolist(), strict=True)
+        starts = tokens.num_computed[passes].tolist()
+        ranges = zip(begins[passes].tolist(), ends[passes].tolist(), starts, strict=True)
         requests = self._running.at(rows[passes])
-        for request, (start, end) in zip(requests, numbers, strict=True):
+        for request, (begin, end, start) in zip(requests, ranges, strict=True):
             while request.state_ends and request.state_ends[0] <= end:
                 position = request.state_ends.pop(0)
                 number = self._states.keep(self._cache.prefix_hash(request, position))
                 if number is not None:
                     kept[number] = request.row, position - start, number
-            if start >= request.num_prompt_tokens and not end % size:
+            if begin >= request.num_prompt_tokens:
                 number = self._states.own(request.request_id)
                 if number is not None:
-                    request.num_kept_tokens = end
-                    kept[number] = request.row, end - start, number
+                    newest = end // size * size
+                    request.num_kept_tokens = newest
+                    kept[number] = request.row, newest - start, number
         return np.array(list(kept.values()), np.int32) if kept else None
 
     def leave(self, request: Request, num_known: int) -> None:

@@ -10,6 +10,27 @@ from vllm.request import Request, RequestStatus
 
 
 @dataclass(frozen=True, slots=True)
+class RowTokens:
+    """The tokens of n rows in a step; fields as in `SchedulerOutput`."""
+
+    num_computed: IntArray
+    num_scheduled: IntArray
+    num_drafts: IntArray | None = None
+    num_replayed: IntArray | None = None
+
+    def settled(self) -> tuple[IntArray, IntArray]:
+        """Return the begin and the end [n] of the tokens that each row adds to its recurrent state.
+        A row with drafts adds none of this step, because a state cannot return to an earlier
+        token. Its next step replays the tokens that were right."""
+        begins, ends = self.num_computed, self.num_computed + self.num_scheduled
+        if self.num_replayed is not None:
+            begins = begins - self.num_replayed
+        if self.num_drafts is not None:
+            ends = np.where(self.num_drafts, self.num_computed, ends)
+        return begins, ends
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """A step in flight. The lists and arrays have one entry per row that samples a token."""
 

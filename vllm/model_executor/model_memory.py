@@ -60,8 +60,9 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         below = list(value)
     elif isinstance(value, nn.Module) or type(value).__module__.startswith("vllm."):
         names: dict[str, Any] = getattr(value, "__dict__", {})
-        is_cached = isinstance(value, CachedLayer)
-        others = (*value.cache_names, *value.scale_names) if is_cached else ()
+        others: tuple[str, ...] = ()
+        if isinstance(value, CachedLayer):
+            others = (*value.cache_names, *value.scale_names, *value.input_names)
         below = [v for name, v in names.items() if name not in others]
     else:
         return

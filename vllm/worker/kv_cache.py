@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm.attention import CachedLayer
+from vllm.attention import CachedLayer, StateLayer
 from vllm.bucketing import format_bytes
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
@@ -51,8 +51,17 @@ def cache_layout(
 
 
 def states_bytes(config: VllmConfig, layout: KVCacheLayout) -> int:
-    """Bytes of the states of all rows of the batch; 0 for a model without states."""
-    return layout.state_bytes * config.scheduler.max_num_seqs
+    """Return the bytes of the recurrent states of all rows of the batch, and of the inputs that are
+    kept for drafts; 0 for a model without recurrent states."""
+    each = layout.state_bytes + num_provisional(config) * layout.input_bytes
+    return each * config.scheduler.max_num_seqs
+
+
+def num_provisional(config: VllmConfig) -> int:
+    """Return how many tokens of a request may run with drafts in a step, whose inputs the layers
+    with recurrent states keep; 0 without drafts."""
+    num_drafts = config.scheduler.max_draft_tokens
+    return 1 + num_drafts if num_drafts else 0
 
 
 def count_kept_states(config: VllmConfig, layout: KVCacheLayout, free_bytes: int) -> int | None:
@@ -227,6 +236,7 @@ def bind_kv_caches(
     layout: KVCacheLayout,
     dtype: torch.dtype,
     num_rows: int = 0,
+    provisional: tuple[int, int] = (0, 0),
 ) -> None:
     """Allocate the caches of all layers, zeroed.
 
@@ -240,6 +250,7 @@ def bind_kv_caches(
         layout: of the layers.
         dtype: that the layout was planned for.
         num_rows: of the batch; the layers with states have one of each.
+        provisional: rows of the batch, and `num_provisional`.
     """
     for layer_index in layout.state_layers:
         tensors = layers[layer_index].cache_spec(dtype).tensors
@@ -249,6 +260,13 @@ def bind_kv_caches(
                 for tensor in tensors
             )
         )
+        if provisional[1]:
+            layer = layers[layer_index]
+            assert isinstance(layer, StateLayer)
+            layer.provisional = tuple(
+                platform.allocate_cache((*provisional, *x.shape), getattr(torch, x.dtype))
+                for x in layer.cache_spec(dtype).inputs
+            )
     pool: list[list[torch.Tensor]] = []
     for index, group in enumerate(layout.groups):
         for place, layer_index in enumerate(group.layers):

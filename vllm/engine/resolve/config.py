@@ -196,8 +196,8 @@ def _observability(settings: Mapping[str, Any], cache: CacheConfig) -> Observabi
     if observability.kv_events.enable_kv_cache_events and not cache.enable_prefix_caching:
         raise ConfigError(
             "kv_events_config: enable_kv_cache_events needs the prefix cache, which is off "
-            "(enable_prefix_caching=False, a pooling model, or a model with states). Leave "
-            "kv_events_config out, or turn the prefix cache on"
+            "(enable_prefix_caching=False, or a pooling model). Leave kv_events_config out, or "
+            "turn the prefix cache on"
         )
     return observability
 

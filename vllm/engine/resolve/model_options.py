@@ -248,8 +248,8 @@ _ROWS_WITH_STATES = 32
 def for_states(settings: Mapping[str, Any], platform: Platform) -> Mapping[str, Any]:
     """The settings of a model whose layers keep a state of each request.
 
-    A state is a summary of all tokens so far. It cannot go back to an earlier token, so no draft
-    can be taken back, and a prefix is found only where its state was kept.
+    A state is a summary of all tokens so far. It cannot go back to an earlier token, so a prefix is
+    found only where its state was kept, and on a card there are no drafts.
 
     Raises:
         ConfigError: prompts are to be laid end to end.
@@ -260,21 +260,16 @@ def for_states(settings: Mapping[str, Any], platform: Platform) -> Mapping[str, 
             "recurrent layers (Mamba, DeltaNet), which would mix them up. Leave it out"
         )
     changed: dict[str, Any] = {}
-    if settings["enable_prefix_caching"] and platform.needs_static_shapes:
-        logger.info(
-            "prefix caching is off: the model has recurrent states, which are kept for prefixes on "
-            "the CPU only"
-        )
-        changed["enable_prefix_caching"] = False
-    elif settings["enable_prefix_caching"] and settings["kv_transfer_config"]:
+    if settings["enable_prefix_caching"] and settings["kv_transfer_config"]:
         raise ConfigError(
             "kv_transfer_config cannot be used with a model that has recurrent states: blocks are "
             "transferred without them. Leave it out"
         )
-    if settings["speculative_config"]:
+    if settings["speculative_config"] and platform.needs_static_shapes:
         logger.warning(
-            "speculative_config has no effect: the model keeps states, which cannot go back to "
-            "where a draft was wrong. Outputs are the same without drafts"
+            "speculative_config has no effect: the model has recurrent states, which cannot go "
+            "back to where a draft was wrong, and drafts of such models run on the CPU only. "
+            "Outputs are the same without drafts"
         )
         changed["speculative_config"] = {}
     if settings["max_num_seqs"] is None:

@@ -8,14 +8,14 @@ Independent of launches: `StateLayer` knows whose tokens they are.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm.attention import StateLayer, States
-from vllm.attention.state import load_states, store_states
+from vllm.attention import StateLayer, StateRows, States
 from vllm.config.parallel import sizes_that_fit
 from vllm.distributed import TPGroup, divide
 from vllm.errors import ConfigError
@@ -24,7 +24,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
     whole_linear,
 )
-from vllm.model_executor.layers.mamba import Convolution, check_activation
+from vllm.model_executor.layers.mamba import Convolution, advance_windows, check_activation
 from vllm.model_executor.layers.slice import Slice, SlicedModule
 from vllm.ops import get_ops
 from vllm.ops.native.delta_rule import run_delta_rule
@@ -169,6 +169,11 @@ class DeltaLayer(SlicedModule, StateLayer):
         state = (self.num_heads, self.value_size, self.key_size)
         return (window, conv.weight.dtype), (state, torch.float32)
 
+    def input_shapes(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        conv = self.conv1d
+        features = (conv.num_channels, self.num_heads, len(self.dt_bias))
+        return tuple(((count,), conv.weight.dtype) for count in features)
+
     def advance(
         self, inputs: tuple[Tensor, ...], lengths: Tensor | None, states: States
     ) -> tuple[Tensor, States]:
@@ -185,18 +190,12 @@ class DeltaLayer(SlicedModule, StateLayer):
         y, state = run_delta_rule(*self._split(mixed), logs, beta, state)
         return y, (window, state)
 
-    def advance_rows(self, inputs: tuple[Tensor, ...], rows: Tensor, is_new: Tensor) -> Tensor:
-        """Run one token of each sequence; the operator replaces the states in memory."""
-        assert self.window is not None and self.delta_state is not None
-        mixed, b, a = (part[:, None] for part in inputs)
-        windows = load_states((self.window,), rows, is_new)
-        mixed, window = self.conv1d(mixed, *windows, None)
-        store_states((self.window,), rows, (window,))
-        logs, beta = self._gates(a, b, None)
-        heads = self._split(mixed[:, 0])
-        return get_ops().delta_tokens(
-            self.delta_state, rows, is_new, *heads, logs[:, 0], beta[:, 0]
-        )
+    def advance_rows(self, inputs: tuple[Tensor, ...], rows: StateRows, caches: States) -> Tensor:
+        """Run few tokens of each sequence; the operator replaces the states in memory."""
+        (mixed, b, a), (windows, states) = inputs, caches
+        mixed = advance_windows(self.conv1d, mixed, rows, windows)
+        run = partial(get_ops().delta_tokens, states)
+        return rows.by_token(run, *self._split(mixed), *self._gates(a, b, rows.lengths))
 
     def _gates(self, a: Tensor, b: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the logarithm of the part of a state that is left, and how far a token corrects

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from vllm.attention import StateLayer, States
+from vllm.attention import StateLayer, StateRows, States
 from vllm.attention.state import load_states, store_states
 from vllm.config.parallel import sizes_that_fit
 from vllm.distributed import TPGroup, divide
@@ -85,6 +85,21 @@ class Convolution(SlicedModule):
     def forward(self, x: Tensor, window: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `vllm.ops.native.state_space.convolve`."""
         return convolve(x, window, self.weight[:, 0], self.bias, lengths, self.has_silu)
+
+
+def advance_windows(conv: Convolution, x: Tensor, rows: StateRows, windows: Tensor) -> Tensor:
+    """Run a convolution over a few tokens [B, L, D] of sequences, and replace their windows.
+
+    Args:
+        conv: the convolution.
+        x: its inputs.
+        rows: of the sequences.
+        windows: [rows, K - 1, D]
+    """
+    before = load_states((windows,), rows.indices, rows.is_new)
+    out, after = conv(x, *before, rows.lengths)
+    store_states((windows,), rows.indices, (after,))
+    return out
 
 
 class GatedRMSNorm(SlicedModule):
@@ -284,6 +299,10 @@ class Mamba2Mixer(SlicedModule, StateLayer):
         state = (self.num_heads, self.head_size, self.state_size)
         return (window, conv.weight.dtype), (state, torch.float32)
 
+    def input_shapes(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        dtype = self.conv1d.weight.dtype
+        return ((self.conv1d.num_channels,), dtype), ((self.num_heads,), dtype)
+
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         inner, channels = self.num_heads * self.head_size, self.conv1d.num_channels
         projected = self.in_proj(hidden_states)
@@ -305,16 +324,18 @@ class Mamba2Mixer(SlicedModule, StateLayer):
         y, state = scan_heads(x, steps, -self.A_log.exp(), b, c, state)
         return (y + x * self.D[:, None]).flatten(-2), (window, state)
 
-    def advance_rows(self, inputs: tuple[Tensor, ...], rows: Tensor, is_new: Tensor) -> Tensor:
-        """See `StateLayer`. The operator replaces the states where they are."""
-        assert self.window is not None and self.ssm_state is not None
-        mixed, dt = (part[:, None] for part in inputs)
-        windows = load_states((self.window,), rows, is_new)
-        mixed, window = self.conv1d(mixed, *windows, None)
-        store_states((self.window,), rows, (window,))
-        x, b, c = self._split(mixed[:, 0])
-        steps = time_steps(dt, self.dt_bias, None, self.limits)[:, 0]
-        y = get_ops().scan_tokens(self.ssm_state, rows, is_new, x, steps, -self.A_log.exp(), b, c)
+    def advance_rows(self, inputs: tuple[Tensor, ...], rows: StateRows, caches: States) -> Tensor:
+        """Run few tokens of each sequence; the operator replaces the states in memory."""
+        (mixed, dt), (windows, states) = inputs, caches
+        mixed = advance_windows(self.conv1d, mixed, rows, windows)
+        x, b, c = self._split(mixed)
+        steps = time_steps(dt, self.dt_bias, rows.lengths, self.limits)
+        decay, scan = -self.A_log.exp(), get_ops().scan_tokens
+
+        def run(indices: Tensor, is_new: Tensor, x: Tensor, steps: Tensor, *bc: Tensor) -> Tensor:
+            return scan(states, indices, is_new, x, steps, decay, *bc)
+
+        y = rows.by_token(run, x, steps, b, c)
         return (y + x * self.D[:, None]).flatten(-2)
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -408,6 +429,9 @@ class MambaMixer(SlicedModule, StateLayer):
             (self.num_channels, self.split_sizes[1]),
             torch.float32,
         )
+
+    def input_shapes(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        return (((self.num_channels,), self.conv1d.weight.dtype),)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         mixed, gate = self.in_proj(hidden_states).chunk(2, dim=-1)

@@ -45,6 +45,9 @@ class ShortConvolution(SlicedModule, StateLayer):
         conv = self.conv1d
         return (((conv.kernel - 1, conv.num_channels), conv.weight.dtype),)
 
+    def input_shapes(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        return (((self.conv1d.num_channels,), self.conv1d.weight.dtype),)
+
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         b, c, x = self.in_proj(hidden_states).chunk(3, dim=-1)
         mixed = c * self.run_sequences(b * x)

@@ -26,6 +26,8 @@ class Launch:
     """Copies of kept states before the tokens run, as in `SchedulerOutput`."""
     kept_states: IntArray | None = field(default=None, kw_only=True)
     """Copies to kept states after some of the tokens, as in `SchedulerOutput`."""
+    num_replayed_tokens: IntArray | None = field(default=None, kw_only=True)
+    """[n] tokens that recurrent states lack, as in `SchedulerOutput`."""
 
     @property
     def starts(self) -> IntArray:

@@ -6,7 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention import LaunchContext, LaunchParts, RaggedMetadata, RaggedStates, StateCopies
+from vllm.attention import (
+    LaunchContext,
+    LaunchParts,
+    RaggedMetadata,
+    RaggedStates,
+    StateCopies,
+    StateLaunch,
+)
 from vllm.utils.ragged import positions_within
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch, LaunchInput
@@ -80,7 +87,16 @@ def build_ragged_input(
     states = None
     if has_states:
         copies = StateCopies.of_rows(rows, launch.restored_states, launch.kept_states)
-        states = RaggedStates.build(rows, start, query_start_loc, num_decodes, device, copies)
+        state_launch = StateLaunch(
+            rows,
+            start,
+            query_start_loc,
+            num_decodes,
+            launch.num_drafts,
+            launch.num_replayed_tokens,
+            copies,
+        )
+        states = RaggedStates.build(state_launch, device)
     sampled = np.flatnonzero(seq_lens >= batch.num_tokens[rows]).astype(np.int32)
     all_tokens = only_decodes and len(sampled) == len(rows)
     logits_indices = query_start_loc[1:][sampled].astype(np.int64) - 1

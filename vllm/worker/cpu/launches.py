@@ -116,6 +116,7 @@ class RaggedLaunches:
                 num_drafts=step.num_draft_tokens,
                 restored_states=step.restored_states,
                 kept_states=step.kept_states,
+                num_replayed_tokens=step.num_replayed_tokens,
             )
         ]
 

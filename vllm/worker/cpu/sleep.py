@@ -138,8 +138,8 @@ class HostCache:
     def release(self, *, keep: bool) -> None:
         """Release the caches."""
         for layer in self._layers:
-            for cache in layer.kv_caches:
-                _discard(cache)
+            for tensor in layer.request_tensors:
+                _discard(tensor)
         for states in self._kept_states:
             _discard(states)
 

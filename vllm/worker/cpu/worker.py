@@ -49,6 +49,7 @@ from vllm.worker.kv_cache import (
     count_blocks,
     count_kept_states,
     log_cache,
+    num_provisional,
     states_bytes,
 )
 from vllm.worker.parts.memory_use import MemoryUse, draft_use, weights_use
@@ -276,8 +277,12 @@ class CPUWorker(WorkerBase):
         num_kept_states = self._num_kept_states or 0
         log_cache(self.config, num_blocks, self._layout, num_kept_states)
         dtype = cache_dtype(self.config)
-        num_rows = self.config.scheduler.max_num_seqs + num_kept_states
-        bind_kv_caches(layers, self.platform, num_blocks, layout, dtype, num_rows)
+        num_requests = self.config.scheduler.max_num_seqs
+        num_rows, provisional = num_requests + num_kept_states, num_provisional(self.config)
+        bind_kv_caches(
+            *(layers, self.platform, num_blocks, layout, dtype, num_rows),
+            provisional=(num_requests, provisional),
+        )
         if (drafter := self._drafter) is not None:
             own, dtype = drafter.cache_layout, cache_dtype(drafter.config)
             bind_kv_caches(drafter.attention_layers, self.platform, num_blocks, own, dtype)

@@ -21,7 +21,7 @@ from vllm.worker.batch.input_batch import ExpectedTokens
 from vllm.worker.drafts.stage_drafts import InnerLayers
 from vllm.worker.hpu.adapters import DeviceRows
 from vllm.worker.hpu.encoder import card_encoder
-from vllm.worker.hpu.launches.block_moves import BlockMover
+from vllm.worker.hpu.launches.block_moves import BlockMover, StateMover
 from vllm.worker.hpu.launches.embeddings import DeviceEmbeddings
 from vllm.worker.hpu.launches.input import HPUInputBuilder
 from vllm.worker.hpu.launches.launches import PaddedLaunches, PaddedRunner, Sampling
@@ -138,8 +138,13 @@ class HPUModelRunner(ModelRunner):
             embeddings=embeddings,
             positions=positions,
         )
-        layers = [x for x in layers_with_cache(model) if not isinstance(x, StateLayer)]
+        layers = layers_with_cache(model)
+        with_states = [layer for layer in layers if isinstance(layer, StateLayer)]
+        layers = [layer for layer in layers if not isinstance(layer, StateLayer)]
         self._mover = BlockMover(bridge, layers, block_size)
+        state_mover = None
+        if with_states and config.cache.enable_prefix_caching:
+            state_mover = StateMover(bridge, with_states, limits.max_num_seqs)
         launches = PaddedLaunches(
             config,
             bridge,
@@ -148,6 +153,7 @@ class HPUModelRunner(ModelRunner):
             batch,
             parts,
             mover=self._mover if config.has_dense_cache else None,
+            state_mover=state_mover,
         )
         made = RunnerParts(cache_layout=layout, batch=batch, rows=parts, launches=launches)
         super().__init__(config, model, made, PaddedTokens(sampling, launches))
@@ -160,6 +166,9 @@ class HPUModelRunner(ModelRunner):
         if step.block_moves is not None and len(step.block_moves.copied):
             with self.launches.warmed_section(is_promised=self.launches.is_warm):
                 self._mover.move(step.block_moves.copied)
+        if step.restored_states is not None and self.launches.state_mover is not None:
+            with self.launches.warmed_section(is_promised=self.launches.is_warm):
+                self.launches.state_mover.copy(step.restored_states[:, ::-1])
         self.launches.inputs.place([new.row for new in step.new_requests])
         super()._prepare_step(step)
 
@@ -182,6 +191,8 @@ class HPUModelRunner(ModelRunner):
         output = self.launches.run_padding(shape)
         if self.launches.mover is not None and shape.bucket.phase is Phase.DECODE:
             self.launches.mover.warm_up()
+        if self.launches.state_mover is not None:
+            self.launches.state_mover.warm_up()
         if not self.stage.is_last:
             self.launches.kept(output.hidden_states)
         elif shape.bucket.phase is Phase.PREFILL:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from vllm.attention import Attention
@@ -60,7 +61,7 @@ from vllm.worker.hpu.speculator_runner import make_speculator_runner
 from vllm.worker.hpu.warmup.profile import held_bytes, profile_launches
 from vllm.worker.hpu.warmup.warmup import WarmUp
 from vllm.worker.interface import MemoryReport, WarmUpStep
-from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, log_states
+from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, count_kept_states, log_states
 from vllm.worker.parts.memory_use import (
     MemoryUse,
     division,
@@ -112,6 +113,7 @@ class HPUWorker(WorkerBase):
         self._encoder_steps: Iterator[tuple[WarmUpStep, Callable[[], Any]]] = iter(())
         self._encode: Callable[[], Any] | None = None
         """Runs the forward pass of the encoder that the warm-up has named last."""
+        self._num_kept_states: int | None = None
 
     def _load_model(self) -> None:
         bridge = self.bridge
@@ -220,17 +222,19 @@ class HPUWorker(WorkerBase):
             # Before the first launch: its workspace stays in use, and is part of what it needs.
             memory = self.bridge.memory_info()
             layout = self.runner.cache_layout
+            self._num_kept_states = count_kept_states(self.config, layout, memory.free_bytes)
             config, free_bytes = beside_states(
                 self.config, memory.free_bytes, layout.state_bytes * self._num_rows
             )
             self._memory_config = config
-            self._report = divide_memory(
+            report = divide_memory(
                 config,
                 free_bytes=free_bytes,
                 launch_bytes=self._profile(free_bytes),
                 block_bytes=self._block_bytes(),
                 others=self._uses(memory.total_bytes, free_bytes),
             )
+        self._report = replace(report, num_kept_states=self._num_kept_states)
         return self._report
 
     def _uses(self, total_bytes: int, free_bytes: int) -> list[MemoryUse]:
@@ -263,7 +267,8 @@ class HPUWorker(WorkerBase):
             calculate_scales(self.config, self.model, self.device)
             bridge.mark_step()
         logger.info(num_blocks_line(num_blocks, 0))
-        log_states(self.runner.cache_layout, self._num_rows)
+        num_kept = self._num_kept_states or 0
+        log_states(self.runner.cache_layout, self._num_rows - num_kept, num_kept)
         total_bytes = bridge.memory_info().total_bytes
         self.ledger = make_ledger(self._memory_config, self._report, total_bytes, num_blocks)
         with self._within_memory("the KV cache"), MemoryProfile(bridge) as allocation:
@@ -425,8 +430,8 @@ class HPUWorker(WorkerBase):
 
     @property
     def _num_rows(self) -> int:
-        """Rows of states: those of the batch, and one of padding."""
-        return self.config.scheduler.max_num_seqs + 1
+        """Rows of recurrent states: the batch, one of padding, and the kept states."""
+        return self.config.scheduler.max_num_seqs + 1 + (self._num_kept_states or 0)
 
     def _block_bytes(self) -> int:
         return sum(runner.cache_layout.block_bytes for runner in self._runners)

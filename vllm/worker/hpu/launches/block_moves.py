@@ -1,4 +1,6 @@
-"""Moves blocks of the KV cache on a card, in few shapes, all of which are warmed up."""
+"""Copies blocks of the KV cache and recurrent states on a card, in few shapes, all of which are
+warmed up.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,6 +14,8 @@ from vllm.worker.hpu.launches.host_buffers import HostBuffers
 
 MOVE_SIZES = (2, 8, 32)
 """Blocks that are moved at a time; even, since the two of an exchange are neighbours."""
+_STATE_SIZES = (2, 8)
+"""Recurrent states that are copied at a time; each may have megabytes in one layer."""
 
 
 class BlockMover:
@@ -21,19 +25,27 @@ class BlockMover:
         bridge: the card.
         layers: with caches of one group.
         block_size: tokens per block.
+        sizes: blocks that are copied at a time, ascending.
+        padding: a block that nobody reads.
     """
 
     def __init__(
-        self, bridge: HabanaBridge, layers: Sequence[CachedLayer], block_size: int
+        self,
+        bridge: HabanaBridge,
+        layers: Sequence[CachedLayer],
+        block_size: int,
+        sizes: Sequence[int] = MOVE_SIZES,
+        padding: int = NULL_BLOCK_ID,
     ) -> None:
         self._bridge = bridge
         self._layers = layers
+        self._sizes, self._padding = sizes, padding
         self._offsets = np.arange(block_size, dtype=np.int32)
         self._to_device = HostBuffers(bridge).to_device
 
     def move(self, copied: IntArray) -> None:
         """Copy blocks, [n, 2] (source, target); see `BlockMoves.copied`."""
-        for part in padded_parts(copied):
+        for part in padded_parts(copied, self._sizes, self._padding):
             slots = part.T[:, :, None] * np.int32(len(self._offsets)) + self._offsets
             slots_on_card = self._to_device(slots.reshape(2, -1))
             sources, targets = slots_on_card[0].long(), slots_on_card[1].long()
@@ -43,9 +55,9 @@ class BlockMover:
                     self._copy(cache, sources, targets)
 
     def warm_up(self) -> None:
-        """Copy the null block to itself in every shape."""
-        for size in MOVE_SIZES:
-            self.move(np.full((size, 2), NULL_BLOCK_ID, np.int32))
+        """Copy the block of padding to itself in every shape."""
+        for size in self._sizes:
+            self.move(np.full((size, 2), self._padding, np.int32))
 
     def _copy(self, cache: Tensor, sources: Tensor, targets: Tensor) -> None:
         """Within a cache of [slots, ...]: all are read before any is written."""
@@ -53,14 +65,41 @@ class BlockMover:
         self._bridge.mark_step()
 
 
-def padded_parts(copied: IntArray) -> Iterator[IntArray]:
-    """Parts of [n, 2] moves, each of one of the sizes; the null block pads the last.
+class StateMover:
+    """Copies recurrent states between rows of the batch and kept states.
+
+    Args:
+        bridge: the card.
+        layers: with recurrent states, in rows: the batch, one of padding, the kept states.
+        num_requests: rows of the batch.
+    """
+
+    def __init__(
+        self, bridge: HabanaBridge, layers: Sequence[CachedLayer], num_requests: int
+    ) -> None:
+        self._num_requests = num_requests
+        self._mover = BlockMover(bridge, layers, 1, _STATE_SIZES, padding=num_requests)
+
+    def copy(self, copied: IntArray) -> None:
+        """Copy states, [n, 2] (source, target), each a row of the batch or the number of a kept
+        state; no source is a target."""
+        self._mover.move(copied + (copied >= self._num_requests))
+
+    def warm_up(self) -> None:
+        """Copy the row of padding to itself in every shape."""
+        self._mover.warm_up()
+
+
+def padded_parts(
+    copied: IntArray, sizes: Sequence[int] = MOVE_SIZES, padding: int = NULL_BLOCK_ID
+) -> Iterator[IntArray]:
+    """Divide [n, 2] moves into parts of these sizes; a block of padding fills the last.
 
     >>> [len(part) for part in padded_parts(np.ones((43, 2), np.int32))]
     [32, 8, 2, 2]
     """
     while len(copied):
         left = len(copied)
-        size = next((s for s in reversed(MOVE_SIZES) if s <= left), MOVE_SIZES[0])
+        size = next((s for s in reversed(sizes) if s <= left), sizes[0])
         part, copied = copied[:size], copied[size:]
-        yield np.pad(part, ((0, size - len(part)), (0, 0)), constant_values=NULL_BLOCK_ID)
+        yield np.pad(part, ((0, size - len(part)), (0, 0)), constant_values=padding)

@@ -17,7 +17,7 @@ from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.utils.trace import get_trace
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch, LaunchInput
-from vllm.worker.hpu.launches.block_moves import BlockMover
+from vllm.worker.hpu.launches.block_moves import BlockMover, StateMover
 from vllm.worker.hpu.launches.execution import GraphExecution, make_execution
 from vllm.worker.hpu.launches.host_buffers import HostBuffers
 from vllm.worker.hpu.launches.input import HPUInputBuilder
@@ -74,6 +74,7 @@ class PaddedLaunches:
         whole_prompts: every prompt runs in one launch, and there are no decodes.
         single_tokens: each row of a launch has one token, and there are no prompts.
         mover: moves blocks of the cache; None: they stay where they are.
+        state_mover: copies recurrent states; None: none are kept for prefixes.
 
     Attributes:
         stage: of the model.
@@ -102,6 +103,7 @@ class PaddedLaunches:
         whole_prompts: bool = False,
         single_tokens: bool = False,
         mover: BlockMover | None = None,
+        state_mover: StateMover | None = None,
     ) -> None:
         self.stage = model.model.stage
         self.block_size = config.cache.block_size
@@ -123,7 +125,7 @@ class PaddedLaunches:
         self.phases = (Phase.PREFILL,) if whole_prompts else tuple(Phase)
         self._batch = batch
         self._parts = parts
-        self.mover = mover
+        self.mover, self.state_mover = mover, state_mover
         self._whole_prompts = whole_prompts
         self._merged_prompts = 0
         if config.hpu.merged_prefill and not whole_prompts:
@@ -207,6 +209,8 @@ class PaddedLaunches:
             yield
             if self.mover is not None and not is_compiled and bucket.phase is Phase.DECODE:
                 self.mover.warm_up()  # as with every decode of a warm-up
+            if self.state_mover is not None and not is_compiled:
+                self.state_mover.warm_up()
         if not is_compiled:
             self._note_compiled(launch)
         if trace.is_on:
@@ -221,10 +225,12 @@ class PaddedLaunches:
         return PaddedInput(launch, sampled, packed)
 
     def run(self, given: PaddedInput) -> PaddedOutput:
-        """Copy a launch to the card, and run it there."""
-        shape = given.launch.shape
+        """Copy a launch to the card, run it there, and keep recurrent states of its rows."""
+        shape, kept = given.launch.shape, given.launch.kept_states
         packed = self.to_device(given.packed)
         outputs = self.execution.run(packed, shape, *self.received(shape))
+        if kept is not None and self.state_mover is not None:
+            self.state_mover.copy(kept[:, ::2])
         return PaddedOutput(packed, *outputs)
 
     def send(self, output: PaddedOutput) -> None:

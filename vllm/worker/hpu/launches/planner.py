@@ -9,7 +9,7 @@ The catalog is closed (`bucketing/catalog/closure`), so every launch finds a buc
 wrong, the launch gets the shape it has: it compiles, which is logged, and nothing is lost.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -146,6 +146,18 @@ class _Rows(NamedTuple):
         """Entries from `start` up to `end`."""
         return _Rows(*(column[start:end] for column in self))
 
+    def cut(self, ends: Collection[tuple[int, int]]) -> "_Rows":
+        """Divide the tokens of rows where some (row, position) end."""
+        found: list[tuple[int, int, int, int]] = []
+        for row, start, count, drafts in zip(*(x.tolist() for x in self), strict=True):
+            inside = sorted(end for of_row, end in ends if of_row == row)
+            stops = [end for end in inside if start < end < start + count] + [start + count]
+            for stop in stops:
+                found.append((row, start, stop - start, drafts))
+                start = stop
+        columns = zip(*found, strict=True) if found else ((),) * 4
+        return _Rows(*(np.array(column, np.int32) for column in columns))
+
     def select(self, is_chosen: npt.NDArray[np.bool_]) -> "_Rows":
         """Some of the entries."""
         return _Rows(*(column[is_chosen] for column in self))
@@ -191,9 +203,14 @@ class HPULaunchPlanner:
         self._size = limits.block_size
 
     def plan(self, step: SchedulerOutput) -> list[Launch]:
-        """The launches of a step: decodes, then prefills in the order of its rows."""
+        """The launches of a step: decodes, then prefills in the order of its rows. A launch
+        ends at each token whose recurrent state is kept."""
         decodes, prompts = self._separate(_Rows.of(step))
-        return [*self._decodes(decodes), *self._prefills(prompts)]
+        if step.kept_states is None:
+            return [*self._decodes(decodes), *self._prefills(prompts)]
+        ends = _kept_ends(step)
+        prompts = prompts.cut(ends.keys())
+        return [_with_kept(x, ends) for x in (*self._decodes(decodes), *self._prefills(prompts))]
 
     def plan_known(
         self, rows: IntArray, computed: IntArray, scheduled: IntArray, *, is_decode: bool
@@ -473,6 +490,27 @@ def _launch(
         num_shared,
         num_drafts=rows.drafts if rows.drafts.any() else None,
     )
+
+
+def _kept_ends(step: SchedulerOutput) -> dict[tuple[int, int], list[int]]:
+    """Return row and position -> kept states of the state of the row there."""
+    assert step.kept_states is not None
+    computed = dict(zip(step.rows.tolist(), step.num_computed_tokens.tolist(), strict=True))
+    ends: dict[tuple[int, int], list[int]] = {}
+    for row, count, number in step.kept_states.tolist():
+        ends.setdefault((row, computed[row] + count), []).append(number)
+    return ends
+
+
+def _with_kept(launch: PaddedLaunch, ends: dict[tuple[int, int], list[int]]) -> PaddedLaunch:
+    """Return a launch with the states that are kept at the ends of its rows."""
+    columns = (launch.rows, launch.num_computed_tokens, launch.num_scheduled_tokens)
+    kept = [
+        (row, count, number)
+        for row, start, count in zip(*(x.tolist() for x in columns), strict=True)
+        for number in ends.get((row, start + count), ())
+    ]
+    return replace(launch, kept_states=np.array(kept, np.int32)) if kept else launch
 
 
 def _cost_of(groups: list[tuple[_Rows, Bucket]]) -> int:
