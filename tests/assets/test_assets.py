@@ -42,7 +42,9 @@ def test_a_picture_is_given_in_rgb():
 
 def test_without_pillow_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(RequestError, match="Pillow, which is not installed: pip install pillow"):
+    with pytest.raises(
+        RequestError, match=r"Pillow, which is not installed: pip install .vllm\[image\]"
+    ):
         ImageAsset("stop_sign").pil_image  # noqa: B018
 
 

@@ -346,7 +346,7 @@ def test_image_processors_that_cannot_be_made(name, settings, message):
 
 def test_without_pillow_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ConfigError, match="pip install pillow"):
+    with pytest.raises(ConfigError, match=r"pip install .vllm\[image\]"):
         make_hf_processor("CLIPImageProcessor", {})
 
 

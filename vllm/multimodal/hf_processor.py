@@ -88,7 +88,7 @@ def make_image_processor(name: str, settings: Mapping[str, Any]) -> Any:
         ConfigError: as `HfImageProcessor`.
     """
     if find_spec("PIL") is None:
-        raise ConfigError("images need Pillow, which is not installed: pip install pillow")
+        raise ConfigError("images need Pillow, which is not installed: pip install 'vllm[image]'")
     import transformers
 
     # transformers 5 has two classes; in version 4 the one with the plain name works with Pillow.

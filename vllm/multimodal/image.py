@@ -246,7 +246,7 @@ def _open(data: bytes, max_pixels: int, where: str) -> "Image":
         from PIL import Image as pillow
     except ImportError:
         raise RequestError(
-            "images need Pillow, which is not installed: pip install pillow"
+            "images need Pillow, which is not installed: pip install 'vllm[image]'"
         ) from None
     name = sniff(data)
     if name not in ACCEPTED:
