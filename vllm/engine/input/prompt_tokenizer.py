@@ -104,7 +104,7 @@ class PromptTokenizer:
     def _tokenize_mapping(
         self, prompt: Mapping[str, Any], max_tokens: int | None
     ) -> TokenizedPrompt:
-        if media := [key for key in prompt if key in MEDIA_KEYS and prompt[key]]:
+        if media := [key for key in prompt if key in MEDIA_KEYS and _is_given(prompt[key])]:
             raise RequestError(
                 f"{', '.join(media)}: a pooling model reads text only. Leave it out of the prompt",
                 param="prompt",
@@ -203,6 +203,11 @@ class PromptTokenizer:
                 param="prompt",
             )
         return ids
+
+
+def _is_given(media: Any) -> bool:
+    """Return whether a value about images says anything."""
+    return media is not None and not (isinstance(media, Mapping) and not media)
 
 
 def _as_ids(value: int | Sequence[int] | None) -> list[int]:
