@@ -9,6 +9,7 @@ from tests.reach import scheduler_of
 from tests.tiny_images import draw_image, make_tiny_images
 from vllm import LLM, SamplingParams
 from vllm.errors import RequestError
+from vllm.sampling_params import BeamSearchParams
 
 pillow = pytest.importorskip("PIL.Image", reason="images need Pillow")
 torch = pytest.importorskip("torch")
@@ -111,3 +112,32 @@ def test_every_form_of_an_image_is_the_same(llm):
         llm.generate([ask("<image>", half.bfloat16()), ask("<image>", half)], GREEDY)
     )
     assert first == second
+
+
+def test_beams_keep_the_images_and_the_salt_of_their_prompt(llm, plain):
+    prompts = [ask("<image> a", IMAGE), {"prompt": "no <image>"}, ask("<image> b", draw_image(2))]
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    want = plain.generate(prompts, greedy)
+    one = BeamSearchParams(beam_width=1, max_tokens=4, ignore_eos=True)
+    for beams, output in zip(llm.beam_search(prompts, one), want, strict=True):
+        expected = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        assert beams.sequences[0].tokens == expected
+    wide = BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True)
+    first, salted = llm.beam_search([prompts[0], {**prompts[0], "cache_salt": "s"}], wide)
+    assert [each.tokens for each in first.sequences] == [each.tokens for each in salted.sequences]
+    assert llm.generate({**prompts[0], "cache_salt": "s"}, greedy)[0].num_cached_tokens
+
+
+def test_beams_continue_the_positions_of_an_image(tmp_path):
+    folder = make_tiny_images("qwen2_vl", tmp_path)
+    llm = LLM(str(folder), **ENGINE)
+    pad = "<|vision_start|><|image_pad|><|vision_end|>"
+    for text in (f"{pad} what", f"x {pad}", "text <|image_pad|> alone"):
+        prompt = ask(text, *[draw_image(3, 100, 30)] * ("start" in text))
+        (output,) = llm.generate(prompt, GREEDY)
+        params = BeamSearchParams(beam_width=1, max_tokens=8, ignore_eos=True)
+        (beams,) = llm.beam_search([prompt], params)
+        expected = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        assert beams.sequences[0].tokens == expected
+    (short,) = llm.generate(prompt, SamplingParams(max_tokens=2, truncate_prompt_tokens=5))
+    assert len(short.prompt_token_ids) == 5

@@ -46,7 +46,7 @@ class BigramModel:
 
 def search(model, params, end_tokens=frozenset({END}), max_model_len=100):
     (result,) = search_beams(
-        [PROMPT],
+        [{"prompt_token_ids": PROMPT}],
         params,
         model.run,
         end_tokens=end_tokens,
@@ -193,7 +193,7 @@ def test_beams_come_in_the_order_of_their_scores(sums, length_penalty):
         include_stop_str_in_output=True,
     )
     (result,) = search_beams(
-        [PROMPT],
+        [{"prompt_token_ids": PROMPT}],
         params,
         LadderModel(sums).run,
         end_tokens=frozenset({0}),

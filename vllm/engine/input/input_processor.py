@@ -193,8 +193,10 @@ class InputProcessor:
         if any(key in given for key in MEDIA_KEYS):
             prompt = cast(PromptType, {k: v for k, v in given.items() if k not in MEDIA_KEYS})
         tokenized = self.prompts.tokenize(prompt, max_tokens=max_tokens)
-        if self.media.family is None or given.get("media") is not None:
-            return replace(tokenized, media=given.get("media"))
+        if (known := given.get("media")) is not None:
+            return replace(tokenized, media=known.followed_by(tokenized.token_ids))
+        if self.media.family is None:
+            return tokenized
         is_text = isinstance(prompt, str) or given.get("prompt") is not None
         literal = given.get("literal_placeholders", () if items else None)
         media = self.media.place(

@@ -50,6 +50,19 @@ class PlacedMedia:
     positions: npt.NDArray[np.int32] | None
     """[P, n] of the n tokens; None: their indices."""
 
+    def followed_by(self, token_ids: list[int]) -> "PlacedMedia":
+        """Return the same images in a longer prompt, which continues this one with text.
+
+        Args:
+            token_ids: of the longer prompt.
+        """
+        positions, num_more = self.positions, len(token_ids) - len(self.token_ids)
+        if positions is not None and num_more:
+            following = np.arange(1, num_more + 1, dtype=np.int32) + positions.max()
+            more = np.broadcast_to(following, (len(positions), num_more))
+            positions = np.concatenate((positions, more), axis=1)
+        return replace(self, token_ids=token_ids, positions=positions)
+
 
 class MediaInput:
     """Images for one model.
@@ -250,7 +263,7 @@ class MediaInput:
             token_ids,
             media,
             tuple(CacheKey(item.start, item.key) for item in media),
-            family.positions(len(token_ids), placed),
+            family.positions(len(token_ids), placed) if placed else None,
         )
 
 
