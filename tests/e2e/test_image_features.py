@@ -36,8 +36,8 @@ def llm(folder):
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    """Keeps nothing between requests."""
-    return LLM(str(folder), **ENGINE, enable_prefix_caching=False)
+    """Keeps no blocks between requests, and runs prompts in pieces."""
+    return LLM(str(folder), **ENGINE, enable_prefix_caching=False, max_num_batched_tokens=24)
 
 
 def ask(text, *images, **others):
@@ -141,3 +141,154 @@ def test_beams_continue_the_positions_of_an_image(tmp_path):
         assert beams.sequences[0].tokens == expected
     (short,) = llm.generate(prompt, SamplingParams(max_tokens=2, truncate_prompt_tokens=5))
     assert len(short.prompt_token_ids) == 5
+
+
+def requests_of(image="<image>"):
+    one, two, three = draw_image(1), draw_image(2, 32, 32), draw_image(3, 100, 30)
+    return [
+        ask(f"abc abc abc {image} abc abc {image} abc abc abc", one, one),
+        ask(f"{image}{image} Compare.", one, two),
+        ask("No picture at all."),
+        ask(f"First {image}, then some words, then {image}", three, one),
+        ask(image, draw_image(4, 64, 64)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(plain):
+    return tokens_of(plain.generate(requests_of(), GREEDY))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+        {"speculative_config": {"num_speculative_tokens": 3}},
+        {"num_scheduler_steps": 4, "async_scheduling": False},
+        # the encoder cache has room for two images, and requests are preempted
+        {
+            "encoder_cache": 16,
+            "max_num_batched_tokens": 16,
+            "max_model_len": 96,
+            "block_size": 4,
+            "num_gpu_blocks_override": 25,
+        },
+    ],
+    ids=str,
+)
+def test_settings_of_the_engine_change_no_token(folder, expected, settings, monkeypatch):
+    settings = dict(settings)
+    if size := settings.pop("encoder_cache", None):
+        monkeypatch.setattr("vllm.engine.engine_core._ENCODER_CACHE_SIZE", size)
+    if speculation := settings.get("speculative_config"):
+        own = {} if "method" in speculation else {"model": str(folder)}
+        settings["speculative_config"] = {**speculation, **own}
+    llm = LLM(str(folder), **{**ENGINE, **settings})
+    for _ in range(2):  # the second time with a prefix cache
+        assert tokens_of(llm.generate(requests_of(), GREEDY)) == expected
+    media = scheduler_of(llm).media
+    assert not media.holders
+    assert media.num_kept <= media.capacity
+    assert size is None or (media.capacity == 32 and scheduler_of(llm).num_preemptions)
+
+
+def test_a_cached_prefix_with_an_image_belongs_to_its_content_and_salt(llm, plain):
+    media = scheduler_of(llm).media
+    text = "Look at this, all of you: <image> "
+    image, other = draw_image(11), draw_image(12)
+
+    def run(prompt):
+        queries, hits = media.num_queries, media.num_hits
+        (output,) = llm.generate(prompt, GREEDY)
+        assert tokens_of([output]) == tokens_of(plain.generate(prompt, GREEDY))
+        num_encoded = media.num_queries - queries - (media.num_hits - hits)
+        return output.num_cached_tokens, num_encoded
+
+    long = "and tell me what"
+    assert run(ask(text + long, image)) == (0, 1)
+    assert run(ask(text + long + " you see", image)) == (48, 0)
+    assert run(ask(text + "then", image)) == (32, 0)
+    assert run(ask(text + "then", other)) == (16, 1)
+    assert run(ask(text + "then", image, cache_salt="other")) == (0, 1)
+    media.clear()  # the blocks stay: an image behind them is not encoded
+    assert run(ask(text + long + " you like", image)) == (64, 0)
+    assert run(ask(text + "else", image)) == (32, 1)
+    named = {"multi_modal_uuids": {"image": ["name"]}}
+    first = llm.generate(ask(text, image, **named), GREEDY)
+    (second,) = llm.generate(ask(text, other, **named), GREEDY)
+    assert tokens_of(first) == tokens_of([second])
+    assert second.num_cached_tokens == 32
+    settings = {"mm_processor_kwargs": {"image_mean": [0.1, 0.2, 0.3]}}
+    (changed,) = llm.generate(ask(text, image, **named, **settings), GREEDY)
+    assert changed.num_cached_tokens == 16
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logprobs": 2},
+        {"temperature": 0, "bad_words": ["<image>", "a"]},
+        {"temperature": 1, "n": 3, "seed": 7},
+        {"temperature": 0, "prompt_logprobs": 2},
+    ],
+    ids=lambda sampling: str(list(sampling)),
+)
+def test_sampling_is_the_same_in_pieces_and_behind_cached_prefixes(llm, plain, sampling):
+    params = SamplingParams(max_tokens=6, **sampling)
+    want = plain.generate(requests_of(), params)
+    for _ in range(2):
+        found = llm.generate(requests_of(), params)
+        assert tokens_of(found) == tokens_of(want)
+        for one, other in zip(found, want, strict=True):
+            assert (one.prompt_logprobs is None) == ("prompt_logprobs" not in sampling)
+            for entries, others in zip(
+                one.prompt_logprobs or (), other.prompt_logprobs or (), strict=True
+            ):
+                assert {key: round(each.logprob, 3) for key, each in (entries or {}).items()} == {
+                    key: round(each.logprob, 3) for key, each in (others or {}).items()
+                }
+
+
+def test_tokens_that_are_expanded_already_are_left_as_they_are(llm):
+    (want,) = llm.generate(ask("Look: <image> x", IMAGE), GREEDY)
+    token = llm.get_tokenizer().convert_tokens_to_ids("<image>")
+    start = want.prompt_token_ids.index(token)
+    short = [*want.prompt_token_ids[: start + 1], *want.prompt_token_ids[start + 16 :]]
+    for token_ids in (want.prompt_token_ids, short):
+        prompt = {"prompt_token_ids": token_ids, "multi_modal_data": {"image": IMAGE}}
+        (found,) = llm.generate(prompt, GREEDY)
+        assert found.prompt_token_ids == want.prompt_token_ids
+        assert tokens_of([found]) == tokens_of([want])
+    for token_ids in ([*short[:start], *[token] * 3], [5, token]):
+        images = {"multi_modal_data": {"image": IMAGE}} if len(token_ids) > 2 else {}
+        with pytest.raises(RequestError, match="as many placeholders <image> as images"):
+            llm.generate({"prompt_token_ids": token_ids, **images}, GREEDY)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_an_aborted_request_lets_go_of_its_images(plain, expected, num_steps):
+    engine, finished = plain.llm_engine, {}
+    engine.add_request("aborted", requests_of()[3], GREEDY)
+    engine.add_request("kept", requests_of()[1], GREEDY)
+    for _ in range(num_steps):
+        engine.step()
+    engine.abort_request(["aborted"])
+    while engine.has_unfinished_requests():
+        finished.update((each.request_id, each) for each in engine.step() if each.finished)
+    assert tokens_of([finished["kept"]]) == [expected[1]]
+    assert not scheduler_of(plain).media.holders
+
+
+def test_emptying_the_prefix_cache_drops_embeddings_of_images(folder):
+    llm = LLM(str(folder), **ENGINE)
+
+    def change(worker):
+        for weight in worker.get_model().media_encoder.parameters():
+            weight.data.mul_(1.7)
+
+    before = tokens_of(llm.generate(requests_of(), GREEDY))
+    llm.collective_rpc(change)
+    assert llm.reset_prefix_cache()
+    changed = tokens_of(llm.generate(requests_of(), GREEDY))
+    unchanged = [i for i in range(len(before)) if before[i] == changed[i]]
+    assert unchanged == [2], "of the prompt without an image"
