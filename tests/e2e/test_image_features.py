@@ -14,7 +14,7 @@ from vllm.sampling_params import BeamSearchParams
 pillow = pytest.importorskip("PIL.Image", reason="images need Pillow")
 torch = pytest.importorskip("torch")
 
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 ENGINE = {
     "dtype": "float32",
     "max_model_len": 256,
@@ -135,7 +135,7 @@ def test_beams_continue_the_positions_of_an_image(tmp_path):
     for text in (f"{pad} what", f"x {pad}", "text <|image_pad|> alone"):
         prompt = ask(text, *[draw_image(3, 100, 30)] * ("start" in text))
         (output,) = llm.generate(prompt, GREEDY)
-        params = BeamSearchParams(beam_width=1, max_tokens=8, ignore_eos=True)
+        params = BeamSearchParams(beam_width=1, max_tokens=12, ignore_eos=True)
         (beams,) = llm.beam_search([prompt], params)
         expected = [*output.prompt_token_ids, *output.outputs[0].token_ids]
         assert beams.sequences[0].tokens == expected
@@ -151,6 +151,7 @@ def requests_of(image="<image>"):
         ask("No picture at all."),
         ask(f"First {image}, then some words, then {image}", three, one),
         ask(image, draw_image(4, 64, 64)),
+        ask(f"What is in {image} this picture?", one),
     ]
 
 
