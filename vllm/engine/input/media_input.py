@@ -375,8 +375,9 @@ def _as_pixels(image: Any) -> npt.NDArray[np.uint8] | None:
 
 def _kind_of(image: Any) -> str:
     shape, dtype = getattr(image, "shape", None), getattr(image, "dtype", None)
-    has_both = shape is not None and dtype is not None
-    return type(image).__name__ + (f" {list(shape)} of {dtype}" if has_both else "")
+    if shape is None or dtype is None:
+        return type(image).__name__
+    return f"{type(image).__name__} {list(shape)} of {dtype}"
 
 
 def _token_lookup(tokenizer: "PreTrainedTokenizerBase | None") -> Any:
