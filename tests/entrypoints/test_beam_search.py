@@ -46,7 +46,7 @@ class BigramModel:
 
 def search(model, params, end_tokens=frozenset({END}), max_model_len=100):
     (result,) = search_beams(
-        [PROMPT],
+        [{"prompt_token_ids": PROMPT}],
         params,
         model.run,
         end_tokens=end_tokens,
@@ -193,7 +193,7 @@ def test_beams_come_in_the_order_of_their_scores(sums, length_penalty):
         include_stop_str_in_output=True,
     )
     (result,) = search_beams(
-        [PROMPT],
+        [{"prompt_token_ids": PROMPT}],
         params,
         LadderModel(sums).run,
         end_tokens=frozenset({0}),
@@ -228,3 +228,25 @@ def test_a_search_that_needs_too_many_log_probabilities_is_refused_in_its_own_wo
 def test_a_length_penalty_that_is_no_finite_number_is_refused(value):
     with pytest.raises(RequestError, match=r"^length_penalty must be a"):
         BeamSearchParams(beam_width=1, max_tokens=1, length_penalty=value)
+
+
+def test_beams_keep_all_of_their_prompt_but_its_text():
+    model, seen = BigramModel(0), []
+
+    def run(prompts, step, owners):
+        seen.extend(prompts)
+        return model.run(prompts, step, owners)
+
+    search_beams(
+        [{"prompt_token_ids": PROMPT, "prompt": "text", "cache_salt": "salt", "media": 5}],
+        BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True),
+        run,
+        end_tokens=frozenset(),
+        max_model_len=100,
+        tokenizer=None,
+    )
+    assert len(seen) == 5
+    for prompt in seen:
+        assert prompt["prompt_token_ids"][: len(PROMPT)] == PROMPT
+        others = {key: value for key, value in prompt.items() if key != "prompt_token_ids"}
+        assert others == {"cache_salt": "salt", "media": 5}

@@ -353,8 +353,11 @@ class EngineCore(CoreCalls):
         )
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. Returns False and changes nothing while requests run."""
+        """Empty the prefix cache, and drop embeddings of images, as the weights may have changed.
+        Returns False and changes nothing while requests run."""
         is_done = self.scheduler.cache.forget_all()
+        if is_done and self.scheduler.media is not None:
+            self.scheduler.media.clear()
         if is_done and self._transfer is not None:
             self._transfer.reset()
         self._publish_events()

@@ -240,7 +240,7 @@ class LLM(PoolingMethods):
             limit="max_logprobs",
         )
         processor = self.llm_engine.input_processor
-        tokenized = [processor.prompts.tokenize(cast(PromptType, prompt)) for prompt in prompts]
+        tokenized = [processor.tokenize(cast(PromptType, each)).as_prompt() for each in prompts]
         eos, others = processor.prompts.end_tokens
         end_tokens = others if eos is None else others | {eos}
 
@@ -251,7 +251,7 @@ class LLM(PoolingMethods):
             return self._run(cast(list[PromptType], beams), step, None, False, chosen)
 
         return search_beams(
-            [prompt.token_ids for prompt in tokenized],
+            tokenized,
             params,
             run,
             end_tokens=frozenset() if params.ignore_eos else end_tokens,

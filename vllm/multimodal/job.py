@@ -75,6 +75,7 @@ def make_job(
     rules = family_class(family)
     usual = rules(config, settings)
     usual.process(np.zeros((_SIDE, _SIDE, 3), np.uint8))  # imports the image processor
+    most = _cost(usual)
 
     def read(source: MediaSource) -> EncoderInput:
         own = usual
@@ -83,6 +84,7 @@ def make_job(
                 own = rules(config, override_settings(settings, source.overrides))
             except ConfigError as error:
                 raise RequestError(str(error), param="mm_processor_kwargs") from error
+            _check_cost(_cost(own), most)
         pixels = image_pixels(source, max_pixels=max_pixels, background=background)
         try:
             return own.process(pixels)
@@ -90,3 +92,28 @@ def make_job(
             raise refuse(source.where, str(error)) from error
 
     return read
+
+
+def _cost(rules: MediaFamily) -> tuple[int, int]:
+    """Return the most embeddings that an image can have, and the most bytes of pixels."""
+    largest = rules.largest()
+    ids: dict[str, int] = {}
+    found = rules.expand(largest.grid, lambda token: ids.setdefault(token, len(ids)))
+    return sum(found.is_embedding), largest.tensors["pixels"].nbytes
+
+
+def _check_cost(cost: tuple[int, int], most: tuple[int, int]) -> None:
+    """Refuse settings of a request with which an image can be larger than the engine has memory
+    for.
+
+    Raises:
+        RequestError: names both numbers.
+    """
+    for what, size, limit in zip(("embeddings", "bytes of pixels"), cost, most, strict=True):
+        if size > limit:
+            raise RequestError(
+                f"mm_processor_kwargs: an image could have {size} {what}, and the engine was "
+                f"started for images of at most {limit}. Choose smaller sizes, or start it with "
+                f"larger ones (--mm-processor-kwargs)",
+                param="mm_processor_kwargs",
+            )

@@ -16,6 +16,9 @@ from vllm.utils.json_file import read_json_object
 MAX_PIXELS = 2**14
 """Largest height or width of what an encoder takes."""
 
+_MAX_CROPPED = 2
+"""Edge of a resized image in edges of the square that is cut out of it."""
+
 _CLIP = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
@@ -275,6 +278,8 @@ def check_fixed_size(settings: Mapping[str, Any], size: int) -> None:
     if setting_bool(settings, "do_center_crop"):
         key = "crop_size"
         is_square = setting_edges(settings, key) == square
+        if setting_bool(settings, "do_resize"):
+            _check_size_before_crop(settings, size)
     else:
         edges = setting_edges(settings, key)
         is_padded = setting_bool(settings, "do_pad") and edges == {"shortest_edge": size}
@@ -284,4 +289,19 @@ def check_fixed_size(settings: Mapping[str, Any], size: int) -> None:
             key,
             settings.get(key),
             f"{size} x {size} pixels, the image_size of vision_config in config.json",
+        )
+
+
+def _check_size_before_crop(settings: Mapping[str, Any], size: int) -> None:
+    """Refuse to enlarge images of which only size x size pixels are kept.
+
+    Raises:
+        ConfigError: an edge would be longer than several times what is kept.
+    """
+    longest = size * _MAX_CROPPED
+    if max(setting_edges(settings, "size").values()) > longest:
+        raise wrong_setting(
+            "size",
+            settings.get("size"),
+            f"edges of at most {longest} pixels, {_MAX_CROPPED} times the crop_size",
         )

@@ -189,12 +189,14 @@ class InputProcessor:
             RequestError: the prompt is wrong, or an image of it.
         """
         given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
-        items = self.media.read(given) if given.get("multi_modal_data") else []
-        if any(given.get(key) for key in MEDIA_KEYS):
+        items = self.media.read(given) if given.get("multi_modal_data") is not None else []
+        if any(key in given for key in MEDIA_KEYS):
             prompt = cast(PromptType, {k: v for k, v in given.items() if k not in MEDIA_KEYS})
         tokenized = self.prompts.tokenize(prompt, max_tokens=max_tokens)
-        if self.media.family is None or given.get("media") is not None:
-            return replace(tokenized, media=given.get("media"))
+        if (known := given.get("media")) is not None:
+            return replace(tokenized, media=known.followed_by(tokenized.token_ids))
+        if self.media.family is None:
+            return tokenized
         is_text = isinstance(prompt, str) or given.get("prompt") is not None
         literal = given.get("literal_placeholders", () if items else None)
         media = self.media.place(

@@ -50,6 +50,19 @@ class PlacedMedia:
     positions: npt.NDArray[np.int32] | None
     """[P, n] of the n tokens; None: their indices."""
 
+    def followed_by(self, token_ids: list[int]) -> "PlacedMedia":
+        """Return the same images in a longer prompt, which continues this one with text.
+
+        Args:
+            token_ids: of the longer prompt.
+        """
+        positions, num_more = self.positions, len(token_ids) - len(self.token_ids)
+        if positions is not None and num_more:
+            following = np.arange(1, num_more + 1, dtype=np.int32) + positions.max()
+            more = np.broadcast_to(following, (len(positions), num_more))
+            positions = np.concatenate((positions, more), axis=1)
+        return replace(self, token_ids=token_ids, positions=positions)
+
 
 class MediaInput:
     """Images for one model.
@@ -92,7 +105,8 @@ class MediaInput:
         Raises:
             RequestError: the model takes no images, or one is of another type.
         """
-        data = prompt.get("multi_modal_data") or {}
+        data = prompt.get("multi_modal_data")
+        data = {} if data is None else data
         if not isinstance(data, Mapping):
             raise _refused(
                 f"multi_modal_data must be a dict such as {{'image': [...]}}, got "
@@ -120,23 +134,33 @@ class MediaInput:
                 f"fewer, or start the engine with a larger limit_mm_per_prompt"
             )
         uuids = self._uuids(prompt, len(images))
-        overrides = prompt.get("mm_processor_kwargs") or {}
-        if not isinstance(overrides, Mapping):
-            raise _refused(f"mm_processor_kwargs must be a dict, got {type(overrides).__name__}")
+        overrides = _overrides_of(prompt)
         return [
             _as_source(image, f"multi_modal_data['image'][{index}]", uuid, overrides)
             for index, (image, uuid) in enumerate(zip(images, uuids, strict=True))
         ]
 
     def _uuids(self, prompt: Mapping[str, Any], count: int) -> Sequence[str | None]:
-        uuids = (prompt.get("multi_modal_uuids") or {}).get("image")
+        given = prompt.get("multi_modal_uuids")
+        given = {} if given is None else given
+        if not isinstance(given, Mapping) or set(given) - {"image"}:
+            raise _refused(
+                f"multi_modal_uuids must be a dict such as {{'image': [...]}}, got "
+                f"{list(given) if isinstance(given, Mapping) else type(given).__name__}"
+            )
+        uuids = given.get("image")
         if uuids is None:
             return [None] * count
         if isinstance(uuids, str):
             uuids = [uuids]
-        if not isinstance(uuids, (list, tuple)) or len(uuids) != count:
+        if (
+            not isinstance(uuids, (list, tuple))
+            or len(uuids) != count
+            or not all(uuid is None or (isinstance(uuid, str) and uuid) for uuid in uuids)
+        ):
             raise _refused(
-                f"multi_modal_uuids['image'] must be a list of {count} strings, one for each image"
+                f"multi_modal_uuids['image'] must be a list of {count} non-empty strings or None, "
+                f"one for each image"
             )
         return list(uuids)
 
@@ -239,7 +263,7 @@ class MediaInput:
             token_ids,
             media,
             tuple(CacheKey(item.start, item.key) for item in media),
-            family.positions(len(token_ids), placed),
+            family.positions(len(token_ids), placed) if placed else None,
         )
 
 
@@ -259,6 +283,26 @@ def cache_salt_of(prompt: Mapping[str, Any]) -> str | None:
             f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt"
         )
     return salt
+
+
+def _overrides_of(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of the image processor that a prompt brings.
+
+    Raises:
+        RequestError: they are no object of JSON.
+    """
+    overrides = prompt.get("mm_processor_kwargs")
+    if overrides is None:
+        return {}
+    if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
+        raise _refused(
+            f"mm_processor_kwargs must be a dict whose keys are strings, got {_kind_of(overrides)}"
+        )
+    try:
+        json.dumps(dict(overrides))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _refused(f"mm_processor_kwargs must have values of JSON: {error}") from error
+    return overrides
 
 
 def media_key(source: MediaSource, cache_salt: str | None) -> str:
@@ -306,7 +350,12 @@ def _as_source(
 def _as_pixels(image: Any) -> npt.NDArray[np.uint8] | None:
     """Return the pixels [H, W, 3] of an array or a tensor; None: it has another shape or type."""
     if hasattr(image, "detach"):
-        image = image.detach().cpu().numpy()
+        try:
+            image = image.detach().cpu()
+            # numpy has no bfloat16
+            image = (image.float() if image.is_floating_point() else image).numpy()
+        except (RuntimeError, TypeError):  # it is sparse, or has no values
+            return None
     if not isinstance(image, np.ndarray) or image.ndim != 3:
         return None
     if image.shape[2] != 3:
@@ -325,8 +374,10 @@ def _as_pixels(image: Any) -> npt.NDArray[np.uint8] | None:
 
 
 def _kind_of(image: Any) -> str:
-    shape = getattr(image, "shape", None)
-    return type(image).__name__ + ("" if shape is None else f" {list(shape)} of {image.dtype}")
+    shape, dtype = getattr(image, "shape", None), getattr(image, "dtype", None)
+    if shape is None or dtype is None:
+        return type(image).__name__
+    return f"{type(image).__name__} {list(shape)} of {dtype}"
 
 
 def _token_lookup(tokenizer: "PreTrainedTokenizerBase | None") -> Any:

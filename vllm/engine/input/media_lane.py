@@ -115,7 +115,7 @@ class MediaLane:
             RequestError: one cannot be read; names it.
         """
         given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
-        if not given.get("multi_modal_data") or read_media(given) is not None:
+        if given.get("multi_modal_data") is None or read_media(given) is not None:
             return prompt
         loop = asyncio.get_running_loop()
         # Hashes of large files take milliseconds.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import VllmConfig
 from vllm.engine.input.media_input import MEDIA_KEYS, PlacedMedia, cache_salt_of
 from vllm.errors import RequestError, TextTooLongError
-from vllm.inputs import PromptType
+from vllm.inputs import PromptType, TokensPrompt
 from vllm.messages import TokenEmbeddings
 from vllm.transformers_utils.special_tokens import SpecialTokens
 from vllm.transformers_utils.token_bytes import USUAL_TOKEN_BYTES, TextLengthBound
@@ -36,6 +36,15 @@ class TokenizedPrompt:
     """The embeddings, or None. The tokens are placeholders then."""
     media: PlacedMedia | None = None
     """Its images, whose tokens are among `token_ids`; None: it has none."""
+
+    def as_prompt(self) -> TokensPrompt:
+        """Return a prompt of these tokens, which has no embeddings."""
+        made: TokensPrompt = {"prompt_token_ids": self.token_ids}
+        if self.cache_salt is not None:
+            made["cache_salt"] = self.cache_salt
+        if self.media is not None:
+            made["media"] = self.media
+        return made
 
 
 class PromptTokenizer:
@@ -104,7 +113,7 @@ class PromptTokenizer:
     def _tokenize_mapping(
         self, prompt: Mapping[str, Any], max_tokens: int | None
     ) -> TokenizedPrompt:
-        if media := [key for key in prompt if key in MEDIA_KEYS and prompt[key]]:
+        if media := [key for key in prompt if key in MEDIA_KEYS and _is_given(prompt[key])]:
             raise RequestError(
                 f"{', '.join(media)}: a pooling model reads text only. Leave it out of the prompt",
                 param="prompt",
@@ -203,6 +212,11 @@ class PromptTokenizer:
                 param="prompt",
             )
         return ids
+
+
+def _is_given(media: Any) -> bool:
+    """Return whether a value about images says anything."""
+    return media is not None and not (isinstance(media, Mapping) and not media)
 
 
 def _as_ids(value: int | Sequence[int] | None) -> list[int]:

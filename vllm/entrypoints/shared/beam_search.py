@@ -32,8 +32,9 @@ class _Search:
 
     index: int
     """Of the prompt."""
-    num_prompt_tokens: int
     max_tokens: int
+    prompt: TokensPrompt
+    """Without its text, which the engine does not need."""
     live: list[BeamSearchSequence]
     """Unfinished beams, all of the same length, the likeliest first."""
     done: list[BeamSearchSequence] = field(default_factory=list)
@@ -61,7 +62,7 @@ def check_beam_width(width: int, max_logprobs: int, *, name: str, limit: str) ->
 
 
 def search_beams(
-    prompts: Sequence[list[int]],
+    prompts: Sequence[TokensPrompt],
     params: BeamSearchParams,
     run: Run,
     *,
@@ -77,7 +78,7 @@ def search_beams(
     ("length").
 
     Args:
-        prompts: token ids, at least one each.
+        prompts: with token ids, at least one each. Beams keep all else that a prompt has.
         params: width, length and scoring.
         run: one token for each prompt, with the log-probabilities asked for.
         end_tokens: empty to ignore them.
@@ -95,7 +96,7 @@ def search_beams(
 
 
 async def search_beams_async(
-    prompts: Sequence[list[int]],
+    prompts: Sequence[TokensPrompt],
     params: BeamSearchParams,
     run: RunAsync,
     *,
@@ -115,7 +116,7 @@ async def search_beams_async(
 
 
 def _search(
-    prompts: Sequence[list[int]],
+    prompts: Sequence[TokensPrompt],
     params: BeamSearchParams,
     end_tokens: frozenset[int],
     max_model_len: int,
@@ -128,15 +129,15 @@ def _search(
         ignore_eos=params.ignore_eos,
         detokenize=tokenizer is not None,  # the texts of the log-probabilities need it
     )
-    searches = [
-        _Search(index, len(ids), min(params.max_tokens, max_model_len - len(ids)), [_start(ids)])
-        for index, ids in enumerate(prompts)
-    ]
+    searches = [_start(index, each, params, max_model_len) for index, each in enumerate(prompts)]
     active = searches
     while active:
-        beams = [beam for search in active for beam in search.live]
         owners = [search.index for search in active for _ in search.live]
-        prompts_now: list[TokensPrompt] = [{"prompt_token_ids": beam.tokens} for beam in beams]
+        prompts_now: list[TokensPrompt] = [
+            {**search.prompt, "prompt_token_ids": beam.tokens}
+            for search in active
+            for beam in search.live
+        ]
         outputs = iter((yield prompts_now, step, owners))
         for search in active:
             _advance(search, [next(outputs) for _ in search.live], params, end_tokens)
@@ -149,8 +150,14 @@ def _num_logprobs(width: int) -> int:
     return 2 * width
 
 
-def _start(token_ids: list[int]) -> BeamSearchSequence:
-    return BeamSearchSequence(tokens=list(token_ids), logprobs=[])
+def _start(
+    index: int, prompt: TokensPrompt, params: BeamSearchParams, max_model_len: int
+) -> _Search:
+    token_ids = prompt["prompt_token_ids"]
+    own = cast(TokensPrompt, {key: value for key, value in prompt.items() if key != "prompt"})
+    max_tokens = min(params.max_tokens, max_model_len - len(token_ids))
+    beam = BeamSearchSequence(tokens=list(token_ids), logprobs=[])
+    return _Search(index, max_tokens, own, [beam])
 
 
 def _advance(

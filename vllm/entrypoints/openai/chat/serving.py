@@ -41,7 +41,6 @@ from vllm.entrypoints.shared.body_route import BodyRoute
 from vllm.entrypoints.shared.context import ServerContext, get_context
 from vllm.entrypoints.shared.errors import error_events
 from vllm.entrypoints.shared.sse import DONE, EventStream, run_until_disconnect
-from vllm.errors import RequestError
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -240,18 +239,12 @@ async def _search_beams(
         truncate=body.truncate_prompt_tokens,
         max_tokens=context.config.scheduler.max_model_len - 1,
     )
-    if "media" in prompt:
-        raise RequestError(
-            "use_beam_search: a prompt with images cannot be searched for beams. Leave it out, or "
-            "send text only",
-            param="use_beam_search",
-        )
     token_ids, defaults = prompt["prompt_token_ids"], context.engine.generation_defaults
     max_tokens = output_budget(context.config, defaults, len(token_ids), body.wanted_tokens)
     params = beam_search_params(body, defaults, max_tokens)
     beams = await beam_requests.search(
         context,
-        token_ids,
+        prompt,
         params,
         engine_key(request_id),
         context.adapter(body.model),

@@ -5,7 +5,7 @@ import copy
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -44,6 +44,7 @@ from vllm.entrypoints.shared.context import ServerContext, get_context
 from vllm.entrypoints.shared.errors import error_events, refuse_failed
 from vllm.entrypoints.shared.sse import DONE, EventStream, run_until_disconnect
 from vllm.errors import RequestError
+from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -174,7 +175,7 @@ class _Completion:
         for index, prompt in enumerate(self._prompts):
             beams = await beam_requests.search(
                 self._context,
-                prompt.token_ids,
+                cast(TokensPrompt, prompt.for_engine),
                 beam_search_params(body, defaults, self._max_tokens(prompt)),
                 self._engine_id(index),
                 self._context.adapter(self.model),

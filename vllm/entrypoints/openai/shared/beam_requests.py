@@ -16,7 +16,7 @@ from vllm.transformers_utils.special_tokens import SpecialTokens
 
 async def search(
     context: ServerContext,
-    token_ids: list[int],
+    prompt: TokensPrompt,
     params: BeamSearchParams,
     request_id: str,
     adapter: LoRARequest | None = None,
@@ -66,7 +66,7 @@ async def search(
     eos, others = engine.input_processor.prompts.end_tokens
     end_tokens = others if eos is None else others | {eos}
     (found,) = await search_beams_async(
-        [token_ids],
+        [prompt],
         params,
         run,
         end_tokens=frozenset() if params.ignore_eos else end_tokens,
@@ -76,6 +76,6 @@ async def search(
     tokenizer = await engine.get_tokenizer()
     special = SpecialTokens.of(tokenizer).ids
     for beam in found.sequences:
-        del beam.tokens[: len(token_ids)]
+        del beam.tokens[: len(prompt["prompt_token_ids"])]
         beam.text = str(tokenizer.decode([t for t in beam.tokens if t not in special]))
     return found.sequences

@@ -1,0 +1,76 @@
+"""The settings of the image processor that a request brings."""
+
+import numpy as np
+import pytest
+
+from tests.multimodal.grid_models import grid_model
+from vllm.errors import RequestError
+from vllm.multimodal.job import make_job
+from vllm.multimodal.settings import with_defaults
+from vllm.multimodal.source import MediaSource
+from vllm.transformers_utils.transformers_version import is_version_4
+
+pytest.importorskip("PIL", reason="images need Pillow")
+pytestmark = pytest.mark.skipif(
+    is_version_4(), reason="this transformers has other configs for parts"
+)
+
+BLOCK = 28 * 28
+PIXELS = np.zeros((300, 300, 3), np.uint8)
+TILE = {"image_size": 24, "patch_size": 8, "model_type": "clip_vision_model"}
+
+
+def qwen2_vl():
+    size = {"shortest_edge": 4 * BLOCK, "longest_edge": 40 * BLOCK}
+    known = grid_model("qwen2_vl")
+    return known.config, {**known.settings, "size": size}
+
+
+def llava_next():
+    settings = {
+        "image_processor_type": "LlavaNextImageProcessor",
+        "size": {"shortest_edge": 24},
+        "crop_size": {"height": 24, "width": 24},
+        "image_grid_pinpoints": [[24, 48], [48, 24]],
+    }
+    return {"vision_config": TILE}, settings
+
+
+def read(family, made, **overrides):
+    config, settings = made
+    job = make_job(family, config, with_defaults(settings), 10**6, (255, 255, 255))
+    return job(MediaSource(modality="image", where="here", pixels=PIXELS, overrides=overrides))
+
+
+@pytest.mark.parametrize(
+    ("family", "made", "smaller", "larger"),
+    [
+        ("qwen2_vl", qwen2_vl(), {"max_pixels": 20 * BLOCK}, {"max_pixels": 60 * BLOCK}),
+        (
+            "qwen2_vl",
+            qwen2_vl(),
+            {"min_pixels": BLOCK},
+            {"size": {"shortest_edge": 1, "longest_edge": 2**30}},
+        ),
+        (
+            "llava_next",
+            llava_next(),
+            {"image_grid_pinpoints": [[24, 24]]},
+            {"image_grid_pinpoints": [[24, 24], [72, 48]]},
+        ),
+    ],
+)
+def test_a_request_may_have_smaller_images_than_the_engine_and_no_larger_ones(
+    family, made, smaller, larger
+):
+    usual = read(family, made)
+    found = read(family, made, **smaller)
+    assert found.tensors["pixels"].nbytes <= usual.tensors["pixels"].nbytes
+    with pytest.raises(RequestError, match=r"an image could have \d+ .* of at most \d+"):
+        read(family, made, **larger)
+
+
+@pytest.mark.parametrize("edge", [49, 100_000])
+def test_no_image_is_enlarged_to_be_cut(edge):
+    with pytest.raises(RequestError, match="size is"):
+        read("llava_next", llava_next(), size={"shortest_edge": edge})
