@@ -1010,6 +1010,7 @@ _WITH_IMAGES = (
         text_type="llama",
         also_text_types=("mistral", "qwen2"),
         media="llava",
+        media_by_tower={"pixtral": "pixtral"},
         tokenizer="",
     ),
     Family(
@@ -1055,6 +1056,7 @@ _WITH_IMAGES = (
         architectures=("Mistral3ForConditionalGeneration",),
         text_type="mistral",
         also_text_types=("ministral3",),  # Ministral 3, Devstral Small 2
+        media="mistral3",
     ),
     Family(
         model_type="qwen2_vl",
@@ -1099,6 +1101,7 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Glm4vMoeForConditionalGeneration",),
         text_type="glm4v_moe_text",
+        media="glm4v_moe",
         tokenizer=_GENERIC,
     ),
     Family(
@@ -1106,6 +1109,7 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Qwen3_5ForConditionalGeneration",),
         text_type="qwen3_5_text",
+        media="qwen3_5",
         tokenizer="Qwen3_5Tokenizer",
         replaces_tokenizer=True,
     ),
@@ -1114,6 +1118,7 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Qwen3_5MoeForConditionalGeneration",),
         text_type="qwen3_5_moe_text",
+        media="qwen3_5_moe",
         tokenizer="Qwen3_5Tokenizer",
         replaces_tokenizer=True,
     ),

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import nn
 
 from vllm.config import ModelArch
-from vllm.config.families import family_of, family_of_architecture
+from vllm.config.families import family_of
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.fused_weights import split_transposed_experts
@@ -28,8 +28,10 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.routed import Glm4MoeForCausalLM
 from vllm.model_executor.models.transformers_model import TransformersForCausalLM
 from vllm.model_executor.vision.encoder import MediaEncoder
+from vllm.multimodal.tower_config import TOWER_PARTS
 
 _ENCODER = "media_encoder."
+_AROUND_TOWERS = ("multi_modal_projector.", "connector.", "image_newline")
 
 
 class _LanguageModel(CausalLM):
@@ -43,9 +45,9 @@ class _LanguageModel(CausalLM):
         "model.language_model.": "model.",
     }
     ignored_prefixes: ClassVar[tuple[str, ...]] = tuple(
-        f"{level}{part}."
+        f"{level}{part}"
         for level in ("", "model.")
-        for part in ("vision_tower", "vision_model", "visual", "multi_modal_projector")
+        for part in (*(f"{tower}." for tower in TOWER_PARTS), *_AROUND_TOWERS)
     )
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
@@ -94,8 +96,8 @@ def _joined(images: type[CausalLM], text: type[CausalLM]) -> type[CausalLM]:
 
 def encoder_class(arch: ModelArch) -> type[MediaEncoder]:
     """Return the class of the encoder of a model that has one."""
-    module = family_of_architecture(arch.architecture).media
-    found: type[MediaEncoder] = import_module(f"vllm.model_executor.vision.{module}").Encoder
+    module = import_module(f"vllm.model_executor.vision.{arch.media_module}")
+    found: type[MediaEncoder] = module.Encoder
     return found
 
 
@@ -139,8 +141,7 @@ class Llama4ForConditionalGeneration(_LanguageModel, Llama4ForCausalLM):
 
 
 class Mistral3ForConditionalGeneration(_LanguageModel, MistralForCausalLM):
-    """Mistral Small 3.1 and 3.2, and Ministral 3 (Mistral AI 2025), of which text input is
-    served."""
+    """Mistral Small 3.1 and 3.2, and Ministral 3 (Mistral AI 2025)."""
 
 
 class Qwen2VLForConditionalGeneration(_LanguageModel, Qwen2ForCausalLM):
@@ -171,11 +172,11 @@ class Qwen3VLMoeForConditionalGeneration(_LanguageModel, Qwen3MoeForCausalLM):
 
 
 class Glm4vForConditionalGeneration(_LanguageModel, Glm4ForCausalLM):
-    """GLM-4.1V and GLM-4.6V-Flash (arXiv 2507.01006), of which text input is served."""
+    """GLM-4.1V and GLM-4.6V-Flash (arXiv 2507.01006)."""
 
 
 class Glm4vMoeForConditionalGeneration(_LanguageModel, Glm4MoeForCausalLM):
-    """GLM-4.5V and GLM-4.6V (arXiv 2507.01006), of which text input is served."""
+    """GLM-4.5V and GLM-4.6V (arXiv 2507.01006)."""
 
 
 class _Qwen(_LanguageModel):
@@ -185,11 +186,11 @@ class _Qwen(_LanguageModel):
 
 
 class Qwen3_5ForConditionalGeneration(_Qwen, Qwen3_5ForCausalLM):
-    """Qwen 3.5 and 3.6, dense (Qwen team 2026), of which text input is served."""
+    """Qwen 3.5 and 3.6, dense (Qwen team 2026)."""
 
 
 class Qwen3_5MoeForConditionalGeneration(_Qwen, Qwen3_5MoeForCausalLM):
-    """Qwen 3.5 and 3.6 with experts (Qwen team 2026), of which text input is served."""
+    """Qwen 3.5 and 3.6 with experts (Qwen team 2026)."""
 
 
 class TransformersForConditionalGeneration(_LanguageModel, TransformersForCausalLM):
