@@ -130,6 +130,7 @@ def _pixtral(name: str, **values: Any) -> TinyImages:
 
 
 _MROPE = {"rope_theta": 10000.0, "rope_type": "default", "mrope_section": [2, 2, 2]}
+_INTERLEAVED = {**_MROPE, "mrope_interleaved": True}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _DELTA_NET: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -138,7 +139,7 @@ _DELTA_NET: dict[str, Any] = {
     "linear_num_value_heads": 2,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
-    "rope_parameters": {**_MROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
+    "rope_parameters": {**_INTERLEAVED, "partial_rotary_factor": 1.0},
 }
 
 FAMILIES = {
@@ -188,6 +189,17 @@ FAMILIES = {
     "qwen3_5_moe": replace(
         _grid("qwen3_5", **_DELTA_NET, **_EXPERTS, shared_expert_intermediate_size=24),
         architecture="Qwen3_5MoeForConditionalGeneration",
+    ),
+    "qwen3_vl": _grid("qwen3_vl", num_hidden_layers=4, head_dim=12, rope_parameters=_INTERLEAVED),
+    "qwen3_vl_moe": replace(
+        _grid(
+            *("qwen3_vl",),
+            **_EXPERTS,
+            num_hidden_layers=4,
+            head_dim=12,
+            rope_parameters=_INTERLEAVED,
+        ),
+        architecture="Qwen3VLMoeForConditionalGeneration",
     ),
     "mistral3": _pixtral("mistral3", head_dim=12),
     "llava with the tower of Pixtral": _pixtral("pixtral", head_dim=12),

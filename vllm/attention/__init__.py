@@ -5,6 +5,7 @@ from vllm.attention.backends.metadata import AttentionMetadata
 from vllm.attention.backends.native_attn import RaggedMetadata
 from vllm.attention.cached_layer import CachedLayer, layers_with_cache
 from vllm.attention.context import (
+    AddedStates,
     ContextHolder,
     LaunchAdapters,
     LaunchContext,
@@ -21,6 +22,7 @@ from vllm.attention.layer import Attention
 from vllm.attention.state import PaddedStates, RaggedStates, StateCopies, StateLayer, States
 
 __all__ = [
+    "AddedStates",
     "Attention",
     "AttentionMetadata",
     "CachedLayer",

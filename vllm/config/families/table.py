@@ -1079,6 +1079,8 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Qwen3VLForConditionalGeneration",),
         text_type="qwen3_vl_text",
+        media="qwen3_vl",
+        media_is_cpu_only=True,
         tokenizer="Qwen2Tokenizer",
     ),
     Family(
@@ -1086,6 +1088,8 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Qwen3VLMoeForConditionalGeneration",),
         text_type="qwen3_vl_moe_text",
+        media="qwen3_vl_moe",
+        media_is_cpu_only=True,
         tokenizer="Qwen2Tokenizer",
     ),
     Family(

@@ -14,7 +14,7 @@ logger = init_logger(__name__)
 
 
 def resolve_media(
-    arch: ModelArch, folder: Path, load: LoadConfig, max_images: int | None
+    arch: ModelArch, folder: Path, load: LoadConfig, max_images: int | None, device: str
 ) -> ModelArch:
     """Return the architecture without images where the encoder cannot run or nobody needs it, and
     log the reason.
@@ -24,11 +24,12 @@ def resolve_media(
         folder: of the model.
         load: how the weights are loaded.
         max_images: of a request; None: it is a draft model, which reads only tokens.
+        device: name of the platform.
     """
     name = str(arch.hf_config["architectures"][0])
     if name not in TEXT_TYPES:
         return arch
-    reason = _reason_for_text(arch, folder, load, max_images)
+    reason = _reason_for_text(arch, folder, load, max_images, device)
     if reason is None:
         return arch
     logger.info(
@@ -41,11 +42,14 @@ def resolve_media(
 
 
 def _reason_for_text(
-    arch: ModelArch, folder: Path, load: LoadConfig, max_images: int | None
+    arch: ModelArch, folder: Path, load: LoadConfig, max_images: int | None, device: str
 ) -> str | None:
     """Return why a model reads text only; None: it also reads images."""
-    if family_of_architecture(arch.architecture).media is None:
+    family = family_of_architecture(arch.architecture)
+    if family.media is None:
         return "images are not implemented for its class of models"
+    if family.media_is_cpu_only and device != "cpu":
+        return f"images of its class of models are implemented for --device cpu, not for {device}"
     if arch.media_config is None:
         return "config.json describes no encoder of images"
     if max_images is None:

@@ -6,12 +6,15 @@ from functools import cache
 from importlib import import_module
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
+from vllm.attention import ContextHolder, ReadsContext
 from vllm.config import ModelArch
 from vllm.config.families import family_of
 from vllm.distributed import TPGroup
+from vllm.errors import ConfigError
 from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import DecoderForCausalLM
 from vllm.model_executor.models.fused_weights import split_transposed_experts
 from vllm.model_executor.models.gemma import Gemma3ForCausalLM
 from vllm.model_executor.models.gemma3n import Gemma3nForCausalLM
@@ -152,12 +155,50 @@ class Qwen2_5_VLForConditionalGeneration(_LanguageModel, Qwen2ForCausalLM):
     """Qwen2.5-VL (arXiv 2502.13923)."""
 
 
-class Qwen3VLForConditionalGeneration(_LanguageModel, Qwen3ForCausalLM):
-    """Qwen3-VL, dense (arXiv 2511.21631), of which text input is served."""
+class _WithAddedStates(_LanguageModel, DecoderForCausalLM, ReadsContext):
+    """The encoder also gives values that are added to hidden states after the first layers."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp)
+        self.launch = ContextHolder()
+
+    def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
+        context = self.launch.context
+        added = None if context is None else context.added
+        if added is not None:
+            for layer in range(first, min(end, len(added.values))):
+                hidden_states = super().run_layers(hidden_states, positions, layer, layer + 1)
+                hidden_states = added.add_to(hidden_states, layer)
+            first = max(first, min(end, len(added.values)))
+        if first == end:
+            return hidden_states
+        return super().run_layers(hidden_states, positions, first, end)
+
+    def check(self) -> None:
+        super().check()
+        encoder, stage = self.media_encoder, self.stage
+        num_added = encoder.num_added if isinstance(encoder, MediaEncoder) else 0
+        if not stage.is_first or not num_added:
+            return
+        if num_added >= self.num_layers:
+            raise ConfigError(
+                f"config.json: the encoder of images has values for the first {num_added} layers, "
+                f"and the language model has {self.num_layers}; it must have more"
+            )
+        if stage.end_layer < num_added:
+            raise ConfigError(
+                f"pipeline_parallel_size={stage.count}: the first stage has {stage.end_layer} "
+                f"layers, and images need at least {num_added} there. Use fewer stages, or send no "
+                f"images (--limit-mm-per-prompt image=0)"
+            )
 
 
-class Qwen3VLMoeForConditionalGeneration(_LanguageModel, Qwen3MoeForCausalLM):
-    """Qwen3-VL with experts (arXiv 2511.21631), of which text input is served."""
+class Qwen3VLForConditionalGeneration(_WithAddedStates, Qwen3ForCausalLM):
+    """Qwen3-VL, dense (arXiv 2511.21631)."""
+
+
+class Qwen3VLMoeForConditionalGeneration(_WithAddedStates, Qwen3MoeForCausalLM):
+    """Qwen3-VL with experts (arXiv 2511.21631)."""
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """Split the weights of all experts. Published ones are [experts, in, out]; transformers 5
