@@ -101,6 +101,10 @@ def test_settings_change_no_token(llava, expected, settings):
             for mode in ("lazy", "torch.compile", "eager")
             for family in ("llava", "qwen2_vl")
         ),
+        *(
+            pytest.param(family, "HPU graphs", marks=pytest.mark.exhaustive)
+            for family in ("glm4v_moe", "qwen3_5", "mistral3", "idefics3", "internvl")
+        ),
     ],
 )
 def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(family, mode, tmp_path):

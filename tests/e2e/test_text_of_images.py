@@ -134,6 +134,21 @@ _WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         _DECODER | {"model_type": "llama"},
         {"vision_config": _VISION | {"model_type": "clip_vision_model"}},
     ),
+    "InternVLForConditionalGeneration": (
+        "internvl",
+        _DECODER | {"model_type": "qwen2"},
+        {"vision_config": _VISION | {"model_type": "internvl_vision", "image_size": 8}},
+    ),
+    "Idefics3ForConditionalGeneration": (
+        "idefics3",
+        _DECODER | {"model_type": "llama"},
+        {"vision_config": _VISION | {"model_type": "idefics3_vision"}, "scale_factor": 2},
+    ),
+    "SmolVLMForConditionalGeneration": (
+        "smolvlm",
+        _DECODER | {"model_type": "llama"},
+        {"vision_config": _VISION | {"model_type": "smolvlm_vision"}, "scale_factor": 2},
+    ),
     "LlavaNextForConditionalGeneration": (
         "llava_next",
         _DECODER | {"model_type": "llama"},
@@ -156,6 +171,13 @@ _OTHER_TEXTS = {
     "Gemma 4 with experts": ("Gemma4ForConditionalGeneration", _GEMMA4_EXPERTS),
     "LLaVA of Mistral": ("LlavaForConditionalGeneration", {"model_type": "mistral"}),
     "LLaVA of Qwen 2": ("LlavaForConditionalGeneration", {"model_type": "qwen2"}),
+    "InternVL of Qwen 3": ("InternVLForConditionalGeneration", {"model_type": "qwen3"}),
+    "InternVL of Qwen 3 with experts": (
+        "InternVLForConditionalGeneration",
+        {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 32},
+    ),
+    "InternVL of Llama": ("InternVLForConditionalGeneration", {"model_type": "llama"}),
     "LLaVA-NeXT of Granite": ("LlavaNextForConditionalGeneration", {"model_type": "granite"}),
 }
 """Architectures with language models of other types."""
@@ -269,8 +291,11 @@ def test_gemma_3n_gives_the_tokens_of_its_language_model(tmp_path):
 
 
 BY_TRANSFORMERS = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
-ONLY_SINCE = ("Gemma4ForConditionalGeneration", "Gemma 4 with experts")
-"""Architectures that older versions of transformers did not have."""
+ONLY_SINCE = (
+    *("Gemma4ForConditionalGeneration", "Gemma 4 with experts"),
+    *("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
+)
+"""Architectures that older versions of transformers did not have, or with the same names."""
 CASES = [
     *((name, "vllm") for name in (*_WHOLE, *_OTHER_TEXTS)),
     *((name, "transformers") for name in BY_TRANSFORMERS),

@@ -39,7 +39,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
         r"its language model \(MistralForCausalLM\) runs only if it is saved without the others",
     ),
     (
-        _with_parts("Idefics3ForConditionalGeneration", "idefics3", _LLAMA),
+        _with_parts("Idefics2ForConditionalGeneration", "idefics2", _LLAMA),
         _PARTS,
     ),
     (

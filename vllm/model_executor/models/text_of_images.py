@@ -118,6 +118,21 @@ class LlavaNextForConditionalGeneration(_AnyLanguageModel):
     """LLaVA-NeXT (LLaVA 1.6) and Granite Vision, with language models of several families."""
 
 
+class InternVLForConditionalGeneration(_AnyLanguageModel):
+    """InternVL 3 and 3.5 in the format of transformers (arXiv 2504.10479), with language models of
+    several families."""
+
+
+class Idefics3ForConditionalGeneration(_AnyLanguageModel):
+    """Idefics3 (arXiv 2408.12637) and SmolVLM."""
+
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.text_model.": "model."}
+
+
+class SmolVLMForConditionalGeneration(Idefics3ForConditionalGeneration):
+    """SmolVLM 2 (arXiv 2504.05299)."""
+
+
 class Gemma3ForConditionalGeneration(_LanguageModel, Gemma3ForCausalLM):
     """Gemma 3 4B, 12B and 27B (arXiv 2503.19786), of which text input is served."""
 

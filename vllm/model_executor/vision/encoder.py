@@ -29,8 +29,9 @@ class MediaEncoder(nn.Module, ABC):
     """The unit of `size_of`: "images" where all have one size, "patches" otherwise."""
 
     num_added: int = 0
-    """Number of layers, the first of the language model, after which it adds values to hidden
-    states. An embedding has hidden_size elements for the token, and then hidden_size for each such layer."""
+    """Number of layers, the first of the language model, after which values are added to hidden
+    states. An embedding has hidden_size elements for the token, and as many for each such
+    layer."""
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int) -> None:
         super().__init__()
