@@ -16,7 +16,6 @@ from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 from vllm.messages import IntArray, NewRequest, SchedulerOutput, TokenEmbeddings
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models.interface import LayeredModel
 from vllm.worker.batch.launch import Launch
 from vllm.worker.parts.encoded_media import EncodedMedia, media_runs
 from vllm.worker.parts.row_parts import BoolArray, RowPart
@@ -103,19 +102,17 @@ class EmbeddingRows(RowPart):
 
     def __init__(
         self,
-        model: LayeredModel | None,
+        model: nn.Module | None,
         num_rows: int,
         device: torch.device,
         media: EncodedMedia | None = None,
     ) -> None:
         self._device = device
-        self._embedding_dim = None if model is None else model.embedding.embedding_dim
+        self._embedding_dim = None if model is None else _find_embedding(model).embedding_dim
         self._media = media
         self._ends: IntArray = np.zeros(num_rows, np.int32)
         """[rows] the position behind the last embedding of each row; 0: it has none."""
         self._rows: dict[int, tuple[GivenRun, ...]] = {}
-        if model is not None:
-            _check_embedding(model)
 
     def add(self, new: NewRequest) -> None:
         runs: list[GivenRun] = [RequestEmbeddings(each) for each in new.request.embeddings]
@@ -187,8 +184,8 @@ def takes_embeddings(config: VllmConfig) -> bool:
     return model.enable_prompt_embeds or model.resolved_arch.media_config is not None
 
 
-def _check_embedding(model: nn.Module) -> None:
-    """Refuse a model in which not exactly one layer would read the embeddings."""
+def _find_embedding(model: nn.Module) -> VocabParallelEmbedding:
+    """Return the layer that reads the embeddings; refuse a model with none or several."""
     found = [
         module
         for module in model.modules()
@@ -199,3 +196,4 @@ def _check_embedding(model: nn.Module) -> None:
             f"enable_prompt_embeds=True, and images, need a model with one table of token "
             f"embeddings; {type(model).__name__} has {len(found)}. Leave it out"
         )
+    return found[0]
