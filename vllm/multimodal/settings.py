@@ -112,8 +112,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 """Class in transformers, without the endings Fast and Pil -> its settings and their defaults."""
 
-_RENAMED = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor"}
-"""Class that released transformers do not have -> the class that replaced it."""
+_RENAMED = {
+    "Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor",
+    "Glm46VImageProcessor": "Glm4vImageProcessor",  # GLM-4.6V
+}
+"""Class -> the class that does the same."""
 _WHOLE_FILE, _OWN_FILE = "processor_config.json", "preprocessor_config.json"
 _CLASS = "image_processor_type"
 _OLD_CLASS = "feature_extractor_type"
@@ -177,7 +180,10 @@ def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
         known = known.removesuffix(ending) if isinstance(known, str) else known
     known = _RENAMED.get(known, known) if isinstance(known, str) else known
     if not isinstance(known, str) or known not in DEFAULTS:
-        raise wrong_setting(_CLASS, name, f"one of {', '.join(DEFAULTS)}")
+        accepted = f"one of {', '.join(DEFAULTS)}"
+        raise wrong_setting(
+            _CLASS, name, f"{accepted}. With --limit-mm-per-prompt image=0 the model serves text"
+        )
     given = {
         key: value
         for key, value in settings.items()
