@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,48 @@ def _grid(
     )
 
 
+def _pixtral(name: str, **values: Any) -> TinyImages:
+    kind = grid_models.KINDS[name]
+    return TinyImages(
+        kind.architecture,
+        kind.vision,
+        {**kind.settings, "size": {"longest_edge": 64}},
+        {**kind.text, **values},
+        "[IMG]",
+        ("[IMG_BREAK]", "[IMG_END]"),
+        "[IMG]",
+        config=kind.whole,
+    )
+
+
 _MROPE = {"rope_theta": 10000.0, "rope_type": "default", "mrope_section": [2, 2, 2]}
+_TOWER = {key: value for key, value in _CLIP.items() if key != "projection_dim"}
+_IDEFICS3 = TinyImages(
+    "Idefics3ForConditionalGeneration",
+    {**_TOWER, "model_type": "idefics3_vision"},
+    {"image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 64}}
+    | {"max_image_size": {"longest_edge": 32}},
+    {"model_type": "llama"},
+    "<image>",
+    (
+        *("<fake_token_around_image>", "<global-img>"),
+        *("<row_1_col_1>", "<row_1_col_2>", "<row_2_col_1>", "<row_2_col_2>"),
+    ),
+    "<image>",
+    "image_token_id",
+    {"scale_factor": 2},
+)
+_INTERLEAVED = {**_MROPE, "mrope_interleaved": True}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_DELTA_NET: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {**_INTERLEAVED, "partial_rotary_factor": 1.0},
+}
 
 FAMILIES = {
     "llava": TinyImages(
@@ -146,6 +187,56 @@ FAMILIES = {
         head_dim=12,
         rope_parameters={**_MROPE, "partial_rotary_factor": 1.0},
     ),
+    "glm4v_moe": replace(
+        _grid(
+            *("glm4v", "<|image|>", "<|begin_of_image|>", "<|end_of_image|>"),
+            head_dim=12,
+            rope_parameters={**_MROPE, "partial_rotary_factor": 1.0},
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+        ),
+        architecture="Glm4vMoeForConditionalGeneration",
+    ),
+    "qwen3_5": _grid("qwen3_5", **_DELTA_NET),
+    "qwen3_5_moe": replace(
+        _grid("qwen3_5", **_DELTA_NET, **_EXPERTS, shared_expert_intermediate_size=24),
+        architecture="Qwen3_5MoeForConditionalGeneration",
+    ),
+    "qwen3_vl": _grid("qwen3_vl", num_hidden_layers=4, head_dim=12, rope_parameters=_INTERLEAVED),
+    "qwen3_vl_moe": replace(
+        _grid(
+            *("qwen3_vl",),
+            **_EXPERTS,
+            num_hidden_layers=4,
+            head_dim=12,
+            rope_parameters=_INTERLEAVED,
+        ),
+        architecture="Qwen3VLMoeForConditionalGeneration",
+    ),
+    "idefics3": _IDEFICS3,
+    "smolvlm": replace(
+        _IDEFICS3,
+        architecture="SmolVLMForConditionalGeneration",
+        vision={**_IDEFICS3.vision, "model_type": "smolvlm_vision"},
+    ),
+    "internvl": TinyImages(
+        "InternVLForConditionalGeneration",
+        {**_TOWER, "model_type": "internvl_vision"},
+        {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 32, "width": 32}}
+        | {"crop_to_patches": True, "max_patches": 4},
+        {"model_type": "qwen2"},
+        "<IMG_CONTEXT>",
+        ("<img>", "</img>"),
+        "<IMG_CONTEXT>",
+        "image_token_id",
+        {"downsample_ratio": 0.5},
+    ),
+    "mistral3": _pixtral("mistral3", head_dim=12),
+    "llava with the tower of Pixtral": _pixtral("pixtral", head_dim=12),
 }
 
 
@@ -160,8 +251,9 @@ def make_tiny_images(family: str, folder: Path, *, seed: int = 0, **text: Any) -
     """
     made = FAMILIES[family]
     tokenizer = make_tokenizer(made.image, *made.others, chat_image=made.image)
+    vocabulary = tokenizer.get_vocab()
     ids = {
-        key: tokenizer.convert_tokens_to_ids(value) if str(value).startswith("<") else value
+        key: vocabulary.get(value, value) if isinstance(value, str) else value
         for key, value in {made.token_key: made.image, **made.config}.items()
     }
     model_class = getattr(transformers, made.architecture)
@@ -203,6 +295,7 @@ def expected_outputs(
     model = model_class.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+    model.generation_config.eos_token_id = None  # tokens after it count as well
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     name = settings.pop("image_processor_type")
     processor_class = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
@@ -216,13 +309,13 @@ def expected_outputs(
             given = dict(
                 processor(images=images, return_tensors="pt", input_data_format="channels_last")
             )
+            given.pop("num_patches", None)  # not for the model
             if "image_grid_thw" in given:
                 given["mm_token_type_ids"] = (ids == image_token).int()
         out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_tokens,
-            min_new_tokens=max_tokens,
             do_sample=False,
             **given,
         )

@@ -1,11 +1,16 @@
 """Images in prompts: transformers gives the same tokens, whatever else happens in the batch."""
 
 import pytest
+import torch
 
+from tests.engine.test_resolve_config import resolve
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.reach import scheduler_of
 from tests.tiny_images import FAMILIES, draw_image, expected_outputs, make_tiny_images
 from vllm import LLM, SamplingParams
+from vllm.distributed import Stage, TPGroup
+from vllm.errors import ConfigError, RequestError
+from vllm.model_executor.loader.model_loader import load_model
 
 pytest.importorskip("PIL", reason="images need Pillow")
 
@@ -96,6 +101,10 @@ def test_settings_change_no_token(llava, expected, settings):
             for mode in ("lazy", "torch.compile", "eager")
             for family in ("llava", "qwen2_vl")
         ),
+        *(
+            pytest.param(family, "HPU graphs", marks=pytest.mark.exhaustive)
+            for family in ("glm4v_moe", "qwen3_5", "mistral3", "idefics3", "internvl")
+        ),
     ],
 )
 def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(family, mode, tmp_path):
@@ -107,3 +116,32 @@ def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(family, mode, tm
         before = bridge.counters()
         assert tokens_of(llm.generate(requests_of(family), GREEDY)) == expected
         assert bridge.counters().compilations == before.compilations
+
+
+def test_values_for_the_first_layers_need_these_layers_on_the_first_stage(tmp_path):
+    folder = make_tiny_images("qwen3_vl", tmp_path, num_hidden_layers=2)
+    with pytest.raises(ConfigError, match="values for the first 2 layers, and the language model"):
+        LLM(str(folder), **ENGINE)
+    folder = make_tiny_images("qwen3_vl", tmp_path / "three", num_hidden_layers=3)
+    config = resolve(model=str(folder), device="cpu", dtype="float32")
+    with pytest.raises(ConfigError, match="the first stage has 1 layers, and images need at least"):
+        load_model(config, TPGroup(), torch.device("cpu"), stage=Stage(0, 1, 0, 3))
+
+
+@pytest.mark.exhaustive
+def test_stages_of_a_pipeline_read_images(tmp_path):
+    folder = make_tiny_images("qwen3_vl", tmp_path)
+    expected = tokens_of(LLM(str(folder), **ENGINE).generate(requests_of("qwen3_vl"), GREEDY))
+    llm = LLM(str(folder), **ENGINE, pipeline_parallel_size=2)
+    assert tokens_of(llm.generate(requests_of("qwen3_vl"), GREEDY)) == expected
+
+
+def test_on_a_card_a_family_for_the_cpu_reads_text(tmp_path):
+    folder = make_tiny_images("qwen3_vl", tmp_path)
+    prompt = {"prompt": "No picture"}
+    expected = tokens_of(LLM(str(folder), **ENGINE).generate([prompt], GREEDY))
+    with simulated_hpu(**FEW_BUCKETS):
+        llm = LLM(str(folder), **ENGINE, enforce_eager=True)
+        assert tokens_of(llm.generate([prompt], GREEDY)) == expected
+        with pytest.raises(RequestError, match="reads text only"):
+            llm.generate(requests_of("qwen3_vl")[:1], GREEDY)

@@ -31,15 +31,15 @@ _AUTO_MAP = {"AutoConfig": "configuration_own.OwnConfig"}
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     # Parts for images, sounds and films, whatever transformers knows of them.
     (
-        _with_parts("LlavaForConditionalGeneration", "llava", _LLAMA),
+        _with_parts("LlavaOnevisionForConditionalGeneration", "llava_onevision", _LLAMA),
         r"nearest: LlamaForCausalLM\): it has parts .*, and its language model \(LlamaForCausal",
     ),
     (
-        _with_parts("LlavaNextForConditionalGeneration", "llava_next", {"model_type": "mistral"}),
+        _with_parts("VipLlavaForConditionalGeneration", "vipllava", {"model_type": "mistral"}),
         r"its language model \(MistralForCausalLM\) runs only if it is saved without the others",
     ),
     (
-        _with_parts("Idefics3ForConditionalGeneration", "idefics3", _LLAMA),
+        _with_parts("Idefics2ForConditionalGeneration", "idefics2", _LLAMA),
         _PARTS,
     ),
     (

@@ -194,6 +194,11 @@ def test_an_override_of_the_size_replaces_both_spellings():
     assert family.process(images((300, 300))[0]).grid == (1, 6, 6)
 
 
+def test_the_image_processor_of_glm_4_6v_is_that_of_glm_4_1v():
+    settings = with_defaults({"image_processor_type": "Glm46VImageProcessorFast"})
+    assert settings == with_defaults({"image_processor_type": "Glm4vImageProcessor"})
+
+
 def test_every_family_has_an_encoder_of_its_name():
     names = {module.name for module in iter_modules(families.__path__)}
     assert {*KINDS, "qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"} <= names

@@ -5,6 +5,7 @@ from vllm.attention.backends.metadata import AttentionMetadata
 from vllm.attention.backends.native_attn import RaggedMetadata
 from vllm.attention.cached_layer import CachedLayer, layers_with_cache
 from vllm.attention.context import (
+    AddedStates,
     ContextHolder,
     LaunchAdapters,
     LaunchContext,
@@ -22,6 +23,7 @@ from vllm.attention.ragged_states import RaggedStates, StateCopies, StateLaunch
 from vllm.attention.state import PaddedStates, StateLayer, StateRows, States
 
 __all__ = [
+    "AddedStates",
     "Attention",
     "AttentionMetadata",
     "CachedLayer",

@@ -47,6 +47,21 @@ class ReplacedTokens:
 
 
 @dataclass(frozen=True)
+class AddedStates:
+    """Tokens of a launch with something to add to their hidden states after some layers."""
+
+    indices: Tensor
+    """[m] int64: which of the T tokens."""
+    values: tuple[Tensor, ...]
+    """[m, hidden] for each of the first layers of the model, in any floating type."""
+
+    def add_to(self, hidden_states: Tensor, layer: int) -> Tensor:
+        """Return the hidden states [T, hidden] after one of these layers, with its values added."""
+        values = self.values[layer].to(hidden_states.dtype)
+        return hidden_states.index_add(0, self.indices, values)
+
+
+@dataclass(frozen=True)
 class TableEmbeddings:
     """Embeddings that a launch brings in a table: shapes depend on its size alone."""
 
@@ -127,6 +142,7 @@ class LaunchParts(TypedDict, total=False):
 
     positions: Tensor
     replaced: GivenEmbeddings
+    added: AddedStates
     adapters: LaunchAdapters
 
 
@@ -158,6 +174,8 @@ class LaunchContext:
     are the same. Masks depend on the index of a token in its request, which `attention` knows."""
     replaced: GivenEmbeddings | None = None
     """Embeddings that take the place of tokens; None: all embeddings are looked up."""
+    added: AddedStates | None = None
+    """Values to add to hidden states after the first layers; None: there are none."""
     rotary_angles: Sequence[tuple[Tensor, Tensor]] | None = None
     """What `Ops.rotate` takes, of each table of the model: the tables at `RotaryEmbedding.index`.
     None: every layer looks them up."""

@@ -8,7 +8,6 @@ import numpy as np
 
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.config.families import family_of_architecture
 from vllm.errors import ConfigError, RequestError
 from vllm.multimodal.family import EncoderInput, MediaFamily
 from vllm.multimodal.image import Color, image_pixels
@@ -37,7 +36,7 @@ def job_arguments(config: VllmConfig) -> dict[str, Any]:
     assert arch.media_config is not None
     settings = read_processor_settings(config.model.resolved_path)
     return {
-        "family": family_of_architecture(arch.architecture).media,
+        "family": arch.media_module,
         "config": dict(arch.media_config),
         "settings": override_settings(settings, config.multimodal.mm_processor_kwargs),
         "max_pixels": envs.get().VLLM_MAX_IMAGE_PIXELS,

@@ -115,8 +115,12 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 """Class in transformers, without the endings Fast and Pil -> its settings and their defaults."""
 
-_RENAMED = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor"}
-"""Class that released transformers do not have -> the class that replaced it."""
+_RENAMED = {
+    "Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor",
+    "Glm46VImageProcessor": "Glm4vImageProcessor",  # GLM-4.6V
+}
+"""Class -> the class that does the same."""
+_WHOLE_FILE, _OWN_FILE = "processor_config.json", "preprocessor_config.json"
 _CLASS = "image_processor_type"
 _OLD_CLASS = "feature_extractor_type"
 _NOT_SETTINGS = (_CLASS, _OLD_CLASS, "processor_class", "auto_map")
@@ -135,21 +139,34 @@ def read_processor_settings(folder: Path | str) -> dict[str, Any]:
     Raises:
         ConfigError: neither file has them, or there is no such class.
     """
-    folder = Path(folder)
+    found = _find_settings(Path(folder))
+    if found is None:
+        raise ConfigError(
+            f"{folder} has no settings of an image processor: neither {_OWN_FILE} nor "
+            f"image_processor in {_WHOLE_FILE}"
+        )
+    return with_defaults(found)
+
+
+def has_processor_settings(folder: Path | str) -> bool:
+    """Return whether a folder has settings of an image processor, whatever they are.
+
+    Raises:
+        ConfigError: a file is damaged.
+    """
+    return _find_settings(Path(folder)) is not None
+
+
+def _find_settings(folder: Path) -> dict[str, Any] | None:
     found = None
-    whole, own = folder / "processor_config.json", folder / "preprocessor_config.json"
+    whole, own = folder / _WHOLE_FILE, folder / _OWN_FILE
     if whole.exists():
         found = read_json_object(whole).get("image_processor")
         if found is not None and not isinstance(found, dict):
             raise ConfigError(f"{whole}: image_processor is {found!r}; it must be an object")
     if found is None and own.exists():
         found = read_json_object(own)
-    if found is None:
-        raise ConfigError(
-            f"{folder} has no settings of an image processor: neither {own.name} nor "
-            f"image_processor in {whole.name}"
-        )
-    return with_defaults(found)
+    return found
 
 
 def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,7 +183,10 @@ def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
         known = known.removesuffix(ending) if isinstance(known, str) else known
     known = _RENAMED.get(known, known) if isinstance(known, str) else known
     if not isinstance(known, str) or known not in DEFAULTS:
-        raise wrong_setting(_CLASS, name, f"one of {', '.join(DEFAULTS)}")
+        accepted = f"one of {', '.join(DEFAULTS)}"
+        raise wrong_setting(
+            _CLASS, name, f"{accepted}. With --limit-mm-per-prompt image=0 the model serves text"
+        )
     given = {
         key: value
         for key, value in settings.items()

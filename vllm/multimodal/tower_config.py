@@ -7,6 +7,10 @@ from typing import Any
 from vllm.multimodal.checks import config_object, config_whole, is_number, is_whole, wrong_config
 from vllm.multimodal.settings import MAX_PIXELS
 
+TOWER_PARTS = ("vision_tower", "vision_model", "visual")
+"""The first part of the names of a tower's tensors in checkpoints, or the second one after `model`,
+of all families."""
+
 _MAX_WIDTH = 2**16
 _MAX_LAYERS = 2**10
 

@@ -254,7 +254,8 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         return dict(raw)
     is_named = raw.get("model_type") == family_of_architecture(str(name)).model_type
     if text is None and is_named and _SIZES & raw.keys():
-        return {**raw, "model_type": wanted}
+        whole = {WHOLE_CONFIG: dict(raw)} if "vision_config" in raw else {}
+        return {**raw, "model_type": wanted, **whole}
     if not isinstance(text, Mapping):
         raise ConfigError(
             f"config.json of {name} has no 'text_config', which describes its language model. "

@@ -23,6 +23,18 @@ def shard_name(rank: int) -> str:
     return _SHARDS.replace("*", str(rank))
 
 
+def find_index(folder: Path, load_format: str) -> Path | None:
+    """Return the file that lists the shards of a checkpoint; None: it has none, or a single file
+    has all weights."""
+    for name in ("safetensors", "pt") if load_format == "auto" else (load_format,):
+        single, index, _ = _INDEX_NAMES.get(name, (None, None, None))
+        if single is None or index is None or (folder / single).is_file():
+            return None
+        if (folder / index).is_file():
+            return folder / index
+    return None
+
+
 def find_files(folder: Path, load_format: str) -> list[Path]:
     """The files that hold the weights.
 

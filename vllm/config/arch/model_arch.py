@@ -153,6 +153,17 @@ class ModelArch:
         return arch
 
     @property
+    def media_module(self) -> str | None:
+        """Module of `vllm.multimodal.families` and of `vllm.model_executor.vision` for the images
+        of the model; None: it reads text only."""
+        if self.media_config is None:
+            return None
+        family = family_of_architecture(self.architecture)
+        vision = self.media_config.get("vision_config")
+        tower = vision.get("model_type") if isinstance(vision, Mapping) else None
+        return family.media_by_tower.get(str(tower), family.media)
+
+    @property
     def rope(self) -> RopeConfig | None:
         """Of layers without a sliding window; those with one may have another."""
         ropes = [

@@ -146,6 +146,10 @@ class Family:
     media: str | None = None
     """Module of `vllm.multimodal.families` and of `vllm.model_executor.vision` that encodes images;
     None: the models read text only."""
+    media_by_tower: Mapping[str, str] = field(default_factory=dict)
+    """`model_type` of `vision_config` -> the module for such towers, where it is not `media`."""
+    media_is_cpu_only: bool = False
+    """Images are read on the CPU only, and on a card the models read text."""
     step_token_id: int | None = None
     """Token that ends a step, of models that reward steps (`ForProcessRewardModel`)."""
 

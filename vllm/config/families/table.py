@@ -1047,6 +1047,7 @@ _WITH_IMAGES = (
         text_type="llama",
         also_text_types=("mistral", "qwen2"),
         media="llava",
+        media_by_tower={"pixtral": "pixtral"},
         tokenizer="",
     ),
     Family(
@@ -1056,6 +1057,31 @@ _WITH_IMAGES = (
         text_type="llama",
         also_text_types=("mistral", "granite", "qwen2"),
         media="llava_next",
+        tokenizer="",
+    ),
+    Family(
+        model_type="internvl",
+        module="text_of_images",
+        architectures=("InternVLForConditionalGeneration",),
+        text_type="qwen2",
+        also_text_types=("qwen3", "qwen3_moe", "llama"),
+        media="internvl",
+        tokenizer="",
+    ),
+    Family(
+        model_type="idefics3",
+        module="text_of_images",
+        architectures=("Idefics3ForConditionalGeneration",),
+        text_type="llama",
+        media="idefics3",
+        tokenizer="",
+    ),
+    Family(
+        model_type="smolvlm",
+        module="text_of_images",
+        architectures=("SmolVLMForConditionalGeneration",),
+        text_type="llama",
+        media="idefics3",
         tokenizer="",
     ),
     Family(
@@ -1092,6 +1118,7 @@ _WITH_IMAGES = (
         architectures=("Mistral3ForConditionalGeneration",),
         text_type="mistral",
         also_text_types=("ministral3",),  # Ministral 3, Devstral Small 2
+        media="mistral3",
     ),
     Family(
         model_type="qwen2_vl",
@@ -1114,6 +1141,8 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Qwen3VLForConditionalGeneration",),
         text_type="qwen3_vl_text",
+        media="qwen3_vl",
+        media_is_cpu_only=True,
         tokenizer="Qwen2Tokenizer",
     ),
     Family(
@@ -1121,6 +1150,8 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Qwen3VLMoeForConditionalGeneration",),
         text_type="qwen3_vl_moe_text",
+        media="qwen3_vl_moe",
+        media_is_cpu_only=True,
         tokenizer="Qwen2Tokenizer",
     ),
     Family(
@@ -1136,6 +1167,7 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Glm4vMoeForConditionalGeneration",),
         text_type="glm4v_moe_text",
+        media="glm4v_moe",
         tokenizer=_GENERIC,
     ),
     Family(
@@ -1143,6 +1175,7 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Qwen3_5ForConditionalGeneration",),
         text_type="qwen3_5_text",
+        media="qwen3_5",
         tokenizer="Qwen3_5Tokenizer",
         replaces_tokenizer=True,
     ),
@@ -1151,6 +1184,7 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Qwen3_5MoeForConditionalGeneration",),
         text_type="qwen3_5_moe_text",
+        media="qwen3_5_moe",
         tokenizer="Qwen3_5Tokenizer",
         replaces_tokenizer=True,
     ),

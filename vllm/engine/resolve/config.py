@@ -41,6 +41,7 @@ from vllm.engine.resolve.hpu import (
     refuse_variables,
     resolve_hpu_config,
 )
+from vllm.engine.resolve.media import resolve_media
 from vllm.engine.resolve.model_options import (
     check_connector,
     for_states,
@@ -77,7 +78,7 @@ from vllm.transformers_utils.hf_config import (
     read_hf_config,
 )
 from vllm.transformers_utils.hub import resolve_model_folder
-from vllm.transformers_utils.weight_dtype import dtype_of_files
+from vllm.transformers_utils.weight_headers import dtype_of_files
 from vllm.utils.plugins import load_general_plugins
 
 logger = init_logger(__name__)
@@ -117,7 +118,8 @@ def _asked_load(given: Mapping[str, Any]) -> LoadConfig:
 
 def _model(given: Mapping[str, Any], asked_load: LoadConfig, platform: Platform) -> ModelConfig:
     section = with_bitsandbytes(_section(ModelConfig, given), given["load_format"])
-    asked = _resolve_model(section, asked_load)
+    max_images = _section(MultiModalConfig, given).image_limit.count
+    asked = _resolve_model(section, asked_load, platform, max_images)
     model = resolve_quantization(asked, platform)
     _check_prompt_embeds(model)
     return model
@@ -163,7 +165,8 @@ def _speculative(
     speculative = resolve_speculator(asked, model, platform, asked_load)
     asked_draft = asked_draft_model(speculative, model, platform)
     if asked_draft is not None:
-        draft = check_draft_model(_resolve_model(asked_draft, asked_load), model, platform)
+        draft = _resolve_model(asked_draft, asked_load, platform, max_images=None)
+        draft = check_draft_model(draft, model, platform)
         speculative = replace(speculative, draft_model=draft)
     return resolve_lookup(speculative, limits, platform)
 
@@ -236,6 +239,8 @@ def _multimodal(settings: Mapping[str, Any], model: ModelConfig) -> MultiModalCo
     multimodal = _section(MultiModalConfig, settings)
     if model.resolved_arch.media_config is None:
         for name in multimodal.given:
+            if name == "limit_mm_per_prompt" and multimodal.image_limit.count == 0:
+                continue
             logger.warning("%s has no effect: '%s' reads text only", name, model.model)
     return multimodal
 
@@ -343,7 +348,9 @@ def _profiled_steps() -> tuple[int, int] | None:
     )
 
 
-def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
+def _resolve_model(
+    asked: ModelConfig, load: LoadConfig, platform: Platform, max_images: int | None
+) -> ModelConfig:
     folder = _model_folder(asked, load, "dummy")  # without weights: they may take an hour
     asked = without_gguf(asked, folder)
     other = asked.hf_config_path
@@ -354,6 +361,7 @@ def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
         lambda raw: check_architecture(raw, config_folder, asked.model_impl),
     )
     arch = _read_arch(asked, load, raw, config_folder)
+    arch = resolve_media(arch, folder, load, max_images, platform.name)
     if named_dtype(arch.hf_config) is None and load.load_format != "dummy":
         arch = replace(arch, dtype=dtype_of_files(folder, load.load_format) or arch.dtype)
     arch, window = resolve_windows(asked, arch)
@@ -408,11 +416,6 @@ def _read_arch(
     arch = ModelArch.from_hf(completed)
     if runs_as in (BY_TRANSFORMERS, TEXT_BY_TRANSFORMERS):
         logger.info("%s runs with the modules of transformers", arch.architecture)
-    if arch.architecture in TEXT_TYPES and arch.media_config is None:
-        logger.info(
-            "%s serves text input only: the part of the checkpoint for images is not loaded",
-            arch.architecture,
-        )
     dense_key = family_of(arch.model_type).dense_up_to_key
     if dense_key is not None and runs_as == arch.architecture:
         logger.warning(

@@ -6,12 +6,15 @@ from functools import cache
 from importlib import import_module
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
+from vllm.attention import ContextHolder, ReadsContext
 from vllm.config import ModelArch
-from vllm.config.families import family_of, family_of_architecture
+from vllm.config.families import family_of
 from vllm.distributed import TPGroup
+from vllm.errors import ConfigError
 from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import DecoderForCausalLM
 from vllm.model_executor.models.fused_weights import split_transposed_experts
 from vllm.model_executor.models.gemma import Gemma3ForCausalLM
 from vllm.model_executor.models.gemma3n import Gemma3nForCausalLM
@@ -28,8 +31,10 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.routed import Glm4MoeForCausalLM
 from vllm.model_executor.models.transformers_model import TransformersForCausalLM
 from vllm.model_executor.vision.encoder import MediaEncoder
+from vllm.multimodal.tower_config import TOWER_PARTS
 
 _ENCODER = "media_encoder."
+_AROUND_TOWERS = ("multi_modal_projector.", "connector.", "image_newline")
 
 
 class _LanguageModel(CausalLM):
@@ -43,9 +48,9 @@ class _LanguageModel(CausalLM):
         "model.language_model.": "model.",
     }
     ignored_prefixes: ClassVar[tuple[str, ...]] = tuple(
-        f"{level}{part}."
+        f"{level}{part}"
         for level in ("", "model.")
-        for part in ("vision_tower", "vision_model", "visual", "multi_modal_projector")
+        for part in (*(f"{tower}." for tower in TOWER_PARTS), *_AROUND_TOWERS)
     )
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
@@ -94,8 +99,8 @@ def _joined(images: type[CausalLM], text: type[CausalLM]) -> type[CausalLM]:
 
 def encoder_class(arch: ModelArch) -> type[MediaEncoder]:
     """Return the class of the encoder of a model that has one."""
-    module = family_of_architecture(arch.architecture).media
-    found: type[MediaEncoder] = import_module(f"vllm.model_executor.vision.{module}").Encoder
+    module = import_module(f"vllm.model_executor.vision.{arch.media_module}")
+    found: type[MediaEncoder] = module.Encoder
     return found
 
 
@@ -111,6 +116,21 @@ class LlavaForConditionalGeneration(_AnyLanguageModel):
 
 class LlavaNextForConditionalGeneration(_AnyLanguageModel):
     """LLaVA-NeXT (LLaVA 1.6) and Granite Vision, with language models of several families."""
+
+
+class InternVLForConditionalGeneration(_AnyLanguageModel):
+    """InternVL 3 and 3.5 in the format of transformers (arXiv 2504.10479), with language models of
+    several families."""
+
+
+class Idefics3ForConditionalGeneration(_AnyLanguageModel):
+    """Idefics3 (arXiv 2408.12637) and SmolVLM."""
+
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.text_model.": "model."}
+
+
+class SmolVLMForConditionalGeneration(Idefics3ForConditionalGeneration):
+    """SmolVLM 2 (arXiv 2504.05299)."""
 
 
 class Gemma3ForConditionalGeneration(_LanguageModel, Gemma3ForCausalLM):
@@ -139,8 +159,7 @@ class Llama4ForConditionalGeneration(_LanguageModel, Llama4ForCausalLM):
 
 
 class Mistral3ForConditionalGeneration(_LanguageModel, MistralForCausalLM):
-    """Mistral Small 3.1 and 3.2, and Ministral 3 (Mistral AI 2025), of which text input is
-    served."""
+    """Mistral Small 3.1 and 3.2, and Ministral 3 (Mistral AI 2025)."""
 
 
 class Qwen2VLForConditionalGeneration(_LanguageModel, Qwen2ForCausalLM):
@@ -151,12 +170,50 @@ class Qwen2_5_VLForConditionalGeneration(_LanguageModel, Qwen2ForCausalLM):
     """Qwen2.5-VL (arXiv 2502.13923)."""
 
 
-class Qwen3VLForConditionalGeneration(_LanguageModel, Qwen3ForCausalLM):
-    """Qwen3-VL, dense (arXiv 2511.21631), of which text input is served."""
+class _WithAddedStates(_LanguageModel, DecoderForCausalLM, ReadsContext):
+    """The encoder also gives values that are added to hidden states after the first layers."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp)
+        self.launch = ContextHolder()
+
+    def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
+        context = self.launch.context
+        added = None if context is None else context.added
+        if added is not None:
+            for layer in range(first, min(end, len(added.values))):
+                hidden_states = super().run_layers(hidden_states, positions, layer, layer + 1)
+                hidden_states = added.add_to(hidden_states, layer)
+            first = max(first, min(end, len(added.values)))
+        if first == end:
+            return hidden_states
+        return super().run_layers(hidden_states, positions, first, end)
+
+    def check(self) -> None:
+        super().check()
+        encoder, stage = self.media_encoder, self.stage
+        num_added = encoder.num_added if isinstance(encoder, MediaEncoder) else 0
+        if not stage.is_first or not num_added:
+            return
+        if num_added >= self.num_layers:
+            raise ConfigError(
+                f"config.json: the encoder of images has values for the first {num_added} layers, "
+                f"and the language model has {self.num_layers}; it must have more"
+            )
+        if stage.end_layer < num_added:
+            raise ConfigError(
+                f"pipeline_parallel_size={stage.count}: the first stage has {stage.end_layer} "
+                f"layers, and images need at least {num_added} there. Use fewer stages, or send no "
+                f"images (--limit-mm-per-prompt image=0)"
+            )
 
 
-class Qwen3VLMoeForConditionalGeneration(_LanguageModel, Qwen3MoeForCausalLM):
-    """Qwen3-VL with experts (arXiv 2511.21631), of which text input is served."""
+class Qwen3VLForConditionalGeneration(_WithAddedStates, Qwen3ForCausalLM):
+    """Qwen3-VL, dense (arXiv 2511.21631)."""
+
+
+class Qwen3VLMoeForConditionalGeneration(_WithAddedStates, Qwen3MoeForCausalLM):
+    """Qwen3-VL with experts (arXiv 2511.21631)."""
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """Split the weights of all experts. Published ones are [experts, in, out]; transformers 5
@@ -171,11 +228,11 @@ class Qwen3VLMoeForConditionalGeneration(_LanguageModel, Qwen3MoeForCausalLM):
 
 
 class Glm4vForConditionalGeneration(_LanguageModel, Glm4ForCausalLM):
-    """GLM-4.1V and GLM-4.6V-Flash (arXiv 2507.01006), of which text input is served."""
+    """GLM-4.1V and GLM-4.6V-Flash (arXiv 2507.01006)."""
 
 
 class Glm4vMoeForConditionalGeneration(_LanguageModel, Glm4MoeForCausalLM):
-    """GLM-4.5V and GLM-4.6V (arXiv 2507.01006), of which text input is served."""
+    """GLM-4.5V and GLM-4.6V (arXiv 2507.01006)."""
 
 
 class _Qwen(_LanguageModel):
@@ -185,11 +242,11 @@ class _Qwen(_LanguageModel):
 
 
 class Qwen3_5ForConditionalGeneration(_Qwen, Qwen3_5ForCausalLM):
-    """Qwen 3.5 and 3.6, dense (Qwen team 2026), of which text input is served."""
+    """Qwen 3.5 and 3.6, dense (Qwen team 2026)."""
 
 
 class Qwen3_5MoeForConditionalGeneration(_Qwen, Qwen3_5MoeForCausalLM):
-    """Qwen 3.5 and 3.6 with experts (Qwen team 2026), of which text input is served."""
+    """Qwen 3.5 and 3.6 with experts (Qwen team 2026)."""
 
 
 class TransformersForConditionalGeneration(_LanguageModel, TransformersForCausalLM):

@@ -28,6 +28,11 @@ class MediaEncoder(nn.Module, ABC):
     unit: ClassVar[str]
     """The unit of `size_of`: "images" where all have one size, "patches" otherwise."""
 
+    num_added: int = 0
+    """Number of layers, the first of the language model, after which values are added to hidden
+    states. An embedding has hidden_size elements for the token, and as many for each such
+    layer."""
+
     def __init__(self, config: Mapping[str, Any], hidden_size: int) -> None:
         super().__init__()
         self.config = config
@@ -61,13 +66,13 @@ class MediaEncoder(nn.Module, ABC):
         """Encode, on the device of the weights.
 
         Returns:
-            [N, hidden_size]: embeddings of all images, padding included.
+            [N, hidden_size * (1 + num_added)]: embeddings of all images, padding included.
         """
 
     @abstractmethod
     def split(self, embeddings: Tensor, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Cut the result of `run` into the embeddings [n, hidden_size] of each image."""
+        """Cut the result of `run` into the embeddings of each image, [n, width] each."""
 
     def forward(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Encode images without padding: the embeddings [n, hidden_size] of each."""
+        """Encode images without padding: the embeddings [n, width] of each."""
         return self.split(self.run(**self.prepare(items)), items)

@@ -104,9 +104,8 @@ class _Tower(nn.Module):
 class Qwen3VLEncoder(GridEncoder):
     """The vision tower of Qwen3-VL, with its mergers.
 
-    An embedding has hidden_size * (1 + number of deep layers) elements: the embedding of the token,
-    then for each of the first decoder layers what is added to the hidden state of the token after
-    that layer.
+    Each layer of `deep_layers` gives the values that are added after one of the first layers of the
+    language model.
     """
 
     has_deep_layers: ClassVar[bool] = True
@@ -117,8 +116,8 @@ class Qwen3VLEncoder(GridEncoder):
         vision = config_object(config, "vision_config")
         deep_layers = layer_indices(vision, "deepstack_visual_indexes", _DEEP_LAYERS)
         self.deep_layers = deep_layers if self.has_deep_layers else ()
-        num_deep = len(self.deep_layers)
-        self.visual = _Tower(vision, self.sizes, hidden_size, num_deep)
+        self.num_added = len(self.deep_layers)
+        self.visual = _Tower(vision, self.sizes, hidden_size, self.num_added)
 
     def position_table(self) -> InterpolatedTable:
         return self.visual.pos_embed

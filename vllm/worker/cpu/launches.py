@@ -141,7 +141,8 @@ class RaggedLaunches:
     def run(self, given: ModelInput) -> RaggedOutput:
         """Run a launch, and give its hidden states to the reader."""
         metadata, adapters = given.context.attention, given.context.adapters
-        if self.program is None or type(metadata) is not RaggedMetadata or need_modules(adapters):
+        by_modules = need_modules(adapters) or given.context.added is not None
+        if self.program is None or type(metadata) is not RaggedMetadata or by_modules:
             output = self.run_modules(given)
         else:
             output = self._run_program(self.program, given, metadata)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vllm.attention import LaunchParts, ReplacedTokens
+from vllm.attention import AddedStates, LaunchParts, ReplacedTokens
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 from vllm.messages import IntArray, NewRequest, SchedulerOutput, TokenEmbeddings
@@ -37,7 +37,8 @@ class GivenRun(Protocol):
 
     def read(self, begin: int, stop: int) -> Tensor:
         """Return the embeddings [m, embedding_dim] of the tokens from `begin` to `stop`, indices of
-        the prompt, in any floating type, on the host."""
+        the prompt, in any floating type, on the host. Each may be followed by what is added to the
+        hidden states of its token after the first layers: embedding_dim values for each layer."""
         ...
 
 
@@ -80,7 +81,7 @@ class Span:
         return self.stop - self.begin
 
     def read(self) -> Tensor:
-        """Return them, [m, embedding_dim] float32."""
+        """Return them, [m, embedding_dim or a multiple of it] float32."""
         return self.run.read(self.begin, self.stop).float()
 
 
@@ -107,12 +108,11 @@ class EmbeddingRows(RowPart):
         media: EncodedMedia | None = None,
     ) -> None:
         self._device = device
+        self._embedding_dim = None if model is None else _find_embedding(model).embedding_dim
         self._media = media
         self._ends: IntArray = np.zeros(num_rows, np.int32)
         """[rows] the position behind the last embedding of each row; 0: it has none."""
         self._rows: dict[int, tuple[GivenRun, ...]] = {}
-        if model is not None:
-            _check_embedding(model)
 
     def add(self, new: NewRequest) -> None:
         runs: list[GivenRun] = [RequestEmbeddings(each) for each in new.request.embeddings]
@@ -160,13 +160,22 @@ class EmbeddingRows(RowPart):
         found = list(self.spans(launch))
         if not found:
             return {}
+        assert self._embedding_dim is not None
+        # The embedding of each token, and what is added to its hidden states.
+        blocks = [span.read().split(self._embedding_dim, dim=1) for span in found]
         indices = [torch.arange(span.first, span.first + len(span)) for span in found]
-        embeddings = torch.cat([span.read() for span in found])
-        return {
-            "replaced": ReplacedTokens(
-                torch.cat(indices).to(self._device), embeddings.to(self._device)
-            )
+        embeddings = torch.cat([first for first, *_ in blocks]).to(self._device)
+        parts: LaunchParts = {
+            "replaced": ReplacedTokens(torch.cat(indices).to(self._device), embeddings)
         }
+        if added := [index for index, each in enumerate(blocks) if len(each) > 1]:
+            values = [
+                torch.cat(each).to(self._device)
+                for each in zip(*(blocks[index][1:] for index in added), strict=True)
+            ]
+            tokens = torch.cat([indices[index] for index in added]).to(self._device)
+            parts["added"] = AddedStates(tokens, tuple(values))
+        return parts
 
 
 def takes_embeddings(config: VllmConfig) -> bool:
@@ -175,8 +184,8 @@ def takes_embeddings(config: VllmConfig) -> bool:
     return model.enable_prompt_embeds or model.resolved_arch.media_config is not None
 
 
-def _check_embedding(model: nn.Module) -> None:
-    """Refuse a model in which not exactly one layer would read the embeddings."""
+def _find_embedding(model: nn.Module) -> VocabParallelEmbedding:
+    """Return the layer that reads the embeddings; refuse a model with none or several."""
     found = [
         module
         for module in model.modules()
@@ -187,3 +196,4 @@ def _check_embedding(model: nn.Module) -> None:
             f"enable_prompt_embeds=True, and images, need a model with one table of token "
             f"embeddings; {type(model).__name__} has {len(found)}. Leave it out"
         )
+    return found[0]

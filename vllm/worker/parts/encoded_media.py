@@ -24,7 +24,7 @@ class Encodes(Protocol):
     """Runs the encoder of a model on its device."""
 
     def encode(self, items: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-        """Return the embeddings [n, embedding_dim] of each image, on the host.
+        """Return the embeddings [n, width] of each image, on the host.
 
         Args:
             items: the tensors of each image, on the host.
@@ -59,7 +59,9 @@ def encoded_media(model: LayeredModel) -> "EncodedMedia | None":
     """
     if model.media_encoder is None:
         return None
-    return EncodedMedia(ModuleEncoder(model.media_encoder), model.embedding.embedding_dim)
+    encoder = model.media_encoder
+    width = model.embedding.embedding_dim * (1 + encoder.num_added)
+    return EncodedMedia(ModuleEncoder(encoder), width)
 
 
 class EncodedMedia:
@@ -67,12 +69,12 @@ class EncodedMedia:
 
     Args:
         encoder: of the model.
-        embedding_dim: of the embeddings.
+        width: of the embeddings, with everything that `MediaEncoder.num_added` says.
     """
 
-    def __init__(self, encoder: Encodes, embedding_dim: int) -> None:
+    def __init__(self, encoder: Encodes, width: int) -> None:
         self._encoder = encoder
-        self._embedding_dim = embedding_dim
+        self._width = width
         self._kept: dict[str, Tensor] = {}
         self._items: dict[int, tuple[MediaItem, ...]] = {}
         """By row of the batch."""
@@ -99,13 +101,13 @@ class EncodedMedia:
             self._encode([each for each in wanted if each[1].key not in self._kept])
 
     def read(self, row: int, item: MediaItem) -> Tensor:
-        """Return the embeddings [n, embedding_dim] of an image of a row; zeros if it cannot be
+        """Return the embeddings [n, width] of an image of a row; zeros if it cannot be
         encoded, which `errors_of` tells."""
         if item.key not in self._kept and row not in self._errors:
             self._encode([(row, item)])
         found = self._kept.get(item.key)
         if found is None:
-            return torch.zeros(item.num_embeddings, self._embedding_dim)
+            return torch.zeros(item.num_embeddings, self._width)
         return found
 
     def errors_of(self, rows: IntArray) -> dict[int, str]:
@@ -137,9 +139,9 @@ class EncodedMedia:
             self._errors[read[0][0]] = f"an image cannot be encoded: {error}"
 
     def _keep(self, item: MediaItem, embeddings: Tensor) -> None:
-        if embeddings.shape != (item.num_embeddings, self._embedding_dim):
+        if embeddings.shape != (item.num_embeddings, self._width):
             raise ValueError(
-                f"the encoder must return [{item.num_embeddings}, {self._embedding_dim}] "
+                f"the encoder must return [{item.num_embeddings}, {self._width}] "
                 f"embeddings for this image, got {list(embeddings.shape)}"
             )
         self._kept[item.key] = embeddings

@@ -1,4 +1,4 @@
-"""The data type that the weights of a checkpoint have, by the headers of its safetensors files."""
+"""The data type and the names of the weights of a checkpoint, by the headers of its files."""
 
 import json
 import struct
@@ -6,7 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 from vllm.errors import WeightLoadError
-from vllm.transformers_utils.weight_files import find_files
+from vllm.transformers_utils.weight_files import find_files, find_index
+from vllm.utils.json_file import read_json_object
 
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _LENGTH = struct.Struct("<Q")
@@ -31,14 +32,36 @@ def dtype_of_files(folder: Path, load_format: str) -> str | None:
         return None
     sizes: Counter[str] = Counter()
     for path in files:
-        for dtype, num_bytes in _tensors_in(path):
+        for _, dtype, num_bytes in _tensors_in(path):
             if dtype in _NAMES:
                 sizes[dtype] += num_bytes
     return _NAMES[max(sizes, key=lambda dtype: sizes[dtype])] if sizes else None
 
 
-def _tensors_in(path: Path) -> list[tuple[str, int]]:
-    """Return the data type and the size in bytes of each tensor; empty: it is no such file."""
+def names_of_tensors(folder: Path, load_format: str) -> set[str]:
+    """Return the names of the weights of a checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        load_format: of its files.
+
+    Returns:
+        Empty: the files are of a kind that cannot tell, not there, or damaged.
+    """
+    index = find_index(folder, load_format)
+    if index is not None:
+        names = read_json_object(index).get("weight_map")
+        return set(names) if isinstance(names, dict) else set()
+    try:
+        files = find_files(folder, load_format)
+    except WeightLoadError:
+        return set()
+    return {name for path in files for name, _, _ in _tensors_in(path)}
+
+
+def _tensors_in(path: Path) -> list[tuple[str, str, int]]:
+    """Return the name, the data type and the size in bytes of each tensor; empty: it is no such
+    file."""
     if path.suffix != ".safetensors":
         return []
     try:
@@ -48,7 +71,11 @@ def _tensors_in(path: Path) -> list[tuple[str, int]]:
                 return []
             entries = json.loads(file.read(length))
         return [
-            (str(entry["dtype"]), int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]))
+            (
+                name,
+                str(entry["dtype"]),
+                int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]),
+            )
             for name, entry in entries.items()
             if name != "__metadata__"
         ]

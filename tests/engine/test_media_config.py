@@ -1,0 +1,78 @@
+"""Models load their encoder of images, or say in the log why they do not."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.engine.test_resolve_config import resolve
+from tests.tiny_images import FAMILIES, make_tiny_images
+
+_SETTINGS = ("preprocessor_config.json", "processor_config.json")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {
+        family: make_tiny_images(family, tmp_path_factory.mktemp("model")) for family in FAMILIES
+    }
+
+
+def media_of(folder, **settings):
+    return resolve(model=str(folder), **settings).model.resolved_arch.media_config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_reads_text_only_for_these_reasons(family, folders, tmp_path, caplog):
+    folder = folders[family]
+    assert media_of(folder) is not None
+    assert media_of(folder, load_format="dummy") is not None
+
+    def reason(folder, **settings):
+        caplog.clear()
+        assert media_of(folder, **settings) is None
+        (line,) = [r.getMessage() for r in caplog.records if "serves text" in r.getMessage()]
+        return line.partition(", because ")[2]
+
+    limit = {"limit_mm_per_prompt": {"image": 0}}
+    assert reason(folder, **limit) == "limit_mm_per_prompt allows no images"
+    assert not any("has no effect" in record.getMessage() for record in caplog.records)
+
+    for path in folder.iterdir():
+        if path.name not in _SETTINGS:
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    assert reason(tmp_path).startswith(f"{tmp_path} has no settings of an image processor")
+
+    for name in _SETTINGS:
+        if (folder / name).exists():
+            (tmp_path / name).write_text((folder / name).read_text())
+    tensors = {
+        name: tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if "language_model." in name or name.startswith("lm_head.")
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert reason(tmp_path) == "the checkpoint has no tensors of an encoder of images"
+
+    # an index of files that have not been downloaded says the same
+    (tmp_path / "model.safetensors").unlink()
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}))
+    assert reason(tmp_path) == "the checkpoint has no tensors of an encoder of images"
+
+
+def test_the_modules_of_transformers_read_text_only(folders):
+    assert media_of(folders["mistral3"], model_impl="transformers") is None
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_config_with_the_text_values_at_the_top_also_reads_images(family, folders, tmp_path):
+    for path in folders[family].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config.pop("text_config")
+    scaling = {"type": "mrope", "mrope_section": text.pop("rope_parameters")["mrope_section"]}
+    flat = text | config | {"rope_theta": 10000.0, "rope_scaling": scaling}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    found = media_of(tmp_path)
+    assert found is not None and found["vision_config"] == config["vision_config"]

@@ -1,0 +1,69 @@
+"""Decide whether the encoder of images of a model is loaded. Reads no weights."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from vllm.config import LoadConfig, ModelArch
+from vllm.config.families import TEXT_TYPES, family_of_architecture
+from vllm.logger import init_logger
+from vllm.multimodal.settings import has_processor_settings
+from vllm.multimodal.tower_config import TOWER_PARTS
+from vllm.transformers_utils.weight_headers import names_of_tensors
+
+logger = init_logger(__name__)
+
+
+def resolve_media(
+    arch: ModelArch, folder: Path, load: LoadConfig, max_images: int | None, device: str
+) -> ModelArch:
+    """Return the architecture without images where the encoder cannot run or nobody needs it, and
+    log the reason.
+
+    Args:
+        arch: of the model.
+        folder: of the model.
+        load: how the weights are loaded.
+        max_images: of a request; None: it is a draft model, which reads only tokens.
+        device: name of the platform.
+    """
+    name = str(arch.hf_config["architectures"][0])
+    if name not in TEXT_TYPES:
+        return arch
+    reason = _reason_for_text(arch, folder, load, max_images, device)
+    if reason is None:
+        return arch
+    logger.info(
+        "%s serves text input only: the part of the checkpoint for images is not loaded, "
+        "because %s",
+        name,
+        reason,
+    )
+    return replace(arch, media_config=None)
+
+
+def _reason_for_text(
+    arch: ModelArch, folder: Path, load: LoadConfig, max_images: int | None, device: str
+) -> str | None:
+    """Return why a model reads text only; None: it also reads images."""
+    family = family_of_architecture(arch.architecture)
+    if family.media is None:
+        return "images are not implemented for its class of models"
+    if family.media_is_cpu_only and device != "cpu":
+        return f"images of its class of models are implemented for --device cpu, not for {device}"
+    if arch.media_config is None:
+        return "config.json describes no encoder of images"
+    if max_images is None:
+        return "a draft model reads only tokens"
+    if max_images == 0:
+        return "limit_mm_per_prompt allows no images"
+    if not has_processor_settings(folder):
+        return (
+            f"{folder} has no settings of an image processor (preprocessor_config.json or "
+            f"processor_config.json)"
+        )
+    if load.load_format == "dummy":
+        return None
+    names = names_of_tensors(folder, load.load_format)
+    if names and not any(set(TOWER_PARTS) & set(name.split(".")[:2]) for name in names):
+        return "the checkpoint has no tensors of an encoder of images"
+    return None
