@@ -129,7 +129,6 @@ class NativeAttention(Ops):
             out[start:end] = attended[0].transpose(0, 1)
         return out
 
-
     def full_attention(
         self,
         query: Tensor,
