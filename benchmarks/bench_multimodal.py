@@ -3,8 +3,8 @@
     python benchmarks/bench_multimodal.py [--layers 16 --hidden-size 2048] [--no-peer]
 
 The model is a LLaVA with random weights: CLIP ViT-L/14 of 336 pixels in front of a Llama of about
-1.2 billion parameters, bfloat16. Nothing is downloaded. Images are drawn, and are sent as JPEG files
-of 640 x 480. transformers computes the same in turns with the engine, in this process, on as many
+1.2 billion parameters, bfloat16. Nothing is downloaded. Images are drawn, and are sent as JPEG
+files of 640 x 480. transformers computes the same in turns with the engine, in this process, on as many
 threads: its image processor, its model, its own weights of the same shape.
 
 Seconds, the least of the repetitions (a shared machine changes its speed), for one request:
@@ -38,8 +38,12 @@ import torch
 from common import fixed_length, report
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import CLIPImageProcessor, LlavaConfig, LlavaForConditionalGeneration
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    CLIPImageProcessor,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
 
 from vllm import LLM
 from vllm.ops.cpu.library import load_cpu_kernels
@@ -299,6 +303,7 @@ def measure(args: argparse.Namespace, folder: Path, config: LlavaConfig) -> dict
     image = requests.image()
     together = [requests.with_image(image) for _ in range(NUM_TOGETHER)]
     least.add("together", lambda: llm.generate(together, one, use_tqdm=False))
+    num_runs = media.num_queries - before[0] - (media.num_hits - before[1])
     gaps = {
         "images": longest_gap(llm, [requests.with_image(requests.image()) for _ in range(2)]),
         "texts": longest_gap(llm, [requests.as_long() for _ in range(2)]),
@@ -310,8 +315,7 @@ def measure(args: argparse.Namespace, folder: Path, config: LlavaConfig) -> dict
         "tower_gflops": round(rate / 1e9, 1),
         "decoder_gflops": round(decoder_rate / 1e9, 1),
         "tower_share": round(rate / decoder_rate, 3),
-        f"{NUM_TOGETHER}_together_encoder_runs": (media.num_queries - before[0])
-        - (media.num_hits - before[1]),
+        f"{NUM_TOGETHER}_together_encoder_runs": num_runs,
         "longest_gap_s": {name: round(value, 4) for name, value in gaps.items()},
     }
     if not args.no_peer:
