@@ -105,6 +105,8 @@ class MediaTensor(msgspec.Struct, frozen=True, kw_only=True):
     """Row-major, little-endian; empty where `path` has it."""
     path: str | None = None
     """File of this machine with the data, open in another process until the request has ended."""
+    offset: int = 0
+    """Bytes before the data in this file."""
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):

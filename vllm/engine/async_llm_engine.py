@@ -304,28 +304,32 @@ class AsyncLLM:
         await self.wait_ready()
         if lora_request is not None:  # not on the event loop
             await self._find_adapter(lora_request)
-        text, request = await self._preparation.process(
-            prompt,
-            sampling_params,
-            lambda prompt, processor: processor.process(
-                request_id,
+        # The core reads the files of its images until the request has ended.
+        async with self._preparation.media.shared(prompt) as prompt:
+            text, request = await self._preparation.process(
                 prompt,
                 sampling_params,
-                arrival_time=arrival_time,
-                priority=priority,
-                lora_request=lora_request,
-            ),
-        )
-        stream = self._requests.submit(text, await self._with_grammar(request), data_parallel_rank)
-        try:
-            while True:
-                output = await stream.get()
-                yield output
-                if output.finished:
-                    return
-        finally:
-            if not stream.is_finished:
-                self._requests.abort([request_id])
+                lambda prompt, processor: processor.process(
+                    request_id,
+                    prompt,
+                    sampling_params,
+                    arrival_time=arrival_time,
+                    priority=priority,
+                    lora_request=lora_request,
+                ),
+            )
+            stream = self._requests.submit(
+                text, await self._with_grammar(request), data_parallel_rank
+            )
+            try:
+                while True:
+                    output = await stream.get()
+                    yield output
+                    if output.finished:
+                        return
+            finally:
+                if not stream.is_finished:
+                    self._requests.abort([request_id])
 
     async def encode(
         self,
@@ -347,19 +351,20 @@ class AsyncLLM:
         refuse(lora_request=lora_request)
         arrival_time = time.time()
         await self.wait_ready()
-        text, request = await self._preparation.process(
-            prompt,
-            pooling_params,
-            lambda prompt, processor: processor.process_pooling(
-                request_id, prompt, pooling_params, arrival_time=arrival_time, priority=priority
-            ),
-        )
-        stream = self._requests.submit(text, request)
-        try:
-            yield await stream.get()
-        finally:
-            if not stream.is_finished:
-                self._requests.abort([request_id])
+        async with self._preparation.media.shared(prompt) as prompt:
+            text, request = await self._preparation.process(
+                prompt,
+                pooling_params,
+                lambda prompt, processor: processor.process_pooling(
+                    request_id, prompt, pooling_params, arrival_time=arrival_time, priority=priority
+                ),
+            )
+            stream = self._requests.submit(text, request)
+            try:
+                yield await stream.get()
+            finally:
+                if not stream.is_finished:
+                    self._requests.abort([request_id])
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests with finish reason "abort"; unknown ids are ignored."""
