@@ -3,7 +3,7 @@
 import pytest
 
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
-from tests.reach import scheduler_of
+from tests.reach import scheduler_of, worker_of
 from tests.tiny_images import FAMILIES, draw_image, expected_outputs, make_tiny_images
 from vllm import LLM, SamplingParams
 
@@ -107,3 +107,13 @@ def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(family, mode, tm
         before = bridge.counters()
         assert tokens_of(llm.generate(requests_of(family), GREEDY)) == expected
         assert bridge.counters().compilations == before.compilations
+
+
+def test_the_cpu_leaves_memory_for_kept_embeddings(llava, monkeypatch):
+    llm = LLM(str(llava), **ENGINE)
+    worker, capacity = worker_of(llm), scheduler_of(llm).media.capacity
+    monkeypatch.setattr(type(worker.platform), "free_memory_bytes", lambda _: 2**30)
+    # float32 of a hidden size of 48
+    assert worker.measure().free_bytes == 2**30 - capacity * 48 * 4
+    worker.model.media_encoder = None
+    assert worker.measure().free_bytes == 2**30

@@ -54,8 +54,6 @@ _Argument = TypeVar("_Argument")
 _IDLE = EngineOutput()
 
 _PREPARE_WAIT_S = 0.02
-_ENCODER_CACHE_SIZE = 16384
-"""Embeddings of images that are kept: 128 MiB of a model with a hidden size of 4096."""
 
 
 class EngineCore(CoreCalls):
@@ -467,14 +465,7 @@ def _encoder_cache(config: VllmConfig) -> EncoderCache | None:
     """Return what accounts for the embeddings of images; None: the model reads text only."""
     if config.model.resolved_arch.media_config is None:
         return None
-    limits = config.scheduler
-    budget = limits.max_num_batched_tokens
-    capacity = max(_ENCODER_CACHE_SIZE, 2 * budget)
-    if not limits.enable_chunked_prefill:
-        # A prompt runs in one step, and so does the encoder for all of its images.
-        budget = limits.max_model_len
-        capacity = max(capacity, limits.max_model_len)
-    return EncoderCache(capacity, budget)
+    return EncoderCache(config.scheduler.encoder_cache_size, config.scheduler.encoder_budget)
 
 
 def _make_connector(config: VllmConfig) -> KVConnector | None:
