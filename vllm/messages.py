@@ -440,6 +440,15 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of blocks read out of it."""
 
 
+class MediaStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of the embeddings of images, which only grow."""
+
+    num_queries: int = 0
+    """Images that prompts needed, each counted once for each request."""
+    num_hits: int = 0
+    """Of those, images whose embeddings were there. The others were encoded."""
+
+
 class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of drafts, which only grow."""
 
@@ -473,6 +482,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Names of those of requests that wait."""
     drafts: DraftStats = DraftStats()
     transfer: TransferStats = TransferStats()
+    media: MediaStats = MediaStats()
     runner: RunnerStats = RunnerStats()
 
 

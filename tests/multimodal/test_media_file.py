@@ -83,6 +83,7 @@ def test_requests_of_the_async_engine_close_their_files(folder, monkeypatch):
     from vllm import LLM, SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.engine.async_llm_engine import AsyncLLM
+    from vllm.engine.metrics.registry import expose
 
     monkeypatch.setattr(media_file, "INLINE_BYTES", 0)
     settings = {"dtype": "float32", "max_model_len": 256, "num_gpu_blocks_override": 64}
@@ -105,6 +106,18 @@ def test_requests_of_the_async_engine_close_their_files(folder, monkeypatch):
             same = [tokens_of(engine, f"same-{n}", prompt(1, 2)) for n in range(3)]
             found = await asyncio.gather(*same)
             assert num_files() == before
+            media = engine.metrics.totals.media
+            assert media.num_queries - media.num_hits == 2
+            lines = expose(engine.metrics.metric_sets())[0].decode().splitlines()
+            shown = {
+                line.split("{")[0]: float(line.split()[-1]) for line in lines if "_total{" in line
+            }
+            assert shown["vllm:mm_items_total"] == 2
+            assert shown["vllm:mm_cache_queries_total"] == 6
+            assert shown["vllm:encoder_cache_queries_total"] == media.num_queries
+            await engine.reset_mm_cache()
+            assert await tokens_of(engine, "again", prompt(1, 2)) == found[0]
+            assert engine.metrics.of_all()["vllm:mm_items"][1] == 4
             # left by its reader
             long = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
             stream = engine.generate(prompt(3), long, "left")

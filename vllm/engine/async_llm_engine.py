@@ -247,7 +247,7 @@ class AsyncLLM:
         self.input_processor = InputProcessor(config, tokenizer, self.generation_defaults)
         name = config.model.served_model_name[0]
         replicas = [EngineMetrics(name, config, replica=n) for n in range(len(self._core))]
-        self.metrics = ReplicaMetrics(replicas)
+        self.metrics = ReplicaMetrics(replicas, self._preparation.media.counters)
         recorder = StatsRecorder(*replicas)
         self.output_processor = OutputProcessor(tokenizer, recorder)
         if tokenizer is not None and config.model.pooler is None:
@@ -618,7 +618,10 @@ class AsyncLLM:
         return all(await self._core.calls.call(CoreCalls.reset_prefix_cache))
 
     async def reset_mm_cache(self) -> None:
-        """Do nothing: this version reads text only, so there is no such cache."""
+        """Drop the images that have been read, and the embeddings that no running request reads."""
+        await self.wait_ready()
+        self._preparation.media.cache.clear()
+        await self._core.calls.call(CoreCalls.reset_mm_cache)
 
     async def collective_rpc(
         self,

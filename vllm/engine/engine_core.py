@@ -358,6 +358,13 @@ class EngineCore(CoreCalls):
         self._publish_events()
         return is_done
 
+    def reset_mm_cache(self) -> bool:
+        """Drop the embeddings of images that no running request reads; the workers do so with the
+        next step. Returns True."""
+        if self.scheduler.media is not None:
+            self.scheduler.media.clear()
+        return True
+
     def is_sleeping(self) -> bool:
         """Return whether the memory of weights or KV cache is released."""
         return bool(self._sleeping_tags)

@@ -5,8 +5,9 @@ An image that comes several times is decoded once, even if it comes while it is 
 
 import asyncio
 import os
+import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
@@ -96,6 +97,8 @@ class MediaLane:
         self._files: WeakValueDictionary[str, MediaFile] = WeakValueDictionary()
         """By key of the image: those of requests that run."""
         self.cache = PixelCache(0)
+        self._num_read = 0
+        self._read_seconds = 0.0
 
     def prepare(self) -> None:
         """Start the processes in the background, if the model reads images.
@@ -115,6 +118,17 @@ class MediaLane:
             timeout_s=_TIMEOUT_S,
         )
         self._thread.submit(self._start, self._workers)
+
+    def counters(self) -> Mapping[str, tuple[str, float]]:
+        """Return what has been counted: name of the metric -> help and value."""
+        if self._workers is None:
+            return {}
+        return {
+            "vllm:mm_cache_queries": ("Images looked up.", self.cache.num_queries),
+            "vllm:mm_cache_hits": ("Images that had been read before.", self.cache.num_hits),
+            "vllm:mm_items": ("Images that were read.", self._num_read),
+            "vllm:mm_read_seconds": ("Seconds of reading images.", self._read_seconds),
+        }
 
     async def read(self, prompt: PromptType) -> PromptType:
         """Return the prompt with its images read.
@@ -182,12 +196,19 @@ class MediaLane:
         assert self._workers is not None
         task = self._reading.get(key)
         if task is None:
-            task = asyncio.create_task(self._workers.run(source))
+            task = asyncio.create_task(self._timed(self._workers.run(source)))
             self._reading[key] = task
             task.add_done_callback(lambda _: self._reading.pop(key, None))
         # Another request may wait for the same image: cancelling one leaves it to the other.
         given = await asyncio.shield(task)
         self.cache.keep(key, given)
+        return given
+
+    async def _timed(self, reading: Awaitable[EncoderInput]) -> EncoderInput:
+        began = time.monotonic()
+        given = await reading
+        self._num_read += 1
+        self._read_seconds += time.monotonic() - began
         return given
 
     async def _file_of(self, item: ReadMedia) -> MediaFile | None:
