@@ -1,12 +1,12 @@
-"""Images on the CPU: time to the first token, the tower alone, caches, and what texts pay for them.
+"""Images on the CPU: time to the first token, the tower, caches, and what texts pay for them.
 
     python benchmarks/bench_multimodal.py [--layers 16 --hidden-size 2048] [--no-peer]
 
 The model is a LLaVA with random weights: CLIP ViT-L/14 of 336 pixels in front of a Llama of about
 1.2 billion parameters, bfloat16. Nothing is downloaded. Images are drawn, and are sent as JPEG
-files of 640 x 480. transformers computes the same in turns with the engine, in this process, on as
-many threads: its image processor, its model, its own weights of the same shape. It keeps nothing of
-an image between requests, so it has no figures for those that come again.
+files of 640 x 480. transformers computes the same alternately with the engine, in this process, on
+as many threads: its image processor, its model, its own weights of the same shape. It keeps nothing of
+an image between requests, so it has no figures for images that come again.
 
 Seconds, the least of the repetitions (a shared machine changes its speed), for one request:
 
@@ -14,7 +14,7 @@ Seconds, the least of the repetitions (a shared machine changes its speed), for 
     other_question    the same image with another text behind it: its keys and values are cached
     other_beginning   the same image with another text in front: its embeddings are kept
     text_of_as_many   a prompt of as many tokens without an image
-    tower             the encoder of one image alone
+    tower             only the encoder, for one image
 
 `tower_share` is the rate of the tower, in floating-point operations per second, as a part of the
 rate at which the decoder runs a prompt of 1,024 tokens. `longest_gap` is the longest time between
@@ -199,7 +199,7 @@ def tower_operations(config: LlavaConfig) -> float:
 
 
 def decoder_operations(config: LlavaConfig, num_tokens: int) -> float:
-    """Return those of the decoder for a prompt; its head runs for the last token only."""
+    """Return the operations of the decoder for a prompt; its head runs for the last token only."""
     text = config.text_config
     size, head = text.hidden_size, text.hidden_size // text.num_attention_heads
     weights = size * size * 2 + 2 * size * head * text.num_key_value_heads
@@ -331,8 +331,8 @@ def measure(args: argparse.Namespace, folder: Path, config: LlavaConfig) -> dict
 def compare_texts(
     vision: LLM, folder: Path, settings: dict[str, Any], repetitions: int
 ) -> dict[str, float]:
-    """Return the seconds of text requests of a model with images and of its language model alone,
-    in turns."""
+    """Return the seconds of text requests of a model with images and of only its language model,
+    alternately."""
     plain_folder = folder / "plain"
     plain_folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):

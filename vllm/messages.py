@@ -107,6 +107,8 @@ class MediaTensor(msgspec.Struct, frozen=True, kw_only=True):
     """File of this machine with the data, open in another process until the request has ended."""
     offset: int = 0
     """Bytes before the data in this file."""
+    file_name: str = ""
+    """Of the file in memory at `path`, where another file may be once this one is closed."""
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):

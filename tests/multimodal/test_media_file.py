@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from vllm.errors import RequestError
-from vllm.messages import MediaTensor
 from vllm.multimodal import media_file
 from vllm.multimodal.media_file import MediaFile, inline_tensors, read_tensor
 
@@ -40,7 +39,7 @@ def num_files() -> int:
             names.append(os.readlink(each))
         except FileNotFoundError:  # the one that lists the folder
             continue
-    return sum(name.startswith("/memfd:media ") for name in names)
+    return sum(name.startswith("/memfd:image-") for name in names)
 
 
 def test_another_process_reads_the_same_tensors():
@@ -68,8 +67,14 @@ def test_a_file_is_closed_with_its_owner_and_cannot_be_read_then():
     assert num_files() == before
     with pytest.raises((OSError, ValueError)):
         read_tensor(tensors[0])
-    with pytest.raises(ValueError):
-        read_tensor(MediaTensor(name="x", dtype="|u1", shape=(9,), path=__file__, offset=10**9))
+    # another image gets the descriptor
+    others = [MediaFile(TENSORS) for _ in range(3)]
+    assert tensors[0].path in {other.tensors[0].path for other in others}
+    with pytest.raises(ValueError, match="closed"):
+        read_tensor(tensors[0])
+    short = msgspec.structs.replace(others[0].tensors[0], offset=10**9)
+    with pytest.raises(ValueError, match="reshape"):
+        read_tensor(short)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ class MediaFile:
     """The tensors of an image, readable by all processes of this user and machine.
 
     The file has no name in any folder. Its descriptor is closed when the last `with` that uses it
-    has ended, or when nobody refers to this object, and the system closes those of a killed
+    has ended, or when nobody refers to this object; the system closes the files of a killed
     process.
 
     Args:
@@ -38,11 +39,12 @@ class MediaFile:
     """
 
     def __init__(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        file = memory_file("media")
+        name = f"image-{uuid4().hex}"
+        file = memory_file(name)
         self._close = weakref.finalize(self, os.close, file)
         self._num_users = 0
         path = f"/proc/{os.getpid()}/fd/{file}"
-        self.tensors: tuple[MediaTensor, ...] = tuple(_write(file, path, tensors))
+        self.tensors: tuple[MediaTensor, ...] = tuple(_write(file, path, name, tensors))
 
     @property
     def is_open(self) -> bool:
@@ -59,7 +61,9 @@ class MediaFile:
             self._close()
 
 
-def _write(file: int, path: str, tensors: Mapping[str, npt.NDArray[Any]]) -> Iterator[MediaTensor]:
+def _write(
+    file: int, path: str, file_name: str, tensors: Mapping[str, npt.NDArray[Any]]
+) -> Iterator[MediaTensor]:
     """Write each tensor to a file, and yield where it is."""
     end = 0
     for name, array in tensors.items():
@@ -69,7 +73,12 @@ def _write(file: int, path: str, tensors: Mapping[str, npt.NDArray[Any]]) -> Ite
         while left:  # one call of the system writes at most 2 GiB
             left = left[os.pwrite(file, left, end - len(left)) :]
         yield MediaTensor(
-            name=name, dtype=array.dtype.str, shape=array.shape, path=path, offset=offset
+            name=name,
+            dtype=array.dtype.str,
+            shape=array.shape,
+            path=path,
+            offset=offset,
+            file_name=file_name,
         )
 
 
@@ -92,11 +101,15 @@ def read_tensor(array: MediaTensor) -> npt.NDArray[Any]:
 
     Raises:
         OSError: the process that has it open has closed it or has ended.
-        ValueError: it has another size.
+        ValueError: another file is there, or it has another size.
     """
     dtype = np.dtype(array.dtype)
     if array.path is None:
         flat = np.frombuffer(bytearray(array.data), dtype)
     else:
-        flat = np.fromfile(array.path, dtype, math.prod(array.shape), offset=array.offset)
+        with open(array.path, "rb") as file:
+            found = os.readlink(f"/proc/self/fd/{file.fileno()}")
+            if found != f"/memfd:{array.file_name} (deleted)":
+                raise ValueError("its file has been closed")
+            flat = np.fromfile(file, dtype, math.prod(array.shape), offset=array.offset)
     return flat.reshape(array.shape)

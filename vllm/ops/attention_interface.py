@@ -193,7 +193,7 @@ class AttentionOps(ABC):
         mask: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Attention in both directions, without a cache: of an image, or of a text in an encoder.
+        """Attend in both directions, without a cache: within an image, or a text in an encoder.
 
         Args:
             query: [B, H, N, D].

@@ -149,7 +149,7 @@ class MediaInput:
         return list(uuids)
 
     def read(self, prompt: Mapping[str, Any]) -> list[ReadMedia]:
-        """Return the images of a prompt. Those that have not been read are decoded in this process.
+        """Return the images of a prompt; decode what has not been read, in this process.
 
         Raises:
             RequestError: one cannot be read; names it.

@@ -95,7 +95,7 @@ class MediaLane:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="media-keys")
         self._reading: dict[str, asyncio.Task[EncoderInput]] = {}
         self._files: WeakValueDictionary[str, MediaFile] = WeakValueDictionary()
-        """By key of the image: those of requests that run."""
+        """By key of the image, while requests with it run."""
         self.cache = PixelCache(0)
         self._num_read = 0
         self._read_seconds = 0.0

@@ -153,7 +153,7 @@ def paged_attention_prefill(
 def full_attention(
     kernels: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None
 ) -> Tensor:
-    """Return `Ops.full_attention` without a mask; kernels: those for the dtype of query.
+    """Return `Ops.full_attention` without a mask. `kernels` has the dtype of query.
 
     The last token of a prompt sees all keys, and query heads can share the keys of one head. So
     each image is a prompt of which one token is new, and its N * H queries are heads of it. torch
