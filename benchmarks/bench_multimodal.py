@@ -5,8 +5,8 @@
 The model is a LLaVA with random weights: CLIP ViT-L/14 of 336 pixels in front of a Llama of about
 1.2 billion parameters, bfloat16. Nothing is downloaded. Images are drawn, and are sent as JPEG
 files of 640 x 480. transformers computes the same alternately with the engine, in this process, on
-as many threads: its image processor, its model, its own weights of the same shape. It keeps nothing of
-an image between requests, so it has no figures for images that come again.
+as many threads: its image processor, its model, its own weights of the same shape. It keeps nothing
+of an image between requests, so it has no figures for images that come again.
 
 Seconds, the least of the repetitions (a shared machine changes its speed), for one request:
 
