@@ -162,7 +162,9 @@ def full_attention(
     num_images, num_heads, num_queries, head_size = query.shape
     num_keys = key.shape[2]
     # The layers before have tokens first: of keys and values nothing is copied.
-    key_cache, value_cache = (each.transpose(1, 2).contiguous() for each in (key, value))
+    # Flat in between, as the stride of a dimension of size 1 may be any number.
+    shape = (num_images, num_keys, num_heads, head_size)
+    key_cache, value_cache = (each.transpose(1, 2).reshape(-1).view(shape) for each in (key, value))
     tables = torch.arange(num_images, dtype=torch.int32)[:, None]
     read = paged_attention_prefill(
         kernels,
