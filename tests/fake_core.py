@@ -108,6 +108,9 @@ class FakeEngineCore:
     def reset_prefix_cache(self) -> bool:
         return not self.running
 
+    def reset_mm_cache(self) -> bool:
+        return True
+
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None) -> list[Any]:
         return [call_worker(self.worker, method, args, kwargs or {})]
 

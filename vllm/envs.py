@@ -133,7 +133,7 @@ class Envs:
     )
     VLLM_SERVER_DEV_MODE: bool = _server(
         False,
-        "Serve the routes for development too: /server_info, /reset_prefix_cache, "
+        "Serve the routes for development too: /server_info, /reset_prefix_cache, /reset_mm_cache, "
         "/collective_rpc, /sleep, /wake_up, /is_sleeping.",
     )
     VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int | None = _server(

@@ -105,6 +105,10 @@ class MediaTensor(msgspec.Struct, frozen=True, kw_only=True):
     """Row-major, little-endian; empty where `path` has it."""
     path: str | None = None
     """File of this machine with the data, open in another process until the request has ended."""
+    offset: int = 0
+    """Bytes before the data in this file."""
+    file_name: str = ""
+    """Of the file in memory at `path`, where another file may be once this one is closed."""
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -442,6 +446,15 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of blocks read out of it."""
 
 
+class MediaStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of the embeddings of images, which only grow."""
+
+    num_queries: int = 0
+    """Images that prompts needed, each counted once for each request."""
+    num_hits: int = 0
+    """Of those, images whose embeddings were there. The others were encoded."""
+
+
 class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of drafts, which only grow."""
 
@@ -475,6 +488,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Names of those of requests that wait."""
     drafts: DraftStats = DraftStats()
     transfer: TransferStats = TransferStats()
+    media: MediaStats = MediaStats()
     runner: RunnerStats = RunnerStats()
 
 

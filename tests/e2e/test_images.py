@@ -5,7 +5,7 @@ import torch
 
 from tests.engine.test_resolve_config import resolve
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
-from tests.reach import scheduler_of
+from tests.reach import scheduler_of, worker_of
 from tests.tiny_images import FAMILIES, draw_image, expected_outputs, make_tiny_images
 from vllm import LLM, SamplingParams
 from vllm.distributed import Stage, TPGroup
@@ -145,3 +145,13 @@ def test_on_a_card_a_family_for_the_cpu_reads_text(tmp_path):
         assert tokens_of(llm.generate([prompt], GREEDY)) == expected
         with pytest.raises(RequestError, match="reads text only"):
             llm.generate(requests_of("qwen3_vl")[:1], GREEDY)
+
+
+def test_the_cpu_leaves_memory_for_kept_embeddings(llava, monkeypatch):
+    llm = LLM(str(llava), **ENGINE)
+    worker, capacity = worker_of(llm), scheduler_of(llm).media.capacity
+    monkeypatch.setattr(type(worker.platform), "free_memory_bytes", lambda _: 2**30)
+    # float32 of a hidden size of 48
+    assert worker.measure().free_bytes == 2**30 - capacity * 48 * 4
+    worker.model.media_encoder = None
+    assert worker.measure().free_bytes == 2**30

@@ -19,7 +19,7 @@ from vllm.engine.metrics.history import HISTORY_S, RateHistory
 from vllm.engine.metrics.reader import Counter, Gauge, Histogram, read_metrics
 from vllm.engine.metrics.registry import expose, process_collectors
 from vllm.engine.metrics.replica_metrics import sum_stats
-from vllm.messages import RunnerStats, SchedulerStats, TransferStats
+from vllm.messages import MediaStats, RunnerStats, SchedulerStats, TransferStats
 
 LABELS = {"model_name": "stdlib", "engine": "0"}
 NOTHING = IterationStats(0, 0, [], [])
@@ -250,6 +250,17 @@ def test_blocks_outside_of_the_cache_are_counted_over_restarts_and_replicas():
     both = sum_stats([core_stats(5, 50, hits=3), core_stats(1, 10, hits=4)])
     assert both.transfer == TransferStats(num_hits=7, num_saved_bytes=120)
     assert both.runner == RunnerStats(num_steps=6, num_useful_tokens=60)
+
+
+def test_images_are_counted_over_restarts_and_replicas(metrics):
+    first, second = (
+        SchedulerStats(media=MediaStats(num_queries=queries, num_hits=hits))
+        for queries, hits in ((5, 2), (3, 1))
+    )
+    for stats in (first, second):
+        metrics.record_output(stats, NOTHING)
+    together = MediaStats(num_queries=8, num_hits=3)
+    assert metrics.totals.media == together == sum_stats([first, second]).media
 
 
 def test_only_the_last_requests_are_remembered(metrics):

@@ -378,3 +378,29 @@ def test_keys_alone_are_stored(ops, cache_dtype):
     assert both[0][0].abs().max() > 0.1
     for wide, narrow in zip(*both, strict=True):
         assert torch.equal(wide, narrow)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1, 1, 1, 16), (2, 3, 5, 7, 64), (1, 2, 577, 577, 64), (3, 2, 49, 49, 72), (1, 4, 9, 3, 8)],
+    ids=str,
+)
+def test_full_attention_sees_all_keys(shape: tuple[int, ...], dtype: torch.dtype, ops: Ops) -> None:
+    num_images, num_heads, num_queries, num_keys, size = shape
+    query = torch.randn(num_images, num_queries, num_heads, size).to(dtype).transpose(1, 2)
+    key, value = (
+        torch.randn(num_images, num_keys, num_heads, size).to(dtype).transpose(1, 2)
+        for _ in range(2)
+    )
+    if num_images == 1:  # as a part of more tensors, whose stride nobody reads
+        value = value.as_strided(value.shape, (1, *value.stride()[1:]))
+    mask = torch.arange(num_keys)[None] < max(1, num_keys - 2)
+    for scale, some in ((None, None), (0.3, None), (0.3, mask)):
+        out = ops.full_attention(query, key, value, some, scale)
+        scores = query.double() @ key.double().mT * (scale or size**-0.5)
+        if some is not None:
+            scores = scores.masked_fill(~some, float("-inf"))
+        expected = scores.softmax(-1) @ value.double()
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), expected, **TOLERANCES[dtype])

@@ -139,6 +139,14 @@ class ParallelConfig:
         return self.data_parallel_rank - self.data_parallel_start_rank
 
     @property
+    def is_on_this_machine(self) -> bool:
+        """Whether all replicas and their ranks run on this machine. Ray decides that itself."""
+        return (
+            self.num_local_replicas == self.data_parallel_size
+            and self.distributed_executor_backend != "ray"
+        )
+
+    @property
     def world_size(self) -> int:
         """Workers of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -9,6 +9,10 @@ from vllm.errors import ConfigError
 SchedulerPolicy = Literal["fcfs", "priority"]
 
 
+_ENCODER_CACHE_SIZE = 16384
+"""Embeddings of images that are kept at least: 128 MiB of a model with a hidden size of 4096."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """Limits and policy of the scheduler.
@@ -91,6 +95,17 @@ class SchedulerConfig:
                 f"long_prefill_token_threshold ({self.long_prefill_token_threshold}) must not "
                 f"exceed max_model_len ({self.max_model_len})"
             )
+
+    @property
+    def encoder_budget(self) -> int:
+        """Embeddings of images that a step makes."""
+        # Without chunks a prompt runs in one step, and so does the encoder for all of its images.
+        return self.max_num_batched_tokens if self.enable_chunked_prefill else self.max_model_len
+
+    @property
+    def encoder_cache_size(self) -> int:
+        """Embeddings of images that are kept."""
+        return max(_ENCODER_CACHE_SIZE, 2 * self.max_num_batched_tokens, self.encoder_budget)
 
     @property
     def prefill_chunk_limit(self) -> int:

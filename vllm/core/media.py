@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from vllm.errors import CapacityError
-from vllm.messages import EngineRequest, MediaItem
+from vllm.messages import EngineRequest, MediaItem, MediaStats
 from vllm.request import Request
 
 
@@ -60,6 +60,10 @@ class EncoderCache:
         self._num_encoded = 0
         """Embeddings that the step makes which is being planned."""
         self._dropped: list[str] = []
+
+    def stats(self) -> MediaStats:
+        """Return the counters."""
+        return MediaStats(num_queries=self.num_queries, num_hits=self.num_hits)
 
     @property
     def num_kept(self) -> int:

@@ -41,6 +41,7 @@ from vllm.messages import (
     Finished,
     FinishReason,
     IntArray,
+    MediaStats,
     ModelRunnerOutput,
     SchedulerOutput,
     SchedulerStats,
@@ -305,6 +306,7 @@ class Scheduler:
             num_prefix_hits=self._admission.num_prefix_hits,
             num_preemptions=self.num_preemptions,
             drafts=DraftStats() if self._drafts is None else self._drafts.control.stats(),
+            media=MediaStats() if self.media is None else self.media.stats(),
         )
 
     # ---- planning: running requests ----------------------------------------------------------

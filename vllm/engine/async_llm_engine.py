@@ -247,7 +247,7 @@ class AsyncLLM:
         self.input_processor = InputProcessor(config, tokenizer, self.generation_defaults)
         name = config.model.served_model_name[0]
         replicas = [EngineMetrics(name, config, replica=n) for n in range(len(self._core))]
-        self.metrics = ReplicaMetrics(replicas)
+        self.metrics = ReplicaMetrics(replicas, self._preparation.media.counters)
         recorder = StatsRecorder(*replicas)
         self.output_processor = OutputProcessor(tokenizer, recorder)
         if tokenizer is not None and config.model.pooler is None:
@@ -304,28 +304,32 @@ class AsyncLLM:
         await self.wait_ready()
         if lora_request is not None:  # not on the event loop
             await self._find_adapter(lora_request)
-        text, request = await self._preparation.process(
-            prompt,
-            sampling_params,
-            lambda prompt, processor: processor.process(
-                request_id,
+        # The core reads the files of its images until the request has ended.
+        async with self._preparation.media.shared(prompt) as prompt:
+            text, request = await self._preparation.process(
                 prompt,
                 sampling_params,
-                arrival_time=arrival_time,
-                priority=priority,
-                lora_request=lora_request,
-            ),
-        )
-        stream = self._requests.submit(text, await self._with_grammar(request), data_parallel_rank)
-        try:
-            while True:
-                output = await stream.get()
-                yield output
-                if output.finished:
-                    return
-        finally:
-            if not stream.is_finished:
-                self._requests.abort([request_id])
+                lambda prompt, processor: processor.process(
+                    request_id,
+                    prompt,
+                    sampling_params,
+                    arrival_time=arrival_time,
+                    priority=priority,
+                    lora_request=lora_request,
+                ),
+            )
+            stream = self._requests.submit(
+                text, await self._with_grammar(request), data_parallel_rank
+            )
+            try:
+                while True:
+                    output = await stream.get()
+                    yield output
+                    if output.finished:
+                        return
+            finally:
+                if not stream.is_finished:
+                    self._requests.abort([request_id])
 
     async def encode(
         self,
@@ -347,19 +351,20 @@ class AsyncLLM:
         refuse(lora_request=lora_request)
         arrival_time = time.time()
         await self.wait_ready()
-        text, request = await self._preparation.process(
-            prompt,
-            pooling_params,
-            lambda prompt, processor: processor.process_pooling(
-                request_id, prompt, pooling_params, arrival_time=arrival_time, priority=priority
-            ),
-        )
-        stream = self._requests.submit(text, request)
-        try:
-            yield await stream.get()
-        finally:
-            if not stream.is_finished:
-                self._requests.abort([request_id])
+        async with self._preparation.media.shared(prompt) as prompt:
+            text, request = await self._preparation.process(
+                prompt,
+                pooling_params,
+                lambda prompt, processor: processor.process_pooling(
+                    request_id, prompt, pooling_params, arrival_time=arrival_time, priority=priority
+                ),
+            )
+            stream = self._requests.submit(text, request)
+            try:
+                yield await stream.get()
+            finally:
+                if not stream.is_finished:
+                    self._requests.abort([request_id])
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests with finish reason "abort"; unknown ids are ignored."""
@@ -613,7 +618,10 @@ class AsyncLLM:
         return all(await self._core.calls.call(CoreCalls.reset_prefix_cache))
 
     async def reset_mm_cache(self) -> None:
-        """Do nothing: this version reads text only, so there is no such cache."""
+        """Drop the images that have been read, and the embeddings that no running request reads."""
+        await self.wait_ready()
+        self._preparation.media.cache.clear()
+        await self._core.calls.call(CoreCalls.reset_mm_cache)
 
     async def collective_rpc(
         self,

@@ -18,6 +18,10 @@ class CoreCalls(Protocol):
         """Empty the prefix cache. Returns False and changes nothing while requests run."""
         ...
 
+    def reset_mm_cache(self) -> bool:
+        """Drop the embeddings of images that no running request reads. Returns True."""
+        ...
+
     def collective_rpc(
         self,
         method: WorkerMethod,

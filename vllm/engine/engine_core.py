@@ -54,8 +54,6 @@ _Argument = TypeVar("_Argument")
 _IDLE = EngineOutput()
 
 _PREPARE_WAIT_S = 0.02
-_ENCODER_CACHE_SIZE = 16384
-"""Embeddings of images that are kept: 128 MiB of a model with a hidden size of 4096."""
 
 
 class EngineCore(CoreCalls):
@@ -363,6 +361,13 @@ class EngineCore(CoreCalls):
         self._publish_events()
         return is_done
 
+    def reset_mm_cache(self) -> bool:
+        """Drop the embeddings of images that no running request reads; the workers do so with the
+        next step. Returns True."""
+        if self.scheduler.media is not None:
+            self.scheduler.media.clear()
+        return True
+
     def is_sleeping(self) -> bool:
         """Return whether the memory of weights or KV cache is released."""
         return bool(self._sleeping_tags)
@@ -470,14 +475,7 @@ def _encoder_cache(config: VllmConfig) -> EncoderCache | None:
     """Return what accounts for the embeddings of images; None: the model reads text only."""
     if config.model.resolved_arch.media_config is None:
         return None
-    limits = config.scheduler
-    budget = limits.max_num_batched_tokens
-    capacity = max(_ENCODER_CACHE_SIZE, 2 * budget)
-    if not limits.enable_chunked_prefill:
-        # A prompt runs in one step, and so does the encoder for all of its images.
-        budget = limits.max_model_len
-        capacity = max(capacity, limits.max_model_len)
-    return EncoderCache(capacity, budget)
+    return EncoderCache(config.scheduler.encoder_cache_size, config.scheduler.encoder_budget)
 
 
 def _make_connector(config: VllmConfig) -> KVConnector | None:

@@ -420,8 +420,8 @@ class LLMEngine:
         return self.engine_core.reset_prefix_cache()
 
     def reset_mm_cache(self) -> bool:
-        """Return True: this version reads text only, so there is no such cache."""
-        return True
+        """Drop the embeddings of images that no running request reads. Returns True."""
+        return self.engine_core.reset_mm_cache()
 
     # ---- the engine itself ----------------------------------------------------------------
 

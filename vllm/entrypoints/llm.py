@@ -278,6 +278,7 @@ class LLM(PoolingMethods):
     stop_profile = passed_on(LLMEngine.stop_profile, _engine_of)
     get_metrics = passed_on(LLMEngine.get_metrics, _engine_of)
     reset_prefix_cache = passed_on(LLMEngine.reset_prefix_cache, _engine_of)
+    reset_mm_cache = passed_on(LLMEngine.reset_mm_cache, _engine_of)
 
     def apply_model(self, func: "Callable[[nn.Module], _Result]") -> list[_Result]:
         """Call a function with the model of every worker.

@@ -183,3 +183,26 @@ class AttentionOps(ABC):
             ValueError: H is not a multiple of G, a request has more new tokens than tokens, or
                 a table is too short.
         """
+
+    @abstractmethod
+    def full_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attend in both directions, without a cache: within an image, or a text in an encoder.
+
+        Args:
+            query: [B, H, N, D].
+            key: [B, H, K, D].
+            value: [B, H, K, D].
+            mask: bool, broadcasts to [B, H, N, K]: which keys a query sees. Every query sees at
+                least one. None: all keys.
+            scale: multiplies query @ key; None: 1 / sqrt(D).
+
+        Returns:
+            [B, H, N, D], dtype of query.
+        """

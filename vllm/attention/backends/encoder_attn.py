@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.attention.backends.metadata import AttentionLayer
 from vllm.messages import IntArray
+from vllm.ops import get_ops
 
 _MAX_PADDING = 1.25
 """Padded tokens of a group for each of its tokens, at most."""
@@ -85,12 +85,8 @@ def full_attention(
     Returns:
         [B, L, H, D].
     """
-    out = F.scaled_dot_product_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        attn_mask=mask,
-        scale=scale,
+    out = get_ops().full_attention(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask, scale
     )
     return out.transpose(1, 2)
 

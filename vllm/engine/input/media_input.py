@@ -17,10 +17,11 @@ import numpy.typing as npt
 
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError, RequestError
-from vllm.messages import CacheKey, MediaItem, MediaTensor
+from vllm.messages import CacheKey, MediaItem
 from vllm.multimodal.family import EncoderInput, Expansion, MediaFamily, PlacedItem
 from vllm.multimodal.image import to_rgb
 from vllm.multimodal.job import Job, family_of_model, job_arguments, make_job
+from vllm.multimodal.media_file import MediaFile, inline_tensors
 from vllm.multimodal.source import MediaSource
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class ReadMedia:
     key: str
     """Identifies the image and all settings that decide its embeddings."""
     given: EncoderInput
+    file: MediaFile | None = None
+    """Where the engine's other processes read its tensors; None: the request has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,11 @@ class MediaInput:
         self.limits: Mapping[str, int] = {}
         if self._model.resolved_arch.media_config is not None:
             self.limits = {"image": self._config.image_limit.count}
+
+    @property
+    def uses_files(self) -> bool:
+        """Whether all processes of the engine can read files of this one."""
+        return self._engine.parallel.is_on_this_machine
 
     @property
     def cache_bytes(self) -> int:
@@ -165,7 +173,7 @@ class MediaInput:
         return list(uuids)
 
     def read(self, prompt: Mapping[str, Any]) -> list[ReadMedia]:
-        """Return the images of a prompt. Those not read before are decoded in this process.
+        """Return the images of a prompt; decode what has not been read, in this process.
 
         Raises:
             RequestError: one cannot be read; names it.
@@ -251,7 +259,9 @@ class MediaInput:
                 modality=item.modality,
                 key=item.key,
                 runs=tuple(_runs(expansion.is_embedding, start)),
-                tensors=tuple(_messages(item.given.tensors)),
+                tensors=inline_tensors(item.given.tensors)
+                if item.file is None
+                else item.file.tensors,
             )
             for item, expansion, start in zip(items, expansions, starts, strict=True)
         )
@@ -440,16 +450,6 @@ def _runs(is_embedding: Sequence[bool], start: int) -> Iterator[tuple[int, int]]
     edges = np.flatnonzero(np.diff(np.array([False, *is_embedding, False], np.int8)))
     for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         yield start + begin, end - begin
-
-
-def _messages(tensors: Mapping[str, npt.NDArray[Any]]) -> Iterator[MediaTensor]:
-    for name, array in tensors.items():
-        yield MediaTensor(
-            name=name,
-            dtype=array.dtype.str,
-            shape=array.shape,
-            data=np.ascontiguousarray(array).tobytes(),
-        )
 
 
 def _refused(message: str) -> RequestError:

@@ -5,17 +5,23 @@ An image that comes several times is decoded once, even if it comes while it is 
 
 import asyncio
 import os
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.input.media_input import ReadMedia, cache_salt_of, media_key, read_media
 from vllm.errors import ConfigError
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
+from vllm.multimodal import media_file
 from vllm.multimodal.family import EncoderInput
+from vllm.multimodal.media_file import MediaFile
 from vllm.multimodal.pool import MediaWorkers
 from vllm.multimodal.source import MediaSource
 
@@ -56,14 +62,14 @@ class PixelCache:
 
     def keep(self, key: str, given: EncoderInput) -> None:
         """Keep the input of an image, unless it is larger than all memory of the cache."""
-        size = _size_of(given)
+        size = size_of(given)
         if key in self._entries or size > self._capacity:
             return
         self._entries[key] = given
         self._num_bytes += size
         while self._num_bytes > self._capacity:
             _, oldest = self._entries.popitem(last=False)
-            self._num_bytes -= _size_of(oldest)
+            self._num_bytes -= size_of(oldest)
 
     def clear(self) -> None:
         """Drop everything."""
@@ -71,7 +77,8 @@ class PixelCache:
         self._num_bytes = 0
 
 
-def _size_of(given: EncoderInput) -> int:
+def size_of(given: EncoderInput) -> int:
+    """Return the bytes of the tensors of an image."""
     return sum(tensor.nbytes for tensor in given.tensors.values())
 
 
@@ -87,7 +94,11 @@ class MediaLane:
         self._workers: MediaWorkers | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="media-keys")
         self._reading: dict[str, asyncio.Task[EncoderInput]] = {}
+        self._files: WeakValueDictionary[str, MediaFile] = WeakValueDictionary()
+        """By key of the image, while requests with it run."""
         self.cache = PixelCache(0)
+        self._num_read = 0
+        self._read_seconds = 0.0
 
     def prepare(self) -> None:
         """Start the processes in the background, if the model reads images.
@@ -107,6 +118,17 @@ class MediaLane:
             timeout_s=_TIMEOUT_S,
         )
         self._thread.submit(self._start, self._workers)
+
+    def counters(self) -> Mapping[str, tuple[str, float]]:
+        """Return what has been counted: name of the metric -> help and value."""
+        if self._workers is None:
+            return {}
+        return {
+            "vllm:mm_cache_queries": ("Images looked up.", self.cache.num_queries),
+            "vllm:mm_cache_hits": ("Images that had been read before.", self.cache.num_hits),
+            "vllm:mm_items": ("Images that were read.", self._num_read),
+            "vllm:mm_read_seconds": ("Seconds of reading images.", self._read_seconds),
+        }
 
     async def read(self, prompt: PromptType) -> PromptType:
         """Return the prompt with its images read.
@@ -128,6 +150,27 @@ class MediaLane:
         if not items:
             return prompt
         return cast(PromptType, {**given, "multi_modal_data": {"image": items}})
+
+    @asynccontextmanager
+    async def shared(self, prompt: PromptType) -> AsyncIterator[PromptType]:
+        """Give the prompt with its images read. Until the end of the context, the engine's other
+        processes can read their tensors.
+
+        Raises:
+            RequestError: one cannot be read; names it.
+        """
+        prompt = await self.read(prompt)
+        given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
+        found = read_media(given)
+        if found is None or not self._source().media.uses_files:
+            yield prompt
+            return
+        with ExitStack() as used:
+            items = []
+            for item in found:
+                file = await self._file_of(item)
+                items.append(replace(item, file=file and used.enter_context(file)))
+            yield cast(PromptType, {**given, "multi_modal_data": {"image": items}})
 
     def shutdown(self) -> None:
         """Kill the processes."""
@@ -153,10 +196,34 @@ class MediaLane:
         assert self._workers is not None
         task = self._reading.get(key)
         if task is None:
-            task = asyncio.create_task(self._workers.run(source))
+            task = asyncio.create_task(self._timed(self._workers.run(source)))
             self._reading[key] = task
             task.add_done_callback(lambda _: self._reading.pop(key, None))
         # Another request may wait for the same image: cancelling one leaves it to the other.
         given = await asyncio.shield(task)
         self.cache.keep(key, given)
         return given
+
+    async def _timed(self, reading: Awaitable[EncoderInput]) -> EncoderInput:
+        began = time.monotonic()
+        given = await reading
+        self._num_read += 1
+        self._read_seconds += time.monotonic() - began
+        return given
+
+    async def _file_of(self, item: ReadMedia) -> MediaFile | None:
+        """Return an open file with the tensors of an image; None: they are small, or there can be
+        no file."""
+        if size_of(item.given) <= media_file.INLINE_BYTES:
+            return None
+        found = self._files.get(item.key)
+        if found is not None and found.is_open:
+            return found
+        loop = asyncio.get_running_loop()
+        try:
+            made = await loop.run_in_executor(self._thread, MediaFile, item.given.tensors)
+        except OSError as error:  # such as too many open files
+            logger.warning("an image travels in its request, which is slower: %s", error)
+            return None
+        self._files[item.key] = made
+        return made

@@ -18,6 +18,7 @@ from vllm.engine.metrics.registry import Histogram, MetricSet
 from vllm.messages import (
     DraftStats,
     FinishReason,
+    MediaStats,
     RunnerStats,
     SchedulerStats,
     TransferStats,
@@ -239,6 +240,8 @@ class EngineMetrics:
             _add_draft_metrics(metrics, totals.drafts)
         if self.config.connector.kv_transfer is not None:
             _add_transfer_metrics(metrics, totals.transfer)
+        if self.config.model.resolved_arch.media_config is not None:
+            _add_media_metrics(metrics, totals.media)
         if self.config.lora.enable_lora:
             _add_adapters(metrics, totals, self.config.lora.num_slots)
         cache = self.config.cache
@@ -319,6 +322,7 @@ class _RequestHistograms:
 
 
 _NUM_TRANSFER = len(TransferStats.__struct_fields__)
+_NUM_MEDIA = len(MediaStats.__struct_fields__)
 
 
 class _CoreCounters:
@@ -351,7 +355,8 @@ class _CoreCounters:
             add, self._base, self._last
         )
         accepted, rest = rest[: self._max_drafts], rest[self._max_drafts :]
-        transfer, runner = rest[:_NUM_TRANSFER], rest[_NUM_TRANSFER:]
+        transfer, rest = rest[:_NUM_TRANSFER], rest[_NUM_TRANSFER:]
+        media, runner = rest[:_NUM_MEDIA], rest[_NUM_MEDIA:]
         return msgspec.structs.replace(
             stats,
             num_prefix_queries=queries,
@@ -366,6 +371,7 @@ class _CoreCounters:
             transfer=TransferStats(
                 **dict(zip(TransferStats.__struct_fields__, transfer, strict=True))
             ),
+            media=MediaStats(**dict(zip(MediaStats.__struct_fields__, media, strict=True))),
             runner=RunnerStats(**dict(zip(RunnerStats.__struct_fields__, runner, strict=True))),
         )
 
@@ -381,6 +387,7 @@ class _CoreCounters:
             drafts.num_declined_steps,
             *accepted[: self._max_drafts],
             *msgspec.structs.astuple(stats.transfer),
+            *msgspec.structs.astuple(stats.media),
             *msgspec.structs.astuple(stats.runner),
         )
 
@@ -400,6 +407,14 @@ def _add_transfer_metrics(metrics: MetricSet, transfer: TransferStats) -> None:
         ("external_prefix_cache_hits", "Prompt tokens loaded.", transfer.num_hits),
         ("kv_transfer_loaded_bytes", "Bytes of blocks loaded.", transfer.num_loaded_bytes),
         ("kv_transfer_saved_bytes", "Bytes of blocks saved.", transfer.num_saved_bytes),
+    ):
+        metrics.counter(f"vllm:{name}", help).value = value
+
+
+def _add_media_metrics(metrics: MetricSet, media: MediaStats) -> None:
+    for name, help, value in (
+        ("encoder_cache_queries", "Images that requests needed.", media.num_queries),
+        ("encoder_cache_hits", "Images whose embeddings were there.", media.num_hits),
     ):
         metrics.counter(f"vllm:{name}", help).value = value
 

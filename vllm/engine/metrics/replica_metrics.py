@@ -1,7 +1,7 @@
 """The metrics of an engine of several replicas: each replica's own, and sums where one number is
 wanted."""
 
-from collections.abc import Reversible, Sequence
+from collections.abc import Callable, Mapping, Reversible, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import zip_longest
@@ -12,10 +12,10 @@ import msgspec
 from vllm.config import VllmConfig
 from vllm.engine.metrics.engine_metrics import NUM_RECENT, EngineMetrics, FinishedRequestStats
 from vllm.engine.metrics.history import Rates
-from vllm.engine.metrics.registry import AnyMetrics, MergedMetrics
-from vllm.messages import DraftStats, RunnerStats, SchedulerStats, TransferStats
+from vllm.engine.metrics.registry import AnyMetrics, MergedMetrics, MetricSet
+from vllm.messages import DraftStats, MediaStats, RunnerStats, SchedulerStats, TransferStats
 
-_Counters = TypeVar("_Counters", RunnerStats, TransferStats)
+_Counters = TypeVar("_Counters", MediaStats, RunnerStats, TransferStats)
 
 
 class ReadableMetrics(Protocol):
@@ -54,6 +54,9 @@ class ReplicaMetrics:
 
     replicas: Sequence[EngineMetrics]
     """At least one."""
+    of_all: Callable[[], Mapping[str, tuple[str, float]]] = dict
+    """Returns counters of what the replicas share: name -> help and value. They have the label of
+    the first replica."""
 
     @property
     def model_name(self) -> str:
@@ -103,7 +106,11 @@ class ReplicaMetrics:
     def metric_sets(self) -> list[AnyMetrics]:
         """All metrics, for exposition."""
         every = [replica.metric_sets() for replica in self.replicas]
-        return [MergedMetrics(parts) for parts in zip(*every, strict=True)]
+        sets: list[AnyMetrics] = [MergedMetrics(parts) for parts in zip(*every, strict=True)]
+        shared = MetricSet({"model_name": self.model_name, "engine": "0"})
+        for name, (help, value) in self.of_all().items():
+            shared.counter(name, help).value = value
+        return [*sets, shared]
 
 
 def sum_stats(every: Sequence[SchedulerStats]) -> SchedulerStats:
@@ -137,6 +144,7 @@ def sum_stats(every: Sequence[SchedulerStats]) -> SchedulerStats:
             accepted=tuple(map(sum, places)),
         ),
         transfer=reduce(_add, (stats.transfer for stats in every)),
+        media=reduce(_add, (stats.media for stats in every)),
         runner=reduce(_add, (stats.runner for stats in every)),
     )
 

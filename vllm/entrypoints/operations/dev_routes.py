@@ -50,6 +50,13 @@ async def reset_prefix_cache(request: Request) -> Response:
     return JSONResponse(info.body(), status_code=info.status)
 
 
+@router.post("/reset_mm_cache")
+async def reset_mm_cache(request: Request) -> Response:
+    """Drop the images that have been read, and the embeddings that no running request reads."""
+    await get_context(request).engine.reset_mm_cache()
+    return Response(status_code=200)
+
+
 @router.post("/collective_rpc")
 async def collective_rpc(request: Request, call: WorkerCall) -> Response:
     """Call a method of all workers by its name. Returns one result per worker.

@@ -56,6 +56,7 @@ def _describe_engine(metrics: ReadableMetrics) -> dict[str, Any]:
         "kv_usage": round(totals.kv_cache_usage, 4),
         "kv_blocks": totals.num_kv_blocks,
         "prefix_hit_rate": _share(totals.num_prefix_hits, totals.num_prefix_queries),
+        "encoder_hit_rate": _share(totals.media.num_hits, totals.media.num_queries),
         "preemptions": totals.num_preemptions,
         "bucket_hits": runner.num_bucket_hits,
         "bucket_misses": runner.num_bucket_misses,

@@ -1,7 +1,8 @@
 """Attention within images, the same for all towers. Knows neither weights nor caches of keys."""
 
-import torch.nn.functional as F
 from torch import Tensor
+
+from vllm.ops import get_ops
 
 
 def attend(
@@ -26,4 +27,4 @@ def attend(
     Returns:
         [B, H, N, D], dtype of query.
     """
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return get_ops().full_attention(query, key, value, mask, scale)

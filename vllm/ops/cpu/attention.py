@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.ops.attention_options import AttentionOptions, AttentionTensors
+from vllm.ops.attention_options import NO_TENSORS, AttentionOptions, AttentionTensors
 from vllm.ops.native.attention import check_attention
 
 _NO_MEMORY = -2
@@ -148,6 +148,36 @@ def paged_attention_prefill(
     if bad != -1:
         _refuse_chunk(bad, starts, lens, num_tokens, block_tables, key_cache)
     return out
+
+
+def full_attention(
+    kernels: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None
+) -> Tensor:
+    """Return `Ops.full_attention` without a mask. `kernels` has the dtype of query.
+
+    The last token of a prompt sees all keys, and query heads can share the keys of one head. So
+    each image is a prompt of which one token is new, and its N * H queries are heads of it. torch
+    takes four times as long in bfloat16.
+    """
+    num_images, num_heads, num_queries, head_size = query.shape
+    num_keys = key.shape[2]
+    # The layers before have tokens first: of keys and values nothing is copied.
+    # Flat in between, as the stride of a dimension of size 1 may be any number.
+    shape = (num_images, num_keys, num_heads, head_size)
+    key_cache, value_cache = (each.transpose(1, 2).reshape(-1).view(shape) for each in (key, value))
+    tables = torch.arange(num_images, dtype=torch.int32)[:, None]
+    read = paged_attention_prefill(
+        kernels,
+        query.reshape(num_images, num_heads * num_queries, head_size),
+        key_cache,
+        value_cache,
+        tables,
+        range(num_images + 1),
+        [num_keys] * num_images,
+        AttentionOptions(scale=scale),
+        NO_TENSORS,
+    )
+    return read.view(query.shape)
 
 
 def _arguments(

@@ -129,6 +129,16 @@ class NativeAttention(Ops):
             out[start:end] = attended[0].transpose(0, 1)
         return out
 
+    def full_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
 
 def check_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, tensors: AttentionTensors

@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.model_memory import model_storages
-from vllm.model_executor.models.interface import CausalLM, PoolingModel
+from vllm.model_executor.models.interface import CausalLM, LayeredModel, PoolingModel
 from vllm.model_executor.quantization import Quantization
 from vllm.model_executor.quantization.cpu_packed import CPUPacked
 from vllm.model_executor.speculators.interface import Speculator
@@ -226,6 +226,7 @@ class CPUWorker(WorkerBase):
         free_bytes = self.platform.free_memory_bytes()
         if (transfer := self.config.connector.kv_transfer) is not None:
             free_bytes = max(0, free_bytes - int(transfer.kv_buffer_size))
+        free_bytes = max(0, free_bytes - self._embeddings_bytes * self.num_local_ranks)
         num_ranks, share = self.num_local_ranks, self.config.device.memory_share_bytes
         if share is not None:
             # Other replicas may not have loaded their weights yet.
@@ -259,7 +260,19 @@ class CPUWorker(WorkerBase):
             name = "kv_buffer_size of --kv-transfer-config"
             num_bytes = int(transfer.kv_buffer_size) // num_ranks
             uses.append(MemoryUse("kept KV blocks", num_bytes, f"lower {name}", name))
+        if num_bytes := self._embeddings_bytes:
+            fix = "lower --max-num-batched-tokens where it is above 8192"
+            uses.append(MemoryUse("kept embeddings of images", num_bytes, fix))
         return uses
+
+    @property
+    def _embeddings_bytes(self) -> int:
+        """Of the embeddings of images that this rank keeps, at most."""
+        model = self.model
+        if not isinstance(model, LayeredModel) or model.media_encoder is None:
+            return 0
+        size = model.embedding.embedding_dim * model.media_encoder.dtype.itemsize
+        return self.config.scheduler.encoder_cache_size * size
 
     @property
     def _layout(self) -> KVCacheLayout:

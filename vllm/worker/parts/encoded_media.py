@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from vllm.logger import init_logger
 from vllm.messages import IntArray, MediaItem, MediaTensor, SchedulerOutput
 from vllm.model_executor.models.interface import LayeredModel
 from vllm.model_executor.vision.encoder import MediaEncoder
+from vllm.multimodal.media_file import read_tensor
 
 logger = init_logger(__name__)
 
@@ -190,12 +190,4 @@ def _tensors(arrays: Iterable[MediaTensor]) -> dict[str, Tensor]:
         OSError: the memory is gone.
         ValueError: it has another size.
     """
-    found: dict[str, Tensor] = {}
-    for array in arrays:
-        dtype = np.dtype(array.dtype)
-        if array.path is None:
-            flat = np.frombuffer(bytearray(array.data), dtype)
-        else:
-            flat = np.fromfile(array.path, dtype)
-        found[array.name] = torch.from_numpy(flat.reshape(array.shape))
-    return found
+    return {array.name: torch.from_numpy(read_tensor(array)) for array in arrays}

@@ -17,7 +17,12 @@ from torch import Tensor
 
 from vllm.ops.attention_interface import FP8_DTYPES
 from vllm.ops.attention_options import NO_TENSORS, AttentionOptions, AttentionTensors
-from vllm.ops.cpu.attention import fp8_arguments, paged_attention_decode, paged_attention_prefill
+from vllm.ops.cpu.attention import (
+    fp8_arguments,
+    full_attention,
+    paged_attention_decode,
+    paged_attention_prefill,
+)
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.low_rank import PackedAdapter, PackedRows, add_low_rank
 from vllm.ops.cpu.row_operations import (
@@ -415,6 +420,19 @@ class CPUOps(NativeOps):
         if kernels is None:
             return super().paged_attention_prefill(*args)
         return paged_attention_prefill(kernels, *args)
+
+    def full_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        kernels = self._kernels.get(query.dtype)
+        if kernels is None or mask is not None or not query.is_cpu:
+            return super().full_attention(query, key, value, mask, scale)
+        return full_attention(kernels, query, key, value, scale)
 
 
 def _check_dense(name: str, x: Tensor, dtype: torch.dtype) -> None:
