@@ -118,7 +118,7 @@ class EngineCore(CoreCalls):
             control,
             num_stages=self._num_stages,
             num_pipelined_steps=self._num_pipelined_steps,
-            media=_encoder_cache(config),
+            media=_encoder_cache(config, self.executor.max_image_embeddings),
         )
         self._transfer = self._make_transfer(cache)
         self._run_ahead = run_ahead or RunAhead(
@@ -463,8 +463,13 @@ class EngineCore(CoreCalls):
             raise EngineDeadError(f"the engine has stopped: {self._failure}")
 
 
-def _encoder_cache(config: VllmConfig) -> EncoderCache | None:
-    """Return what accounts for the embeddings of images; None: the model reads text only."""
+def _encoder_cache(config: VllmConfig, largest: int | None) -> EncoderCache | None:
+    """Return what accounts for the embeddings of images; None: the model reads text only.
+
+    Args:
+        config: of the engine.
+        largest: embeddings of the largest image that the workers have memory for; None: of any.
+    """
     if config.model.resolved_arch.media_config is None:
         return None
     limits = config.scheduler
@@ -474,7 +479,7 @@ def _encoder_cache(config: VllmConfig) -> EncoderCache | None:
         # A prompt runs in one step, and so does the encoder for all of its images.
         budget = limits.max_model_len
         capacity = max(capacity, limits.max_model_len)
-    return EncoderCache(capacity, budget)
+    return EncoderCache(capacity, budget, largest=largest)
 
 
 def _make_connector(config: VllmConfig) -> KVConnector | None:
