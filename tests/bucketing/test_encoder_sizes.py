@@ -1,4 +1,4 @@
-"""Padded sizes of an encoder of images have room for every image of a family, with little padding."""
+"""Padded sizes of an encoder of images have room for every image, with little padding."""
 
 import random
 
