@@ -74,7 +74,7 @@ def shapes_of(rng: random.Random, count: int):
 
 
 def sizes_of_photographs(rng: random.Random, count: int):
-    """The same at other scales, and cropped a little."""
+    """Widths and heights of usual pictures at several scales, cropped a little."""
     for _ in range(count):
         width, height = rng.choice(PHOTOGRAPHS)
         scale = rng.choice([1, 1, 0.75, 0.5, 0.25])

@@ -96,6 +96,10 @@ def test_settings_change_no_token(llava, expected, settings):
             for mode in ("lazy", "torch.compile", "eager")
             for family in ("llava", "qwen2_vl")
         ),
+        *(
+            pytest.param("qwen2_5_vl", mode, marks=pytest.mark.exhaustive)  # has windows
+            for mode in MODES
+        ),
     ],
 )
 def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(family, mode, tmp_path):

@@ -51,9 +51,19 @@ def prompt_of(*shapes):
     return {"prompt": text + "Look.", "multi_modal_data": {"image": images}}
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "llava_next"])
+@pytest.mark.parametrize(
+    ("family", "dtype", "rtol", "atol"),
+    [
+        ("qwen2_vl", "float32", 1e-4, 5e-6),
+        ("llava_next", "float32", 1e-4, 5e-6),
+        *(
+            pytest.param(family, "bfloat16", 0.05, 0.05, marks=pytest.mark.exhaustive)
+            for family in ("qwen2_5_vl", "glm4v", "llava")
+        ),
+    ],
+)
 def test_after_the_warm_up_no_image_compiles_and_none_depends_on_others(
-    family, tmp_path, monkeypatch
+    family, dtype, rtol, atol, tmp_path, monkeypatch
 ):
     folder, rng, reports = make_tiny_images(family, tmp_path), random.Random(1), []
     clock = itertools.count(0.0, 0.5)
@@ -62,7 +72,7 @@ def test_after_the_warm_up_no_image_compiles_and_none_depends_on_others(
     )
     monkeypatch.setattr(startup_progress, "_listener", lambda *report: reports.append(report))
     with simulated_hpu(**LAZY) as bridge, captured_log(logging.INFO) as log:
-        llm = LLM(str(folder), **ENGINE, enforce_eager=True)
+        llm = LLM(str(folder), **ENGINE | {"dtype": dtype}, enforce_eager=True)
         encoder, compilations = runner_of(llm).encoder, bridge.counters().compilations
         sides = [[rng.randint(8, 300) for _ in range(2)] for _ in range(200)]
         items = items_of(llm.llm_engine.vllm_config, sides)
@@ -76,7 +86,7 @@ def test_after_the_warm_up_no_image_compiles_and_none_depends_on_others(
         assert bridge.counters().compilations == compilations
     assert len(together) == len(items)
     for own, other in zip(alone, together, strict=False):
-        torch.testing.assert_close(own, other, rtol=1e-4, atol=5e-6)
+        torch.testing.assert_close(own, other, rtol=rtol, atol=atol)
     # One figure for the whole warm-up, of which the encoder is the first part.
     warm_up = [report for report in reports if report[0].startswith("warm-up")]
     passes = [report for report in warm_up if report[0] == "warm-up: encoder of images"]
@@ -143,3 +153,18 @@ def test_without_a_warm_up_a_size_compiles_once_and_is_preferred_to_one_that_is_
         assert not compiles(56, 56)
     lines = [line for line in log if "encoder of images compiles" in line]
     assert [line.split()[5] for line in lines] == ["64", "16"]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_encoder_that_has_slept_encodes_as_before_and_compiles_nothing(level, qwen):
+    with simulated_hpu(**LAZY) as bridge:
+        llm = LLM(qwen, **ENGINE, enable_sleep_mode=True)
+        config, encoder = llm.llm_engine.vllm_config, runner_of(llm).encoder
+        items = items_of(config, [(64, 80), (200, 30)])
+        before = encoder.encode(items)
+        compilations = bridge.counters().compilations
+        llm.sleep(level)
+        llm.wake_up()
+        for own, other in zip(before, encoder.encode(items), strict=True):
+            assert torch.equal(own, other)
+        assert bridge.counters().compilations == compilations
