@@ -70,7 +70,7 @@ def warmup_line(
 
 
 def encoder_line(index: int, total: int, name: str, free_bytes: int) -> str:
-    """`[Warmup][Encoder][1/8] 4096 patches free_mem:79.16 GiB`"""
+    """Return `[Warmup][Encoder][1/8] 4096 patches free_mem:79.16 GiB`."""
     return f"[Warmup][Encoder][{index}/{total}] {name} free_mem:{format_bytes(free_bytes)}"
 
 

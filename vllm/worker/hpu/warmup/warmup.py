@@ -17,6 +17,7 @@ whether it is kept. Ranks with the same decisions go through the same steps.
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
+from typing import Protocol
 
 import msgspec
 import torch
@@ -38,7 +39,6 @@ from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import HabanaBridge
-from vllm.worker.hpu.encoder import CardEncoder
 from vllm.worker.hpu.launches.execution import GraphExecution
 from vllm.worker.hpu.launches.launches import PaddedRunner, Sampling
 from vllm.worker.hpu.launches.planner import PaddedShape
@@ -54,6 +54,29 @@ _Steps = Generator[WarmUpStep, str | None, None]
 """Names a step, and is told afterwards why it is given up (None: it is kept)."""
 
 _GRAPHS = (MemoryClass.PREFILL_GRAPHS, MemoryClass.DECODE_GRAPHS)
+
+
+class PaddedEncoder(Protocol):
+    """An encoder of images.
+
+    Attributes:
+        sizes: of forward passes, ascending, in units.
+    """
+
+    sizes: tuple[int, ...]
+
+    @property
+    def unit(self) -> str:
+        """The unit of sizes."""
+        ...
+
+    def warm_up(self, size: int) -> None:
+        """Run a forward pass of padding."""
+        ...
+
+    def give_up(self, size: int, reason: str) -> None:
+        """Never run this size."""
+        ...
 
 
 class WarmUp:
@@ -79,7 +102,7 @@ class WarmUp:
         limits: StepLimits,
         ledger: MemoryLedger,
         forecast: MemoryForecast | None = None,
-        encoder: CardEncoder | None = None,
+        encoder: PaddedEncoder | None = None,
     ) -> None:
         self._config = config
         self._bridge = bridge
@@ -212,7 +235,7 @@ class WarmUp:
 
     # ---- the encoder of images ------------------------------------------------------------
 
-    def _encode(self, encoder: CardEncoder) -> _Steps:
+    def _encode(self, encoder: PaddedEncoder) -> _Steps:
         """Run a forward pass of each size, the largest first, as a smaller one needs no more
         memory."""
         total = len(self._encoder_sizes)
@@ -229,8 +252,8 @@ class WarmUp:
                 encoder.give_up(size, given_up)
         self._book_workspace(0)
 
-    def _encode_padding(self, encoder: CardEncoder, size: int) -> str | None:
-        """Run a forward pass of the encoder. Why it is given up: there is no memory for it."""
+    def _encode_padding(self, encoder: PaddedEncoder, size: int) -> str | None:
+        """Run a forward pass of the encoder. Return the reason to give it up, or None."""
         with self._bridge.dry_run():
             attempted = attempt(
                 self._bridge, partial(encoder.warm_up, size), self._resident_bytes()

@@ -19,7 +19,7 @@ from vllm.bucketing import Phase
 
 Stage = Literal["compile", "run", "capture"]
 Runs = Phase | Literal["encoder"]
-"""What a launch runs: the language model in one of its phases, or the encoder of images."""
+"""The language model in one of its phases, or the encoder of images."""
 
 _PRIOR_S: dict[tuple[Stage, Runs], float] = {
     ("compile", "encoder"): 0.5,
