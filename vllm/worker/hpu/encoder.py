@@ -129,7 +129,9 @@ class CardEncoder:
 
     def _cheapest(self, size: int) -> int:
         """Return the size to pad to: one that is compiled already, if it is not much larger."""
-        warm = [each for each in self._warm if size <= each <= size * _MOST_PADDING]
+        most = size * _MOST_PADDING
+        # A size that was given up may have been compiled to measure it.
+        warm = [each for each in self.sizes if each in self._warm and size <= each <= most]
         return min(warm, default=size)
 
     def _forward(self, items: Sequence[Mapping[str, Tensor]], size: int) -> Tensor:
@@ -191,11 +193,15 @@ class CardEncoder:
         return needed
 
     def _measure(self, resident_bytes: int, most_bytes: int) -> tuple[int, int, int | None]:
-        """Return what forward passes need, how many of the sizes the card holds, and what the least
-        of the others needs at least, if one was run.
+        """Measure up to the largest size that the card holds.
 
-        A card keeps the workspace of a forward pass. So a larger one is run only if it would fit
-        if it needed the square of what a smaller one does, or if it is the next one.
+        A card keeps the workspace of a forward pass. So the next one to run is the largest that
+        fits even if memory grows with the square of its size, or else the next larger one, if that
+        fits in proportion to its size.
+
+        Returns:
+            The memory that forward passes need, the number of sizes that the card holds, and the
+            memory that the smallest of the other sizes needs at least; None: it was not run.
         """
         sizes, needed = self.sizes, 0
         held, lost, refused = -1, len(sizes), None

@@ -67,7 +67,7 @@ class PaddedEncoder(Protocol):
 
     @property
     def unit(self) -> str:
-        """The unit of sizes."""
+        """Return the unit of sizes."""
         ...
 
     def warm_up(self, size: int) -> None:
