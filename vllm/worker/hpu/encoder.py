@@ -235,7 +235,7 @@ class CardEncoder:
             self._forward([self._small], size).cpu()
 
     def give_up(self, size: int, reason: str) -> None:
-        """Never run this size.
+        """Take a size out of use.
 
         Raises:
             ConfigError: it is the only one.

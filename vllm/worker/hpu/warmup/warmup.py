@@ -75,7 +75,7 @@ class PaddedEncoder(Protocol):
         ...
 
     def give_up(self, size: int, reason: str) -> None:
-        """Never run this size."""
+        """Take a size out of use."""
         ...
 
 
