@@ -470,7 +470,8 @@ def _encoder_cache(config: VllmConfig, largest: int | None) -> EncoderCache | No
         config: of the engine.
         largest: embeddings of the largest image that the workers have memory for; None: of any.
     """
-    if config.model.resolved_arch.media_config is None:
+    arch = config.model.arch
+    if arch is None or arch.media_config is None:
         return None
     limits = config.scheduler
     budget = limits.max_num_batched_tokens
