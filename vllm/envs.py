@@ -230,8 +230,9 @@ class Envs:
     VLLM_MULTIMODAL_BUCKETS: str | None = _buckets(
         None,
         "Padded sizes of forward passes of an encoder of images, with commas between: numbers of "
-        "images for encoders of one image size, else numbers of patches. A size for the largest "
-        "image is added. None: by the model.",
+        "images or tiles for encoders of one image size, else numbers of patches. Sizes are "
+        "rounded up to multiples of 16 patches, and sizes for the largest image are added. None: "
+        "by the model, each size a quarter larger than the last.",
     )
     VLLM_MERGED_PREFILL: bool = _buckets(
         False, "Lay the prompts of a launch end to end in one row."

@@ -105,6 +105,10 @@ def test_settings_change_no_token(llava, expected, settings):
             pytest.param(family, "HPU graphs", marks=pytest.mark.exhaustive)
             for family in ("glm4v_moe", "qwen3_5", "mistral3", "idefics3", "internvl")
         ),
+        *(
+            pytest.param("qwen2_5_vl", mode, marks=pytest.mark.exhaustive)  # has windows
+            for mode in MODES
+        ),
     ],
 )
 def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(family, mode, tmp_path):

@@ -69,6 +69,11 @@ def warmup_line(
     return f"[Warmup][{stage}][{index}/{total}] {shape} free_mem:{format_bytes(free_bytes)}"
 
 
+def encoder_line(index: int, total: int, name: str, free_bytes: int) -> str:
+    """Return `[Warmup][Encoder][1/8] 4096 patches free_mem:79.16 GiB`."""
+    return f"[Warmup][Encoder][{index}/{total}] {name} free_mem:{format_bytes(free_bytes)}"
+
+
 def captured_line(phase: Phase, captured: Sequence[Bucket], total: int, used_bytes: int) -> str:
     """`Graph/Decode captured:1 (100.0%) used_mem:64 KiB buckets:[(4, 128)]`"""
     percent = 100 * len(captured) / total if total else 100.0

@@ -39,14 +39,23 @@ class EncoderCache:
         capacity: embeddings that are kept.
         budget: embeddings that a step makes. An image that is larger has a step of its own.
         keeps_whole: all tokens of an image run in one step, as they depend on each other.
+        largest: embeddings of the largest image that the encoder has memory for; None: of any.
 
     Attributes:
         num_queries: images that prompts needed, each counted once for each request.
         num_hits: how many of them were there.
     """
 
-    def __init__(self, capacity: int, budget: int, *, keeps_whole: bool = False) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        budget: int,
+        *,
+        keeps_whole: bool = False,
+        largest: int | None = None,
+    ) -> None:
         self.capacity, self.budget, self._keeps_whole = capacity, budget, keeps_whole
+        self._largest = largest
         self.num_queries = 0
         self.num_hits = 0
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
@@ -81,6 +90,11 @@ class EncoderCache:
             raise CapacityError(
                 f"an image must become at most {self.capacity} embeddings, which the encoder "
                 f"cache holds, got {largest}. Send a smaller image"
+            )
+        if self._largest is not None and largest > self._largest:
+            raise CapacityError(
+                f"an image must become at most {self._largest} embeddings, which is what the "
+                f"encoder has memory for, got {largest}. Send a smaller image"
             )
 
     def limit(self, request: Request, start: int, num_tokens: int, plan: MediaPlan) -> int:

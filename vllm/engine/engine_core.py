@@ -116,7 +116,7 @@ class EngineCore(CoreCalls):
             control,
             num_stages=self._num_stages,
             num_pipelined_steps=self._num_pipelined_steps,
-            media=_encoder_cache(config),
+            media=_encoder_cache(config, self.executor.max_image_embeddings),
         )
         self._transfer = self._make_transfer(cache)
         self._run_ahead = run_ahead or RunAhead(
@@ -471,11 +471,18 @@ class EngineCore(CoreCalls):
             raise EngineDeadError(f"the engine has stopped: {self._failure}")
 
 
-def _encoder_cache(config: VllmConfig) -> EncoderCache | None:
-    """Return what accounts for the embeddings of images; None: the model reads text only."""
-    if config.model.resolved_arch.media_config is None:
+def _encoder_cache(config: VllmConfig, largest: int | None) -> EncoderCache | None:
+    """Return what accounts for the embeddings of images; None: the model reads text only.
+
+    Args:
+        config: of the engine.
+        largest: embeddings of the largest image that the workers have memory for; None: of any.
+    """
+    arch = config.model.arch
+    if arch is None or arch.media_config is None:
         return None
-    return EncoderCache(config.scheduler.encoder_cache_size, config.scheduler.encoder_budget)
+    limits = config.scheduler
+    return EncoderCache(limits.encoder_cache_size, limits.encoder_budget, largest=largest)
 
 
 def _make_connector(config: VllmConfig) -> KVConnector | None:

@@ -47,7 +47,10 @@ _IMAGE_SIZES = (
 )
 _IMAGE_CACHE = "--mm-processor-cache-gb is the memory for processed images"
 _VIDEO = "this version reads no videos"
-_IMAGE_ENCODER = "encoders of images have no setting for it"
+_IMAGE_WARM_UP = (
+    "the warm-up runs every padded size of the encoder of images, as it runs the buckets"
+)
+_IMAGE_SOFTMAX = "encoders of images leave the softmax to the attention of PyTorch"
 _EXPERTS = (
     "how experts are computed has no setting but --enable-expert-parallel: on hpu all experts see "
     "all tokens"
@@ -196,7 +199,8 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     *_ignored(_IMAGE_SIZES, "VLLM_MULTIMODAL_RESOLUTIONS"),
     *_ignored(_IMAGE_CACHE, "VLLM_MM_INPUT_CACHE_GIB"),
     *_ignored(_VIDEO, "VLLM_VIDEO_FETCH_TIMEOUT VLLM_VIDEO_LOADER_BACKEND"),
-    *_ignored(_IMAGE_ENCODER, "VLLM_MM_WARMUP_OUTSIDE_COMPILE_ONLY VLLM_FP32_SOFTMAX_VISION"),
+    *_ignored(_IMAGE_WARM_UP, "VLLM_MM_WARMUP_OUTSIDE_COMPILE_ONLY"),
+    *_ignored(_IMAGE_SOFTMAX, "VLLM_FP32_SOFTMAX_VISION"),
     *_ignored(
         _DISAGGREGATED,
         """

@@ -55,6 +55,8 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     num_kept_states: int | None = None
     """Recurrent states of prefixes that this rank can keep; None: its layers have none, or there is
     no prefix cache."""
+    max_image_embeddings: int | None = None
+    """Embeddings of the largest image that the encoder has memory for; None: of any."""
 
 
 class WarmUpStep(msgspec.Struct, frozen=True, kw_only=True):

@@ -50,6 +50,11 @@ class MediaEncoder(nn.Module, ABC):
     def size_of(self, item: Mapping[str, Tensor]) -> int:
         """Return how many units of a forward pass an image takes."""
 
+    def most_units(self, num_embeddings: int) -> int | None:
+        """Return the units of an image that becomes so many embeddings; None: they do not follow
+        from its embeddings."""
+        return None
+
     @abstractmethod
     def prepare(
         self, items: Sequence[Mapping[str, Tensor]], size: int | None = None

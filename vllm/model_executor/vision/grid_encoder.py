@@ -243,6 +243,9 @@ class GridEncoder(MediaEncoder):
     def size_of(self, item: Mapping[str, Tensor]) -> int:
         return len(item["pixels"])
 
+    def most_units(self, num_embeddings: int) -> int | None:
+        return num_embeddings * self.sizes.block
+
     def prepare(
         self, items: Sequence[Mapping[str, Tensor]], size: int | None = None
     ) -> dict[str, Tensor]:

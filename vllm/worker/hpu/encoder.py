@@ -1,8 +1,7 @@
 """The encoder of images on a card: forward passes of a few padded sizes, each compiled at the
 start."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from vllm.bucketing import format_bytes
 from vllm.bucketing.encoder_sizes import encoder_sizes, split_into_sizes
 from vllm.config import VllmConfig
+from vllm.distributed import Meeting
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.models.interface import LayeredModel
@@ -20,8 +20,7 @@ from vllm.model_executor.vision.encoder import MediaEncoder
 from vllm.multimodal.family import MediaFamily
 from vllm.multimodal.job import family_of_model
 from vllm.platforms.habana.bridge import COMPILE_BACKEND, HabanaBridge
-from vllm.worker.hpu.memory.memory_profile import Attempt, attempt, used_bytes
-from vllm.worker.interface import WarmUpStep
+from vllm.worker.hpu.memory.memory_profile import Attempt, attempt
 
 logger = init_logger(__name__)
 
@@ -29,6 +28,8 @@ _MULTIPLE = 16
 """Numbers of patches are multiples of it, and of the blocks that an encoder merges."""
 _SMALL = 64
 """Pixels of each side of the small image with which forward passes are warmed up."""
+_MOST_PADDING = 2.0
+"""A forward pass is padded to so many times its size at most, where that saves compiling."""
 
 
 class CardEncoder:
@@ -56,11 +57,17 @@ class CardEncoder:
     ) -> None:
         self._encoder, self._bridge, self.is_here = encoder, bridge, is_here
         self._small = _as_tensors(family.process(np.zeros((_SMALL, _SMALL, 3), np.uint8)).tensors)
-        largest = encoder.size_of(_as_tensors(family.largest().tensors))
         smallest = encoder.size_of(self._small)
+        self._largest = max(smallest, self._largest_size(config, family))
         self.sizes = encoder_sizes(
-            smallest, largest, encoder.unit, _MULTIPLE, config.hpu.multimodal_buckets
+            smallest,
+            self._largest,
+            encoder.unit,
+            _MULTIPLE,
+            config.hpu.multimodal_buckets,
         )
+        self._is_measured = not config.multimodal.skip_mm_profiling
+        self._warm: set[int] = set()
         self._run: Any = _Run(encoder)
         if not bridge.is_lazy and not config.model.enforce_eager:
             dynamo: Any = torch._dynamo.config
@@ -73,6 +80,31 @@ class CardEncoder:
                 dynamic=False,
             )
 
+    def _largest_size(self, config: VllmConfig, family: MediaFamily) -> int:
+        """Return the units of the largest image that a prompt has room for."""
+        encoder, max_model_len = self._encoder, config.scheduler.max_model_len
+        largest = encoder.size_of(_as_tensors(family.largest().tensors))
+        most = encoder.most_units(max_model_len)
+        if most is None or largest <= most:
+            return largest
+        logger.info(
+            "The encoder of images is prepared for %d %s: the settings of the image processor "
+            "allow images of %d, which have no room in max_model_len (%d)",
+            *(most, encoder.unit, largest, max_model_len),
+        )
+        return most
+
+    @property
+    def unit(self) -> str:
+        """The unit of sizes."""
+        return self._encoder.unit
+
+    @property
+    def max_embeddings(self) -> int | None:
+        """Embeddings of the largest image that there is a size for; None: all images have one."""
+        units = self._encoder.most_units(1)
+        return None if units is None else self.sizes[-1] // units
+
     @torch.inference_mode()
     def encode(self, items: Sequence[dict[str, Tensor]]) -> list[Tensor]:
         """Encode images in as many forward passes as they need. Waits for the card."""
@@ -83,11 +115,24 @@ class CardEncoder:
                 f"forward pass of the encoder, got {max(counts)}"
             )
         found: list[Tensor] = []
-        for indices, size in split_into_sizes(counts, self.sizes):
-            some = [items[index] for index in indices]
+        for indices, least in split_into_sizes(counts, self.sizes):
+            some, size = [items[index] for index in indices], self._cheapest(least)
+            if size not in self._warm:
+                logger.warning(
+                    "The encoder of images compiles %d %s, which were not warmed up",
+                    size,
+                    self.unit,
+                )
             embeddings = self._forward(some, size).cpu()
             found += [each.clone() for each in self._encoder.split(embeddings, some)]
         return found
+
+    def _cheapest(self, size: int) -> int:
+        """Return the size to pad to: one that is compiled already, if it is not much larger."""
+        most = size * _MOST_PADDING
+        # A size that was given up may have been compiled to measure it.
+        warm = [each for each in self.sizes if each in self._warm and size <= each <= most]
+        return min(warm, default=size)
 
     def _forward(self, items: Sequence[Mapping[str, Tensor]], size: int) -> Tensor:
         prepared = self._encoder.prepare(items, size)
@@ -95,50 +140,114 @@ class CardEncoder:
         self._bridge.mark_step()  # what is queued is no part of it
         embeddings: Tensor = self._run(tuple(prepared), *on_card)
         self._bridge.mark_step()
+        self._warm.add(size)
         return embeddings
 
     # ---- the start ------------------------------------------------------------------------
 
-    def measure(self) -> int:
-        """Run the largest forward pass. Returns the device memory that it needs.
+    def measure(self, resident_bytes: int, most_bytes: int, meeting: Meeting | None) -> int:
+        """Run larger and larger forward passes. Sizes that need too much memory are given up, and
+        with them images that have no other.
+
+        Args:
+            resident_bytes: in use on the card apart from its workspace.
+            most_bytes: that a forward pass may need.
+            meeting: the other ranks, which have the same sizes then; None: there are none.
+
+        Returns:
+            The device memory that forward passes need.
 
         Raises:
-            ConfigError: the card does not hold it.
+            ConfigError: the card does not hold even the smallest one, or not all tiles of an image.
         """
-        attempted = self._attempt(self.sizes[-1])
-        if attempted is None:
-            return 0
-        if attempted.refused_bytes is not None:
+        needed, num_sizes, refused = 0, len(self.sizes), None
+        if self.is_here and self._is_measured:
+            needed, num_sizes, refused = self._measure(resident_bytes, most_bytes)
+        if meeting is not None:
+            num_sizes = meeting.least("sizes of the encoder", num_sizes)
+        if num_sizes == len(self.sizes):
+            return needed
+        given_up, self.sizes = self.sizes[num_sizes:], self.sizes[:num_sizes]
+        is_enough = bool(self.sizes) and self.sizes[-1] >= self._largest
+        if not self.sizes or (self.max_embeddings is None and not is_enough):
+            at_least = "" if refused is None else f" at least {format_bytes(refused)},"
             raise ConfigError(
-                f"no memory for the encoder of images: a forward pass of {self.sizes[-1]} "
-                f"{self._encoder.unit} needs at least {format_bytes(attempted.needed_bytes)}. "
-                f"Lower max_pixels (--mm-processor-kwargs), or send no images "
-                f"(--limit-mm-per-prompt image=0)"
+                f"no memory for the encoder of images: a forward pass of {given_up[0]} "
+                f"{self.unit} needs more than there is:{at_least} and there are "
+                f"{format_bytes(most_bytes)}. Lower --max-num-batched-tokens or --max-model-len, "
+                f"or send no images (--limit-mm-per-prompt image=0)"
             )
-        return attempted.needed_bytes
-
-    def warm_up_steps(self) -> Iterator[tuple[WarmUpStep, Callable[[], Any]]]:
-        """Yield each forward pass of the warm-up and the function that runs it, the largest first,
-        as a smaller one needs no more memory."""
-        for index, size in enumerate(reversed(self.sizes), start=1):
-            step = WarmUpStep(
-                phase="warm-up: encoder of images",
-                name=f"{size} {self._encoder.unit}",
-                index=index,
-                total=len(self.sizes),
+        if is_enough:
+            logger.info(
+                "The encoder of images runs at most %d %s at a time: the card has %s for it",
+                *(self.sizes[-1], self.unit, format_bytes(most_bytes)),
             )
-            yield step, partial(self._attempt, size)
+            return needed
+        logger.warning(
+            "Images may have at most %d %s (%d embeddings): the card has %s for a forward pass of "
+            "the encoder, which is too little for %s. Lower max_pixels (--mm-processor-kwargs), so "
+            "that larger images are made smaller instead of refused",
+            *(self.sizes[-1], self.unit, self.max_embeddings, format_bytes(most_bytes)),
+            ", ".join(map(str, given_up)),
+        )
+        return needed
 
-    def _attempt(self, size: int) -> Attempt | None:
+    def _measure(self, resident_bytes: int, most_bytes: int) -> tuple[int, int, int | None]:
+        """Measure up to the largest size that the card holds.
+
+        A card keeps the workspace of a forward pass. So the next one to run is the largest that
+        fits even if memory grows with the square of its size, or else the next larger one, if that
+        fits in proportion to its size.
+
+        Returns:
+            The memory that forward passes need, the number of sizes that the card holds, and the
+            memory that the smallest of the other sizes needs at least; None: it was not run.
+        """
+        sizes, needed = self.sizes, 0
+        held, lost, refused = -1, len(sizes), None
+        index = 0
+        while index < lost:
+            attempted = self._attempt(sizes[index], resident_bytes)
+            # The smallest is kept if the card has any memory for it.
+            is_above = index > 0 and attempted.has_grown and attempted.needed_bytes > most_bytes
+            if attempted.refused_bytes is not None or is_above:
+                lost, refused = index, attempted.needed_bytes
+                index = (held + lost) // 2
+                if index <= held:
+                    break
+                continue
+            held, needed = index, max(needed, attempted.needed_bytes)
+            reach = most_bytes / max(1, attempted.needed_bytes)
+            if not attempted.has_grown:
+                reach = max(_MOST_PADDING**2, reach)
+            if held + 1 >= lost or sizes[held + 1] / sizes[held] > reach:
+                lost = held + 1
+                break
+            fits = [i for i in range(held + 1, lost) if (sizes[i] / sizes[held]) ** 2 <= reach]
+            index = max(fits, default=held + 1)
+        return needed, lost, refused
+
+    def warm_up(self, size: int) -> None:
+        """Run a forward pass of padding and a small image."""
         if not self.is_here:
-            return None
+            return
+        with torch.inference_mode():
+            self._forward([self._small], size).cpu()
 
-        def run() -> None:
-            with torch.inference_mode():
-                self._forward([self._small], size).cpu()
+    def give_up(self, size: int, reason: str) -> None:
+        """Take a size out of use.
 
+        Raises:
+            ConfigError: it is the only one.
+        """
+        if self.sizes == (size,):
+            raise ConfigError(f"no memory for the encoder of images: {size} {self.unit}: {reason}")
+        self.sizes = tuple(each for each in self.sizes if each != size)
+        logger.warning("The encoder of images never runs %d %s: %s", size, self.unit, reason)
+
+    def _attempt(self, size: int, resident_bytes: int) -> Attempt:
         # Ranks encode each by itself, so none waits for another.
-        return attempt(self._bridge, run, used_bytes(self._bridge))
+        return attempt(self._bridge, lambda: self.warm_up(size), resident_bytes)
 
 
 def card_encoder(

@@ -1,9 +1,8 @@
 """The worker of a Gaudi card, real or simulated: load, measure, divide the memory, warm up."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -52,7 +51,7 @@ from vllm.worker.hpu.memory.memory import (
     most_launch_bytes,
 )
 from vllm.worker.hpu.memory.memory_forecast import MemoryForecast
-from vllm.worker.hpu.memory.memory_profile import MemoryProfile, is_out_of_memory
+from vllm.worker.hpu.memory.memory_profile import MemoryProfile, is_out_of_memory, used_bytes
 from vllm.worker.hpu.memory.offload import choose_layers, stream_layers
 from vllm.worker.hpu.memory.sleep import CardCache, CardWeights, SleepingGraphs
 from vllm.worker.hpu.model_runner import HPUModelRunner
@@ -110,9 +109,6 @@ class HPUWorker(WorkerBase):
         self._forecast = MemoryForecast(self._slicing, config.cache.block_size)
         self._meeting: Meeting | None = None
         self._drafter: HPUDraftRunner | None = None
-        self._encoder_steps: Iterator[tuple[WarmUpStep, Callable[[], Any]]] = iter(())
-        self._encode: Callable[[], Any] | None = None
-        """Runs the forward pass of the encoder that the warm-up has named last."""
         self._num_kept_states: int | None = None
 
     def _load_model(self) -> None:
@@ -234,7 +230,10 @@ class HPUWorker(WorkerBase):
                 block_bytes=self._block_bytes(),
                 others=self._uses(memory.total_bytes, free_bytes),
             )
-        self._report = replace(report, num_kept_states=self._num_kept_states)
+        limit = None if self._encoder is None else self._encoder.max_embeddings
+        self._report = replace(
+            report, num_kept_states=self._num_kept_states, max_image_embeddings=limit
+        )
         return self._report
 
     def _uses(self, total_bytes: int, free_bytes: int) -> list[MemoryUse]:
@@ -280,8 +279,6 @@ class HPUWorker(WorkerBase):
         self.ledger.book(MemoryClass.KV_CACHE, self.ledger.left(MemoryClass.KV_CACHE))
         logger.info("Initializing cache engine took %s", allocation)
         self._warm_up = self._plan_launches(num_blocks)
-        if self._encoder is not None and self._warm_up is not None:
-            self._encoder_steps = self._encoder.warm_up_steps()
         self._graphs = SleepingGraphs(self.runner)
         self._given_back: dict[MemoryClass, int] = {}
         drafter = None
@@ -313,9 +310,6 @@ class HPUWorker(WorkerBase):
         if self._warm_up is None:
             self._finish_start()
             return None
-        encoder_step, self._encode = next(self._encoder_steps, (None, None))
-        if encoder_step is not None:
-            return encoder_step
         launch = self._warm_up.next_warm_up(given_up)
         if launch is None:
             self._finish_start()
@@ -323,9 +317,6 @@ class HPUWorker(WorkerBase):
 
     def warm_up(self) -> str | None:
         """See `Worker.warm_up`."""
-        if self._encode is not None:
-            self._encode()
-            return None
         running = self._idle_warm_up or self._warm_up
         assert running is not None
         with self._within_memory("a launch for which other cards of the engine have memory"):
@@ -405,9 +396,11 @@ class HPUWorker(WorkerBase):
         most = most_launch_bytes(self._memory_config, free_bytes, self._block_bytes())
         startup_progress.report("measuring the memory of launches")
         self._bind_caches(_PROFILE_BLOCKS)
+        resident_bytes, encoder_bytes = used_bytes(self.bridge), 0
         with self.bridge.dry_run():
             found = profile_launches(self.config, self.bridge, self.runner, most, self._forecast)
-            encoder_bytes = 0 if self._encoder is None else self._encoder.measure()
+            if self._encoder is not None:
+                encoder_bytes = self._encoder.measure(resident_bytes, most, self._meeting)
         self._release_caches()
         gc.collect()  # what is garbage by now is not in use
         if found is None:
@@ -417,9 +410,9 @@ class HPUWorker(WorkerBase):
         logger.info("Model profiling run took %s", profile)
         if self._encoder is not None:
             logger.info(
-                "The encoder of images needs %s for its largest forward pass, of %d sizes",
-                format_bytes(encoder_bytes),
-                len(self._encoder.sizes),
+                "The encoder of images needs %s for its largest forward pass. Sizes in %s: %s",
+                *(format_bytes(encoder_bytes), self._encoder.unit),
+                ", ".join(map(str, self._encoder.sizes)),
             )
         # One runs at a time, in the same workspace.
         return max(launch_bytes, encoder_bytes)
@@ -521,6 +514,7 @@ class HPUWorker(WorkerBase):
             plan.limits,
             self.ledger,
             self._forecast,
+            self._encoder,
         )
 
 

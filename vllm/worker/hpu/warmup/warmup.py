@@ -1,5 +1,6 @@
 """Runs every launch there can be once, before the first request needs it.
 
+Forward passes of an encoder of images come first.
 Phase 1 compiles: prompts, then decodes, the largest first, each through the entry of real steps.
 Slices of the cache that are longer than what the profiling run has measured come before, the
 smallest first, so that what does not fit is predicted and not tried.
@@ -16,6 +17,7 @@ whether it is kept. Ranks with the same decisions go through the same steps.
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
+from typing import Protocol
 
 import msgspec
 import torch
@@ -28,6 +30,7 @@ from vllm.bucketing.catalog.shrink import shrink_launches
 from vllm.bucketing.ledger import MemoryClass, split_graph_memory
 from vllm.bucketing.log_lines import (
     captured_line,
+    encoder_line,
     graph_memory_line,
     warmup_finished_line,
     warmup_line,
@@ -53,6 +56,29 @@ _Steps = Generator[WarmUpStep, str | None, None]
 _GRAPHS = (MemoryClass.PREFILL_GRAPHS, MemoryClass.DECODE_GRAPHS)
 
 
+class PaddedEncoder(Protocol):
+    """An encoder of images.
+
+    Attributes:
+        sizes: of forward passes, ascending, in units.
+    """
+
+    sizes: tuple[int, ...]
+
+    @property
+    def unit(self) -> str:
+        """Return the unit of sizes."""
+        ...
+
+    def warm_up(self, size: int) -> None:
+        """Run a forward pass of padding."""
+        ...
+
+    def give_up(self, size: int, reason: str) -> None:
+        """Take a size out of use."""
+        ...
+
+
 class WarmUp:
     """Warms one runner up.
 
@@ -64,6 +90,7 @@ class WarmUp:
         limits: of a launch.
         ledger: has the budgets of launches and of graphs.
         forecast: knows what the launches of the profiling run have taken; None: there was none.
+        encoder: of images; None: the model reads text only.
     """
 
     def __init__(
@@ -75,6 +102,7 @@ class WarmUp:
         limits: StepLimits,
         ledger: MemoryLedger,
         forecast: MemoryForecast | None = None,
+        encoder: PaddedEncoder | None = None,
     ) -> None:
         self._config = config
         self._bridge = bridge
@@ -85,6 +113,9 @@ class WarmUp:
         self._ledger = ledger
         self._held_bytes = held_bytes(config)
         self._forecast = MemoryForecast() if forecast is None else forecast
+        self._encoder = encoder
+        self._encoder_sizes = [] if encoder is None else list(encoder.sizes)
+        """Of forward passes of the encoder that have not run, ascending."""
         self._given_up: list[Bucket] = []
         self._batches: set[int] = set()
         """Padded batch sizes whose sampling has been launched."""
@@ -133,6 +164,8 @@ class WarmUp:
         self._launches.allow_shapes(3 * len(self._catalog))
         self._book_workspace(0)
         self._estimate.plan(self._work_left())
+        if self._encoder is not None:
+            yield from self._encode(self._encoder)
         yield from self._launch_long_slices()
         if self._compiles_first:
             for phase in Phase:
@@ -156,6 +189,8 @@ class WarmUp:
 
     def _work_left(self) -> Iterator[Work]:
         """Every launch from here to the end of the warm-up, if nothing more is given up."""
+        for size in self._encoder_sizes:
+            yield _encoder_work(size)
         batches, slices = set(self._batches), self._long_slices()
         yield from self._work_of("compile", slices, batches)
         done = self._compiled.union(slices)
@@ -197,6 +232,35 @@ class WarmUp:
         """Whether the launch of a bucket compiles it."""
         will_be = self._compiles_first and not self._is_long_slice(bucket)
         return "run" if will_be or bucket in self._compiled else "compile"
+
+    # ---- the encoder of images ------------------------------------------------------------
+
+    def _encode(self, encoder: PaddedEncoder) -> _Steps:
+        """Run a forward pass of each size, the largest first, as a smaller one needs no more
+        memory."""
+        total = len(self._encoder_sizes)
+        for index, size in enumerate(reversed(encoder.sizes), start=1):
+            self._eta_s = self._estimate.begin([_encoder_work(size)])
+            name = f"{size} {encoder.unit}"
+            line = encoder_line(index, total, name, self._free_bytes())
+            self._launch = partial(_logged, line, partial(self._encode_padding, encoder, size))
+            given_up = yield WarmUpStep(
+                phase="warm-up: encoder of images", name=name, index=index, total=total
+            )
+            self._encoder_sizes.remove(size)
+            if given_up is not None:
+                encoder.give_up(size, given_up)
+        self._book_workspace(0)
+
+    def _encode_padding(self, encoder: PaddedEncoder, size: int) -> str | None:
+        """Run a forward pass of the encoder. Return the reason to give it up, or None."""
+        with self._bridge.dry_run():
+            attempted = attempt(
+                self._bridge, partial(encoder.warm_up, size), self._resident_bytes()
+            )
+        if attempted.refused_bytes is None:
+            return None
+        return f"it needs at least {format_bytes(attempted.needed_bytes)}, and there is less"
 
     # ---- phase 1 --------------------------------------------------------------------------
 
@@ -486,6 +550,10 @@ def _logged(line: str | None, launch: Callable[[], str | None]) -> str | None:
     if line is not None:
         logger.info(line)
     return launch()
+
+
+def _encoder_work(size: int) -> Work:
+    return Work(Kind("compile", "encoder", samples=False), size)
 
 
 def _step(phase: str, bucket: Bucket, index: int, total: int) -> WarmUpStep:

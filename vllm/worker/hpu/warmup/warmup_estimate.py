@@ -18,8 +18,11 @@ from typing import Literal, NamedTuple
 from vllm.bucketing import Phase
 
 Stage = Literal["compile", "run", "capture"]
+Runs = Phase | Literal["encoder"]
+"""The language model in one of its phases, or the encoder of images."""
 
-_PRIOR_S: dict[tuple[Stage, Phase], float] = {
+_PRIOR_S: dict[tuple[Stage, Runs], float] = {
+    ("compile", "encoder"): 0.5,
     ("compile", Phase.PREFILL): 0.5,
     ("compile", Phase.DECODE): 0.34,
     ("run", Phase.PREFILL): 0.25,
@@ -29,7 +32,7 @@ _PRIOR_S: dict[tuple[Stage, Phase], float] = {
 }
 """Only the ratios count. Compiling and capturing: the times of each bucket in published logs of
 Llama-3.1-8B in bf16. Running what is compiled: no log shows it; half of compiling is rather too
-much on a card, as an estimate had better fall than rise."""
+much on a card, as an estimate had better fall than rise. An encoder is taken for a prompt."""
 
 _PRIOR_SAMPLING = 2.0
 """A launch with the first sampling of its batch size against one without; an assumption."""
@@ -49,7 +52,7 @@ class Kind(NamedTuple):
 
     stage: Stage
     """`compile` is also a launch that compiles what it runs."""
-    phase: Phase
+    phase: Runs
     samples: bool
     """The sampling of its batch size is compiled, run or captured with it."""
 

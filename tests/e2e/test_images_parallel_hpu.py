@@ -1,0 +1,43 @@
+"""Images on several simulated cards, each a process, give the tokens of the CPU. Strict mode."""
+
+import pytest
+
+from tests.e2e.test_images import ENGINE, GREEDY, requests_of, tokens_of
+from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
+from tests.reach import executor_of
+from tests.tiny_images import make_tiny_images
+from vllm import LLM
+from vllm.env import ranks as env_ranks
+
+CASES = [
+    ("qwen2_vl", {"pipeline_parallel_size": 2}, "HPU graphs"),
+    ("qwen2_vl", {"tensor_parallel_size": 2}, "HPU graphs"),
+    ("llava_next", {"tensor_parallel_size": 2}, "lazy"),
+    ("llava", {"pipeline_parallel_size": 2}, "torch.compile"),
+    ("llava", {"tensor_parallel_size": 2}, "eager"),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("family", "sizes", "mode"), CASES)
+def test_cards_give_the_tokens_of_the_cpu(family, sizes, mode, tmp_path, monkeypatch):
+    folder = str(make_tiny_images(family, tmp_path))
+    expected = tokens_of(LLM(folder, device="cpu", **ENGINE).generate(requests_of(family), GREEDY))
+    for name, value in env_ranks.rank_variables(0, 1).items():
+        monkeypatch.setenv(name, value)  # an engine sets them; they are put back afterwards
+    is_lazy, enforce_eager = MODES[mode]
+    with simulated_hpu(
+        PT_HPU_LAZY_MODE=is_lazy, PT_HPU_ENABLE_LAZY_COLLECTIVES=True, **FEW_BUCKETS
+    ):
+        llm = LLM(
+            folder,
+            device="hpu",
+            enforce_eager=enforce_eager,
+            worker_extension_cls="tests.executor.late_compilations.LateCompilations",
+            **ENGINE,
+            **sizes,
+        )
+        executor = executor_of(llm)
+        assert tokens_of(llm.generate(requests_of(family), GREEDY)) == expected
+        assert set(executor.collective_rpc("late_compilations")) == {0}
+        executor.shutdown()

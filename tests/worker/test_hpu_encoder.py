@@ -1,0 +1,170 @@
+"""The encoder of images on a simulated card: its sizes, its memory, and what it compiles."""
+
+import itertools
+import logging
+import random
+
+import pytest
+import torch
+
+from tests.hpu import FEW_BUCKETS, captured_log, simulated_hpu
+from tests.reach import runner_of
+from tests.tiny_images import FAMILIES, draw_image, make_tiny_images
+from vllm import LLM, SamplingParams
+from vllm.errors import CapacityError
+from vllm.multimodal.job import family_of_model
+from vllm.utils import startup_progress
+from vllm.worker.hpu.encoder import _as_tensors
+from vllm.worker.hpu.warmup import warmup_estimate
+
+pytest.importorskip("PIL", reason="images need Pillow")
+
+MIB = 2**20
+ENGINE = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 33,
+    "block_size": 16,
+}
+LAZY = FEW_BUCKETS | {"PT_HPU_LAZY_MODE": 1}
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return str(make_tiny_images("qwen2_vl", tmp_path_factory.mktemp("qwen")))
+
+
+def items_of(config, shapes):
+    family = family_of_model(config)
+    return [
+        _as_tensors(family.process(draw_image(seed, *shape)).tensors)
+        for seed, shape in enumerate(shapes)
+    ]
+
+
+def prompt_of(*shapes):
+    images = [draw_image(seed, *shape) for seed, shape in enumerate(shapes)]
+    text = FAMILIES["qwen2_vl"].in_text * len(images)
+    return {"prompt": text + "Look.", "multi_modal_data": {"image": images}}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "rtol", "atol"),
+    [
+        ("qwen2_vl", "float32", 1e-4, 5e-6),
+        ("llava_next", "float32", 1e-4, 5e-6),
+        *(
+            pytest.param(family, "bfloat16", 0.05, 0.05, marks=pytest.mark.exhaustive)
+            for family in ("qwen2_5_vl", "glm4v", "llava")
+        ),
+    ],
+)
+def test_after_the_warm_up_no_image_compiles_and_none_depends_on_others(
+    family, dtype, rtol, atol, tmp_path, monkeypatch
+):
+    folder, rng, reports = make_tiny_images(family, tmp_path), random.Random(1), []
+    clock = itertools.count(0.0, 0.5)
+    monkeypatch.setattr(
+        warmup_estimate.WarmUpEstimate.__init__, "__defaults__", (lambda: next(clock),)
+    )
+    monkeypatch.setattr(startup_progress, "_listener", lambda *report: reports.append(report))
+    with simulated_hpu(**LAZY) as bridge, captured_log(logging.INFO) as log:
+        llm = LLM(str(folder), **ENGINE | {"dtype": dtype}, enforce_eager=True)
+        encoder, compilations = runner_of(llm).encoder, bridge.counters().compilations
+        sides = [[rng.randint(8, 300) for _ in range(2)] for _ in range(200)]
+        items = items_of(llm.llm_engine.vllm_config, sides)
+        batches, rest = [], list(range(len(items)))
+        while rest:
+            count = rng.randint(1, 9)
+            batches.append(rest[:count])
+            del rest[:count]
+        together = [x for batch in batches for x in encoder.encode([items[i] for i in batch])]
+        alone = [encoder.encode([item])[0] for item in items[:40]]
+        assert bridge.counters().compilations == compilations
+    assert len(together) == len(items)
+    for own, other in zip(alone, together, strict=False):
+        torch.testing.assert_close(own, other, rtol=rtol, atol=atol)
+    # One figure for the whole warm-up, of which the encoder is the first part.
+    warm_up = [report for report in reports if report[0].startswith("warm-up")]
+    passes = [report for report in warm_up if report[0] == "warm-up: encoder of images"]
+    assert warm_up[: len(encoder.sizes)] == passes
+    etas = [eta for *_, eta in warm_up if eta is not None]
+    assert len(etas) == len(warm_up) - 2
+    assert all(after <= before * 4 / 3 + 1e-9 for before, after in itertools.pairwise(etas))
+    lines = [line.split() for line in log if line.startswith("[Warmup][Encoder]")]
+    assert [int(line[1]) for line in lines] == sorted(encoder.sizes, reverse=True)
+
+
+def test_no_size_is_larger_than_what_a_prompt_has_room_for(qwen):
+    limits = {"mm_processor_kwargs": {"max_pixels": 12_845_056}}
+    with simulated_hpu(**LAZY) as bridge, captured_log(logging.INFO) as log:
+        llm = LLM(qwen, **ENGINE, **limits, enforce_eager=True)
+        encoder = runner_of(llm).encoder
+        assert encoder.sizes[-1] == 4 * ENGINE["max_model_len"]
+        compilations = bridge.counters().compilations
+        (output,) = llm.generate([prompt_of((280, 280))], GREEDY)  # 100 tokens
+        assert len(output.outputs[0].token_ids) == 4
+        assert bridge.counters().compilations == compilations
+        with pytest.raises(ValueError, match="128"):
+            llm.generate([prompt_of((2000, 2000))], GREEDY)
+    (line,) = [line for line in log if "max_model_len (128)" in line]
+    assert line.startswith("The encoder of images is prepared for 512 patches")
+    assert "images of 65536" in line
+
+
+def test_sizes_that_the_card_does_not_hold_are_given_up(qwen):
+    engine = ENGINE | {"max_model_len": 512, "num_gpu_blocks_override": 40}
+    engine |= {"mm_processor_kwargs": {"max_pixels": 400 * 28 * 28}}
+    with simulated_hpu(**LAZY, pool_bytes=64 * MIB), captured_log(logging.WARNING) as log:
+        llm = LLM(qwen, **engine, enforce_eager=True)
+        encoder = runner_of(llm).encoder
+        most = encoder.max_embeddings
+        assert 4 <= most < 400
+        small, large = prompt_of((56, 56)), prompt_of((560, 560))
+        assert len(llm.generate([small], GREEDY)[0].outputs[0].token_ids) == 4
+        with pytest.raises(CapacityError, match=f"at most {most} embeddings.*got 400"):
+            llm.generate([large], GREEDY)
+        assert len(llm.generate([small], GREEDY)[0].outputs[0].token_ids) == 4
+    (line,) = [line for line in log if line.startswith("Images may have at most")]
+    assert f"{encoder.sizes[-1]} patches ({most} embeddings)" in line and "max_pixels" in line
+
+
+def test_without_a_warm_up_a_size_compiles_once_and_is_preferred_to_one_that_is_not(qwen):
+    variables = LAZY | {"VLLM_SKIP_WARMUP": 1, "VLLM_MULTIMODAL_BUCKETS": "16,32,64,96"}
+    with simulated_hpu(**variables) as bridge, captured_log(logging.WARNING) as log:
+        llm = LLM(qwen, **ENGINE, enforce_eager=True, skip_mm_profiling=True)
+        encoder = runner_of(llm).encoder
+        assert encoder.sizes == (16, 32, 64, 96, 288)  # one of an image as long as is accepted
+
+        def compiles(height, width):
+            before = bridge.counters().compilations
+            (item,) = items_of(llm.llm_engine.vllm_config, [(height, width)])
+            encoder.encode([item])
+            return bridge.counters().compilations > before
+
+        assert compiles(112, 112)  # 64 patches
+        assert not compiles(112, 112)
+        assert not compiles(84, 84)  # 36
+        assert not compiles(56, 112)  # 32, padded to 64
+        assert compiles(56, 56)  # 16, of which 64 is too much
+        assert not compiles(56, 56)
+    lines = [line for line in log if "encoder of images compiles" in line]
+    assert [line.split()[5] for line in lines] == ["64", "16"]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_encoder_that_has_slept_encodes_as_before_and_compiles_nothing(level, qwen):
+    with simulated_hpu(**LAZY) as bridge:
+        llm = LLM(qwen, **ENGINE, enable_sleep_mode=True)
+        config, encoder = llm.llm_engine.vllm_config, runner_of(llm).encoder
+        items = items_of(config, [(64, 80), (200, 30)])
+        before = encoder.encode(items)
+        compilations = bridge.counters().compilations
+        llm.sleep(level)
+        llm.wake_up()
+        for own, other in zip(before, encoder.encode(items), strict=True):
+            assert torch.equal(own, other)
+        assert bridge.counters().compilations == compilations
