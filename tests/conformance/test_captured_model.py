@@ -22,7 +22,7 @@ from tests.conformance.hpu_program import (
 )
 from tests.tiny_pooling_models import MODELS, REWARD_MODELS
 from vllm.attention import layers_with_cache
-from vllm.config.families import FAMILIES
+from vllm.config.families import FAMILIES, TEXT_TYPES
 from vllm.model_executor.models.registry import ModelRegistry, is_encoder
 
 _FIRST = "LlamaForCausalLM"
@@ -34,10 +34,7 @@ _SAME_LAYERS = {
     *("ExaoneForCausalLM", "MiMoForCausalLM", "MiniCPMForCausalLM"),
     *("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "DeepseekForCausalLM"),
     "ChatGLMModel",
-    *(
-        f"{family}ForConditionalGeneration"
-        for family in ("Gemma3", "Gemma3n", "Gemma4", "Llama4", "Mistral3", "Qwen3_5", "Qwen3_5Moe")
-    ),
+    *(name for name in ModelRegistry.supported() if name in TEXT_TYPES),
 }
 """Have the layers of a Llama or of GLM, those of Baichuan 13B with the ALiBi of BLOOM; or are the
 language models of others."""

@@ -226,7 +226,7 @@ def check_users(case: Case, want: dict[str, list[Any]]) -> LLM:
     assert run(llm, is_reversed=True) == want, "in another batch, with a prefix cache"
     stats = stats_of(llm)
     assert stats.num_preemptions and stats.num_prefix_hits
-    assert 50 < sum(stats.drafts.accepted) < stats.drafts.num_draft_tokens
+    assert 20 < sum(stats.drafts.accepted) < stats.drafts.num_draft_tokens
     return llm
 
 

@@ -85,7 +85,7 @@ def test_the_cache_salt_goes_along():
         ({"prompt": "a", "cache_salt": ""}, "cache_salt must be a non-empty string"),
         (
             {"prompt": "a", "multi_modal_data": {"image": 1}},
-            "multi_modal_data: this version reads text",
+            "multi_modal_data: the model 'stdlib' reads text only",
         ),
         ({"encoder_prompt": "a", "decoder_prompt": None}, "models with an encoder"),
         ([1, "b"], "token ids must be integers, got str 'b' at position 1"),

@@ -50,6 +50,8 @@ OTHERS: dict[str, Any] = {
     "restored_states": np.array([[3, 12]], np.int32),
     "kept_states": np.array([[1, 1, 12], [9, 4, 11]], np.int32),
     "num_replayed_tokens": ints(0, 3, 0),
+    "dropped_media": ["image:old"],
+    "encoded_media": [(1, 0), (1, 2)],
 }
 
 

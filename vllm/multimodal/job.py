@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from vllm.errors import ConfigError, RequestError
 from vllm.multimodal.family import EncoderInput, MediaFamily
 from vllm.multimodal.image import Color, image_pixels
-from vllm.multimodal.settings import override_settings, read_processor_settings
+from vllm.multimodal.settings import check_resized, override_settings, read_processor_settings
 from vllm.multimodal.source import MediaSource, refuse
 
 _SIDE = 64
@@ -80,7 +80,9 @@ def make_job(
         own = usual
         if source.overrides:
             try:
-                own = rules(config, override_settings(settings, source.overrides))
+                changed = override_settings(settings, source.overrides)
+                check_resized(changed, settings)
+                own = rules(config, changed)
             except ConfigError as error:
                 raise RequestError(str(error), param="mm_processor_kwargs") from error
             _check_cost(_cost(own), most)

@@ -298,8 +298,6 @@ def check_fixed_size(settings: Mapping[str, Any], size: int) -> None:
     if setting_bool(settings, "do_center_crop"):
         key = "crop_size"
         is_square = setting_edges(settings, key) == square
-        if setting_bool(settings, "do_resize"):
-            _check_size_before_crop(settings, size)
     else:
         edges = setting_edges(settings, key)
         is_padded = setting_bool(settings, "do_pad") and edges == {"shortest_edge": size}
@@ -312,16 +310,23 @@ def check_fixed_size(settings: Mapping[str, Any], size: int) -> None:
         )
 
 
-def _check_size_before_crop(settings: Mapping[str, Any], size: int) -> None:
-    """Refuse to enlarge images of which only size x size pixels are kept.
+def check_resized(settings: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
+    """Refuse settings of a request that enlarge images before a square is cut out of them.
+
+    Args:
+        settings: for the request.
+        usual: of the engine.
 
     Raises:
-        ConfigError: an edge would be longer than several times what is kept.
+        ConfigError: an edge would be longer than with the settings of the engine, and longer than
+            several times the square.
     """
-    longest = size * _MAX_CROPPED
+    if not (setting_bool(settings, "do_center_crop") and setting_bool(settings, "do_resize")):
+        return
+    square = max(setting_edges(settings, "crop_size").values())
+    own = max(setting_edges(usual, "size").values())
+    longest = max(own, square * _MAX_CROPPED)
     if max(setting_edges(settings, "size").values()) > longest:
         raise wrong_setting(
-            "size",
-            settings.get("size"),
-            f"edges of at most {longest} pixels, {_MAX_CROPPED} times the crop_size",
+            "size", settings.get("size"), f"edges of at most {longest} pixels for this model"
         )

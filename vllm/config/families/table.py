@@ -867,7 +867,7 @@ _OTHERS = (
         module="mimo_v2",
         architectures=("MiMoV2FlashForCausalLM",),
         window_kv_heads=2,
-        tokenizer="",
+        tokenizer=_GENERIC,
     ),
     Family(
         model_type="minimax_m2",
@@ -1048,7 +1048,7 @@ _WITH_IMAGES = (
         also_text_types=("mistral", "qwen2"),
         media="llava",
         media_by_tower={"pixtral": "pixtral"},
-        tokenizer="",
+        tokenizer=_GENERIC,
     ),
     Family(
         model_type="llava_next",
@@ -1057,7 +1057,7 @@ _WITH_IMAGES = (
         text_type="llama",
         also_text_types=("mistral", "granite", "qwen2"),
         media="llava_next",
-        tokenizer="",
+        tokenizer=_GENERIC,
     ),
     Family(
         model_type="internvl",
@@ -1066,7 +1066,7 @@ _WITH_IMAGES = (
         text_type="qwen2",
         also_text_types=("qwen3", "qwen3_moe", "llama"),
         media="internvl",
-        tokenizer="",
+        tokenizer="Qwen2Tokenizer",
     ),
     Family(
         model_type="idefics3",
@@ -1082,7 +1082,7 @@ _WITH_IMAGES = (
         architectures=("SmolVLMForConditionalGeneration",),
         text_type="llama",
         media="idefics3",
-        tokenizer="",
+        tokenizer=_GENERIC,
     ),
     Family(
         model_type="gemma3",

@@ -41,6 +41,8 @@ _ALGORITHMS = ("awq", "gptq", "smooth", "autosmoothquant", "autoround")
 """Algorithms that change only the values of tensors."""
 _UNUSED = ("output_scale", "output_zero_point")
 """Ends of the names of tensors that nothing reads."""
+_SIGN = 8
+"""The upper bit of an element of 4 bits."""
 _SIGNS = -0x77777778
 """The upper bit of each of the eight elements in a word of 32 bits."""
 
@@ -182,7 +184,8 @@ class _Int4Linear(GroupedLinear):
         source = super().arranged(place, name, source)
         if not self.has_signs or place.param_name == "scales":
             return source
-        return source.mapped(lambda words: words ^ _SIGNS)
+        signs = _SIGN if place.param.dtype == torch.uint8 else _SIGNS
+        return source.mapped(lambda numbers: numbers ^ signs)
 
 
 class _Int8Linear(RowsLinear):

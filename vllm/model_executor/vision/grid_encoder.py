@@ -320,7 +320,7 @@ def layer_indices(vision: Mapping[str, Any], key: str, default: tuple[int, ...])
     """
     given = vision.get(key)
     given = default if given is None else given
-    is_list = isinstance(given, list | tuple) and all(is_whole(n, _MAX_LAYERS, 0) for n in given)
+    is_list = isinstance(given, (list, tuple)) and all(is_whole(n, _MAX_LAYERS, 0) for n in given)
     if not is_list or sorted(set(given)) != list(given):
         accepted = "a list of indices of layers, in ascending order"
         raise wrong_config(f"vision_config.{key}", given, accepted)
