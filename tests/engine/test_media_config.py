@@ -7,6 +7,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.test_resolve_config import resolve
 from tests.tiny_images import FAMILIES, make_tiny_images
+from vllm.engine.resolve import media
+
+pytest.importorskip("PIL", reason="images need Pillow")
 
 _SETTINGS = ("preprocessor_config.json", "processor_config.json")
 
@@ -59,6 +62,12 @@ def test_every_family_reads_text_only_for_these_reasons(family, folders, tmp_pat
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}))
     assert reason(tmp_path) == "the checkpoint has no tensors of an encoder of images"
+
+
+def test_without_pillow_a_model_reads_text_only(folders, monkeypatch, caplog):
+    monkeypatch.setattr(media, "find_spec", lambda name: None)
+    assert media_of(folders["llava"]) is None
+    assert "Pillow is not installed: pip install 'vllm[image]'" in caplog.text
 
 
 def test_the_modules_of_transformers_read_text_only(folders):

@@ -1,6 +1,7 @@
 """Decide whether the encoder of images of a model is loaded. Reads no weights."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from vllm.config import LoadConfig, ModelArch
@@ -61,6 +62,8 @@ def _reason_for_text(
             f"{folder} has no settings of an image processor (preprocessor_config.json or "
             f"processor_config.json)"
         )
+    if find_spec("PIL") is None:
+        return "Pillow is not installed: pip install 'vllm[image]'"
     if load.load_format == "dummy":
         return None
     names = names_of_tensors(folder, load.load_format)
