@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -17,6 +18,7 @@ from tests.reference_model import load_reference
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
+from vllm.transformers_utils.transformers_version import is_version_4
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
@@ -168,6 +170,8 @@ def _expert_weight(model: PreTrainedModel, module: str) -> torch.Tensor:
     """A matrix of an expert in the parameter that has those of all."""
     module = module.replace("block_sparse_moe", "mlp").replace("backbone.", "model.")
     path, number, matrix = module.rsplit(".", 2)
+    if is_version_4():
+        pytest.skip("this transformers has a module for each expert")
     experts = model.get_submodule(path)
     if matrix in ("w2", "down_proj"):
         return experts.down_proj[int(number)]

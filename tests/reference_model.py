@@ -43,9 +43,8 @@ def _what_version_4_does(config: dict[str, Any]) -> str:
         return "it rounds the parameters of xIELU to bfloat16"
     if config["model_type"] == "dots1" and config["n_group"] > 1:
         return "experts of groups that are not chosen have a score of 0, which may be the largest"
-    if config["model_type"] == "gemma3n_text":
-        if config["vocab_size_per_layer_input"] < config["vocab_size"]:
-            return "tokens without features of layers end in an error"
+    if config.get("vocab_size_per_layer_input", config["vocab_size"]) < config["vocab_size"]:
+        return "tokens without features of layers end in an error"
     if config["model_type"] == "llama4_text":
         return "it multiplies numbers of two types"
     if config.get("use_sliding_window") is False and config.get("sliding_window"):
