@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.multimodal import grid_models
-from tests.tiny_models import randomize
+from tests.tiny_models import randomize, spelled
+from vllm.transformers_utils.transformers_version import is_version_4
 
 TEXT: dict[str, Any] = {
     "hidden_size": 48,
@@ -164,9 +166,11 @@ def make_tiny_images(family: str, folder: Path, *, seed: int = 0, **text: Any) -
         key: tokenizer.convert_tokens_to_ids(value) if str(value).startswith("<") else value
         for key, value in {made.token_key: made.image, **made.config}.items()
     }
+    if is_version_4() and family.startswith("glm4v"):
+        pytest.skip("this transformers spells rotations of parts of heads in another way")
     model_class = getattr(transformers, made.architecture)
     config = model_class.config_class(
-        text_config={**TEXT, **made.text, "vocab_size": len(tokenizer), **text},
+        text_config=spelled({**TEXT, **made.text, "vocab_size": len(tokenizer), **text}),
         vision_config=made.vision,
         **ids,
     )

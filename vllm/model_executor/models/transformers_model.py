@@ -111,7 +111,9 @@ class TransformersForCausalLM(CausalLM):
     @property
     def base_model(self) -> Any:
         """That of transformers, without the output head."""
-        return self.inner.base_model
+        found = self.inner.base_model
+        # Version 4 names the decoder of Gemma 3 as if it were a part of a larger model.
+        return getattr(found, "model", found) if found is self.inner else found
 
     @property
     def layers(self) -> Sequence[nn.Module]:
