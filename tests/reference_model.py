@@ -39,6 +39,12 @@ def _what_version_4_does(config: dict[str, Any]) -> str:
     rope = config.get("rope_scaling") or {}
     if config["model_type"] == "deepseek_v2" and rope.get("mscale_all_dim"):
         return "it leaves YaRN out of the scores of DeepSeek V2"
+    if config.get("hidden_act") == "xielu":
+        return "it rounds the parameters of xIELU to bfloat16"
+    if config["model_type"] == "dots1" and config["n_group"] > 1:
+        return "experts of groups that are not chosen have a score of 0, which may be the largest"
+    if config.get("vocab_size_per_layer_input", config["vocab_size"]) < config["vocab_size"]:
+        return "tokens without features of layers end in an error"
     if config["model_type"] == "llama4_text":
         return "it multiplies numbers of two types"
     if config.get("use_sliding_window") is False and config.get("sliding_window"):

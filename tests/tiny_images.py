@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.multimodal import grid_models
-from tests.tiny_models import randomize
+from tests.tiny_models import randomize, spelled
+from vllm.transformers_utils.transformers_version import is_version_4
 
 TEXT: dict[str, Any] = {
     "hidden_size": 48,
@@ -256,9 +258,11 @@ def make_tiny_images(family: str, folder: Path, *, seed: int = 0, **text: Any) -
         key: vocabulary.get(value, value) if isinstance(value, str) else value
         for key, value in {made.token_key: made.image, **made.config}.items()
     }
+    if is_version_4() and family.startswith("glm4v"):
+        pytest.skip("this transformers spells rotations of parts of heads in another way")
     model_class = getattr(transformers, made.architecture)
     config = model_class.config_class(
-        text_config={**TEXT, **made.text, "vocab_size": len(tokenizer), **text},
+        text_config=spelled({**TEXT, **made.text, "vocab_size": len(tokenizer), **text}),
         vision_config=made.vision,
         **ids,
     )
@@ -291,7 +295,8 @@ def expected_outputs(
         max_tokens: of each output.
     """
     config = json.loads((folder / "config.json").read_text())
-    model_class = getattr(transformers, config["architectures"][0])
+    named = config if "architectures" in config else config["text_config"]
+    model_class = getattr(transformers, named["architectures"][0])
     model = model_class.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -310,7 +315,7 @@ def expected_outputs(
                 processor(images=images, return_tensors="pt", input_data_format="channels_last")
             )
             given.pop("num_patches", None)  # not for the model
-            if "image_grid_thw" in given:
+            if "image_grid_thw" in given and not is_version_4():
                 given["mm_token_type_ids"] = (ids == image_token).int()
         out = model.generate(
             input_ids=ids,

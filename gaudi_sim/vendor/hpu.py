@@ -208,5 +208,9 @@ def device_module() -> ModuleType:
     """What `torch.hpu` is to be: the names above, and those that torch itself asks for."""
     for name in __all__:
         setattr(_MODULE, name, globals()[name])
-    vars(_MODULE).update(_is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None)
+    vars(_MODULE).update(
+        _is_in_bad_fork=lambda: False,
+        manual_seed_all=lambda seed: None,
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+    )
     return _MODULE

@@ -16,7 +16,7 @@ from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.reach import executor_of, runner_of, scheduler_of, stats_of
 from tests.reference_model import load_reference
 from tests.speculators import make_speculator, make_target
-from tests.tiny_models import VOCAB_SIZE, make_tiny_model
+from tests.tiny_models import VOCAB_SIZE, make_tiny_model, spelled
 from vllm import LLM, SamplingParams
 from vllm.engine.input.token_positions import with_positions
 from vllm.errors import RequestError
@@ -154,9 +154,10 @@ def reference(folder: Path, num_positions: int):
         values = json.loads((folder / "config.json").read_text())
         keep = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         keep += ("num_key_value_heads", "vocab_size", "rms_norm_eps", "max_position_embeddings")
+        rope = {"rope_theta": 10000.0} | (values.get("rope_parameters") or values["rope_scaling"])
         config = modeling_qwen2_vl.Qwen2VLTextConfig(
             **{name: values[name] for name in keep},
-            rope_parameters=values.get("rope_parameters") or values["rope_scaling"],
+            **spelled({"rope_parameters": rope}),
             attn_implementation="eager",
         )
         images = modeling_qwen2_vl.Qwen2VLTextModel(config).eval()

@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from tests.e2e.ranks import ENGINE, assert_same, generate
-from tests.e2e.test_transformers_model import make, needs_backend
+from tests.e2e.test_transformers_model import make, needs_backend, skip_if_attention_is_fixed
 from tests.executor.thread_ranks import ThreadRanks
 from tests.reach import core_of, executor_of
 from vllm import LLM
@@ -41,6 +41,7 @@ def on_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch, **values: int) -> LL
 )
 def test_ranks_and_stages_give_the_tokens_of_one(model_type, tensor, stages, tmp_path, monkeypatch):
     folder = make(model_type, tmp_path)
+    skip_if_attention_is_fixed(model_type)
     want = generate(LLM(str(folder), **MORE_BLOCKS))
     llm = on_ranks(folder, monkeypatch, tensor_parallel_size=tensor, pipeline_parallel_size=stages)
     assert_same(generate(llm), want)
@@ -87,6 +88,7 @@ TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 )
 def test_what_cannot_be_split_is_refused(model_type, ranks, values, message, tmp_path, monkeypatch):
     folder = make(model_type, tmp_path, **values)
+    skip_if_attention_is_fixed(model_type)
     with pytest.raises(ConfigError, match=message) as failure:
         on_ranks(folder, monkeypatch, **ranks)
     assert "\n" not in str(failure.value)

@@ -13,6 +13,10 @@ from vllm.model_executor.layers.rotary import RotaryEmbedding
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.native.operators import NativeOps
+from vllm.transformers_utils.transformers_version import is_version_4
+
+if is_version_4():
+    pytest.skip("this transformers has other functions", allow_module_level=True)
 
 HEAD_SIZE = 32
 MAX_POSITIONS = 200

@@ -166,16 +166,19 @@ def grid_model(name: str) -> GridModel:
     settings = with_defaults(kind.settings)
     given = {key: value for key, value in settings.items() if value is not None}
     class_name = given.pop("image_processor_type")
-    processor_class = getattr(transformers, f"{class_name}Pil", None)
-    processor_class = processor_class or getattr(transformers, class_name)
     return GridModel(
         config.to_dict(),
         settings,
         model,
-        processor_class(**given),
+        image_processor_class(class_name)(**given),
         import_module(f"vllm.multimodal.families.{name}").Family,
         import_module(f"vllm.model_executor.vision.{name}").Encoder,
     )
+
+
+def image_processor_class(name: str) -> Any:
+    """Return the class of transformers that works with Pillow: version 4 has no other suffix."""
+    return getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
 
 
 def images(*sizes: tuple[int, int]) -> list[np.ndarray]:

@@ -25,6 +25,7 @@ from vllm.multimodal.families.llava_next import Family
 from vllm.multimodal.settings import with_defaults
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.native.operators import NativeOps
+from vllm.transformers_utils.transformers_version import is_version_4
 
 
 def llava(kind="clip_vision_model", vision=None, **config):
@@ -90,6 +91,12 @@ def llava_next_items():
 
 def features_of(model, items):
     """Return the embeddings of each image."""
+    name = type(model).__name__
+    if is_version_4() and name.startswith(("Idefics3", "SmolVLM")):
+        pytest.skip("this transformers rounds positions of patches to the ones before")
+    is_last = getattr(model.config, "vision_feature_layer", -1) == -1
+    if is_version_4() and name.startswith("InternVL") and not is_last:
+        pytest.skip("this transformers ends in an error for other layers than the last")
     found = []
     for item in items:
         pixels = normalised(item).to(model.dtype)
@@ -253,6 +260,8 @@ def test_packed_weights_round_no_worse_than_dense_ones():
     ],
 )
 def test_names_of_all_releases_of_transformers(rename):
+    if is_version_4():
+        pytest.skip("the names here are those of version 5")
     model = llava()
     encoder = make_encoder("llava", model, rename)
     assert len(encoder.vision_tower.encoder.layers) == TOWER["num_hidden_layers"] - 1

@@ -246,10 +246,12 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: the language model is missing, or of another family than the architecture has.
     """
+    text = raw.get("text_config")
+    if "architectures" not in raw and isinstance(text, Mapping) and "architectures" in text:
+        raw = {**raw, "architectures": text["architectures"]}  # as transformers 4.57 saves Qwen2-VL
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     wanted = TEXT_TYPES.get(name) if isinstance(name, str) else None
-    text = raw.get("text_config")
     if wanted is None or (text is None and raw.get("model_type") in text_types_of(str(name))):
         return dict(raw)
     is_named = raw.get("model_type") == family_of_architecture(str(name)).model_type

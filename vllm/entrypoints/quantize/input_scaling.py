@@ -23,7 +23,11 @@ _EXPERT_UPS = ("mlp.experts.*.up_proj", "block_sparse_moe.experts.*.up_proj")
 def pairs_of(family: Family, layer: nn.Module) -> Iterator[ScaledPair]:
     """The pairs of a decoder layer of transformers, with experts as linear layers."""
     names = [name.removesuffix(".weight") for name, _ in layer.named_parameters()]
+    # Some versions of transformers keep all experts of Granite in one tensor, which is not scaled.
+    has_other_experts = any(weight.dim() == 3 for weight in layer.parameters())
     for source, *patterns in family.awq_pairs:
+        if has_other_experts and any(".experts." in pattern for pattern in patterns):
+            continue
         targets = [n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns)]
         if source in names and targets:
             yield ScaledPair(source, tuple(targets))

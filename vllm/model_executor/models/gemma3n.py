@@ -1,8 +1,9 @@
 """Gemma 3n, text only."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import NormalDist
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -225,5 +226,11 @@ class Gemma3nForCausalLM(Gemma4ForCausalLM):
     """Gemma 3n E2B and E4B (Google 2025): several streams of hidden states, sparse MLPs, features
     of tokens for each layer, and layers that read the keys and values of earlier ones."""
 
+    # What transformers 4 saves; it also puts the prefix into another name.
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.language_model.": "model."}
+    checkpoint_names: ClassVar[Mapping[str, str]] = {
+        **Gemma4ForCausalLM.checkpoint_names,
+        ".per_layer_model.language_model_projection.": ".features.per_layer_model_projection.",
+    }
     decoder_type = Gemma3nDecoder
     layer_type = Gemma3nLayer

@@ -111,7 +111,9 @@ class TransformersForCausalLM(CausalLM):
     @property
     def base_model(self) -> Any:
         """That of transformers, without the output head."""
-        return self.inner.base_model
+        found = self.inner.base_model
+        # Version 4 names the decoder of Gemma 3 as if it were a part of a larger model.
+        return getattr(found, "model", found) if found is self.inner else found
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -256,8 +258,14 @@ class TransformersForCausalLM(CausalLM):
         size = (2, self.arch.hidden_size)
         given = self._on_device(torch.rand(size, generator=torch.Generator().manual_seed(0)))
         given = given.to(self.dtype)
-        with self.ranges.only(0, 0):
-            found = self._last_hidden(given.clone(), self._on_device([0, 1]))
+        try:
+            with self.ranges.only(0, 0):
+                found = self._last_hidden(given.clone(), self._on_device([0, 1]))
+        except Exception as error:  # layers of transformers 4 may return a tuple
+            return (
+                f"it runs all layers or none, as without them its decoder raises "
+                f"{type(error).__name__}: set pipeline_parallel_size=1"
+            )
         if torch.equal(given, found):
             return None
         return (

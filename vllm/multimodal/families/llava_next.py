@@ -76,10 +76,17 @@ class LlavaNextFamily(RepeatedToken):
     def process(self, pixels: npt.NDArray[np.uint8]) -> EncoderInput:
         check_ratio(pixels)
         layout = self.layout_of(*pixels.shape[:2])
-        return self._input(self.processor(pixels)["pixel_values"][0], layout)
+        tiles = self.processor(pixels)["pixel_values"][0]
+        if len(tiles) != layout.num_tiles:
+            height, width = pixels.shape[:2]
+            raise RequestError(
+                f"an image of {width} x {height} pixels cannot be used: the installed transformers "
+                f"makes {len(tiles)} tiles of it, not {layout.num_tiles}. Crop or pad the image, "
+                f"so that its sides differ less"
+            )
+        return self._input(tiles, layout)
 
     def _input(self, tiles: npt.NDArray[np.uint8], layout: Layout) -> EncoderInput:
-        assert len(tiles) == layout.num_tiles, (len(tiles), layout)
         return self.encoder_input(tiles, layout, layout=np.array(layout, np.int32))
 
     def layout_of(self, height: int, width: int) -> Layout:
