@@ -59,9 +59,15 @@ def encoded_media(model: LayeredModel) -> "EncodedMedia | None":
     """
     if model.media_encoder is None:
         return None
-    encoder = model.media_encoder
-    width = model.embedding.embedding_dim * (1 + encoder.num_added)
-    return EncodedMedia(ModuleEncoder(encoder), width)
+    return EncodedMedia(ModuleEncoder(model.media_encoder), embedding_width(model))
+
+
+def embedding_width(model: LayeredModel) -> int:
+    """Return the width of the embeddings of images, with everything that `MediaEncoder.num_added`
+    says; 0: the model, or this stage of it, encodes none."""
+    if model.media_encoder is None or not model.stage.is_first:
+        return 0
+    return model.embedding.embedding_dim * (1 + model.media_encoder.num_added)
 
 
 class EncodedMedia:
