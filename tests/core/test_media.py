@@ -1,10 +1,12 @@
 """Images of requests: which steps encode them, and how long their embeddings stay."""
 
+import numpy as np
 import pytest
 
 from tests.core.helpers import Loop, make_request, make_scheduler, num_scheduled
 from vllm.core.media import EncoderCache
 from vllm.errors import CapacityError
+from vllm.messages import FinishReason, ModelRunnerOutput
 
 
 def loop_of(capacity=16, budget=8, **limits):
@@ -111,3 +113,62 @@ def test_clearing_drops_what_nobody_holds():
     step = loop.scheduler.schedule()
     assert num_scheduled(loop.scheduler, step) == {"b": 8}
     assert step.dropped_media == ["x"]
+
+
+def failed(scheduler, step, *request_ids):
+    """The result of a step in which images of these requests could not be encoded."""
+    row_of = {each.request_id: each.row for each in scheduler.running.at(step.rows)}
+    ends = scheduler.running.num_tokens[step.rows] - 1
+    samples = step.num_computed_tokens + step.num_scheduled_tokens >= ends
+    rows = step.rows[samples]
+    return ModelRunnerOutput(
+        step_id=step.step_id,
+        rows=rows,
+        token_ids=np.full(len(rows), 5, np.int32),
+        errors={row_of[name]: "broken" for name in request_ids},
+    )
+
+
+def cached_of(scheduler, prompt, key):
+    """How many tokens of a new request with this prompt are found in the prefix cache."""
+    scheduler.add_request(make_request("new", prompt, media=[(1, 6, key)]))
+    step = scheduler.schedule()
+    return int(step.num_computed_tokens[-1])
+
+
+@pytest.mark.parametrize("budget", [8, 128])
+def test_a_request_whose_image_fails_ends_at_once_and_leaves_nothing_to_share(budget):
+    scheduler = make_scheduler(media=EncoderCache(16, 8), max_num_batched_tokens=budget)
+    prompt = list(range(20))
+    scheduler.add_request(make_request("a", prompt, media=[(1, 6, "x")]))
+    step = scheduler.schedule()
+    output = scheduler.update(failed(scheduler, step, "a"))
+    assert output.finished["a"].reason is FinishReason.ERROR
+    assert not output.request_ids
+    assert cached_of(scheduler, prompt, "x") == 0
+
+
+def test_a_request_that_leaves_while_its_image_fails_leaves_nothing_to_share():
+    scheduler = make_scheduler(media=EncoderCache(16, 8))
+    prompt = list(range(20))
+    scheduler.add_request(make_request("a", prompt, media=[(1, 6, "x")]))
+    result = failed(scheduler, scheduler.schedule(), "a")
+    scheduler.abort_requests(["a"])
+    assert not scheduler.update(result).finished
+    assert cached_of(scheduler, prompt, "x") == 0
+
+
+def test_a_request_that_shares_blocks_of_a_failed_image_runs_again():
+    scheduler = make_scheduler(media=EncoderCache(16, 16))
+    prompt = list(range(20))
+    for name, key in (("a", "x"), ("b", "x"), ("c", "y")):
+        scheduler.add_request(make_request(name, prompt, media=[(1, 6, key)]))
+    step = scheduler.schedule()
+    assert num_scheduled(scheduler, step) == {"a": 20, "b": 4, "c": 20}
+    output = scheduler.update(failed(scheduler, step, "a"))
+    assert list(output.finished) == ["a"]
+    assert output.request_ids == ["c"]
+    step = scheduler.schedule()
+    assert num_scheduled(scheduler, step) == {"b": 20, "c": 1}
+    assert step.dropped_media == ["x"]
+    assert step.encoded_media == [(int(step.new_requests[0].row), 0)]

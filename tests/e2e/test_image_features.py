@@ -128,6 +128,17 @@ def test_beams_keep_the_images_and_the_salt_of_their_prompt(llm, plain):
     assert llm.generate({**prompts[0], "cache_salt": "s"}, greedy)[0].num_cached_tokens
 
 
+def test_a_beam_of_a_text_goes_on_behind_the_token_of_an_image(plain):
+    processor = plain.llm_engine.input_processor
+    placeholder = processor.tokenizer.convert_tokens_to_ids("<image>")
+    for prompt in ({"prompt": "text"}, ask("<image> text", IMAGE)):
+        tokenized = processor.tokenize(prompt)
+        token_ids = [*tokenized.token_ids, placeholder, 5]
+        beam = {**tokenized.as_prompt(), "prompt_token_ids": token_ids}
+        (output,) = plain.generate([beam], GREEDY)
+        assert output.prompt_token_ids == token_ids
+
+
 def test_beams_continue_the_positions_of_an_image(tmp_path):
     folder = make_tiny_images("qwen2_vl", tmp_path)
     llm = LLM(str(folder), **ENGINE)

@@ -5,12 +5,13 @@ import torch
 
 from tests.engine.test_resolve_config import resolve
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
-from tests.reach import scheduler_of, worker_of
+from tests.reach import runner_of, scheduler_of, worker_of
 from tests.tiny_images import FAMILIES, draw_image, expected_outputs, make_tiny_images
 from vllm import LLM, SamplingParams
 from vllm.distributed import Stage, TPGroup
 from vllm.errors import ConfigError, RequestError
 from vllm.model_executor.loader.model_loader import load_model
+from vllm.worker.parts.embedding_rows import EmbeddingRows
 
 pytest.importorskip("PIL", reason="images need Pillow")
 
@@ -91,6 +92,30 @@ def test_settings_change_no_token(llava, expected, settings):
     assert not scheduler_of(llm).media.holders
 
 
+class BrokenEncoder:
+    def encode(self, items):
+        raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_num_batched_tokens": 8, "num_gpu_blocks_override": 9}, {"pipeline_parallel_size": 2}],
+    ids=str,
+)
+def test_requests_whose_image_fails_end_and_leave_nothing_to_others(
+    llava, expected, settings, monkeypatch
+):
+    llm = LLM(str(llava), **{**ENGINE, "max_model_len": 128, **settings})
+    media = runner_of(llm).parts.find(EmbeddingRows)._media
+    requests = requests_of("llava")
+    with monkeypatch.context() as patched:
+        patched.setattr(media, "_encoder", BrokenEncoder())
+        outputs = llm.generate([requests[3], requests[2], requests[3]], GREEDY)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length", "error"]
+    assert tokens_of(outputs) == [[], expected[2], []]
+    assert tokens_of(llm.generate(requests, GREEDY)) == expected
+
+
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
@@ -157,5 +182,7 @@ def test_the_cpu_leaves_memory_for_kept_embeddings(llava, monkeypatch):
     monkeypatch.setattr(type(worker.platform), "free_memory_bytes", lambda _: 2**30)
     # float32 of a hidden size of 48
     assert worker.measure().free_bytes == 2**30 - capacity * 48 * 4
+    monkeypatch.setattr(worker.model.media_encoder, "num_added", 2)
+    assert worker.measure().free_bytes == 2**30 - capacity * 48 * 4 * 3
     worker.model.media_encoder = None
     assert worker.measure().free_bytes == 2**30

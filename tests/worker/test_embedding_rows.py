@@ -12,7 +12,7 @@ from tests.worker.test_input_batch import int_array, new_request
 from vllm.attention import LaunchContext, share_context
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
-from vllm.messages import NewRequest, TokenEmbeddings
+from vllm.messages import MediaItem, NewRequest, TokenEmbeddings
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.worker.batch.launch import Launch
 from vllm.worker.parts.embedding_rows import EmbeddingRows
@@ -79,6 +79,22 @@ def test_other_rows_and_later_requests_of_the_row_keep_their_tokens():
     rows.remove(0)
     rows.remove(1)
     assert run(rows, model, (1, 0, 2), (0, 0, 2)) == [7] * 4
+
+
+def test_a_stage_that_looks_up_no_embeddings_knows_which_tokens_have_them():
+    new = new_request(1, [7] * 12)
+    image = MediaItem(modality="image", key="x", runs=((2, 3), (6, 2)), tensors=())
+    request = msgspec.structs.replace(new.request, media=(image,))
+    with_image = msgspec.structs.replace(new, request=request)
+    rows = EmbeddingRows(None, 4, torch.device("cpu"))
+    ids = int_array(1, 1, 0, 1)
+    assert rows.needs_prefill(ids, int_array(2, 7, 2, 8)) is None
+    rows.add(with_image)
+    assert rows.needs_prefill(ids, int_array(2, 7, 2, 8)).tolist() == [True, True, False, False]
+    spans = rows.spans(Launch(int_array(1), int_array(3), int_array(9)))
+    assert [(span.first, len(span)) for span in spans] == [(0, 2), (3, 2)]
+    rows.remove(1)
+    assert rows.needs_prefill(ids, int_array(2, 7, 2, 8)) is None
 
 
 def test_a_launch_that_fails_leaves_nothing_for_the_next():

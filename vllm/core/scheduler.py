@@ -269,7 +269,7 @@ class Scheduler:
             counts = np.ones(len(step.rows), np.int32)
         if step.removed_rows or output.errors:
             finished = self._finish_failed(step, output.errors)
-            step, kept = step.without(step.removed_rows.union(output.errors))
+            step, kept = step.without({*step.removed_rows, *output.errors})
             token_ids, counts = select_tokens(token_ids, counts, kept)
         self.running.awaits_result[step.rows] = False
         if self._drafts is not None:
@@ -452,7 +452,7 @@ class Scheduler:
         """End the requests of a pooling model whose prompts are computed."""
         num_cached_tokens = step.num_cached_tokens()
         finished = self._finish_failed(step, output.errors)
-        step, _ = step.without(step.removed_rows.union(output.errors))
+        step, _ = step.without({*step.removed_rows, *output.errors})
         names = zip(step.rows.tolist(), step.request_ids, strict=True)
         pooled = {name: output.pooled[row] for row, name in names}
         self.abort_requests(pooled)
@@ -465,19 +465,34 @@ class Scheduler:
         )
 
     def _finish_failed(self, step: Step, errors: dict[int, str]) -> dict[str, Finished]:
-        """End the requests whose sampling failed, unless they have left already."""
+        """End the requests that failed, unless they have left already. What any of them has
+        computed is not used again."""
         rows = [row for row in errors if row not in step.removed_rows]
         requests = self.running.at(np.array(rows, np.int32))
         finished = {
             request.request_id: Finished(FinishReason.ERROR, error=errors[request.row])
             for request in requests
         }
+        left = [step.removed_rows[row] for row in errors if row in step.removed_rows]
         self.abort_requests(finished)
-        for request in requests:
+        for request in (*requests, *left):
+            for other in self._sharing_images(request):
+                step.removed_rows.setdefault(other.row, other)
+                self._preempt(other)
+                self.cache.forget(other)
             self.cache.forget(request)
             if self.media is not None:
                 self.media.forget(request)
         return finished
+
+    def _sharing_images(self, failed: Request) -> list[Request]:
+        """Return the running requests with blocks that may come of the images of a failed one."""
+        if not failed.spec.media:
+            return []
+        first = failed.spec.media[0].start // self.cache.block_size
+        wrong = set(failed.block_hashes[first:])
+        running = self.running.at(self.running.order)
+        return [each for each in running if not wrong.isdisjoint(each.block_hashes)]
 
     # ---- leaving the batch ----------------------------------------------------------------
 
@@ -505,7 +520,8 @@ class Scheduler:
                 self.media.release(request)
         self._freed_rows += rows
         for step in self._in_flight:
-            step.removed_rows.update(rows)
+            for request in requests:
+                step.removed_rows.setdefault(request.row, request)
         self.running.remove(requests)
         for request in requests:
             request.status = status

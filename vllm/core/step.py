@@ -51,8 +51,9 @@ class Step:
     """When it was scheduled, in seconds of `time.time()`; 0 without `admitted`."""
     prompt_chunks: dict[int, tuple[Request, int]]
     """row -> request and first position, where a prompt's log-probabilities are wanted."""
-    removed_rows: set[int] = field(default_factory=set)
-    """Rows whose request has left since; a row may belong to another request by now."""
+    removed_rows: dict[int, Request] = field(default_factory=dict)
+    """Rows whose request has left since, and the request; a row may belong to another request by
+    now."""
 
     @property
     def num_expected(self) -> IntArray | None:

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Any, TypeVar
 
+import msgspec
+
 from vllm.config import VllmConfig
 from vllm.distributed import Meeting, RankLayout
 from vllm.errors import CollectiveError, ConfigError, RequestError
@@ -223,5 +225,10 @@ class _RunningStep:
     def result(self) -> ModelRunnerOutput:
         """The result; waits for it."""
         with self._executor._explained():
-            output = self._handle.result()
-            return output if self._result is None else self._executor._finish_step(self._result)
+            own = self._handle.result()
+            if self._result is None:
+                return own
+            output = self._executor._finish_step(self._result)
+            # The first stage encodes images, and knows alone which of them it could not.
+            errors = {**output.errors, **own.errors}
+            return msgspec.structs.replace(output, errors=errors)

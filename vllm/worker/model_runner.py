@@ -3,7 +3,7 @@ and notes the tokens in the batch.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -116,31 +116,35 @@ class ModelRunner(Runner):
         if step.num_decodes > 1:
             return self._start_decodes(step)
         launches = [self._launch(launch) for launch in self.launches.plan(step)]
+        # Asked now: a later step may remove a row before this one is waited for.
+        failed = self.parts.errors_of(step.rows)
         if not self.stage.is_last:
             expected = [each for _, each in launches]
             if any(len(each.rows) for each in expected):
                 self._awaited[step.step_id] = expected
             launches = []
-        return lambda: self._collect(step.step_id, launches)
+        return lambda: self._collect(step.step_id, launches, failed)
 
     def _start_decodes(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Launch the decodes of a step one after the other. Where their tokens are known at once,
         the first that ends a row is the last."""
         waits = self._needs_tokens(step)
         decodes: list[tuple[list[PendingLaunch], ModelRunnerOutput | None]] = []
+        failed: dict[int, str] = {}
         for index in range(step.num_decodes):
             part = msgspec.structs.replace(
                 step, num_decodes=1, num_computed_tokens=step.num_computed_tokens + np.int32(index)
             )
             launches = [self._launch(launch) for launch in self.launches.plan(part)]
-            output = self._collect(step.step_id, launches) if waits else None
+            failed = failed or self.parts.errors_of(step.rows)
+            output = self._collect(step.step_id, launches, failed) if waits else None
             decodes.append((launches, output))
             if output is None:
                 continue
             if output.errors or self.batch.ends(output.rows, output.token_ids):
                 self._skip_decodes(step, index + 1)
                 break
-        return lambda: self._join_decodes(step.step_id, decodes)
+        return lambda: self._join_decodes(step.step_id, decodes, failed)
 
     def _skip_decodes(self, step: SchedulerOutput, num_done: int) -> None:
         """Only the first decodes of a step have run."""
@@ -150,12 +154,13 @@ class ModelRunner(Runner):
         self,
         step_id: int,
         decodes: list[tuple[list[PendingLaunch], ModelRunnerOutput | None]],
+        failed_rows: Mapping[int, str],
     ) -> ModelRunnerOutput:
         """The results of several decodes of the same rows. A row whose sampling fails behind its
         first token ends before it: it fails when it is run again, with the tokens before it
         sent."""
         outputs = [
-            self._collect(step_id, launches) if output is None else output
+            self._collect(step_id, launches, failed_rows) if output is None else output
             for launches, output in decodes
         ]
         first = outputs[0]
@@ -234,15 +239,23 @@ class ModelRunner(Runner):
             return None
         return self.batch.drafts(rows[num_drafts > 0], num_drafts[num_drafts > 0])
 
-    def _collect(self, step_id: int, launches: list[PendingLaunch]) -> ModelRunnerOutput:
-        """Copy the tokens to the host and note them in their rows."""
+    def _collect(
+        self, step_id: int, launches: list[PendingLaunch], failed: Mapping[int, str]
+    ) -> ModelRunnerOutput:
+        """Copy the tokens to the host and note them in their rows.
+
+        Args:
+            step_id: of the step.
+            launches: of the step, on its last stage.
+            failed: why rows have failed before they sampled, whether they sample or not.
+        """
         row_parts: list[IntArray] = []
         token_parts: list[IntArray] = []
         count_parts: list[IntArray] = []
         has_drafts = False
         logprobs: dict[int, LogprobRows] = {}
         prompt_logprobs: defaultdict[int, list[LogprobRows]] = defaultdict(list)
-        errors: dict[int, str] = {}
+        errors = dict(failed)
         for result, expected in launches:
             for row, pending in result.prompt_logprobs:
                 prompt_logprobs[row].append(pending.result())
@@ -267,8 +280,8 @@ class ModelRunner(Runner):
             count_parts.append(np.ones_like(expected.rows) if counts is None else counts)
             has_drafts = has_drafts or counts is not None
             logprobs.update(found)
-            errors.update(self.sampling.errors_of(result.rows, result.sampled, host_ids))
-            errors.update(self.parts.errors_of(result.rows))
+            found_errors = self.sampling.errors_of(result.rows, result.sampled, host_ids)
+            errors = {**found_errors, **errors}
         return ModelRunnerOutput(
             step_id=step_id,
             rows=_joined(row_parts),

@@ -52,6 +52,7 @@ from vllm.worker.kv_cache import (
     num_provisional,
     states_bytes,
 )
+from vllm.worker.parts.encoded_media import embedding_width
 from vllm.worker.parts.memory_use import MemoryUse, draft_use, weights_use
 from vllm.worker.pooling_runner import PoolingRunner
 from vllm.worker.runner import StepHandle
@@ -269,9 +270,10 @@ class CPUWorker(WorkerBase):
     def _embeddings_bytes(self) -> int:
         """Of the embeddings of images that this rank keeps, at most."""
         model = self.model
-        if not isinstance(model, LayeredModel) or model.media_encoder is None:
+        if not isinstance(model, LayeredModel) or not (width := embedding_width(model)):
             return 0
-        size = model.embedding.embedding_dim * model.media_encoder.dtype.itemsize
+        assert model.media_encoder is not None
+        size = width * model.media_encoder.dtype.itemsize
         return self.config.scheduler.encoder_cache_size * size
 
     @property

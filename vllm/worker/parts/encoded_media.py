@@ -59,9 +59,15 @@ def encoded_media(model: LayeredModel) -> "EncodedMedia | None":
     """
     if model.media_encoder is None:
         return None
-    encoder = model.media_encoder
-    width = model.embedding.embedding_dim * (1 + encoder.num_added)
-    return EncodedMedia(ModuleEncoder(encoder), width)
+    return EncodedMedia(ModuleEncoder(model.media_encoder), embedding_width(model))
+
+
+def embedding_width(model: LayeredModel) -> int:
+    """Return the width of the embeddings of images, with everything that `MediaEncoder.num_added`
+    says; 0: the model, or this stage of it, encodes none."""
+    if model.media_encoder is None or not model.stage.is_first:
+        return 0
+    return model.embedding.embedding_dim * (1 + model.media_encoder.num_added)
 
 
 class EncodedMedia:
@@ -158,10 +164,12 @@ class MediaRun:
     end: int
     offset: int
     """Embedding of the image that the first token has."""
-    media: EncodedMedia
+    media: EncodedMedia | None
+    """None: another stage of the pipeline reads the embeddings. This one plans the same passes."""
 
     def read(self, begin: int, stop: int) -> Tensor:
         """Return the embeddings of the tokens from `begin` to `stop`."""
+        assert self.media is not None
         first = self.offset + begin - self.start
         return self.media.read(self.row, self.item)[first : first + stop - begin]
 
@@ -169,10 +177,15 @@ class MediaRun:
 def media_runs(
     row: int, items: tuple[MediaItem, ...], media: EncodedMedia | None
 ) -> Iterable[MediaRun]:
-    """Note the images of a row, and return the runs of tokens that they give embeddings to."""
-    if not items or media is None:
-        return []
-    media.add(row, items)
+    """Note the images of a row, and return the runs of tokens that they give embeddings to.
+
+    Args:
+        row: of the batch.
+        items: images of its request.
+        media: the embeddings; None: another stage of the pipeline has them.
+    """
+    if items and media is not None:
+        media.add(row, items)
     runs: list[MediaRun] = []
     for item in items:
         offset = 0
