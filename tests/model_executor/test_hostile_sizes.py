@@ -93,6 +93,18 @@ def test_numbers_of_experts(tmp_path, family):
     refused(folder, r"tensor model.* has shape .* the model needs \d experts in dimension 0")
 
 
+@pytest.mark.parametrize("num_rows", [4, 191])
+def test_rows_of_all_experts(tmp_path, num_rows):
+    """The first number is also how many experts there are."""
+    folder = make_tiny_model("dbrx", tmp_path)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for kind in ("w1", "w2"):
+        key = f"transformer.blocks.1.ffn.experts.mlp.{kind}"
+        save_file(tensors | {key: tensors[key][:num_rows].contiguous()}, file)
+        refused(folder, rf"experts.{kind} has shape .* the model needs 192 rows: 4 experts of 48 each")
+
+
 def with_shape(file, key, shape):
     """Change the shape of a tensor in the header of a file, which is then wrong."""
     content = file.read_bytes()

@@ -79,9 +79,9 @@ class DraftPlanner:
         self._were_declined = False
         """The same of the last step for which drafts were looked for. It holds for those after it,
         for which nobody was asked."""
-        self._started: dict[int, tuple[int, int, float]] = {}
-        """Steps of decodes in flight: step id -> numbers of tokens and rows, and when it was
-        started."""
+        self._started: dict[int, tuple[int, int, bool, float]] = {}
+        """Steps of decodes in flight: step id -> numbers of tokens and rows, whether some are
+        replayed, and when it was started."""
 
     def add(self, plan: Plan, num_reserved: int) -> None:
         """Add drafts to the decodes of a plan, within the budget and the free blocks that are left:
@@ -177,17 +177,18 @@ class DraftPlanner:
         _, settled[rows] = tokens.settled()
         return replace(tokens, num_replayed=replayed) if replayed.any() else tokens
 
-    def begin(self, step_id: int, num_tokens: IntArray, plan: Plan) -> None:
+    def begin(self, step_id: int, tokens: RowTokens, plan: Plan) -> None:
         """A step starts.
 
         Args:
             step_id: of the step.
-            num_tokens: of each of its rows.
+            tokens: of each of its rows.
             plan: it was made of.
         """
-        total = int(num_tokens.sum())
-        if total == len(num_tokens) + sum(map(len, plan.drafts.values())):
-            self._started[step_id] = total, len(num_tokens), self._clock()
+        num_rows, total = len(tokens.num_scheduled), int(tokens.num_scheduled.sum())
+        if total == num_rows + sum(map(len, plan.drafts.values())):
+            has_replays = tokens.num_replayed is not None
+            self._started[step_id] = total, num_rows, has_replays, self._clock()
             self.control.num_declined_steps += self._is_declined
 
     def record(self, step: Step, counts: IntArray | None) -> None:
@@ -198,10 +199,13 @@ class DraftPlanner:
             counts: [n] tokens of each; None: one each, and none had drafts.
         """
         now = self._clock()
-        num_tokens, num_rows, started = self._started.pop(step.step_id, (0, 0, 0.0))
+        num_tokens, num_rows, has_replays, started = self._started.pop(
+            step.step_id, (0, 0, False, 0.0)
+        )
         if num_tokens:
             # A step that was started ahead waits for the one before it.
-            self.control.record_time(num_tokens, num_rows, now - max(started, self._last_result))
+            seconds = now - max(started, self._last_result)
+            self.control.record_time(num_tokens, num_rows, seconds, has_replays=has_replays)
         self._last_result = now
         if counts is not None and step.num_drafts is not None:
             self.control.record(step.requests, step.num_drafts, counts)

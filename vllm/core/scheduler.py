@@ -229,7 +229,7 @@ class Scheduler:
                 kept_states = self._state_keeper.keep(rows, tokens)
             has_freed = bool(self._freed_rows or self._shortened)
             moves = bring_down(plan, self.running, self.cache, has_freed)
-            self._launch(step_id, rows, num_computed, num_scheduled, num_drafts, plan)
+            self._launch(step_id, rows, tokens, plan)
             freed_rows, self._freed_rows = self._freed_rows, []
             if self._shortened:
                 shortened, self._shortened = list(self._shortened.items()), {}
@@ -390,20 +390,12 @@ class Scheduler:
 
     # ---- booking --------------------------------------------------------------------------
 
-    def _launch(
-        self,
-        step_id: int,
-        rows: IntArray,
-        num_computed: IntArray,
-        num_scheduled: IntArray,
-        num_drafts: IntArray | None,
-        plan: Plan,
-    ) -> None:
+    def _launch(self, step_id: int, rows: IntArray, tokens: RowTokens, plan: Plan) -> None:
         """Book a step: count its tokens as computed, and the tokens that it will sample as
         known."""
-        running = self.running
-        prompt_chunks = running.prompt_chunks(rows, num_computed)
-        after = num_computed + num_scheduled
+        running, num_drafts = self.running, tokens.num_drafts
+        prompt_chunks = running.prompt_chunks(rows, tokens.num_computed)
+        after = tokens.num_computed + tokens.num_scheduled
         if plan.num_decodes > 1:
             after += plan.num_decodes - 1
         running.num_computed[rows] = after
@@ -415,7 +407,7 @@ class Scheduler:
         num_tokens = after + 1  # all known tokens are computed, and one more is sampled
         running.num_tokens[rows] = num_tokens
         if self._drafts is not None:
-            self._drafts.begin(step_id, num_scheduled, plan)
+            self._drafts.begin(step_id, tokens, plan)
         requests, request_ids = running.named(rows)
         step = Step(
             step_id=step_id,

@@ -108,6 +108,8 @@ class DraftPace:
         self._num_steps = 0
         self._num_plain_steps = 0
         """Steps without drafts in a row."""
+        self._is_plain_due = False
+        """The next step has no drafts, as the last one without them could not be measured."""
         self._wait = _FIRST_WAIT
         self._num_declined = 0
         """Steps in a row whose drafts would not have paid."""
@@ -119,10 +121,15 @@ class DraftPace:
         early when far fewer requests run."""
         return self._num_plain_steps < self._wait and num_rows * 2 > self._paused_rows > 0
 
-    def record(self, num_tokens: int, num_rows: int, seconds: float) -> None:
-        """Add a step of decodes; it has drafts where it has more tokens than rows."""
+    def record(
+        self, num_tokens: int, num_rows: int, seconds: float, *, has_replays: bool = False
+    ) -> None:
+        """Add a step of decodes; it has drafts where it has more tokens than rows. Replays are a
+        cost of the drafts of the step before."""
         if num_tokens == num_rows:
-            self._plain.record(num_rows, seconds)
+            self._is_plain_due = has_replays
+            if not has_replays:
+                self._plain.record(num_rows, seconds)
             self._num_plain_steps += 1
             return
         # After a pause a draft model first runs what was generated meanwhile.
@@ -138,6 +145,9 @@ class DraftPace:
             num_drafts: drafts that they would have.
             gain: expected number of right ones.
         """
+        if self._is_plain_due:
+            self._is_plain_due = False
+            return False
         self._num_steps += 1
         plain, drafted = self._plain.seconds(num_rows), self._drafted.seconds(num_rows + num_drafts)
         if plain is None:
@@ -267,16 +277,20 @@ class DraftControl:
             num_declined_steps=self.num_declined_steps,
         )
 
-    def record_time(self, num_tokens: int, num_rows: int, seconds: float) -> None:
+    def record_time(
+        self, num_tokens: int, num_rows: int, seconds: float, *, has_replays: bool = False
+    ) -> None:
         """Count the time of a step of decodes.
 
         Args:
             num_tokens: that it ran, drafts included.
             num_rows: requests that it ran.
             seconds: that it took.
+            has_replays: recurrent states took in again the right drafts of the step before.
         """
-        self._cost.record(num_tokens, seconds)
-        self._pace.record(num_tokens, num_rows, seconds)
+        if num_tokens > num_rows or not has_replays:
+            self._cost.record(num_tokens, seconds)
+        self._pace.record(num_tokens, num_rows, seconds, has_replays=has_replays)
 
 
 def _initial_accuracy(evidence: int) -> float:

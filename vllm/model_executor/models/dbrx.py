@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.errors import ConfigError
+from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
@@ -17,7 +17,7 @@ from vllm.model_executor.models.decoder import (
     LayerSpec,
     layer_norm_without_bias,
 )
-from vllm.model_executor.models.fused_weights import experts_in, qkv_sizes, split_features
+from vllm.model_executor.models.fused_weights import qkv_sizes, split_features
 from vllm.model_executor.models.mixture import Mixture, mixture_options
 
 _MATRICES = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
@@ -84,10 +84,12 @@ class DbrxForCausalLM(DecoderForCausalLM):
         self, parent: str, name: str, kind: str, source: Source
     ) -> Iterable[tuple[str, Source]]:
         size, count = self.arch.intermediate_size, mixture_options(self.arch).num_experts
-        found = source
-        if len(source.shape) == 2 and source.shape[0] == count * size:
-            found = source.mapped(lambda x: x.unflatten(0, (count, size)))
-        for expert in experts_in(name, found, count):
+        if len(source.shape) != 2 or source.shape[0] != count * size:
+            raise WeightLoadError(
+                f"tensor {name} has shape {list(source.shape)} in the checkpoint, the model needs "
+                f"{count * size} rows: {count} experts of {size} each"
+            )
+        for expert in range(count):
             matrix = source.narrow(0, expert * size, size)
             if kind == "w2":
                 matrix = matrix.mapped(_transposed)
