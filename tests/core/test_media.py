@@ -130,7 +130,7 @@ def failed(scheduler, step, *request_ids):
 
 
 def cached_of(scheduler, prompt, key):
-    """How many tokens of a new request with this prompt are found in the prefix cache."""
+    """The cached tokens of a new request with this prompt."""
     scheduler.add_request(make_request("new", prompt, media=[(1, 6, key)]))
     step = scheduler.schedule()
     return int(step.num_computed_tokens[-1])

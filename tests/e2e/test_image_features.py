@@ -128,15 +128,15 @@ def test_beams_keep_the_images_and_the_salt_of_their_prompt(llm, plain):
     assert llm.generate({**prompts[0], "cache_salt": "s"}, greedy)[0].num_cached_tokens
 
 
-def test_a_beam_of_a_text_goes_on_behind_the_token_of_an_image(plain):
-    processor = plain.llm_engine.input_processor
-    placeholder = processor.tokenizer.convert_tokens_to_ids("<image>")
-    for prompt in ({"prompt": "text"}, ask("<image> text", IMAGE)):
-        tokenized = processor.tokenize(prompt)
-        token_ids = [*tokenized.token_ids, placeholder, 5]
-        beam = {**tokenized.as_prompt(), "prompt_token_ids": token_ids}
-        (output,) = plain.generate([beam], GREEDY)
-        assert output.prompt_token_ids == token_ids
+def test_beams_of_a_text_go_on_behind_the_token_of_an_image(folder):
+    llm = LLM(str(folder), **ENGINE, max_logprobs=600)
+    width, prompt = 220, {"prompt": "No picture"}
+    (first,) = llm.generate(prompt, SamplingParams(max_tokens=1, logprobs=width))
+    placeholder = llm.get_tokenizer().convert_tokens_to_ids("<image>")
+    assert first.outputs[0].logprobs[0][placeholder].rank <= width
+    params = BeamSearchParams(beam_width=width, max_tokens=2, ignore_eos=True)
+    (beams,) = llm.beam_search([prompt], params)
+    assert len(beams.sequences) == width
 
 
 def test_beams_continue_the_positions_of_an_image(tmp_path):

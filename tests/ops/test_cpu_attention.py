@@ -404,3 +404,10 @@ def test_full_attention_sees_all_keys(shape: tuple[int, ...], dtype: torch.dtype
         expected = scores.softmax(-1) @ value.double()
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), expected, **TOLERANCES[dtype])
+
+
+def test_full_attention_of_one_head_reads_parts_of_a_tensor(ops: Ops) -> None:
+    query, key, value = torch.randn(2, 9, 3, 1, 16).permute(2, 0, 3, 1, 4)
+    out = ops.full_attention(query, key, value)
+    expected = (query @ key.mT / 4).softmax(-1) @ value
+    torch.testing.assert_close(out, expected)

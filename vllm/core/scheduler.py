@@ -457,8 +457,8 @@ class Scheduler:
         )
 
     def _finish_failed(self, step: Step, errors: dict[int, str]) -> dict[str, Finished]:
-        """End the requests that failed, unless they have left already. What any of them has
-        computed is not used again."""
+        """End the requests that failed, unless they have left already. No request reads their
+        blocks afterwards."""
         rows = [row for row in errors if row not in step.removed_rows]
         requests = self.running.at(np.array(rows, np.int32))
         finished = {

@@ -229,6 +229,6 @@ class _RunningStep:
             if self._result is None:
                 return own
             output = self._executor._finish_step(self._result)
-            # The first stage encodes images, and knows alone which of them it could not.
+            # Only the first stage encodes images, and knows which of them have failed.
             errors = {**output.errors, **own.errors}
             return msgspec.structs.replace(output, errors=errors)

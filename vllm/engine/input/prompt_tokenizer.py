@@ -38,12 +38,12 @@ class TokenizedPrompt:
     """Its images, whose tokens are among `token_ids`; None: it has none."""
 
     def as_prompt(self) -> TokensPrompt:
-        """Return a prompt of these tokens, which has no embeddings. Output that follows them is
-        text, even a token that stands for an image elsewhere."""
-        media = self.media or PlacedMedia(self.token_ids, (), (), None)
-        made: TokensPrompt = {"prompt_token_ids": self.token_ids, "media": media}
+        """Return a prompt of these tokens, which has no embeddings."""
+        made: TokensPrompt = {"prompt_token_ids": self.token_ids}
         if self.cache_salt is not None:
             made["cache_salt"] = self.cache_salt
+        if self.media is not None:
+            made["media"] = self.media
         return made
 
 

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
+from vllm.engine.input.media_input import PlacedMedia
 from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
 from vllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
@@ -155,6 +156,8 @@ def _start(
 ) -> _Search:
     token_ids = prompt["prompt_token_ids"]
     own = cast(TokensPrompt, {key: value for key, value in prompt.items() if key != "prompt"})
+    # The output of a beam is text: a placeholder of an image there represents none.
+    own.setdefault("media", PlacedMedia(token_ids, (), (), None))
     max_tokens = min(params.max_tokens, max_model_len - len(token_ids))
     beam = BeamSearchSequence(tokens=list(token_ids), logprobs=[])
     return _Search(index, max_tokens, own, [beam])

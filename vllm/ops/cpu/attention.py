@@ -168,7 +168,7 @@ def full_attention(
     tables = torch.arange(num_images, dtype=torch.int32)[:, None]
     read = paged_attention_prefill(
         kernels,
-        query.reshape(num_images, num_heads * num_queries, head_size),
+        query.reshape(num_images, num_heads * num_queries, head_size).contiguous(),
         key_cache,
         value_cache,
         tables,
