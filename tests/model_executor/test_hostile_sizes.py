@@ -102,7 +102,10 @@ def test_rows_of_all_experts(tmp_path, num_rows):
     for kind in ("w1", "w2"):
         key = f"transformer.blocks.1.ffn.experts.mlp.{kind}"
         save_file(tensors | {key: tensors[key][:num_rows].contiguous()}, file)
-        refused(folder, rf"experts.{kind} has shape .* the model needs 192 rows: 4 experts of 48 each")
+        refused(
+            folder,
+            rf"experts.{kind} has shape .* the model needs 192 in dimension 0: 4 experts of 48",
+        )
 
 
 def with_shape(file, key, shape):

@@ -87,7 +87,7 @@ class DbrxForCausalLM(DecoderForCausalLM):
         if len(source.shape) != 2 or source.shape[0] != count * size:
             raise WeightLoadError(
                 f"tensor {name} has shape {list(source.shape)} in the checkpoint, the model needs "
-                f"{count * size} rows: {count} experts of {size} each"
+                f"{count * size} in dimension 0: {count} experts of {size} each"
             )
         for expert in range(count):
             matrix = source.narrow(0, expert * size, size)
