@@ -33,7 +33,11 @@ from vllm.model_executor.models.transformers_layers import (
 )
 from vllm.model_executor.models.transformers_stages import LayerRanges
 from vllm.ops.attention_options import AttentionOptions
-from vllm.transformers_utils.transformers_version import dtype_argument, lets_attention_mask
+from vllm.transformers_utils.transformers_version import (
+    dtype_argument,
+    is_version_4,
+    lets_attention_mask,
+)
 
 _INTERFACE = "vllm"
 """Name of our attention in transformers."""
@@ -112,8 +116,10 @@ class TransformersForCausalLM(CausalLM):
     def base_model(self) -> Any:
         """That of transformers, without the output head."""
         found = self.inner.base_model
-        # Version 4 names the decoder of Gemma 3 as if it were a part of a larger model.
-        return getattr(found, "model", found) if found is self.inner else found
+        if not is_version_4() or found is not self.inner:
+            return found
+        # It names the decoder of Gemma 3 as if it were a part of a larger model.
+        return getattr(found, "model", found)
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -261,7 +267,9 @@ class TransformersForCausalLM(CausalLM):
         try:
             with self.ranges.only(0, 0):
                 found = self._last_hidden(given.clone(), self._on_device([0, 1]))
-        except Exception as error:  # layers of transformers 4 may return a tuple
+        except Exception as error:
+            if not is_version_4():  # whose layers may return a tuple
+                raise
             return (
                 f"it runs all layers or none, as without them its decoder raises "
                 f"{type(error).__name__}: set pipeline_parallel_size=1"
