@@ -144,7 +144,7 @@ OLD_FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def test_the_architecture_may_be_in_the_config_of_the_text(tmp_path):
-    """Where transformers 4.57 saves it for Qwen2-VL."""
+    """The key in which transformers 4.57 saves it for Qwen2-VL."""
     name = ["Qwen2VLForConditionalGeneration"]
     text = {key: value for key, value in LLAMA.items() if key != "architectures"}
     text["model_type"] = "qwen2_vl_text"
