@@ -40,7 +40,7 @@ class ReadMedia:
     """Identifies the image and all settings that decide its embeddings."""
     given: EncoderInput
     file: MediaFile | None = None
-    """File from which other processes of the engine read its tensors; None: the request has them."""
+    """File from which other processes read its tensors; None: the request has them."""
 
 
 @dataclass(frozen=True, slots=True)
