@@ -55,7 +55,7 @@ class _LanguageModel(CausalLM):
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp)
-        if arch.media_config is not None:
+        if arch.media_module is not None:
             self.media_encoder = make_encoder(arch)
 
     def is_ignored(self, name: str) -> bool:
