@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 
 from tests.entrypoints.openai.observed_server import make_app, ready_engine
 from vllm.config import ConnectorConfig
+from vllm.engine.input.media_lane import MediaLane
 from vllm.engine.metrics.engine_metrics import EngineMetrics, IterationStats
 from vllm.entrypoints.shared.card_telemetry import card_metrics
 from vllm.messages import DraftStats, SchedulerStats
@@ -73,7 +74,11 @@ def test_panels_do_not_overlap_and_fill_the_width():
     assert len(ids) == len(set(ids))
 
 
-def test_every_metric_of_the_engine_is_documented(exposed):
+_OPTIONAL = ("spec_decode", "lora", "external", "transfer", "mm_", "encoder_cache")
+"""Parts of the names of metrics that some configs add."""
+
+
+def test_every_metric_of_the_engine_is_documented(exposed, monkeypatch):
     page = (ROOT / "docs" / "metrics.md").read_text()
     documented = set(re.findall(r"`((?:vllm:|http_)\w+)", page))
     suffixes = ("_bucket", "_count", "_sum")
@@ -83,8 +88,10 @@ def test_every_metric_of_the_engine_is_documented(exposed):
         if name.startswith(("vllm:", "http_"))
     }
     config = ready_engine().metrics.config
+    arch = replace(config.model.resolved_arch, media_config={})
     more = replace(
         config,
+        model=replace(config.model, arch=arch),
         scheduler=replace(config.scheduler, max_draft_tokens=2),
         lora=replace(config.lora, enable_lora=True),
         connector=ConnectorConfig(kv_transfer_config={"kv_connector": "OffloadingConnector"}),
@@ -95,8 +102,11 @@ def test_every_metric_of_the_engine_is_documented(exposed):
         IterationStats(0, 0, (), ()),
     )
     for family in (family for each in metrics.metric_sets() for family in each.collect()):
-        if any(part in family.name for part in ("spec_decode", "lora", "external", "transfer")):
+        if any(part in family.name for part in _OPTIONAL):
             names |= {sample.name for sample in family.samples}
+    lane = MediaLane(lambda: pytest.fail("no image is read"))
+    monkeypatch.setattr(lane, "_workers", object())
+    names |= {f"{name}_total" for name in lane.counters()}
     cards = card_metrics([CardReading(0, 0, "HL-225", 400.0, 50.0, 2**30, 2**37, 0.5)])
     names |= {sample.name for family in cards.collect() for sample in family.samples}
     assert names == documented
