@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 
 from vllm.errors import RequestError
+from vllm.messages import EngineRequest, MediaItem
 from vllm.multimodal import media_file
-from vllm.multimodal.media_file import MediaFile, inline_tensors, read_tensor
+from vllm.multimodal.media_file import MediaFile, inline_tensors, open_files, read_tensor
+from vllm.sampling_params import SamplingParams
+from vllm.worker.parts.encoded_media import EncodedMedia
 
 TENSORS = {
     "pixels": np.arange(2 * 3 * 5, dtype=np.uint8).reshape(2, 3, 5),
@@ -24,9 +27,11 @@ READ = """
 import sys
 import msgspec
 from vllm.messages import MediaTensor
-from vllm.multimodal.media_file import read_tensor
-for each in msgspec.msgpack.decode(sys.stdin.buffer.read(), type=list[MediaTensor]):
-    print(each.name, read_tensor(each).tolist())
+from vllm.multimodal.media_file import open_files, read_tensor
+arrays = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=list[MediaTensor])
+files = open_files(arrays)
+for each in arrays:
+    print(each.name, read_tensor(each, files).tolist())
 """
 
 
@@ -53,7 +58,7 @@ def test_another_process_reads_the_same_tensors():
     )
     expected = "".join(f"{name} {array.tolist()}\n" for name, array in TENSORS.items())
     assert read.stdout.decode() == expected
-    assert [read_tensor(each).tolist() for each in inline_tensors(TENSORS)] == [
+    assert [read_tensor(each, {}).tolist() for each in inline_tensors(TENSORS)] == [
         array.tolist() for array in TENSORS.values()
     ]
 
@@ -66,15 +71,60 @@ def test_a_file_is_closed_with_its_owner_and_cannot_be_read_then():
     del file
     assert num_files() == before
     with pytest.raises((OSError, ValueError)):
-        read_tensor(tensors[0])
+        open_files(tensors)
     # another image gets the descriptor
     others = [MediaFile(TENSORS) for _ in range(3)]
     assert tensors[0].path in {other.tensors[0].path for other in others}
     with pytest.raises(ValueError, match="closed"):
-        read_tensor(tensors[0])
+        open_files(tensors)
     short = msgspec.structs.replace(others[0].tensors[0], offset=10**9)
-    with pytest.raises(ValueError, match="reshape"):
-        read_tensor(short)
+    with pytest.raises(ValueError, match="ends at byte 1000000000"):
+        read_tensor(short, open_files([short]))
+    del others
+    assert num_files() == before
+
+
+class Sums:
+    """An encoder of images with one embedding."""
+
+    def encode(self, items):
+        return [item["pixels"].sum().float().view(1, 1) for item in items]
+
+
+def request_of(name, tensors):
+    item = MediaItem(modality="image", key=name, runs=((0, 1),), tensors=tensors)
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=[1],
+        sampling_params=SamplingParams(),
+        seed=1,
+        eos_token_id=None,
+        max_total_tokens=2,
+        arrival_time=0.0,
+        media=(item,),
+    )
+
+
+def test_a_worker_reads_files_until_the_request_has_ended_whoever_made_them():
+    before, media = num_files(), EncodedMedia(Sums(), 1)
+    file = MediaFile(TENSORS)
+    request = request_of("a", file.tensors)
+    assert media.prepare(request) is None
+    del file
+    (item,) = request.media
+    media.add(3, request)
+    assert media.read(3, item).tolist() == [[TENSORS["pixels"].sum()]]
+    assert num_files() == before + 1
+    media.release(["a", "unknown"])
+    assert num_files() == before
+    refused = media.prepare(request_of("b", request.media[0].tensors))
+    assert refused is not None and "cannot be read" in refused.result()
+    late = request_of("c", MediaFile(TENSORS).tensors)
+    media.add(4, late)
+    assert media.read(4, late.media[0]).tolist() == [[0]]
+    assert media.errors_of(np.array([3, 4], np.int32)) == {
+        4: "the pixels of an image cannot be read: the request has ended"
+    }
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ class RequestResources:
     """What requests need besides the model.
 
     Args:
-        release: tells the workers which requests with an adapter have ended.
+        release: tells the workers which requests with an adapter or images have ended.
     """
 
     def __init__(self, release: Callable[[Sequence[str]], None]) -> None:
@@ -21,6 +21,8 @@ class RequestResources:
         self._refused: dict[str, Finished] = {}
         self._adapters: dict[str, AdapterRef] = {}
         """By the id of a request that has not ended."""
+        self._with_media: set[str] = set()
+        """Requests with images that have not ended."""
         self._uses: Counter[str] = Counter()
         """Key of an adapter -> requests that have not ended."""
         self._names: dict[str, str] = {}
@@ -39,6 +41,8 @@ class RequestResources:
             adapter = self._adapters[request.request_id] = request.adapter
             self._uses[adapter.key] += 1
             self._names[adapter.key] = adapter.name
+        if request.media:
+            self._with_media.add(request.request_id)
 
     def adapter_names(self, running: Mapping[str, int]) -> tuple[list[str], list[str]]:
         """The names of the adapters of requests that run, and of those that wait.
@@ -92,9 +96,12 @@ class RequestResources:
         for request_id in ended:
             self._loading.pop(request_id, None)
             self._refused.pop(request_id, None)
-        held = [each for each in ended if each in self._adapters]
+        held = [each for each in ended if each in self._adapters or each in self._with_media]
+        self._with_media.difference_update(held)
         for request_id in held:
-            key = self._adapters.pop(request_id).key
+            if (adapter := self._adapters.pop(request_id, None)) is None:
+                continue
+            key = adapter.key
             self._uses[key] -= 1
             if not self._uses[key]:
                 del self._uses[key], self._names[key]

@@ -144,7 +144,7 @@ class MultiprocExecutor(UniProcExecutor):
         """
         refuse_code(self._config.parallel, request)
         future = super().prepare(request)
-        if future is None and request.adapter is None:
+        if future is None and request.adapter is None and not request.media:
             return None
         # A rank that was slower would let the others wait in a step.
         return when_all([future, *self._running_ranks.prepare(request)])

@@ -3,7 +3,7 @@
 import math
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -96,20 +96,61 @@ def inline_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> tuple[MediaTensor
     )
 
 
-def read_tensor(array: MediaTensor) -> npt.NDArray[Any]:
-    """Return a tensor of a request, in memory of its own.
+class OpenFile:
+    """A file of another process, opened for reading. It closes when nobody refers to the object.
+
+    Args:
+        path: of `MediaTensor`.
+        file_name: of `MediaTensor`.
 
     Raises:
-        OSError: the process that has it open has closed it or has ended.
-        ValueError: another file is there, or it has another size.
+        OSError: the other process has closed it or has ended.
+        ValueError: another file is there.
+    """
+
+    def __init__(self, path: str, file_name: str) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+        found = os.readlink(f"/proc/self/fd/{self.descriptor}")
+        if found != f"/memfd:{file_name} (deleted)":
+            raise ValueError("its file has been closed")
+
+
+def open_files(arrays: Iterable[MediaTensor]) -> dict[str, OpenFile]:
+    """Return the open files of tensors of a request, by path.
+
+    Raises:
+        OSError: the process that has a file open has closed it or has ended.
+        ValueError: another file is there.
+    """
+    found: dict[str, OpenFile] = {}
+    for array in arrays:
+        if array.path is not None and array.path not in found:
+            found[array.path] = OpenFile(array.path, array.file_name)
+    return found
+
+
+def read_tensor(array: MediaTensor, files: Mapping[str, OpenFile]) -> npt.NDArray[Any]:
+    """Return a tensor of a request, in memory of its own.
+
+    Args:
+        array: of the request.
+        files: that `open_files` has opened.
+
+    Raises:
+        ValueError: its file is not open, or has another size.
     """
     dtype = np.dtype(array.dtype)
     if array.path is None:
-        flat = np.frombuffer(bytearray(array.data), dtype)
-    else:
-        with open(array.path, "rb") as file:
-            found = os.readlink(f"/proc/self/fd/{file.fileno()}")
-            if found != f"/memfd:{array.file_name} (deleted)":
-                raise ValueError("its file has been closed")
-            flat = np.fromfile(file, dtype, math.prod(array.shape), offset=array.offset)
+        return np.frombuffer(bytearray(array.data), dtype).reshape(array.shape)
+    file = files.get(array.path)
+    if file is None:
+        raise ValueError("the request has ended")
+    flat = np.empty(math.prod(array.shape), dtype)
+    left, offset = flat.view(np.uint8).data, array.offset
+    while left:
+        num_read = os.preadv(file.descriptor, [left], offset)
+        if not num_read:
+            raise ValueError(f"its file ends at byte {offset}")
+        left, offset = left[num_read:], offset + num_read
     return flat.reshape(array.shape)

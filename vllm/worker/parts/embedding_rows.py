@@ -3,7 +3,8 @@
 They travel in the context of a launch; the layer that looks up embeddings reads them there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from vllm.attention import AddedStates, LaunchParts, ReplacedTokens
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
-from vllm.messages import IntArray, NewRequest, SchedulerOutput, TokenEmbeddings
+from vllm.messages import EngineRequest, IntArray, NewRequest, SchedulerOutput, TokenEmbeddings
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.worker.batch.launch import Launch
 from vllm.worker.parts.encoded_media import EncodedMedia, media_runs
@@ -114,9 +115,16 @@ class EmbeddingRows(RowPart):
         """[rows] the position behind the last embedding of each row; 0: it has none."""
         self._rows: dict[int, tuple[GivenRun, ...]] = {}
 
+    def prepare(self, request: EngineRequest) -> Future[str] | None:
+        return None if self._media is None else self._media.prepare(request)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        if self._media is not None:
+            self._media.release(request_ids)
+
     def add(self, new: NewRequest) -> None:
         runs: list[GivenRun] = [RequestEmbeddings(each) for each in new.request.embeddings]
-        runs += media_runs(new.row, new.request.media, self._media)
+        runs += media_runs(new.row, new.request, self._media)
         if runs:
             self._rows[new.row] = tuple(runs)
             self._ends[new.row] = max(run.end for run in runs)

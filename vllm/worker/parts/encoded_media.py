@@ -4,18 +4,20 @@ The scheduler says which images are encoded, and which are dropped. An image tha
 its tokens run is encoded then: a miss costs time and is never an error.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from vllm.logger import init_logger
-from vllm.messages import IntArray, MediaItem, MediaTensor, SchedulerOutput
+from vllm.messages import EngineRequest, IntArray, MediaItem, MediaTensor, SchedulerOutput
 from vllm.model_executor.models.interface import LayeredModel
 from vllm.model_executor.vision.encoder import MediaEncoder
-from vllm.multimodal.media_file import read_tensor
+from vllm.multimodal.media_file import OpenFile, open_files, read_tensor
 
 logger = init_logger(__name__)
 
@@ -84,18 +86,46 @@ class EncodedMedia:
         self._kept: dict[str, Tensor] = {}
         self._items: dict[int, tuple[MediaItem, ...]] = {}
         """By row of the batch."""
+        self._request_ids: dict[int, str] = {}
+        """Likewise."""
+        self._files: dict[str, dict[str, OpenFile]] = {}
+        """By request: the files of its images by path."""
         self._errors: dict[int, str] = {}
         """By row: the image that cannot be encoded, and why."""
         self.num_encoded = 0
         self.encode_seconds = 0.0
 
-    def add(self, row: int, items: tuple[MediaItem, ...]) -> None:
+    def prepare(self, request: EngineRequest) -> Future[str] | None:
+        """Open the files of the images of a request, so that all ranks can read them until it has
+        ended, whatever becomes of the process that made them.
+
+        Returns:
+            Done: why they cannot be opened. None: they are open, or there are none.
+        """
+        try:
+            files = open_files(chain.from_iterable(item.tensors for item in request.media))
+        except (OSError, ValueError) as error:
+            refused: Future[str] = Future()
+            refused.set_result(f"the pixels of an image cannot be read: {error}")
+            return refused
+        if files:
+            self._files[request.request_id] = files
+        return None
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Close the files of requests that have ended."""
+        for request_id in request_ids:
+            self._files.pop(request_id, None)
+
+    def add(self, row: int, request: EngineRequest) -> None:
         """Note the images of a row."""
-        self._items[row] = items
+        self._items[row] = request.media
+        self._request_ids[row] = request.request_id
 
     def remove(self, row: int) -> None:
         """Forget the images of a row; their embeddings stay."""
         self._items.pop(row, None)
+        self._request_ids.pop(row, None)
         self._errors.pop(row, None)
 
     def update(self, step: SchedulerOutput) -> None:
@@ -127,7 +157,7 @@ class EncodedMedia:
         read: list[tuple[int, MediaItem, dict[str, Tensor]]] = []
         for row, item in wanted:
             try:
-                read.append((row, item, _tensors(item.tensors)))
+                read.append((row, item, _tensors(item.tensors, self._files_of(row))))
             except (OSError, ValueError) as error:
                 self._errors[row] = f"the pixels of an image cannot be read: {error}"
         if not read:
@@ -143,6 +173,9 @@ class EncodedMedia:
                 return
             logger.exception("An image cannot be encoded")
             self._errors[read[0][0]] = f"an image cannot be encoded: {error}"
+
+    def _files_of(self, row: int) -> Mapping[str, OpenFile]:
+        return self._files.get(self._request_ids[row], {})
 
     def _keep(self, item: MediaItem, embeddings: Tensor) -> None:
         if embeddings.shape != (item.num_embeddings, self._width):
@@ -174,20 +207,18 @@ class MediaRun:
         return self.media.read(self.row, self.item)[first : first + stop - begin]
 
 
-def media_runs(
-    row: int, items: tuple[MediaItem, ...], media: EncodedMedia | None
-) -> Iterable[MediaRun]:
+def media_runs(row: int, request: EngineRequest, media: EncodedMedia | None) -> Iterable[MediaRun]:
     """Note the images of a row, and return the runs of tokens that they give embeddings to.
 
     Args:
         row: of the batch.
-        items: images of its request.
+        request: that has the row.
         media: the embeddings; None: another stage of the pipeline has them.
     """
-    if items and media is not None:
-        media.add(row, items)
+    if request.media and media is not None:
+        media.add(row, request)
     runs: list[MediaRun] = []
-    for item in items:
+    for item in request.media:
         offset = 0
         for start, count in item.runs:
             runs.append(MediaRun(row, item, start, start + count, offset, media))
@@ -195,12 +226,11 @@ def media_runs(
     return runs
 
 
-def _tensors(arrays: Iterable[MediaTensor]) -> dict[str, Tensor]:
-    """Read the tensors of an image, from the request or from the memory of the process that made
-    them.
+def _tensors(arrays: Iterable[MediaTensor], files: Mapping[str, OpenFile]) -> dict[str, Tensor]:
+    """Read the tensors of an image, from the request or from its open files.
 
     Raises:
-        OSError: the memory is gone.
-        ValueError: it has another size.
+        OSError: a file cannot be read.
+        ValueError: it is not open, or has another size.
     """
-    return {array.name: torch.from_numpy(read_tensor(array)) for array in arrays}
+    return {array.name: torch.from_numpy(read_tensor(array, files)) for array in arrays}
