@@ -81,8 +81,8 @@ class Setup:
         )
 
 
-def make_media(capacity: int, budget: int, keeps_whole: bool) -> EncoderCache:
-    return EncoderCache(capacity, budget, keeps_whole=keeps_whole)
+def make_media(capacity: int, budget: int, is_whole: bool) -> EncoderCache:
+    return EncoderCache(capacity, budget, most_whole=MAX_IMAGE if is_whole else None)
 
 
 @st.composite

@@ -10,7 +10,7 @@ from vllm.messages import FinishReason, ModelRunnerOutput
 
 
 def loop_of(capacity=16, budget=8, **limits):
-    media = EncoderCache(capacity, budget, keeps_whole=limits.pop("keeps_whole", False))
+    media = EncoderCache(capacity, budget, most_whole=limits.pop("most_whole", None))
     return Loop(make_scheduler(media=media, **limits))
 
 
@@ -73,13 +73,27 @@ def test_an_image_behind_cached_blocks_is_not_encoded_again():
 
 @pytest.mark.parametrize("start", range(6))
 def test_no_step_ends_inside_of_an_image_whose_tokens_depend_on_each_other(start):
-    loop = loop_of(keeps_whole=True, max_num_seqs=1, max_num_batched_tokens=6)
+    loop = loop_of(most_whole=6, max_num_seqs=1, max_num_batched_tokens=6)
     loop.add(make_request("a", 16, media=[(start, 5, "x")]))
     computed = 0
     while computed < 16:
         scheduled = loop.step()
         computed += scheduled["a"]
         assert not start < computed < start + 5
+
+
+def test_what_a_prefix_hit_leaves_of_an_image_runs_in_one_step():
+    loop = loop_of(most_whole=8, max_num_batched_tokens=10, block_size=4)
+    prompt = list(range(2, 20))
+    loop.add(make_request("a", prompt, max_tokens=1, media=[(2, 8, "x")]))
+    loop.run()
+    loop.add(make_request("b", [*prompt[:8], 1, *prompt[9:]], max_tokens=1, media=[(2, 8, "x")]))
+    loop.add(make_request("c", 8, max_tokens=1))
+    found = loop.step()
+    assert loop.results["b"].num_cached_tokens in ([], [8])
+    assert found["b"] >= 2
+    with pytest.raises(CapacityError, match=r"at most 8 tokens.*got 9.*--max-num-batched-tokens"):
+        loop.add(make_request("d", 16, media=[(0, 9, "y")]))
 
 
 def test_an_aborted_or_failed_request_lets_go_and_failed_images_are_made_again():

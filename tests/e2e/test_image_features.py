@@ -177,6 +177,7 @@ def expected(plain):
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
         {"speculative_config": {"num_speculative_tokens": 3}},
         {"num_scheduler_steps": 4, "async_scheduling": False},
+        {"disable_chunked_mm_input": True, "max_num_batched_tokens": 24, "max_num_seqs": 4},
         # the encoder cache has room for two images, and requests are preempted
         {
             "encoder_cache": 16,

@@ -115,6 +115,16 @@ def test_no_size_is_larger_than_what_a_prompt_has_room_for(qwen):
     assert "images of 65536" in line
 
 
+def test_the_expected_size_of_images_limits_what_a_card_prepares_for(qwen):
+    limit = {"image": {"count": 2, "width": 84, "height": 56}}
+    with simulated_hpu(has_profiling_run=False, VLLM_SKIP_WARMUP=1, **LAZY):
+        llm = LLM(qwen, **ENGINE, limit_mm_per_prompt=limit, enforce_eager=True)
+        assert runner_of(llm).encoder.sizes[-1] == 32  # 6 x 4 patches, of multiples of 16
+        assert llm.generate(prompt_of((56, 84)), GREEDY)
+        with pytest.raises(CapacityError, match="at most 8 embeddings"):
+            llm.generate(prompt_of((112, 112)), GREEDY)
+
+
 def test_sizes_that_the_card_does_not_hold_are_given_up(qwen):
     engine = ENGINE | {"max_model_len": 512, "num_gpu_blocks_override": 40}
     engine |= {"mm_processor_kwargs": {"max_pixels": 400 * 28 * 28}}

@@ -31,8 +31,8 @@ class MultiModalConfig:
 
     limit_mm_per_prompt: Mapping[str, Any] = field(default_factory=dict)
     """Maximum number of items of each kind in one request: image=4, or as JSON {"image": 4} or
-    {"image": {"count": 4, "width": 1024, "height": 768}} with the width and the height of the
-    largest image to expect. A number without a name limits the images. Not set: 16 images."""
+    {"image": {"count": 4, "width": 1024, "height": 768}}. The last two are the largest image to
+    expect: a card prepares for it and refuses images that need more. A number without a name limits the images. Not set: 16 images."""
 
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the image processor that replace the settings of the checkpoint (JSON), such as
@@ -57,8 +57,8 @@ class MultiModalConfig:
     """Keep no processed images, whatever mm_processor_cache_gb is."""
 
     skip_mm_profiling: bool = False
-    """Do not run the largest image at the start, which measures how much memory images take. Then
-    gpu_memory_utilization has to leave room for them."""
+    """Do not run the largest image at the start of a card, which measures how much memory images
+    take. Then gpu_memory_utilization has to leave room for them. On the CPU no image is run."""
 
     disable_chunked_mm_input: bool = False
     """Never divide the tokens of an image between two steps."""

@@ -108,6 +108,12 @@ class SchedulerConfig:
         return max(_ENCODER_CACHE_SIZE, 2 * self.max_num_batched_tokens, self.encoder_budget)
 
     @property
+    def longest_chunk(self) -> int:
+        """Prompt tokens of one request that a step always has room for, if the request waits until
+        prompts before it are computed: all others may decode."""
+        return min(self.prefill_chunk_limit, self.max_num_batched_tokens - self.max_num_seqs + 1)
+
+    @property
     def prefill_chunk_limit(self) -> int:
         """Maximum number of prompt tokens of one request in one step."""
         if not self.enable_chunked_prefill:

@@ -38,7 +38,8 @@ class EncoderCache:
     Args:
         capacity: embeddings that are kept.
         budget: embeddings that a step makes. An image that is larger has a step of its own.
-        keeps_whole: all tokens of an image run in one step, as they depend on each other.
+        most_whole: tokens of an image at most, all of which run in one step. None: they may be
+            divided between steps.
         largest: embeddings of the largest image that the encoder has memory for; None: of any.
 
     Attributes:
@@ -51,10 +52,10 @@ class EncoderCache:
         capacity: int,
         budget: int,
         *,
-        keeps_whole: bool = False,
+        most_whole: int | None = None,
         largest: int | None = None,
     ) -> None:
-        self.capacity, self.budget, self._keeps_whole = capacity, budget, keeps_whole
+        self.capacity, self.budget, self._most_whole = capacity, budget, most_whole
         self._largest = largest
         self.num_queries = 0
         self.num_hits = 0
@@ -91,6 +92,13 @@ class EncoderCache:
                 f"an image must become at most {self.capacity} embeddings, which the encoder "
                 f"cache holds, got {largest}. Send a smaller image"
             )
+        longest = max(item.end - item.start for item in spec.media)
+        if self._most_whole is not None and longest > self._most_whole:
+            raise CapacityError(
+                f"an image must have at most {self._most_whole} tokens, as they are computed in "
+                f"one step (--disable-chunked-mm-input), got {longest}. Send a smaller image, or "
+                f"start the engine with a larger --max-num-batched-tokens"
+            )
         if self._largest is not None and largest > self._largest:
             raise CapacityError(
                 f"an image must become at most {self._largest} embeddings, which is what the "
@@ -109,7 +117,7 @@ class EncoderCache:
         """
         end = start + num_tokens
         for index, item in _items_between(request, start, end):
-            is_cut = self._keeps_whole and end < item.end and item.start >= start
+            is_cut = self._most_whole is not None and end < item.end
             if is_cut or not self._may_use(item, plan):
                 return max(item.start - start, 0)
             plan.used.append((request, index))

@@ -482,7 +482,13 @@ def _encoder_cache(config: VllmConfig, largest: int | None) -> EncoderCache | No
     if arch is None or arch.media_config is None:
         return None
     limits = config.scheduler
-    return EncoderCache(limits.encoder_cache_size, limits.encoder_budget, largest=largest)
+    is_whole = config.multimodal.disable_chunked_mm_input and limits.enable_chunked_prefill
+    return EncoderCache(
+        limits.encoder_cache_size,
+        limits.encoder_budget,
+        most_whole=limits.longest_chunk if is_whole else None,
+        largest=largest,
+    )
 
 
 def _make_connector(config: VllmConfig) -> KVConnector | None:

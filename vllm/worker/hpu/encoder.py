@@ -81,9 +81,13 @@ class CardEncoder:
             )
 
     def _largest_size(self, config: VllmConfig, family: MediaFamily) -> int:
-        """Return the units of the largest image that a prompt has room for."""
+        """Return the units of the largest image that is expected and that a prompt has room for."""
         encoder, max_model_len = self._encoder, config.scheduler.max_model_len
-        largest = encoder.size_of(_as_tensors(family.largest().tensors))
+        expected = config.multimodal.image_limit
+        image = family.largest()
+        if expected.width is not None and expected.height is not None:
+            image = family.process(np.zeros((expected.height, expected.width, 3), np.uint8))
+        largest = encoder.size_of(_as_tensors(image.tensors))
         most = encoder.most_units(max_model_len)
         if most is None or largest <= most:
             return largest
