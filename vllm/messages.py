@@ -99,7 +99,7 @@ class MediaTensor(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     dtype: str
-    """As numpy names it."""
+    """Name of the dtype in numpy, such as |u1."""
     shape: tuple[int, ...]
     data: bytes = b""
     """Row-major, little-endian; empty where `path` has it."""
@@ -108,7 +108,7 @@ class MediaTensor(msgspec.Struct, frozen=True, kw_only=True):
     offset: int = 0
     """Bytes before the data in this file."""
     file_name: str = ""
-    """Of the file in memory at `path`, where another file may be once this one is closed."""
+    """Name of the memory file at `path`. When it is closed, another file may have the path."""
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -452,7 +452,7 @@ class MediaStats(msgspec.Struct, frozen=True, kw_only=True):
     num_queries: int = 0
     """Images that prompts needed, each counted once for each request."""
     num_hits: int = 0
-    """Of those, images whose embeddings were there. The others were encoded."""
+    """Images among them whose embeddings were kept. The others were encoded."""
 
 
 class DraftStats(msgspec.Struct, frozen=True, kw_only=True):

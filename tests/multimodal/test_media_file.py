@@ -78,7 +78,7 @@ def test_a_file_is_closed_with_its_owner_and_cannot_be_read_then():
     with pytest.raises(ValueError, match="closed"):
         open_files(tensors)
     short = msgspec.structs.replace(others[0].tensors[0], offset=10**9)
-    with pytest.raises(ValueError, match="ends at byte 1000000000"):
+    with pytest.raises(ValueError, match=r"must have 10000000[0-9]* bytes"):
         read_tensor(short, open_files([short]))
     del others
     assert num_files() == before

@@ -106,7 +106,7 @@ class Replay:
         if launch.num_replayed is None:
             return ()
         pieces: list[list[tuple[int, int, int, int | None]]] = []
-        """Of each replay: index of the row in the launch, first token, end, kept state."""
+        """For each replay: index of the row in the launch, first token, end, kept state."""
         for index in np.flatnonzero(launch.num_replayed).tolist():
             begin, end = 0, int(launch.num_replayed[index])
             kept = [(end + n, k) for n, k in launch.copies.kept.get(index, _NO_KEPT) if n <= 0]
@@ -157,7 +157,7 @@ class DraftedRows:
     """B rows with drafts, which run on copies of their states."""
 
     sequences: StateRows
-    """Of the copies."""
+    """Sequences of the copied states."""
     rows: Tensor
     """[B] int64 rows of the batch, in the order of the copies."""
     tokens: Tensor

@@ -32,7 +32,8 @@ class MultiModalConfig:
     limit_mm_per_prompt: Mapping[str, Any] = field(default_factory=dict)
     """Maximum number of items of each kind in one request: image=4, or as JSON {"image": 4} or
     {"image": {"count": 4, "width": 1024, "height": 768}}. The last two are the largest image to
-    expect: a card prepares for it and refuses images that need more. A number without a name limits the images. Not set: 16 images."""
+    expect: a card prepares for it and refuses images that need more. A number without a name
+    limits the images. Not set: 16 images."""
 
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the image processor that replace the settings of the checkpoint (JSON), such as

@@ -199,7 +199,7 @@ class EncoderCache:
                 self._dropped.append(key)
 
     def clear(self) -> None:
-        """Drop all images that nobody holds."""
+        """Drop all images that no request holds."""
         for key in [key for key, entry in self._entries.items() if not entry.holders]:
             self._num_kept -= self._entries.pop(key).size
             self._dropped.append(key)
@@ -216,7 +216,7 @@ class EncoderCache:
             self._num_held -= entry.size
 
     def _make_room(self) -> None:
-        """Drop the least recently used images that nobody holds, until the others fit."""
+        """Drop the least recently used images that no request holds, until the others fit."""
         while self._num_kept > self.capacity:
             key = next(key for key, entry in self._entries.items() if not entry.holders)
             self._num_kept -= self._entries.pop(key).size

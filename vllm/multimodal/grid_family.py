@@ -27,7 +27,7 @@ class GridFamily(MediaFamily):
     placeholder = "<|image_pad|>"
     text_of_image = "<|vision_start|><|image_pad|><|vision_end|>"
     default_patch_size: ClassVar[int] = 14
-    """Of a config.json that has none."""
+    """Patch size where config.json has none."""
     limits_count_frames: ClassVar[bool] = False
     """Whether an image counts as all frames of a patch in the limits of its pixels."""
 

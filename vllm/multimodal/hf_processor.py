@@ -15,8 +15,8 @@ import numpy.typing as npt
 from vllm.errors import ConfigError, RequestError
 
 MAX_RATIO = 200
-"""Of the longer to the shorter side of an image. Processors that scale the shorter side to a fixed
-size would need memory without bound."""
+"""Largest ratio of the longer to the shorter side of an image. Processors that scale the shorter
+side to a fixed size would need memory without bound."""
 
 
 class HfImageProcessor:

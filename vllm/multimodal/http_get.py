@@ -99,7 +99,9 @@ class Answer:
     def on_message_begin(self) -> None:
         """Begin again, after an interim answer."""
         if self.is_complete:
-            raise HTTPError("there are bytes after the answer")  # the parser stops, as it must
+            raise HTTPError(
+                "the answer must be the last of its connection, got more bytes"
+            )  # the parser stops, as it must
         self.headers.clear()
 
     def on_header(self, name: bytes, value: bytes) -> None:

@@ -61,7 +61,7 @@ _PNG_GRAY, _PNG_RGB = 0, 2
 _PILLOW_LIMIT = 2 * 89478485
 """Pixels above which Pillow refuses to open an image."""
 _MAX_REASON_CHARS = 200
-"""Of a message of Pillow, which may have bytes of the file in it."""
+"""Longest part of a message of Pillow that is shown: it may have bytes of the file in it."""
 _ORIENTATION = 0x0112
 _ALPHA_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
 _STRAIGHT_ALPHA = {"RGBa": "RGBA", "La": "LA"}

@@ -97,7 +97,7 @@ def inline_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> tuple[MediaTensor
 
 
 class OpenFile:
-    """A file of another process, opened for reading. It closes when nobody refers to the object.
+    """A file of another process, opened for reading. It closes with the last reference to it.
 
     Args:
         path: of `MediaTensor`.
@@ -151,6 +151,6 @@ def read_tensor(array: MediaTensor, files: Mapping[str, OpenFile]) -> npt.NDArra
     while left:
         num_read = os.preadv(file.descriptor, [left], offset)
         if not num_read:
-            raise ValueError(f"its file ends at byte {offset}")
+            raise ValueError(f"its file must have {array.offset + flat.nbytes} bytes, got {offset}")
         left, offset = left[num_read:], offset + num_read
     return flat.reshape(array.shape)

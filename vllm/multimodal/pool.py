@@ -48,11 +48,11 @@ _TARGET = "vllm.multimodal.pool:_make_handler"
 _ALIGNMENT = 64
 """Bytes; each tensor begins at a multiple of it."""
 _MAX_REASON_CHARS = 200
-"""Of the message of an unexpected error, which may have content of the item in it."""
+"""Longest part of an unexpected error that is shown: it may have content of the item in it."""
 _LOOK_S = 0.05
-"""Between two attempts to end the items at work."""
+"""Seconds between two attempts to stop the items that are being processed."""
 _KINDS = "biuf"
-"""Of dtypes: booleans, integers and floats. An object would be an address."""
+"""Accepted kinds of dtypes: booleans, integers and floats. An object would be an address."""
 
 
 class _Setup(msgspec.Struct):

@@ -281,8 +281,8 @@ class LayerSpec:
 
     @property
     def window(self) -> int | None:
-        """How many tokens the layer sees, its own among them; None: all before, as a layer
-        after the last one does."""
+        """Number of the newest tokens that the layer attends to, its own included; None: all, as
+        for a layer after the last one."""
         windows = self.arch.layer_windows
         return windows[self.index] if self.index < len(windows) else None
 

@@ -49,7 +49,7 @@ class _Layout:
     bits: int
     group_size: int
     axis: int
-    """Of the matrix of all elements that is reduced to scales: 1: groups are of neighbours."""
+    """Axis of the matrix of all elements along which a group lies; 1: groups of neighbours."""
 
 
 class HQQ(NamedFormat[_Layout]):

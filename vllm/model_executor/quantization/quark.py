@@ -53,7 +53,7 @@ class _Storage:
 
     dtype: str
     has_one_scale: bool
-    """Of a layer; False: of each output feature, or of groups."""
+    """The layer has one scale; False: one for each output feature or each group."""
     group_size: int
     rounds_inputs: bool
     """The checkpoint is meant for inputs that are rounded."""

@@ -153,8 +153,8 @@ class GGUFModel:
 
     @property
     def family(self) -> Family:
-        """Of the models in such files. Two families may be stored alike, of which one has experts,
-        or biases in the choice of them: Mixtral is llama, too."""
+        """Return the family of the model in the file. Families may share an architecture of GGUF if
+        one of them has experts, or biases of their router: Mixtral is also stored as llama."""
         kind = self.architecture
         has_experts = bool(self.metadata.get(f"{kind}.expert_count"))
         has_bias = any(name.endswith(f"{_ROUTER_BIAS}.bias") for name in self.tensors)

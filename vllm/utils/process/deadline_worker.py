@@ -52,9 +52,9 @@ _LIMITS = struct.Struct("<dQ")
 """Of a call: seconds until the alarm, and bytes that the address space may grow by."""
 _MAX_ANSWER_BYTES = 2**28
 _LOOK_S = 0.05
-"""Between two attempts to end a call."""
+"""Seconds between two attempts to stop a call."""
 _MAX_FILES = 8
-"""Of one call."""
+"""Largest number of files of one call."""
 
 
 def make_server(target: str, setup: bytes = b"", *, start_timeout_s: float = 120.0) -> ForkServer:

@@ -268,7 +268,7 @@ class CPUWorker(WorkerBase):
 
     @property
     def _embeddings_bytes(self) -> int:
-        """Of the embeddings of images that this rank keeps, at most."""
+        """Largest size in bytes of the embeddings of images that this rank keeps."""
         model = self.model
         if not isinstance(model, LayeredModel) or not (width := embedding_width(model)):
             return 0

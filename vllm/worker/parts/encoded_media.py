@@ -87,7 +87,7 @@ class EncodedMedia:
         self._items: dict[int, tuple[MediaItem, ...]] = {}
         """By row of the batch."""
         self._request_ids: dict[int, str] = {}
-        """Likewise."""
+        """Id of the request, by row of the batch."""
         self._files: dict[str, dict[str, OpenFile]] = {}
         """By request: the files of its images by path."""
         self._errors: dict[int, str] = {}

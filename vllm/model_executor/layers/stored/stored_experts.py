@@ -102,7 +102,7 @@ class RoundedExperts(HandedOverExperts):
         super().__init__(name)
         self.round_weights = round_weights
         self.stored_as: str | None = None
-        """As of `StoredExperts`; known once the layer is finished."""
+        """Storage format in the checkpoint; None before the layer is finished."""
         self.kept: Kept | None = None
 
     @torch.no_grad()

@@ -237,7 +237,7 @@ class RoundedLinear(UnquantizedLinear):
         self.round_weight = round_weight
         self.packed: PreparedWeight | None = None
         self.stored_as: str | None = None
-        """As of `StoredLinear`; known once the layer is finished."""
+        """Storage format in the checkpoint; None before the layer is finished."""
         self.kept: Kept | None = None
 
     @torch.no_grad()

@@ -115,7 +115,7 @@ class WarmUp:
         self._forecast = MemoryForecast() if forecast is None else forecast
         self._encoder = encoder
         self._encoder_sizes = [] if encoder is None else list(encoder.sizes)
-        """Of forward passes of the encoder that have not run, ascending."""
+        """Sizes of the forward passes of the encoder that have not run, ascending."""
         self._given_up: list[Bucket] = []
         self._batches: set[int] = set()
         """Padded batch sizes whose sampling has been launched."""
