@@ -13,4 +13,4 @@ router = APIRouter(tags=["audio"])
 @router.post("/v1/audio/speech", status_code=404)
 async def refuse_audio() -> Response:
     """Refuse: only text models are supported."""
-    raise NotFoundError("audio is not available: this server runs text models only")
+    raise NotFoundError("audio is not available: this server serves text and images, no sound")
