@@ -172,7 +172,7 @@ def grid_model(name: str) -> GridModel:
         model,
         image_processor_class(class_name)(**given),
         import_module(f"vllm.multimodal.families.{name}").Family,
-        import_module(f"vllm.model_executor.vision.{name}").Encoder,
+        import_module(f"vllm.model_executor.vision.families.{name}").Encoder,
     )
 
 

@@ -293,7 +293,7 @@ def test_patches_are_those_of_a_convolution():
     ],
 )
 def test_values_that_the_encoder_of_internvl_cannot_use(change, message):
-    from vllm.model_executor.vision.internvl import Encoder
+    from vllm.model_executor.vision.families.internvl import Encoder
 
     with pytest.raises(ConfigError, match=message):
         Encoder({"vision_config": TOWER, **change}, 24)
@@ -309,7 +309,7 @@ def test_values_that_the_encoder_of_internvl_cannot_use(change, message):
     ],
 )
 def test_values_that_an_encoder_cannot_use(change, message):
-    from vllm.model_executor.vision.llava import Encoder
+    from vllm.model_executor.vision.families.llava import Encoder
 
     config = {"vision_config": {"model_type": "clip_vision_model", **TOWER}, **change}
     with pytest.raises(ConfigError, match=message):

@@ -1,8 +1,8 @@
 """The interface of a family of models with images, without its weights. Knows no families.
 
 A family has two files of one name: in `families/` the size and the tokens of an image, and in
-`vllm.model_executor.vision` the modules that encode it. This package loads no torch; an image
-processor is imported when an image is processed.
+`vllm.model_executor.vision.families` the modules that encode it. This package loads no torch; an
+image processor is imported when an image is processed.
 """
 
 from abc import ABC, abstractmethod

@@ -154,8 +154,8 @@ class ModelArch:
 
     @property
     def media_module(self) -> str | None:
-        """Module of `vllm.multimodal.families` and of `vllm.model_executor.vision` for the images
-        of the model; None: it reads text only."""
+        """Module of `multimodal.families` and of `model_executor.vision.families` for the images of
+        the model; None: it reads text only."""
         if self.media_config is None:
             return None
         family = family_of_architecture(self.architecture)

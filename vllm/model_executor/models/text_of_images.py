@@ -99,7 +99,7 @@ def _joined(images: type[CausalLM], text: type[CausalLM]) -> type[CausalLM]:
 
 def encoder_class(arch: ModelArch) -> type[MediaEncoder]:
     """Return the class of the encoder of a model that has one."""
-    module = import_module(f"vllm.model_executor.vision.{arch.media_module}")
+    module = import_module(f"vllm.model_executor.vision.families.{arch.media_module}")
     found: type[MediaEncoder] = module.Encoder
     return found
 

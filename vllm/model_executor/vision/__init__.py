@@ -1,1 +1,1 @@
-"""Encoders of images: one file for each family, and one for each kind of vision tower."""
+"""Parts of encoders of images: towers, and what several families share."""

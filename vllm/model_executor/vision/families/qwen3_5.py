@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from vllm.model_executor.vision.qwen3_vl import Qwen3VLEncoder
+from vllm.model_executor.vision.families.qwen3_vl import Qwen3VLEncoder
 
 
 class Qwen3_5Encoder(Qwen3VLEncoder):

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from vllm.model_executor.layers.norm import LayerNorm
+from vllm.model_executor.vision.families.llava import LlavaProjector
 from vllm.model_executor.vision.intern_vit import InternVitTower
 from vllm.model_executor.vision.layers import merge_patches
-from vllm.model_executor.vision.llava import LlavaProjector
 from vllm.model_executor.vision.tiles import TileEncoder
 from vllm.model_executor.vision.transformer import tower_parameter
 from vllm.multimodal.checks import is_whole, wrong_config

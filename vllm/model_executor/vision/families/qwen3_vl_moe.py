@@ -1,5 +1,5 @@
 """The vision tower of Qwen3-VL with experts, which is the same as without."""
 
-from vllm.model_executor.vision.qwen3_vl import Qwen3VLEncoder
+from vllm.model_executor.vision.families.qwen3_vl import Qwen3VLEncoder
 
 Encoder = Qwen3VLEncoder

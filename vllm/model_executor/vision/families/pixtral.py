@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vllm.model_executor.layers.activation import get_activation
 from vllm.model_executor.layers.norm import RMSNorm
+from vllm.model_executor.vision.families.llava import LlavaProjector
 from vllm.model_executor.vision.grid_encoder import (
     Attend,
     FlatConvolution,
@@ -17,7 +18,6 @@ from vllm.model_executor.vision.grid_encoder import (
     GridSizes,
 )
 from vllm.model_executor.vision.layers import TowerLinear
-from vllm.model_executor.vision.llava import LlavaProjector
 from vllm.model_executor.vision.packed_attention import attend_within
 from vllm.model_executor.vision.rotations import rotate
 from vllm.multimodal.checks import config_number, config_object, wrong_config

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from vllm.model_executor.vision.llava import LlavaEncoder
+from vllm.model_executor.vision.families.llava import LlavaEncoder
 from vllm.multimodal.families.llava_next import Layout, check_grid
 
 

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from vllm.model_executor.layers.norm import RMSNorm
+from vllm.model_executor.vision.families.llava import LlavaProjector
+from vllm.model_executor.vision.families.pixtral import PixtralEncoder
 from vllm.model_executor.vision.grid_encoder import join_blocks
 from vllm.model_executor.vision.layers import TowerLinear
-from vllm.model_executor.vision.llava import LlavaProjector
-from vllm.model_executor.vision.pixtral import PixtralEncoder
 from vllm.multimodal.checks import config_number, config_object, config_whole, wrong_config
 from vllm.multimodal.tower_config import TowerConfig
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vllm.model_executor.layers.activation import get_activation
 from vllm.model_executor.layers.norm import RMSNorm
+from vllm.model_executor.vision.families.qwen2_vl import NORM_EPS, BlockMerger
 from vllm.model_executor.vision.grid_encoder import (
     GatedTowerMLP,
     GridAttention,
@@ -22,7 +23,6 @@ from vllm.model_executor.vision.grid_encoder import (
     read_sizes,
 )
 from vllm.model_executor.vision.packed_attention import attend_within, attend_within_windows
-from vllm.model_executor.vision.qwen2_vl import NORM_EPS, BlockMerger
 from vllm.multimodal.checks import config_object, config_whole, wrong_config
 
 _FULL_LAYERS = (7, 15, 23, 31)
