@@ -9,7 +9,7 @@ import torch
 
 from tests.multimodal.grid_models import KINDS, grid_model, images, tensors_of
 from vllm.errors import ConfigError, RequestError
-from vllm.model_executor import vision
+from vllm.model_executor.vision import families as encoders
 from vllm.model_executor.vision.encoder import MediaEncoder
 from vllm.multimodal import families
 from vllm.multimodal.family import MediaFamily, PlacedItem
@@ -204,7 +204,7 @@ def test_every_family_has_an_encoder_of_its_name():
     assert {*KINDS, "qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"} <= names
     for name in names:
         family = import_module(f"{families.__name__}.{name}").Family
-        encoder = import_module(f"{vision.__name__}.{name}").Encoder
+        encoder = import_module(f"{encoders.__name__}.{name}").Encoder
         assert issubclass(family, MediaFamily)
         assert issubclass(encoder, MediaEncoder)
 
