@@ -14,7 +14,7 @@ from vllm.bucketing.encoder_sizes import (
 )
 from vllm.multimodal.families.llava_next import LlavaNextFamily
 from vllm.multimodal.families.qwen2_vl import Qwen2VLFamily
-from vllm.multimodal.settings import with_defaults
+from vllm.multimodal.images.settings import with_defaults
 
 SEED = 20261127
 MULTIPLE = 16

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 
-from vllm.multimodal.settings import with_defaults
+from vllm.multimodal.images.settings import with_defaults
 
 HIDDEN_SIZE = 48
 _TEXT = {
@@ -172,7 +172,7 @@ def grid_model(name: str) -> GridModel:
         model,
         image_processor_class(class_name)(**given),
         import_module(f"vllm.multimodal.families.{name}").Family,
-        import_module(f"vllm.model_executor.vision.families.{name}").Encoder,
+        import_module(f"vllm.model_executor.media.families.{name}").Encoder,
     )
 
 

@@ -6,9 +6,9 @@ import time
 import numpy as np
 
 from vllm.errors import RequestError
-from vllm.multimodal.family import EncoderInput
-from vllm.multimodal.image import image_pixels
-from vllm.multimodal.source import MediaSource
+from vllm.multimodal.images.image import image_pixels
+from vllm.multimodal.interface.family import EncoderInput
+from vllm.multimodal.interface.source import MediaSource
 
 
 def decode(brightness: int, max_pixels: int = 10**6):

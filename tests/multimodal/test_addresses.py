@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm.multimodal.addresses import is_public, normalize_host
+from vllm.multimodal.fetching.addresses import is_public, normalize_host
 
 
 @pytest.mark.parametrize(

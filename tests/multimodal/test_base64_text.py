@@ -7,7 +7,7 @@ import re
 import pytest
 
 from vllm.errors import RequestError
-from vllm.multimodal.base64_text import decode_base64, read_data_url
+from vllm.multimodal.fetching.base64_text import decode_base64, read_data_url
 
 BYTES = bytes(range(256))
 TEXT = base64.b64encode(BYTES).decode()

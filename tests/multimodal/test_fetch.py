@@ -12,10 +12,10 @@ import subprocess
 import pytest
 
 from vllm.errors import ConfigError, RequestError
-from vllm.multimodal import fetch as fetch_module
-from vllm.multimodal import http_get
-from vllm.multimodal.fetch import MediaFetcher, show_url
-from vllm.multimodal.http_get import Answer
+from vllm.multimodal.fetching import fetch as fetch_module
+from vllm.multimodal.fetching import http_get
+from vllm.multimodal.fetching.fetch import MediaFetcher, show_url
+from vllm.multimodal.fetching.http_get import Answer
 
 NAME = "pictures.test"
 PUBLIC, PRIVATE = "93.184.215.14", "10.0.0.1"

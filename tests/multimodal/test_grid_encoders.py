@@ -6,7 +6,7 @@ import torch
 from tests.hpu import simulated_hpu
 from tests.multimodal.grid_models import grid_model, images, tensors_of
 from vllm.errors import ConfigError
-from vllm.model_executor.vision.packed_attention import attend_within, attend_within_windows
+from vllm.model_executor.media.vision.packed_attention import attend_within, attend_within_windows
 from vllm.transformers_utils.transformers_version import is_version_4
 
 pytest.importorskip("PIL", reason="images need Pillow")
@@ -116,7 +116,7 @@ def test_many_queries_are_read_in_parts(monkeypatch):
     heads = torch.randn(3, 20, 2, 4, generator=torch.Generator().manual_seed(1))
     groups = torch.arange(4).repeat_interleave(5)
     wanted = attend_within(*heads, groups)
-    monkeypatch.setattr("vllm.model_executor.vision.packed_attention._MAX_QUERIES", 7)
+    monkeypatch.setattr("vllm.model_executor.media.vision.packed_attention._MAX_QUERIES", 7)
     torch.testing.assert_close(attend_within(*heads, groups), wanted)
 
 

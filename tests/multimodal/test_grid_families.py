@@ -9,11 +9,11 @@ import torch
 
 from tests.multimodal.grid_models import KINDS, grid_model, images, tensors_of
 from vllm.errors import ConfigError, RequestError
-from vllm.model_executor.vision import families as encoders
-from vllm.model_executor.vision.encoder import MediaEncoder
+from vllm.model_executor.media import families as encoders
+from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.multimodal import families
-from vllm.multimodal.family import MediaFamily, PlacedItem
-from vllm.multimodal.settings import override_settings, with_defaults
+from vllm.multimodal.images.settings import override_settings, with_defaults
+from vllm.multimodal.interface.family import MediaFamily, PlacedItem
 from vllm.transformers_utils.transformers_version import is_version_4
 
 pytest.importorskip("PIL", reason="images need Pillow")

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from vllm.errors import RequestError
-from vllm.multimodal.image import ACCEPTED, decode_image, read_image, sniff, to_rgb
+from vllm.multimodal.images.image import ACCEPTED, decode_image, read_image, sniff, to_rgb
 
 MAX_PIXELS = 10**6
 LOSSLESS = ("PNG", "GIF", "BMP", "TIFF")

@@ -5,9 +5,9 @@ import pytest
 
 from tests.multimodal.grid_models import grid_model
 from vllm.errors import RequestError
+from vllm.multimodal.images.settings import with_defaults
+from vllm.multimodal.interface.source import MediaSource
 from vllm.multimodal.job import make_job
-from vllm.multimodal.settings import with_defaults
-from vllm.multimodal.source import MediaSource
 from vllm.transformers_utils.transformers_version import is_version_4
 
 pytest.importorskip("PIL", reason="images need Pillow")

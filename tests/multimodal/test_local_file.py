@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from vllm.multimodal.local_file import local_path, read_below
+from vllm.multimodal.fetching.local_file import local_path, read_below
 
 
 @pytest.fixture

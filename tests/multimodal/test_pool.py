@@ -14,8 +14,8 @@ from tests.shared_memory import assert_no_new_files, named_files
 from tests.utils.test_deadline_worker import ends_within
 from vllm.errors import ConfigError, RequestError
 from vllm.multimodal import pool
+from vllm.multimodal.interface.source import MediaSource
 from vllm.multimodal.pool import MediaWorkers
-from vllm.multimodal.source import MediaSource
 from vllm.utils.process.deadline_worker import WorkerDied
 from vllm.utils.process.memory_file import memory_file
 

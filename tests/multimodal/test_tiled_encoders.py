@@ -18,11 +18,11 @@ from tests.multimodal.tiled_models import (
     normalised,
 )
 from vllm.errors import ConfigError
+from vllm.model_executor.media.vision.layers import PatchEmbedding, TowerLinear
 from vllm.model_executor.quantization.cpu_packed import CPUPacked
 from vllm.model_executor.quantization.interface import Quantization
-from vllm.model_executor.vision.layers import PatchEmbedding, TowerLinear
 from vllm.multimodal.families.llava_next import Family
-from vllm.multimodal.settings import with_defaults
+from vllm.multimodal.images.settings import with_defaults
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.native.operators import NativeOps
 from vllm.transformers_utils.transformers_version import is_version_4
@@ -293,7 +293,7 @@ def test_patches_are_those_of_a_convolution():
     ],
 )
 def test_values_that_the_encoder_of_internvl_cannot_use(change, message):
-    from vllm.model_executor.vision.families.internvl import Encoder
+    from vllm.model_executor.media.families.internvl import Encoder
 
     with pytest.raises(ConfigError, match=message):
         Encoder({"vision_config": TOWER, **change}, 24)
@@ -309,7 +309,7 @@ def test_values_that_the_encoder_of_internvl_cannot_use(change, message):
     ],
 )
 def test_values_that_an_encoder_cannot_use(change, message):
-    from vllm.model_executor.vision.families.llava import Encoder
+    from vllm.model_executor.media.families.llava import Encoder
 
     config = {"vision_config": {"model_type": "clip_vision_model", **TOWER}, **change}
     with pytest.raises(ConfigError, match=message):

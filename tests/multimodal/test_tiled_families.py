@@ -12,19 +12,19 @@ import torch
 from tests.multimodal.grid_models import image_processor_class
 from tests.multimodal.tiled_models import LLAMA, PINPOINTS, SIDE, TOWER
 from vllm.errors import ConfigError, RequestError
-from vllm.model_executor.vision.layers import normalize
+from vllm.model_executor.media.vision.layers import normalize
 from vllm.multimodal.families import idefics3 as idefics3_family
 from vllm.multimodal.families import internvl as internvl_family
 from vllm.multimodal.families.idefics3 import newline_tokens
 from vllm.multimodal.families.llava import CLIP_OR_SIGLIP
-from vllm.multimodal.hf_processor import make_image_processor as make_hf_processor
-from vllm.multimodal.settings import (
+from vllm.multimodal.images.hf_processor import make_image_processor as make_hf_processor
+from vllm.multimodal.images.settings import (
     DEFAULTS,
     override_settings,
     read_processor_settings,
     with_defaults,
 )
-from vllm.multimodal.tower_config import read_tower_config
+from vllm.multimodal.images.tower_config import read_tower_config
 from vllm.transformers_utils.transformers_version import is_version_4
 
 pytest.importorskip("PIL", reason="image processors need Pillow")

@@ -52,7 +52,7 @@ def make_encoder(family, model, rename=lambda name: name, dtype=torch.float32):
     Every parameter has to be in the checkpoint, and every tensor of the checkpoint that begins
     with one of its prefixes has to be a parameter.
     """
-    module = import_module(f"vllm.model_executor.vision.families.{family}")
+    module = import_module(f"vllm.model_executor.media.families.{family}")
     torch.set_default_dtype(dtype)
     try:
         encoder = module.Encoder(model.config.to_dict(), TEXT["hidden_size"])

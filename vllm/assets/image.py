@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm import envs
 from vllm.assets.base import find_asset
-from vllm.multimodal.image import read_image
+from vllm.multimodal.images.image import read_image
 from vllm.utils.media import read_file
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from vllm.utils.methods import passed_on
 if TYPE_CHECKING:
     from torch import nn
 
-    from vllm.multimodal.fetch import MediaFetcher
+    from vllm.multimodal.fetching.fetch import MediaFetcher
 
 _Result = TypeVar("_Result")
 

@@ -9,10 +9,14 @@ import numpy as np
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError, RequestError
-from vllm.multimodal.family import EncoderInput, MediaFamily
-from vllm.multimodal.image import Color, image_pixels
-from vllm.multimodal.settings import check_resized, override_settings, read_processor_settings
-from vllm.multimodal.source import MediaSource, refuse
+from vllm.multimodal.images.image import Color, image_pixels
+from vllm.multimodal.images.settings import (
+    check_resized,
+    override_settings,
+    read_processor_settings,
+)
+from vllm.multimodal.interface.family import EncoderInput, MediaFamily
+from vllm.multimodal.interface.source import MediaSource, refuse
 
 _SIDE = 64
 """Pixels of an image that every family accepts."""

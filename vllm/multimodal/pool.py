@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 
 from vllm.errors import ConfigError, RequestError
 from vllm.logger import init_logger
-from vllm.multimodal.family import EncoderInput
-from vllm.multimodal.image import load_decoders
-from vllm.multimodal.source import MediaSource, refuse
+from vllm.multimodal.images.image import load_decoders
+from vllm.multimodal.interface.family import EncoderInput
+from vllm.multimodal.interface.source import MediaSource, refuse
 from vllm.utils.process.deadline_worker import (
     CallFailed,
     DeadlineExceeded,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from vllm import envs
-from vllm.multimodal.fetch import MAX_REDIRECTS, MediaFetcher
-from vllm.multimodal.image import read_image, to_rgb
+from vllm.multimodal.fetching.fetch import MAX_REDIRECTS, MediaFetcher
+from vllm.multimodal.images.image import read_image, to_rgb
 from vllm.utils.media import Samples, read_wav, write_wav
 
 if TYPE_CHECKING:

@@ -154,7 +154,7 @@ class ModelArch:
 
     @property
     def media_module(self) -> str | None:
-        """Module of `multimodal.families` and of `model_executor.vision.families` for the images of
+        """Module of `multimodal.families` and of `model_executor.media.families` for the images of
         the model; None: it reads text only."""
         if self.media_config is None:
             return None

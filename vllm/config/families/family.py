@@ -144,7 +144,7 @@ class Family:
     also_text_types: tuple[str, ...] = ()
     """Other values of it, which the same class runs."""
     media: str | None = None
-    """Module of `multimodal.families` and of `model_executor.vision.families` that encodes images;
+    """Module of `multimodal.families` and of `model_executor.media.families` that encodes images;
     None: the models read text only."""
     media_by_tower: Mapping[str, str] = field(default_factory=dict)
     """`model_type` of `vision_config` -> the module for such towers, where it is not `media`."""

@@ -18,11 +18,11 @@ import numpy.typing as npt
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError, RequestError
 from vllm.messages import CacheKey, MediaItem
-from vllm.multimodal.family import EncoderInput, Expansion, MediaFamily, PlacedItem
-from vllm.multimodal.image import to_rgb
+from vllm.multimodal.images.image import to_rgb
+from vllm.multimodal.interface.family import EncoderInput, Expansion, MediaFamily, PlacedItem
+from vllm.multimodal.interface.source import MediaSource
 from vllm.multimodal.job import Job, family_of_model, job_arguments, make_job
 from vllm.multimodal.media_file import MediaFile, inline_tensors
-from vllm.multimodal.source import MediaSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

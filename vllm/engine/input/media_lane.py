@@ -20,10 +20,10 @@ from vllm.errors import ConfigError
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.multimodal import media_file
-from vllm.multimodal.family import EncoderInput
+from vllm.multimodal.interface.family import EncoderInput
+from vllm.multimodal.interface.source import MediaSource
 from vllm.multimodal.media_file import MediaFile
 from vllm.multimodal.pool import MediaWorkers
-from vllm.multimodal.source import MediaSource
 
 logger = init_logger(__name__)
 

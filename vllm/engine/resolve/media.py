@@ -7,8 +7,8 @@ from pathlib import Path
 from vllm.config import LoadConfig, ModelArch
 from vllm.config.families import TEXT_TYPES, family_of_architecture
 from vllm.logger import init_logger
-from vllm.multimodal.settings import has_processor_settings
-from vllm.multimodal.tower_config import TOWER_PARTS
+from vllm.multimodal.images.settings import has_processor_settings
+from vllm.multimodal.images.tower_config import TOWER_PARTS
 from vllm.transformers_utils.weight_headers import names_of_tensors
 
 logger = init_logger(__name__)

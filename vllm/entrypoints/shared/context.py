@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.entrypoints.shared.card_telemetry import CardTelemetry
     from vllm.entrypoints.shared.served_adapters import ServedAdapters
     from vllm.lora.request import LoRARequest
-    from vllm.multimodal.fetch import MediaFetcher
+    from vllm.multimodal.fetching.fetch import MediaFetcher
     from vllm.platforms.card_reading import CardReading
     from vllm.utils.otel import Tracer
 

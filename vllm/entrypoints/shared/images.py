@@ -16,7 +16,7 @@ from vllm.inputs import TextPrompt
 
 if TYPE_CHECKING:
     from vllm.engine.input.input_processor import InputProcessor
-    from vllm.multimodal.fetch import MediaFetcher
+    from vllm.multimodal.fetching.fetch import MediaFetcher
 
 _IMAGE = "image"
 
@@ -144,7 +144,7 @@ def image_prompt(
 
 def _as_item(part: MediaPart) -> Any:
     """Return an image as the engine reads it: a fetched file with its description, or an object."""
-    from vllm.multimodal.source import MediaSource
+    from vllm.multimodal.interface.source import MediaSource
 
     if not isinstance(part.source, bytes):
         return part.source

@@ -11,7 +11,7 @@ from vllm.config import ModelArch
 from vllm.distributed import Stage, TPGroup
 from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.layers.slice import Source
-from vllm.model_executor.vision.encoder import MediaEncoder
+from vllm.model_executor.media.encoder import MediaEncoder
 
 
 class LoadableModel(nn.Module, ABC):

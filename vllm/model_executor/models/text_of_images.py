@@ -14,6 +14,7 @@ from vllm.config.families import family_of
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.model_executor.models.decoder import DecoderForCausalLM
 from vllm.model_executor.models.fused_weights import split_transposed_experts
 from vllm.model_executor.models.gemma import Gemma3ForCausalLM
@@ -30,8 +31,7 @@ from vllm.model_executor.models.qwen3_next import Qwen3_5ForCausalLM, Qwen3_5Moe
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.routed import Glm4MoeForCausalLM
 from vllm.model_executor.models.transformers_model import TransformersForCausalLM
-from vllm.model_executor.vision.encoder import MediaEncoder
-from vllm.multimodal.tower_config import TOWER_PARTS
+from vllm.multimodal.images.tower_config import TOWER_PARTS
 
 _ENCODER = "media_encoder."
 _AROUND_TOWERS = ("multi_modal_projector.", "connector.", "image_newline")
@@ -99,7 +99,7 @@ def _joined(images: type[CausalLM], text: type[CausalLM]) -> type[CausalLM]:
 
 def encoder_class(arch: ModelArch) -> type[MediaEncoder]:
     """Return the class of the encoder of a model that has one."""
-    module = import_module(f"vllm.model_executor.vision.families.{arch.media_module}")
+    module = import_module(f"vllm.model_executor.media.families.{arch.media_module}")
     found: type[MediaEncoder] = module.Encoder
     return found
 

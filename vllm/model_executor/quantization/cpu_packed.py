@@ -31,8 +31,8 @@ from vllm.model_executor.layers.embedding import (
 )
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
+from vllm.model_executor.media.vision.layers import TowerLinear
 from vllm.model_executor.quantization.interface import Quantization
-from vllm.model_executor.vision.layers import TowerLinear
 from vllm.ops.cpu.library import load_cpu_kernels
 
 logger = init_logger(__name__)

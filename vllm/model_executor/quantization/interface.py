@@ -11,7 +11,7 @@ from vllm.model_executor.layers.embedding import EmbeddingMethod, VocabParallelE
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
-from vllm.model_executor.vision.layers import TowerLinear
+from vllm.model_executor.media.vision.layers import TowerLinear
 
 
 @dataclass(frozen=True)

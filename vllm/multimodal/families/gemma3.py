@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from vllm.multimodal.checks import config_whole, wrong_config, wrong_setting
-from vllm.multimodal.family import EncoderInput, Expansion, TokenLookup
-from vllm.multimodal.settings import check_fixed_size, setting_bool
-from vllm.multimodal.tiles import TiledFamily
-from vllm.multimodal.tower_config import TowerConfig
+from vllm.multimodal.images.settings import check_fixed_size, setting_bool
+from vllm.multimodal.images.tiles import TiledFamily
+from vllm.multimodal.images.tower_config import TowerConfig
+from vllm.multimodal.interface.checks import config_whole, wrong_config, wrong_setting
+from vllm.multimodal.interface.family import EncoderInput, Expansion, TokenLookup
 
 TOWERS = ("siglip_vision_model",)
 """`model_type` of the towers of Gemma 3."""

@@ -7,11 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm.errors import ConfigError
-from vllm.multimodal.checks import config_whole, wrong_config, wrong_setting
-from vllm.multimodal.family import EncoderInput, Expansion, TokenLookup
-from vllm.multimodal.settings import setting_bool, setting_edges
-from vllm.multimodal.tiles import TiledFamily
-from vllm.multimodal.tower_config import TowerConfig
+from vllm.multimodal.images.settings import setting_bool, setting_edges
+from vllm.multimodal.images.tiles import TiledFamily
+from vllm.multimodal.images.tower_config import TowerConfig
+from vllm.multimodal.interface.checks import config_whole, wrong_config, wrong_setting
+from vllm.multimodal.interface.family import EncoderInput, Expansion, TokenLookup
 
 TOWERS = ("idefics3_vision", "smolvlm_vision")
 """`model_type` of the towers of Idefics3 and SmolVLM."""

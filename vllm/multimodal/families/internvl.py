@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from vllm.multimodal.checks import is_number, is_whole, wrong_config, wrong_setting
-from vllm.multimodal.family import EncoderInput, Expansion, TokenLookup
-from vllm.multimodal.settings import check_fixed_size
-from vllm.multimodal.tiles import TiledFamily
-from vllm.multimodal.tower_config import TowerConfig
+from vllm.multimodal.images.settings import check_fixed_size
+from vllm.multimodal.images.tiles import TiledFamily
+from vllm.multimodal.images.tower_config import TowerConfig
+from vllm.multimodal.interface.checks import is_number, is_whole, wrong_config, wrong_setting
+from vllm.multimodal.interface.family import EncoderInput, Expansion, TokenLookup
 
 TOWERS = ("internvl_vision",)
 """`model_type` of the tower of InternVL."""

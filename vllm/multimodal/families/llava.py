@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from vllm.multimodal.checks import is_whole, wrong_config
-from vllm.multimodal.family import EncoderInput, Expansion, TokenLookup
-from vllm.multimodal.settings import check_fixed_size
-from vllm.multimodal.tiles import TiledFamily
-from vllm.multimodal.tower_config import TowerConfig
+from vllm.multimodal.images.settings import check_fixed_size
+from vllm.multimodal.images.tiles import TiledFamily
+from vllm.multimodal.images.tower_config import TowerConfig
+from vllm.multimodal.interface.checks import is_whole, wrong_config
+from vllm.multimodal.interface.family import EncoderInput, Expansion, TokenLookup
 
 CLIP_OR_SIGLIP = ("clip_vision_model", "siglip_vision_model")
 """`model_type` of the towers of the LLaVA models."""

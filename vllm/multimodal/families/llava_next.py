@@ -7,12 +7,12 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm.errors import RequestError
-from vllm.multimodal.checks import is_whole, wrong_config, wrong_setting
 from vllm.multimodal.families.llava import RepeatedToken, read_features
-from vllm.multimodal.family import EncoderInput
-from vllm.multimodal.hf_processor import check_ratio
-from vllm.multimodal.settings import MAX_PIXELS, check_fixed_size
-from vllm.multimodal.tower_config import TowerConfig
+from vllm.multimodal.images.hf_processor import check_ratio
+from vllm.multimodal.images.settings import MAX_PIXELS, check_fixed_size
+from vllm.multimodal.images.tower_config import TowerConfig
+from vllm.multimodal.interface.checks import is_whole, wrong_config, wrong_setting
+from vllm.multimodal.interface.family import EncoderInput
 
 _MAX_LAYOUTS = 2**10
 

@@ -1,7 +1,7 @@
 """Images of Mistral Small 3.1 and 3.2, and Ministral 3 (Mistral AI 2025)."""
 
-from vllm.multimodal.checks import config_whole
 from vllm.multimodal.families.pixtral import PixtralFamily
+from vllm.multimodal.interface.checks import config_whole
 
 
 class Mistral3Family(PixtralFamily):

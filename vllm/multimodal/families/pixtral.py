@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm.multimodal.checks import wrong_config, wrong_setting
 from vllm.multimodal.families.llava import TowerFeatures, read_features
-from vllm.multimodal.family import EncoderInput, Expansion, MediaFamily, TokenLookup
-from vllm.multimodal.hf_processor import HfImageProcessor
-from vllm.multimodal.settings import pixel_statistics, setting_bool, setting_edges
-from vllm.multimodal.tower_config import TowerConfig, read_tower_config
+from vllm.multimodal.images.hf_processor import HfImageProcessor
+from vllm.multimodal.images.settings import pixel_statistics, setting_bool, setting_edges
+from vllm.multimodal.images.tower_config import TowerConfig, read_tower_config
+from vllm.multimodal.interface.checks import wrong_config, wrong_setting
+from vllm.multimodal.interface.family import EncoderInput, Expansion, MediaFamily, TokenLookup
 
 PIXTRAL = ("pixtral",)
 """`model_type` of the tower."""

@@ -1,6 +1,6 @@
 """Images of Qwen2-VL (arXiv 2409.12191)."""
 
-from vllm.multimodal.grid_family import GridFamily
+from vllm.multimodal.images.grid_family import GridFamily
 
 
 class Qwen2VLFamily(GridFamily):

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from vllm.multimodal.grid_family import GridFamily
+from vllm.multimodal.images.grid_family import GridFamily
 
 
 class Qwen3VLFamily(GridFamily):

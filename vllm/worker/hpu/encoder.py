@@ -14,10 +14,10 @@ from vllm.config import VllmConfig
 from vllm.distributed import Meeting
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
+from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.model_executor.models.interface import LayeredModel
 from vllm.model_executor.models.text_of_images import make_encoder
-from vllm.model_executor.vision.encoder import MediaEncoder
-from vllm.multimodal.family import MediaFamily
+from vllm.multimodal.interface.family import MediaFamily
 from vllm.multimodal.job import family_of_model
 from vllm.platforms.habana.bridge import COMPILE_BACKEND, HabanaBridge
 from vllm.worker.hpu.memory.memory_profile import Attempt, attempt

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from vllm.logger import init_logger
 from vllm.messages import EngineRequest, IntArray, MediaItem, MediaTensor, SchedulerOutput
+from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.model_executor.models.interface import LayeredModel
-from vllm.model_executor.vision.encoder import MediaEncoder
 from vllm.multimodal.media_file import OpenFile, open_files, read_tensor
 
 logger = init_logger(__name__)

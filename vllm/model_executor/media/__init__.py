@@ -1,0 +1,1 @@
+"""The encoders of images, sound and video. Their parts know no families."""

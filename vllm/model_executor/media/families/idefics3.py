@@ -1,0 +1,70 @@
+"""The encoder of Idefics3 (Laurençon et al. 2024, arXiv 2408.12637) and SmolVLM."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from vllm.model_executor.media.vision.layers import TowerLinear, merge_patches
+from vllm.model_executor.media.vision.siglip import SiglipTower
+from vllm.model_executor.media.vision.tiles import TileEncoder
+from vllm.model_executor.media.vision.transformer import tower_parameter
+from vllm.multimodal.families.idefics3 import TOWERS, merged_patches
+from vllm.multimodal.images.tower_config import read_tower_config
+
+
+class Idefics3Projection(nn.Module):
+    """One matmul, a level deeper than the connector as checkpoints have it."""
+
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.proj = TowerLinear(input_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x)
+
+
+class Idefics3Connector(nn.Module):
+    """Squares of patches joined, and a matmul.
+
+    Args:
+        scale: height and width of a square.
+        size: C, of a patch.
+        hidden_size: of the language model's embeddings.
+
+    Shape: [B, N, C] -> [B, N / scale^2, hidden_size]
+    """
+
+    def __init__(self, scale: int, size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.scale = scale
+        self.modality_projection = Idefics3Projection(scale * scale * size, hidden_size)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        projected: Tensor = self.modality_projection(merge_patches(patches, self.scale))
+        return projected
+
+
+class Idefics3Encoder(TileEncoder):
+    """SigLIP, and a connector that joins its patches. Tiles have no padding, so every patch has
+    the position of its index."""
+
+    prefixes: ClassVar[tuple[str, ...]] = ("vision_model.", "connector.")
+
+    def __init__(self, config: Mapping[str, Any], hidden_size: int) -> None:
+        super().__init__(config, hidden_size)
+        tower = read_tower_config(config, TOWERS)
+        scale = merged_patches(config, tower)
+        self.embeddings_per_tile = (tower.patches_per_side // scale) ** 2
+        self.vision_model = SiglipTower(tower)
+        self.connector = Idefics3Connector(scale, tower.hidden_size, hidden_size)
+
+    def parameter_name(self, name: str) -> str | None:
+        return tower_parameter(name, "vision_model.", self.vision_model)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        embeddings: Tensor = self.connector(self.vision_model.last(pixels))
+        return embeddings
+
+
+Encoder = Idefics3Encoder

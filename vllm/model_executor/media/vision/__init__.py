@@ -1,0 +1,1 @@
+"""Parts of vision towers. Know no families."""

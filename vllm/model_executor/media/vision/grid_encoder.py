@@ -1,0 +1,347 @@
+"""Encoders of images of any size: the patches of all images are one sequence, and blocks of patches
+become tokens. Qwen-VL and GLM-V are of this kind. Knows no model.
+
+N patches with padding, H heads of size D, C channels of a patch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm.model_executor.media.encoder import MediaEncoder
+from vllm.model_executor.media.vision.interpolated_table import InterpolatedTable
+from vllm.model_executor.media.vision.layers import TowerLinear, normalize
+from vllm.model_executor.media.vision.rotations import (
+    axial_frequencies,
+    block_coordinates,
+    rotate,
+    rotations_of,
+)
+from vllm.multimodal.interface.checks import (
+    config_number,
+    config_object,
+    config_whole,
+    is_whole,
+    wrong_config,
+)
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of one layer: query, key and value [N, H, D] to [N, H, D]."""
+
+_MAX_SIZE = 2**16
+_MAX_LAYERS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridSizes:
+    """Sizes of the tower."""
+
+    hidden_size: int
+    """C"""
+    depth: int
+    """Layers."""
+    num_heads: int
+    patch_size: int
+    """Height and width of a patch in pixels."""
+    frames: int
+    """Frames of a patch. An image has all frames alike."""
+    merge_size: int
+    """A block of so many rows and columns of patches becomes a token."""
+    theta: float
+    """Base of the angles of rotations."""
+
+    @property
+    def block(self) -> int:
+        """Patches of a block."""
+        return self.merge_size**2
+
+    @property
+    def head_size(self) -> int:
+        """D"""
+        return self.hidden_size // self.num_heads
+
+
+def read_sizes(
+    config: Mapping[str, Any], hidden_key: str = "hidden_size", patch_size: int = 14
+) -> GridSizes:
+    """Read `vision_config` of config.json.
+
+    Args:
+        config: of the whole model.
+        hidden_key: key of the hidden size of the tower.
+        patch_size: of a config that has none.
+
+    Raises:
+        ConfigError: a value cannot be used.
+    """
+    vision = config_object(config, "vision_config")
+    rope = config_object(vision, "rope_parameters")
+
+    def size(key: str, largest: int = _MAX_SIZE, default: int = 0) -> int:
+        found = config_whole(vision, key, default, largest, "vision_config.")
+        if not found:
+            raise wrong_config(f"vision_config.{key}", None, f"an integer from 1 to {largest}")
+        return found
+
+    sizes = GridSizes(
+        hidden_size=size(hidden_key),
+        depth=size("depth", _MAX_LAYERS),
+        num_heads=size("num_heads"),
+        patch_size=size("patch_size", default=patch_size),
+        frames=size("temporal_patch_size", default=2),
+        merge_size=size("spatial_merge_size", default=2),
+        theta=config_number(rope, "rope_theta", 10000.0, "vision_config.rope_parameters."),
+    )
+    if sizes.hidden_size % (4 * sizes.num_heads):
+        raise wrong_config(
+            f"vision_config.{hidden_key}",
+            sizes.hidden_size,
+            f"a multiple of 4 * num_heads ({4 * sizes.num_heads})",
+        )
+    return sizes
+
+
+def read_activation(vision: Mapping[str, Any], default: str) -> str:
+    """Read the name of the activation of the MLPs in `vision_config`.
+
+    Raises:
+        ConfigError: it is no text.
+    """
+    name = vision.get("hidden_act")
+    if name is not None and not isinstance(name, str):
+        raise wrong_config("vision_config.hidden_act", name, "the name of a function")
+    return name or default
+
+
+class FlatConvolution(nn.Module):
+    """A convolution over pieces that do not overlap, as a matmul.
+
+    Args:
+        size: of a piece: channels first.
+        output_size: channels of the result.
+        has_bias: whether it has one.
+
+    Shape: [..., elements of a piece] -> [..., output_size]
+    """
+
+    weight: nn.Parameter
+    """[output_size, *size], as checkpoints have it."""
+    bias: nn.Parameter | None
+
+    def __init__(self, size: tuple[int, ...], output_size: int, has_bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(output_size, *size), requires_grad=False)
+        bias = nn.Parameter(torch.empty(output_size), requires_grad=False)
+        self.register_parameter("bias", bias if has_bias else None)
+
+    def forward(self, pieces: Tensor) -> Tensor:
+        return F.linear(pieces, self.weight.flatten(1), self.bias)
+
+
+class GridPatchEmbedding(nn.Module):
+    """The embedding of patches, with the name of Qwen-VL.
+
+    Shape: [N, 3 * frames * patch_size * patch_size] -> [N, C]
+    """
+
+    def __init__(self, sizes: GridSizes, has_bias: bool = False) -> None:
+        super().__init__()
+        patch = (3, sizes.frames, sizes.patch_size, sizes.patch_size)
+        self.proj = FlatConvolution(patch, sizes.hidden_size, has_bias)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return self.proj(patches)
+
+
+class GridAttention(nn.Module):
+    """Attention with rotations, with the names of Qwen-VL.
+
+    Shape: [N, C] -> the same
+    """
+
+    def __init__(
+        self, sizes: GridSizes, has_bias: bool = True, has_output_bias: bool = True
+    ) -> None:
+        super().__init__()
+        self.num_heads = sizes.num_heads
+        self.qkv = TowerLinear(sizes.hidden_size, 3 * sizes.hidden_size, has_bias)
+        self.proj = TowerLinear(sizes.hidden_size, sizes.hidden_size, has_output_bias)
+
+    def forward(self, x: Tensor, rotations: Tensor, attend: Attend) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
+        read = attend(rotate(query, rotations), rotate(key, rotations), value)
+        return self.proj(read.flatten(1))
+
+
+class GridLayer(nn.Module):
+    """One layer of a transformer that normalises inputs, with the names of Qwen-VL.
+
+    Args:
+        norms: before attention and before the MLP.
+        attention: of the tower.
+        mlp: [N, C] to [N, C].
+
+    Shape: [N, C] -> the same
+    """
+
+    def __init__(
+        self, norms: tuple[nn.Module, nn.Module], attention: GridAttention, mlp: nn.Module
+    ) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = norms
+        self.attn, self.mlp = attention, mlp
+
+    def forward(self, x: Tensor, rotations: Tensor, attend: Attend) -> Tensor:
+        x = x + self.attn(self.norm1(x), rotations, attend)
+        return x + self.mlp(self.norm2(x))
+
+
+class GatedTowerMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)), with the names of Llama.
+
+    Shape: [..., hidden_size] -> [..., hidden_size]
+    """
+
+    activation: Callable[[Tensor], Tensor]
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: Callable[[Tensor], Tensor],
+        has_bias: bool,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.gate_proj = TowerLinear(hidden_size, intermediate_size, has_bias)
+        self.up_proj = TowerLinear(hidden_size, intermediate_size, has_bias)
+        self.down_proj = TowerLinear(intermediate_size, hidden_size, has_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class GridEncoder(MediaEncoder):
+    """The part of these encoders that runs on the host, and the scaling of pixels.
+
+    Tensors of an image: `pixels` [patches, 3 * frames * patch_size^2] uint8, block after block;
+    `statistics` [2, 3] float32, mean and deviation of each channel; `grid` [3], frames, rows and
+    columns of patches.
+    """
+
+    prefixes: ClassVar[tuple[str, ...]] = ("visual.",)
+    unit: ClassVar[str] = "patches"
+
+    def __init__(self, config: Mapping[str, Any], hidden_size: int, sizes: GridSizes) -> None:
+        super().__init__(config, hidden_size)
+        self.sizes = sizes
+
+    def size_of(self, item: Mapping[str, Tensor]) -> int:
+        return len(item["pixels"])
+
+    def most_units(self, num_embeddings: int) -> int | None:
+        return num_embeddings * self.sizes.block
+
+    def prepare(
+        self, items: Sequence[Mapping[str, Tensor]], size: int | None = None
+    ) -> dict[str, Tensor]:
+        """Return `pixels` [N, ...], `statistics` [N, 2, 3], `rotations` [2, N, D / 2], and
+        `frames` [N], the number of the frame of each patch.
+
+        `frames` is left out where a single frame is not padded. With a `position_table`:
+        `neighbours` and `weights` [N, K] of its positions.
+        """
+        pixels = torch.cat([item["pixels"] for item in items])
+        grids = [grid_of(item) for item in items]
+        block = self.sizes.block
+        padding = 0 if size is None else -(-size // block) * block - len(pixels)
+        assert padding >= 0, f"{len(pixels)} patches do not fit {size}"
+        statistics = [
+            item["statistics"].expand(len(item["pixels"]), 2, 3).contiguous() for item in items
+        ]
+        of_padding = torch.tensor([0.0, 1.0])[:, None].expand(padding, 2, 3)
+        lengths = [rows * columns for count, rows, columns in grids for _ in range(count)]
+        tensors = {
+            "pixels": F.pad(pixels, (0, 0, 0, padding)),
+            "statistics": torch.cat((*statistics, of_padding)),
+            "rotations": F.pad(self._rotations(grids), (0, 0, 0, padding)),
+        }
+        if size is not None or len(lengths) > 1:
+            tensors["frames"] = group_numbers([*lengths, padding])
+        table = self.position_table()
+        if table is not None:
+            tensors |= table.neighbours(grids, self.sizes.merge_size, len(tensors["pixels"]))
+        return tensors
+
+    def _rotations(self, grids: Sequence[tuple[int, int, int]]) -> Tensor:
+        merge_size = self.sizes.merge_size
+        places = torch.cat([block_coordinates(grid, merge_size) for grid in grids])
+        return rotations_of(places, *self.frequencies())
+
+    def position_table(self) -> InterpolatedTable | None:
+        """Return the learned embeddings of positions; None: positions only rotate."""
+        return None
+
+    def frequencies(self) -> tuple[Tensor, Tensor]:
+        """Return the angle per row of each pair that rows rotate, and the same of columns."""
+        frequencies = axial_frequencies(self.sizes.head_size, self.sizes.theta)
+        return frequencies, frequencies
+
+    def scaled(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return normalised pixels [N, ...] of this encoder's dtype, the first part of `run`."""
+        channels = tensors["pixels"].unflatten(1, (3, -1)).unsqueeze(-1)
+        return normalize(channels, tensors["statistics"], self.dtype).flatten(1)
+
+    def split(self, embeddings: Tensor, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        counts = [len(item["pixels"]) // self.sizes.block for item in items]
+        return list(embeddings[: sum(counts)].split(counts))
+
+
+def grid_of(item: Mapping[str, Tensor]) -> tuple[int, int, int]:
+    """Return frames, rows and columns of the patches of an image."""
+    frames, rows, columns = (int(n) for n in item["grid"])
+    return frames, rows, columns
+
+
+def layer_indices(vision: Mapping[str, Any], key: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the indices of some layers.
+
+    Args:
+        vision: `vision_config` of config.json.
+        key: with the list.
+        default: where the list is absent or null.
+
+    Raises:
+        ConfigError: it is no list of indices of layers, in ascending order.
+    """
+    given = vision.get(key)
+    given = default if given is None else given
+    is_list = isinstance(given, (list, tuple)) and all(is_whole(n, _MAX_LAYERS, 0) for n in given)
+    if not is_list or sorted(set(given)) != list(given):
+        accepted = "a list of indices of layers, in ascending order"
+        raise wrong_config(f"vision_config.{key}", given, accepted)
+    return tuple(given)
+
+
+def join_blocks(x: Tensor, block: int) -> Tensor:
+    """Return the channels of all patches of each block, channel after channel.
+
+    Args:
+        x: [N, C], block after block.
+        block: patches of a block.
+
+    Returns:
+        [N / block, C * block]
+    """
+    return x.unflatten(0, (-1, block)).transpose(1, 2).flatten(1)
+
+
+def group_numbers(lengths: Sequence[int]) -> Tensor:
+    """Return for each patch the index of its group, where groups of so many patches follow each
+    other: [N] int32."""
+    indices = torch.arange(len(lengths), dtype=torch.int32)
+    return indices.repeat_interleave(torch.tensor(lengths))

@@ -1,0 +1,82 @@
+"""Attention of groups of patches that follow each other in one sequence: frames or windows. A patch
+sees the patches of its group only. Knows no model.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm.model_executor.media.vision.attention import attend
+
+_MAX_QUERIES = 2048
+"""Queries of one mask, which has as many elements as queries times keys."""
+
+
+def attend_within(query: Tensor, key: Tensor, value: Tensor, groups: Tensor | None) -> Tensor:
+    """Return what each query reads from the keys of its group.
+
+    N patches, H heads of size D.
+
+    Args:
+        query: [N, H, D].
+        key: [N, H, D].
+        value: [N, H, D].
+        groups: [N], number of the group of each patch; None: all are of one.
+
+    Returns:
+        [N, H, D]
+    """
+    query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
+    if groups is None:
+        read = attend(query, key, value)
+    else:
+        parts = zip(query.split(_MAX_QUERIES, 2), groups.split(_MAX_QUERIES), strict=True)
+        read = torch.cat(
+            [attend(part, key, value, own[:, None] == groups) for part, own in parts], dim=2
+        )
+    return read[0].transpose(0, 1)
+
+
+def attend_within_windows(
+    query: Tensor, key: Tensor, value: Tensor, groups: Tensor, window: int
+) -> Tensor:
+    """Return what each query reads from the keys of its group, where groups are small.
+
+    The sequence is cut into pieces of the largest size of a group. The keys of a group are in the
+    piece of the query and in the two next to it, so a query is compared with three pieces only.
+
+    Args:
+        query: [N, H, D].
+        key: [N, H, D].
+        value: [N, H, D].
+        groups: [N], number of the group of each patch, not negative. The patches of a group follow
+            each other.
+        window: largest number of patches of a group.
+
+    Returns:
+        [N, H, D]
+    """
+    num_patches = len(query)
+    after = -num_patches % window
+    query = F.pad(query, (0, 0, 0, 0, 0, after)).unflatten(0, (-1, window))
+    own = F.pad(groups, (0, after), value=-1).unflatten(0, (-1, window))
+    around = (window, after + window)
+    key, value = (_pieces(F.pad(each, (0, 0, 0, 0, *around)), window) for each in (key, value))
+    theirs = _pieces(F.pad(groups, around, value=-1), window)
+    mask = own[:, None, :, None] == theirs[:, None, None, :]
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    return attend(query, key, value, mask).transpose(1, 2).flatten(0, 1)[:num_patches]
+
+
+def _pieces(x: Tensor, window: int) -> Tensor:
+    """Return each piece with the pieces before and after it.
+
+    Args:
+        x: [(pieces + 2) * window, ...]
+        window: size of a piece.
+
+    Returns:
+        [pieces, 3 * window, ...]
+    """
+    pieces = x.unflatten(0, (-1, window))
+    return torch.cat((pieces[:-2], pieces[1:-1], pieces[2:]), dim=1)

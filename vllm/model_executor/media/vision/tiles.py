@@ -1,0 +1,58 @@
+"""The common part of encoders that take tiles of one size."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm.model_executor.media.encoder import MediaEncoder
+from vllm.model_executor.media.vision.layers import normalize
+
+
+class TileEncoder(MediaEncoder):
+    """Tiles to embeddings, as many of each tile, tile after tile.
+
+    The tensors of an image are `pixels` [T, 3, S, S] and `statistics` [2, 3], as `TiledFamily`
+    makes them.
+    """
+
+    unit: ClassVar[str] = "images"
+
+    embeddings_per_tile: int
+
+    @abstractmethod
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Return the embeddings [T, embeddings_per_tile, hidden_size] of tiles.
+
+        Args:
+            pixels: [T, 3, S, S], normalised.
+        """
+
+    def size_of(self, item: Mapping[str, Tensor]) -> int:
+        return item["pixels"].shape[0]
+
+    def prepare(
+        self, items: Sequence[Mapping[str, Tensor]], size: int | None = None
+    ) -> dict[str, Tensor]:
+        pixels = torch.cat([item["pixels"] for item in items])
+        statistics = torch.cat(
+            [item["statistics"].expand(self.size_of(item), -1, -1) for item in items]
+        )
+        missing = 0 if size is None else size - pixels.shape[0]
+        assert missing >= 0, f"{pixels.shape[0]} tiles do not fit {size}"
+        return {
+            "pixels": F.pad(pixels, (0, 0) * 3 + (0, missing)),
+            # A deviation of 0 would make the padding NaN.
+            "statistics": F.pad(statistics, (0, 0) * 2 + (0, missing), value=1.0),
+        }
+
+    def run(self, **tensors: Tensor) -> Tensor:
+        pixels = normalize(tensors["pixels"], tensors["statistics"], self.dtype)
+        return self.encode(pixels).flatten(0, 1)
+
+    def split(self, embeddings: Tensor, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        sizes = [self.size_of(item) * self.embeddings_per_tile for item in items]
+        return list(embeddings[: sum(sizes)].split(sizes))

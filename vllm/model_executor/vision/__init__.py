@@ -1,1 +1,0 @@
-"""Parts of encoders of images: towers, and what several families share."""

@@ -1,0 +1,1 @@
+"""Fetch the files that requests name by URLs."""

@@ -1,0 +1,71 @@
+"""Media as base64 in a JSON body, with or without the head of a data: URL."""
+
+import base64
+import binascii
+from urllib.parse import unquote_to_bytes
+
+from vllm.errors import RequestError
+from vllm.multimodal.interface.source import refuse
+
+_ALPHABET = "the standard base64 alphabet: letters, digits, '+' and '/'"
+
+
+def read_data_url(url: str, *, where: str, max_bytes: int) -> bytes:
+    """Return the content of a data: URL. The media type in it is ignored.
+
+    Args:
+        url: begins with "data:".
+        where: name of the item in error messages.
+        max_bytes: limit of the content.
+
+    Raises:
+        RequestError: it is malformed, or larger.
+    """
+    head, comma, text = url.partition(",")
+    if not comma:
+        raise refuse(where, "a data: URL must have a comma before its content")
+    if head.rstrip().lower().endswith(";base64"):
+        if "%" in text:
+            text = unquote_to_bytes(text).decode("latin-1")
+        return decode_base64(text, where=where, max_bytes=max_bytes)
+    if len(data := unquote_to_bytes(text)) > max_bytes:
+        raise _too_large(where, max_bytes)
+    return data
+
+
+def decode_base64(text: str, *, where: str, max_bytes: int) -> bytes:
+    """Decode standard base64. Line breaks are ignored, and the padding may be missing.
+
+    Args:
+        text: to decode.
+        where: name of the item in error messages.
+        max_bytes: limit of the result.
+
+    Raises:
+        RequestError: it is not such a text, or the result is larger.
+    """
+    try:
+        raw = text.strip().encode("ascii").translate(None, b"\r\n\t")
+    except UnicodeEncodeError:
+        raise refuse(where, f"its base64 has a character that is not of {_ALPHABET}") from None
+    if len(raw) // 4 * 3 > max_bytes + 3:
+        raise _too_large(where, max_bytes)
+    for name, found in (("URL-safe base64 ('-' and '_')", b"-_"), ("a space", b" ")):
+        if any(character in raw for character in found):
+            raise refuse(where, f"its base64 has {name}; accepted is {_ALPHABET}")
+    digits = raw.removesuffix(b"=").removesuffix(b"=")
+    if b"=" in digits:
+        raise refuse(where, "its base64 has '=' before its end, or more than two of them")
+    if len(digits) % 4 == 1:
+        raise refuse(where, f"its base64 has {len(digits)} digits: one is missing, or one too many")
+    try:
+        data = base64.b64decode(digits + b"=" * (-len(digits) % 4), validate=True)
+    except binascii.Error:
+        raise refuse(where, f"its base64 has a character that is not of {_ALPHABET}") from None
+    if len(data) > max_bytes:
+        raise _too_large(where, max_bytes)
+    return data
+
+
+def _too_large(where: str, max_bytes: int) -> RequestError:
+    return refuse(where, f"its content must have at most {max_bytes} bytes, and has more")

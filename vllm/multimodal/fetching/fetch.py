@@ -1,0 +1,227 @@
+"""Fetches what a URL names, for clients that must not reach the network or the files of the server.
+
+http, https   only hosts of the public internet, or the hosts that the operator names
+file          only below the folder that the operator names
+data          its content
+"""
+
+import asyncio
+import contextvars
+import os
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import SplitResult, urljoin, urlsplit
+
+from vllm.errors import ConfigError
+from vllm.multimodal.fetching.addresses import is_public, normalize_host
+from vllm.multimodal.fetching.base64_text import read_data_url
+from vllm.multimodal.fetching.http_get import HTTPError, Target, get
+from vllm.multimodal.fetching.local_file import local_path, read_below
+from vllm.multimodal.interface.source import refuse
+
+MAX_BYTES = 256 * 2**20
+MAX_REDIRECTS = 5
+
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+"""From the name of a host and a port to numeric addresses; raises OSError."""
+
+_NUM_LOOKUPS = 16
+_REDIRECTS = (301, 302, 303, 307, 308)
+_SMALL_CHARS = 2**20
+"""A data: URL up to this length is decoded in the event loop, a longer one in a thread."""
+_SHOWN_CHARS = 200
+
+
+class MediaFetcher:
+    """Fetches URLs of clients.
+
+    Each name is resolved once, and every address must be public. The fetcher connects to one of
+    these addresses, and keeps the name for the `Host` header and the certificate. Each redirect is
+    checked in the same way. Proxies of the environment are not used.
+
+    Args:
+        allowed_local_media_path: folder whose files may be read by file: URLs. None or empty: none.
+        allowed_media_domains: the only hosts that may be asked; their addresses may be private.
+            Empty: every public host.
+        timeout_s: seconds for a whole fetch, by modality.
+        max_bytes: limit of the content.
+        max_redirects: 0: redirects are refused.
+        resolve: for tests; None: the resolver of the system.
+
+    Raises:
+        ConfigError: the folder does not exist, or a domain is malformed.
+    """
+
+    def __init__(
+        self,
+        allowed_local_media_path: str | None,
+        allowed_media_domains: Sequence[str],
+        *,
+        timeout_s: Mapping[str, float],
+        max_bytes: int = MAX_BYTES,
+        max_redirects: int = MAX_REDIRECTS,
+        resolve: Resolve | None = None,
+    ) -> None:
+        self._folder = _checked_folder(allowed_local_media_path)
+        self._domains = frozenset(map(_checked_domain, allowed_media_domains))
+        self._timeout_s = timeout_s
+        self._max_bytes = max_bytes
+        self._max_redirects = max_redirects
+        self._lookups = ThreadPoolExecutor(_NUM_LOOKUPS, thread_name_prefix="media-dns")
+        self._resolve = resolve or self._look_up
+
+    async def fetch(self, url: str, modality: str, where: str) -> bytes:
+        """Return the content of a URL.
+
+        Args:
+            url: http:, https:, data: or file:.
+            modality: "image", "audio" or "video", for the time limit.
+            where: name of the item in error messages.
+
+        Raises:
+            RequestError: it is not allowed, cannot be fetched in time, or is too large.
+        """
+        url = url.strip()
+        shown = show_url(url)
+        scheme = url.partition(":")[0].lower() if ":" in url else ""
+        if scheme == "data":
+            return await self._read_data_url(url, where)
+        timeout_s = self._timeout_s[modality]
+        try:
+            if scheme == "file":
+                return await asyncio.wait_for(asyncio.to_thread(self._read_file, url), timeout_s)
+            if scheme in ("http", "https"):
+                return await asyncio.wait_for(self._follow(url), timeout_s)
+        except asyncio.TimeoutError:
+            reason = f"it took longer than {timeout_s:g} s, the limit"
+        except (HTTPError, OSError, ValueError) as error:
+            reason = _describe(error)
+        else:
+            raise refuse(where, f"{shown!r} must begin with http:, https:, data: or file:")
+        raise refuse(where, f"cannot fetch {shown!r}: {reason}")
+
+    def fetch_sync(self, url: str, modality: str, where: str) -> bytes:
+        """Return the same; blocks. May be called in a program that runs an event loop."""
+        context = contextvars.copy_context()
+        with ThreadPoolExecutor(1, thread_name_prefix="media-fetch") as thread:
+            run = thread.submit(context.run, asyncio.run, self.fetch(url, modality, where))
+            return run.result()
+
+    def close(self) -> None:
+        """Resolve no more names."""
+        self._lookups.shutdown(wait=False, cancel_futures=True)
+
+    async def _read_data_url(self, url: str, where: str) -> bytes:
+        if len(url) <= _SMALL_CHARS:
+            return read_data_url(url, where=where, max_bytes=self._max_bytes)
+        return await asyncio.to_thread(read_data_url, url, where=where, max_bytes=self._max_bytes)
+
+    def _read_file(self, url: str) -> bytes:
+        if self._folder is None:
+            raise PermissionError(
+                "files of the server are not read. --allowed-local-media-path names a folder whose "
+                "files may be read"
+            )
+        return read_below(self._folder, local_path(urlsplit(url)), self._max_bytes)
+
+    async def _follow(self, url: str) -> bytes:
+        """Get a URL and what its redirects lead to."""
+        for _ in range(self._max_redirects + 1):
+            target = _parse(url)
+            addresses = await self._checked_addresses(target)
+            answer = await get(target, addresses, self._max_bytes)
+            if answer.status == 200:
+                return bytes(answer.body)
+            location = answer.headers.get("location")
+            if answer.status not in _REDIRECTS or location is None:
+                raise HTTPError(f"the status of the answer must be 200, got {answer.status}")
+            url = urljoin(url, location)
+        if not self._max_redirects:
+            raise HTTPError("it redirects to another URL, and redirects are not followed")
+        raise HTTPError(f"it redirects more than {self._max_redirects} times")
+
+    async def _checked_addresses(self, target: Target) -> Sequence[str]:
+        """Return the addresses of a host, once it is clear that it may be asked."""
+        if self._domains and target.host not in self._domains:
+            raise PermissionError(
+                f"the host {target.host!r} is not allowed: --allowed-media-domains does not name it"
+            )
+        addresses = await self._resolve(target.host, target.connect_port())
+        # The message names no address: it would describe the network of the server.
+        if not self._domains and not all(map(is_public, addresses)):
+            raise PermissionError(
+                f"the host {target.host!r} is not on the public internet. "
+                f"--allowed-media-domains may name it"
+            )
+        return addresses
+
+    async def _look_up(self, host: str, port: int) -> Sequence[str]:
+        # Not in the threads of the loop: a lookup that hangs must not hold up other work.
+        found = await asyncio.get_running_loop().run_in_executor(
+            self._lookups, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        )
+        return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def show_url(url: str) -> str:
+    """Return a URL as messages show it: shortened, and without the content of a data: URL."""
+    if url[:5].lower() == "data:":
+        return "data:..."
+    return url if len(url) <= _SHOWN_CHARS else f"{url[:_SHOWN_CHARS]}..."
+
+
+def _parse(url: str) -> Target:
+    """Return the parts of a URL of a client or a redirect.
+
+    Raises:
+        ValueError: it is malformed, or names a user.
+    """
+    parts: SplitResult = urlsplit(url)
+    if parts.scheme not in ("http", "https"):
+        raise ValueError("it redirects to a URL that does not begin with http: or https:")
+    if "@" in parts.netloc or "\\" in parts.netloc:
+        raise ValueError("a user name, a password or a backslash in a URL is not accepted")
+    try:
+        port = parts.port
+        host = normalize_host(parts.hostname or "")
+    except ValueError as error:
+        raise ValueError(f"its host or its port is not accepted: {error}") from None
+    path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path
+    return Target(scheme=parts.scheme, host=host, port=port, path=path)
+
+
+def _describe(error: Exception) -> str:
+    """Return the reason of an error, without the address or the path that the system tells."""
+    if isinstance(error, socket.gaierror):
+        return "the name of its host cannot be resolved"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        return f"no TLS connection can be made: {error.reason}"
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    return str(error) or type(error).__name__
+
+
+def _checked_folder(path: str | None) -> Path | None:
+    if not path:
+        return None
+    folder = Path(os.path.realpath(os.path.expanduser(path)))
+    if not folder.is_dir():
+        raise ConfigError(
+            f"--allowed-local-media-path {path!r} is not a folder. Name a folder that exists"
+        )
+    return folder
+
+
+def _checked_domain(domain: str) -> str:
+    try:
+        return normalize_host(domain)
+    except ValueError as error:
+        raise ConfigError(
+            f"--allowed-media-domains {domain!r}: {error}. Name hosts only, such as example.com, "
+            f"without scheme and port"
+        ) from None

@@ -1,0 +1,1 @@
+"""Images: files to pixels, and the settings of image processors."""

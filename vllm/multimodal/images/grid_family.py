@@ -1,0 +1,158 @@
+"""Images that keep their shape: a grid of patches, of which each block is one token. The families
+of Qwen-VL and GLM-V are of this kind.
+
+The integers of a grid are frames, rows and columns of patches.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import ceil, isqrt, sqrt
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.multimodal.images.hf_processor import MAX_RATIO, HfImageProcessor
+from vllm.multimodal.images.settings import pixel_statistics, setting_bool
+from vllm.multimodal.interface.checks import config_object, config_whole, is_whole, wrong_setting
+from vllm.multimodal.interface.family import (
+    EncoderInput,
+    Expansion,
+    MediaFamily,
+    PlacedItem,
+    TokenLookup,
+)
+
+_MOST_PIXELS = 2**30
+_LARGEST = 2**10
+
+
+class GridFamily(MediaFamily):
+    """Images of a model that takes patches of images of any size, with positions in three
+    directions."""
+
+    placeholder = "<|image_pad|>"
+    text_of_image = "<|vision_start|><|image_pad|><|vision_end|>"
+    default_patch_size: ClassVar[int] = 14
+    """Patch size where config.json has none."""
+    limits_count_frames: ClassVar[bool] = False
+    """Whether an image counts as all frames of a patch in the limits of its pixels."""
+
+    def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        super().__init__(config, settings)
+        vision = config_object(config, "vision_config")
+        self._patch_size = self._size(vision, "patch_size", "patch_size", self.default_patch_size)
+        self._frames = self._size(vision, "temporal_patch_size", "temporal_patch_size", 2)
+        self._merge_size = self._size(vision, "merge_size", "spatial_merge_size", 2)
+        self._limits = self._read_limits()
+        if not setting_bool(settings, "do_resize"):
+            raise wrong_setting("do_resize", settings.get("do_resize"), "true")
+        self._statistics = pixel_statistics(settings)
+        self._processor: HfImageProcessor | None = None
+
+    def process(self, pixels: npt.NDArray[np.uint8]) -> EncoderInput:
+        if self._processor is None:
+            fewest, most = self._limits
+            given = {**self.settings, "size": {"shortest_edge": fewest, "longest_edge": most}}
+            if "min_pixels" in given:  # transformers 4 reads these and ignores the size
+                given |= {"min_pixels": fewest, "max_pixels": most}
+            self._processor = HfImageProcessor(given)
+        found = self._processor(pixels)
+        return self._input(found["pixel_values"].astype(np.uint8), found["image_grid_thw"][0])
+
+    def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
+        count = self._num_tokens(grid)
+        return Expansion([token_id(self.placeholder)] * count, [True] * count)
+
+    def largest(self) -> EncoderInput:
+        pixels = (self._patch_size * self._merge_size) ** 2
+        pixels *= self._frames if self.limits_count_frames else 1
+        fewest, most = self._limits
+        rows, columns = largest_grid(fewest / pixels, most / pixels)
+        grid = np.array([1, rows * self._merge_size, columns * self._merge_size])
+        values = 3 * self._frames * self._patch_size**2
+        return self._input(np.zeros((int(grid.prod()), values), np.uint8), grid)
+
+    def positions(self, num_tokens: int, items: Sequence[PlacedItem]) -> npt.NDArray[np.int32]:
+        """Return positions [3, n] in time, height and width.
+
+        The first position of the text after an image is the largest of the image plus 1.
+        """
+        found = np.empty((3, num_tokens), np.int32)
+        end, following = 0, 0
+        for item in items:
+            _fill(found[:, end : item.start], following)
+            following += item.start - end
+            end = item.start + item.num_tokens
+            frames, rows, columns = item.grid
+            shape = (frames, rows // self._merge_size, columns // self._merge_size)
+            found[:, item.start : end] = np.indices(shape).reshape(3, -1) + following
+            following += max(shape)
+        _fill(found[:, end:], following)
+        return found
+
+    def _num_tokens(self, grid: tuple[int, ...]) -> int:
+        frames, rows, columns = grid
+        return frames * rows * columns // self._merge_size**2
+
+    def _input(self, pixels: npt.NDArray[np.uint8], grid: npt.NDArray[Any]) -> EncoderInput:
+        tensors: dict[str, npt.NDArray[Any]] = {
+            "pixels": pixels,
+            "statistics": self._statistics,
+            "grid": grid.astype(np.int32),
+        }
+        return EncoderInput(tensors, tuple(int(n) for n in grid))
+
+    def _size(self, vision: Mapping[str, Any], key: str, config_key: str, default: int) -> int:
+        """Return a size that the tower and the image processor must agree on."""
+        size = config_whole(vision, config_key, default, _LARGEST, "vision_config.")
+        if self.settings.get(key, size) != size:
+            accepted = f"vision_config.{config_key} of config.json, {size}"
+            raise wrong_setting(key, self.settings[key], accepted)
+        return size
+
+    def _read_limits(self) -> tuple[int, int]:
+        """Return the fewest and the most pixels of a resized image."""
+        size = self.settings.get("size")
+        if size is not None and not isinstance(size, Mapping):
+            raise wrong_setting("size", size, "an object with shortest_edge and longest_edge")
+        found = []
+        for key, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+            of_size = (size or {}).get(edge, (size or {}).get(key))
+            value = of_size if self.settings.get(key) is None else self.settings[key]
+            if not is_whole(value, _MOST_PIXELS):
+                name = f"size.{edge}" if self.settings.get(key) is None else key
+                raise wrong_setting(name, value, f"pixels of an image, 1 to {_MOST_PIXELS}")
+            found.append(int(value))
+        fewest, most = found
+        if fewest > most:
+            raise wrong_setting("min_pixels", fewest, f"at most max_pixels ({most})")
+        return fewest, most
+
+
+def _fill(positions: npt.NDArray[np.int32], first: int) -> None:
+    """Number the tokens of a text, in all directions alike."""
+    positions[:] = np.arange(first, first + positions.shape[1])
+
+
+def largest_grid(fewest: float, most: float) -> tuple[int, int]:
+    """Return rows and columns of blocks of the grid with the most blocks.
+
+    Sides of an image are rounded to blocks. If the result has more than `most` blocks, the image is
+    scaled down, where each side keeps a block at least; if it has less than `fewest`, the image is
+    scaled up and its sides are rounded up.
+
+    Args:
+        fewest: blocks of an image that is not scaled up.
+        most: blocks of an image that is not scaled down.
+    """
+    blocks = int(most)
+    grids = [(1, max(1, int(sqrt(most * MAX_RATIO))))] if most < MAX_RATIO else []
+    for rows in range(1, isqrt(blocks) + 1):
+        columns = blocks // rows
+        if columns - 0.5 <= MAX_RATIO * (rows + 0.5):
+            grids.append((rows, columns))
+    for rows in range(1, ceil(sqrt(fewest)) + 1):
+        ratio = MAX_RATIO if rows == 1 else min(MAX_RATIO, fewest / (rows - 1) ** 2)
+        if fewest / rows**2 <= MAX_RATIO:
+            grids.append((rows, ceil(sqrt(fewest * ratio))))
+    return max(grids, key=lambda grid: grid[0] * grid[1])

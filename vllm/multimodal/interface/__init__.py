@@ -1,0 +1,1 @@
+"""What media are, and what a family of models says about them. Knows no families."""

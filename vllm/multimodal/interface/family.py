@@ -1,0 +1,157 @@
+"""The interface of a family of models with images, without its weights. Knows no families.
+
+A family has two files of one name: in `families/` the size and the tokens of an image, and in
+`vllm.model_executor.media.families` the modules that encode it. This package loads no torch; an
+image processor is imported when an image is processed.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInput:
+    """The input of the encoder of a model for one image, sound or video."""
+
+    tensors: dict[str, npt.NDArray[Any]]
+    """By name. Pixels are uint8, cut and resized, before they are scaled and normalised: the
+    encoder does that. All other tensors are small."""
+    grid: tuple[int, ...]
+    """Decides which tokens represent the item, and their positions. Only the family knows the
+    meaning of the integers; those of a video also tell it from an image."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """The tokens that represent one image, sound or video in a prompt."""
+
+    token_ids: list[int]
+    is_embedding: list[bool]
+    """One per token: its embedding is the next one that the encoder makes of the item. The
+    embeddings of the others are looked up."""
+    num_states: int = 0
+    """Hidden states of the encoder that cross-attention layers read. They replace no embeddings.
+    0: the model has no such layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedItem:
+    """One image, sound or video of a prompt, after its placeholder has been replaced."""
+
+    start: int
+    """Index of the first token of its expansion."""
+    num_tokens: int
+    """Tokens of its expansion."""
+    grid: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VideoFrames:
+    """Frames that have been chosen from a video."""
+
+    pixels: npt.NDArray[np.uint8]
+    """[n, height, width, 3] in RGB."""
+    seconds: npt.NDArray[np.float64]
+    """[n]: when each frame is shown, from the beginning of the video."""
+
+
+TokenLookup = Callable[[str], int]
+"""Return the id of a token that the vocabulary has; raise ConfigError if it has not."""
+
+
+class MediaFamily(ABC):
+    """Images, sound and videos of one model.
+
+    Args:
+        config: config.json of the whole model.
+        settings: of its image processor or feature extractor: `preprocessor_config.json`, or
+            `image_processor` or `feature_extractor` of `processor_config.json`, with the overrides
+            of the engine and of the request.
+
+    Raises:
+        ConfigError: a value is missing or cannot be used; names the file and the key.
+    """
+
+    modalities: ClassVar[tuple[str, ...]] = ("image",)
+    """What the model reads: "image", "audio" and "video"."""
+    placeholder: ClassVar[str]
+    """Text of the token that represents one image, or one sound of a model without images, before
+    it is expanded, such as `<image>`."""
+    text_of_image: ClassVar[str]
+    """Text that represents one such item in a message, for chat templates that take strings."""
+    sampling_rate: ClassVar[int] = 16_000
+    """Samples per second of sound that the model reads."""
+
+    def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        self.config = config
+        self.settings = settings
+
+    def placeholder_of(self, modality: str) -> str:
+        """Return the text of the token that represents one item of a modality."""
+        return self.placeholder
+
+    def text_of(self, modality: str) -> str:
+        """Return the text that represents one item of a modality in a message, for chat templates
+        that take strings."""
+        return self.text_of_image
+
+    def process(self, pixels: npt.NDArray[np.uint8]) -> EncoderInput:
+        """Cut and resize an image as the image processor of transformers does.
+
+        Args:
+            pixels: [height, width, 3] in RGB.
+
+        Raises:
+            RequestError: the image cannot be used, such as one of 1 x 5000 pixels.
+        """
+        raise NotImplementedError("this model reads no images")
+
+    def process_audio(self, samples: npt.NDArray[np.float32]) -> EncoderInput:
+        """Return the features of a sound, as the feature extractor of transformers makes them.
+
+        Args:
+            samples: [n] from -1 to 1, one channel, `sampling_rate` per second.
+
+        Raises:
+            RequestError: the sound cannot be used, such as one without samples.
+        """
+        raise NotImplementedError("this model reads no sound")
+
+    def process_video(self, frames: VideoFrames) -> EncoderInput:
+        """Cut and resize the frames of a video as the video processor of transformers does.
+
+        Raises:
+            RequestError: the video cannot be used.
+        """
+        raise NotImplementedError("this model reads no videos")
+
+    @abstractmethod
+    def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
+        """Return the tokens that replace the placeholder of an image.
+
+        Args:
+            grid: of its `EncoderInput`.
+            token_id: looks up tokens.
+        """
+
+    @abstractmethod
+    def largest(self) -> EncoderInput:
+        """Return a black image that costs the encoder as much as any image can."""
+
+    def positions(
+        self, num_tokens: int, items: Sequence[PlacedItem]
+    ) -> npt.NDArray[np.int32] | None:
+        """Return the positions [P, n] of the n tokens of a prompt; None: they are its indices.
+
+        Args:
+            num_tokens: n.
+            items: in the order of their tokens.
+        """
+        return None
