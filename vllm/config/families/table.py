@@ -1113,6 +1113,13 @@ _WITH_IMAGES = (
         tokenizer="",
     ),
     Family(
+        model_type="mllama",
+        module="text_of_images",
+        architectures=("MllamaForConditionalGeneration",),
+        text_type="mllama_text_model",
+        num_unsampled_tokens=8,
+    ),
+    Family(
         model_type="mistral3",
         module="text_of_images",
         architectures=("Mistral3ForConditionalGeneration",),

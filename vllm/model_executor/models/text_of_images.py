@@ -25,6 +25,7 @@ from vllm.model_executor.models.interface import CausalLM, LoadableModel
 from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.mixture import Qwen3MoeForCausalLM
+from vllm.model_executor.models.mllama import MllamaForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_next import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
@@ -156,6 +157,10 @@ class Gemma4ForConditionalGeneration(_LanguageModelOfTowers, Gemma4ForCausalLM):
 class Llama4ForConditionalGeneration(_LanguageModel, Llama4ForCausalLM):
     """Llama 4 Scout and Maverick with their part for images (Meta 2025), of which text input is
     served."""
+
+
+class MllamaForConditionalGeneration(_LanguageModel, MllamaForCausalLM):
+    """Llama 3.2 Vision 11B and 90B (Meta 2024)."""
 
 
 class Mistral3ForConditionalGeneration(_LanguageModel, MistralForCausalLM):
