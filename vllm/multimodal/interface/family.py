@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from vllm.multimodal.interface.speech import SpeechRules
+
 IntArray = npt.NDArray[np.int32]
 
 
@@ -144,6 +146,18 @@ class MediaFamily(ABC):
     @abstractmethod
     def largest(self) -> EncoderInput:
         """Return a black image that costs the encoder as much as any image can."""
+
+    def speech(self, generation: Mapping[str, Any], token_id: TokenLookup) -> SpeechRules | None:
+        """Return how the model transcribes; None: it does not.
+
+        Args:
+            generation: generation_config.json of the model, {} if it has none.
+            token_id: looks up tokens.
+
+        Raises:
+            ConfigError: a value cannot be used.
+        """
+        return None
 
     def positions(
         self, num_tokens: int, items: Sequence[PlacedItem]
