@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from vllm.multimodal.interface.speech import SpeechRules
+
 IntArray = npt.NDArray[np.int32]
 
 
@@ -159,6 +161,18 @@ class MediaFamily(ABC):
     def largest_of(self, modality: str) -> EncoderInput:
         """Return an item of one of the modalities that costs the encoder as much as any can."""
         return self.largest()
+
+    def speech(self, generation: Mapping[str, Any], token_id: TokenLookup) -> SpeechRules | None:
+        """Return how the model transcribes; None: it does not.
+
+        Args:
+            generation: generation_config.json of the model, {} if it has none.
+            token_id: looks up tokens.
+
+        Raises:
+            ConfigError: a value cannot be used.
+        """
+        return None
 
     def positions(
         self, num_tokens: int, items: Sequence[PlacedItem]
