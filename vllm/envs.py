@@ -97,6 +97,9 @@ class Envs:
     VLLM_MAX_IMAGE_PIXELS: int = _general(
         178956970, "Limit of width x height of an image.", at_least=1
     )
+    VLLM_MAX_AUDIO_DECODE_DURATION_S: int = _general(
+        600, "Limit of the seconds of a sound; longer ones are refused.", at_least=1
+    )
     VLLM_PLUGINS: str | None = _general(
         None,
         "Names of the plug-ins of other packages to run, with commas between them. Empty: none; "
@@ -135,6 +138,12 @@ class Envs:
         False,
         "Serve the routes for development too: /server_info, /reset_prefix_cache, /reset_mm_cache, "
         "/collective_rpc, /sleep, /wake_up, /is_sleeping.",
+    )
+    VLLM_MAX_AUDIO_CLIP_FILESIZE_MB: int = _server(
+        25,
+        "Limit of a file that is sent to /v1/audio/transcriptions or /v1/audio/translations, in "
+        "units of 1024 x 1024 bytes.",
+        at_least=1,
     )
     VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int | None = _server(
         None,
