@@ -91,11 +91,18 @@ class Envs:
     VLLM_AUDIO_FETCH_TIMEOUT: int = _general(
         10, "Seconds to fetch a sound from a URL, with its redirects.", at_least=1
     )
+    VLLM_VIDEO_FETCH_TIMEOUT: int = _general(
+        30, "Seconds to fetch a video from a URL, with its redirects.", at_least=1
+    )
     VLLM_MEDIA_URL_ALLOW_REDIRECTS: bool = _general(
-        True, "Follow the redirects of a URL of an image or a sound; each is checked like the URL."
+        True,
+        "Follow the redirects of a URL of an image, sound or video; each is checked like the URL.",
     )
     VLLM_MAX_IMAGE_PIXELS: int = _general(
-        178956970, "Limit of width x height of an image.", at_least=1
+        178956970, "Limit of width x height of an image and of a frame of a video.", at_least=1
+    )
+    VLLM_MAX_AUDIO_DECODE_DURATION_S: int = _general(
+        600, "Limit of the seconds of a sound.", at_least=1
     )
     VLLM_MAX_AUDIO_DECODE_DURATION_S: int = _general(
         600, "Limit of the seconds of a sound; longer ones are refused.", at_least=1
