@@ -104,9 +104,6 @@ class Envs:
     VLLM_MAX_AUDIO_DECODE_DURATION_S: int = _general(
         600, "Limit of the seconds of a sound.", at_least=1
     )
-    VLLM_MAX_AUDIO_DECODE_DURATION_S: int = _general(
-        600, "Limit of the seconds of a sound; longer ones are refused.", at_least=1
-    )
     VLLM_PLUGINS: str | None = _general(
         None,
         "Names of the plug-ins of other packages to run, with commas between them. Empty: none; "

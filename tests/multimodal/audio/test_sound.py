@@ -1,4 +1,4 @@
-"""Files of sound and arrays of programs as samples: every format, rates, channels and refusals.
+"""Files of sound, and samples of programs: every format, rates, channels and refusals.
 
 The files are made here with PyAV. A damaged one has to be refused, or read as far as its limit.
 """
@@ -10,12 +10,11 @@ import sys
 import av
 import numpy as np
 import pytest
-import torch
 
 from tests.sound_files import FORMS, Form, Samples, sound_file, tone
 from vllm.errors import RequestError
 from vllm.multimodal.audio.containers import sniff
-from vllm.multimodal.audio.sound import MAX_CHANNELS, given_samples, read_sound, resample
+from vllm.multimodal.audio.sound import read_sound
 from vllm.multimodal.interface.source import MediaSource
 
 RATE = 16_000
@@ -174,7 +173,7 @@ def test_values_that_are_no_samples_are_refused(value: float) -> None:
     samples[4000] = value
     assert "infinite" in refusal(sound_file(FORMS["wav-float"], samples))
     with pytest.raises(RequestError, match="infinite"):
-        given_samples(samples, "prompt")
+        of_program(samples, RATE)
 
 
 def test_a_sound_without_samples_is_refused() -> None:
@@ -234,62 +233,32 @@ def test_many_damaged_files_are_refused_or_read(form: Form) -> None:
     _read_damaged(form, 1500)
 
 
-# ---- arrays of programs -----------------------------------------------------------------------
+# ---- samples of programs ----------------------------------------------------------------------
 
 
-def test_arrays_of_programs() -> None:
-    samples = tone(0.1)
-    whole = (samples * 32767).astype(np.int16)
-    both = np.stack([samples, -0.5 * samples])
-    for given, expected in (
-        (samples, samples),
-        (samples.astype(np.float64), samples),
-        (samples.tolist(), samples),
-        (torch.from_numpy(samples), samples),
-        (torch.from_numpy(samples).double().requires_grad_(), samples),
-        (whole, samples),
-        (whole.astype(np.int32) * 65536, samples),
-        (both, samples / 4),
-        (both[:1], samples),
-        (samples[::2], samples[::2]),
-    ):
-        got = given_samples(given, "prompt")
-        assert got.dtype == np.float32
-        np.testing.assert_allclose(got, expected, atol=1e-4)
-    as_bfloat = given_samples(torch.from_numpy(samples).bfloat16(), "prompt")
-    np.testing.assert_allclose(as_bfloat, samples, atol=4e-3)
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (np.zeros(0, np.float32), "no samples"),
-        (np.zeros((2, 0), np.float32), "no samples"),
-        (np.zeros((1, 2, 3), np.float32), "got the shape [1, 2, 3]"),
-        (np.zeros((16_000, 2), np.float32), f"at most {MAX_CHANNELS} channels"),
-        (np.float32(1), "got the shape []"),
-        (np.zeros(4, np.uint8), "type uint8"),
-        (np.zeros(4, bool), "type bool"),
-        (["a", "b"], "accepted are float32"),
-        ([[0.0], [0.0, 1.0]], "lists of other lengths"),
-        (None, "type object"),
-    ],
-)
-def test_arrays_that_are_no_sound_are_refused(given: object, expected: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        given_samples(given, "prompt")
-    assert expected in str(caught.value) and str(caught.value).startswith("prompt: ")
+def of_program(samples: Samples, rate: int, max_seconds: float = _LIMIT_S) -> Samples:
+    source = MediaSource(modality="audio", where="file", samples=samples, sampling_rate=rate)
+    return read_sound(source, sampling_rate=RATE, max_seconds=max_seconds)
 
 
 def test_samples_of_programs_are_resampled() -> None:
-    got = resample(tone(1.0, 44_100), 44_100, RATE, 2, "prompt")
+    got = of_program(tone(1.0, 44_100), 44_100)
     assert abs(len(got) - RATE) <= 1
     assert np.abs(got[200:-200] - tone(1.0)[200 : len(got) - 200]).max() < 1e-3
-    assert resample(tone(1.0), RATE, RATE, 2, "prompt") is not None
-    for rate, seconds, expected in (
-        (0, 2, "0 samples"),
-        (16_000.5, 2, "integers"),
-        (RATE, 0.5, "longer"),
-    ):
-        with pytest.raises(RequestError, match=expected):
-            resample(tone(1.0), rate, RATE, seconds, "prompt")
+    np.testing.assert_array_equal(of_program(tone(1.0), RATE), tone(1.0))
+
+
+@pytest.mark.parametrize(
+    ("samples", "rate", "expected"),
+    [
+        (tone(1.0), 1, "has 1 samples per second"),
+        (tone(1.0), 10**6, "has 1000000 samples per second"),
+        (tone(3.0), RATE, "longer than 2 s"),
+        (tone(0.0), RATE, "no samples"),
+    ],
+)
+def test_samples_of_programs_that_are_no_sound_are_refused(
+    samples: Samples, rate: int, expected: str
+) -> None:
+    with pytest.raises(RequestError, match=expected):
+        of_program(samples, rate, 2)

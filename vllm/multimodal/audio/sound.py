@@ -1,4 +1,4 @@
-"""Sound: how a file, or an array of a program, becomes samples of one channel.
+"""Sound: how a file becomes samples of one channel, and how samples get another rate.
 
 FFmpeg is asked through PyAV (`av`), which is imported when it is needed. A file is not trusted: it
 is opened from memory, only by the reader of the format that its bytes show, only decoders of sound
@@ -44,15 +44,6 @@ _DECODERS = (
 )
 """By the names of FFmpeg. No decoder of pictures is among them."""
 _CODECS = "PCM, FLAC, ALAC, Vorbis, Opus, MP3 and AAC"
-_SCALES = {
-    "float32": 1.0,
-    "float64": 1.0,
-    "float16": 1.0,
-    "int16": 2.0**-15,
-    "int32": 2.0**-31,
-}
-"""Type of samples that a program gives -> factor."""
-_SHAPES = "[n] or [channels, n]"
 _MISSING_S = 0.1
 """By how many seconds a file may be shorter than it states: encoders count what they cut off."""
 _MAX_REASON_CHARS = 200
@@ -83,45 +74,17 @@ def read_sound(source: MediaSource, *, sampling_rate: int, max_seconds: float) -
         RequestError: the format is not accepted, the file is damaged or incomplete, the sound is
             empty or too long or has infinite values or NaN, or PyAV is not installed.
     """
-    parts = _decode_file(source.data or b"", source.where, sampling_rate, max_seconds)
-    return checked(np.concatenate([np.empty(0, np.float32), *parts]), source.where)
-
-
-def given_samples(given: Any, where: str) -> Samples:
-    """Return the samples [n] of an array or tensor of a program, from -1 to 1.
-
-    Args:
-        given: [n] or [channels, n] of numpy, torch or lists; floats, or integers of 16 or 32 bits,
-            which are scaled. Channels are averaged.
-        where: its name in error messages.
-
-    Raises:
-        RequestError: it has another shape or type, no samples, or infinite values or NaN.
-    """
-    if hasattr(given, "detach"):  # a tensor; one of bfloat16 has no type of numpy
-        given = given.detach().cpu()
-        given = (given.float() if given.is_floating_point() else given).numpy()
-    try:
-        array = np.asarray(given)
-    except ValueError:  # lists of different lengths
-        raise refuse(where, f"its samples must be {_SHAPES}, got lists of other lengths") from None
-    if array.dtype.name not in _SCALES:
-        raise refuse(
-            where, f"its samples have the type {array.dtype}; accepted are {', '.join(_SCALES)}"
-        )
-    if array.ndim not in (1, 2) or (array.ndim == 2 and not 0 < len(array) <= MAX_CHANNELS):
-        raise refuse(
-            where,
-            f"its samples must be {_SHAPES} with at most {MAX_CHANNELS} channels, got the shape "
-            f"{list(array.shape)}",
-        )
-    scale = np.float32(_SCALES[array.dtype.name])
-    channels = np.atleast_2d(array).astype(np.float32) * scale
-    return checked(channels.mean(0, dtype=np.float32), where)
+    where = source.where
+    if source.data is None:
+        assert source.samples is not None and source.sampling_rate is not None
+        samples = checked(source.samples, where)
+        return resample(samples, source.sampling_rate, sampling_rate, max_seconds, where)
+    parts = _decode_file(source.data, where, sampling_rate, max_seconds)
+    return checked(np.concatenate([np.empty(0, np.float32), *parts]), where)
 
 
 def resample(
-    samples: Samples, rate: float, sampling_rate: int, max_seconds: float, where: str
+    samples: Samples, rate: int, sampling_rate: int, max_seconds: float, where: str
 ) -> Samples:
     """Return samples of one channel at another rate.
 
@@ -141,7 +104,7 @@ def resample(
     if rate == sampling_rate:
         return samples
     frame = _import_av().AudioFrame.from_ndarray(samples[None], "fltp", "mono")
-    frame.sample_rate = int(rate)
+    frame.sample_rate = rate
     resampler = _Resampler(sampling_rate)
     return np.concatenate([*resampler.add(frame), *resampler.end()])
 
@@ -277,12 +240,10 @@ def _import_av() -> Any:
     return av
 
 
-def _check_rate(rate: float, where: str) -> None:
-    if rate != int(rate) or not MIN_RATE <= rate <= MAX_RATE:
+def _check_rate(rate: int, where: str) -> None:
+    if not MIN_RATE <= rate <= MAX_RATE:
         raise refuse(
-            where,
-            f"it has {rate:g} samples per second; accepted are integers from {MIN_RATE} to "
-            f"{MAX_RATE}",
+            where, f"it has {rate} samples per second; accepted are {MIN_RATE} to {MAX_RATE}"
         )
 
 
