@@ -254,21 +254,25 @@ class MediaInput:
     ) -> PlacedMedia:
         family = self.family
         assert family is not None
+        placed = [
+            PlacedItem(start, len(expansion.token_ids), item.given.grid)
+            for item, expansion, start in zip(items, expansions, starts, strict=True)
+        ]
         media = tuple(
             MediaItem(
                 modality=item.modality,
                 key=item.key,
                 runs=tuple(_runs(expansion.is_embedding, start)),
+                num_states=expansion.num_states,
+                seen_by=seen_by,
                 tensors=inline_tensors(item.given.tensors)
                 if item.file is None
                 else item.file.tensors,
             )
-            for item, expansion, start in zip(items, expansions, starts, strict=True)
+            for item, expansion, start, seen_by in zip(
+                items, expansions, starts, family.seen_by(placed), strict=True
+            )
         )
-        placed = [
-            PlacedItem(start, len(expansion.token_ids), item.given.grid)
-            for item, expansion, start in zip(items, expansions, starts, strict=True)
-        ]
         return PlacedMedia(
             token_ids,
             media,
