@@ -26,6 +26,7 @@ from vllm.multimodal.images.settings import (
     with_defaults,
 )
 from vllm.multimodal.images.tower_config import read_tower_config
+from vllm.multimodal.interface.family import PlacedItem
 from vllm.transformers_utils.transformers_version import is_version_4
 
 pytest.importorskip("PIL", reason="image processors need Pillow")
@@ -273,6 +274,41 @@ def test_pixels_and_tokens_are_those_of_the_processor(name):
         tokens = tokens_of(family, got.grid, processor.tokenizer)
         assert want["input_ids"][0].tolist()[1:-1] == tokens, (height, width)
     assert max(found) == largest
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        *("IIaIa", "IaIaI", "aaa", "I", "aI", "aII", "IIIaaIIaI", "aaIIaIIaaIIa", "aIaa"),
+        *("IaaI", "aIIII", "IaI"),
+    ],
+)
+def test_a_token_sees_the_tiles_that_transformers_says(prompt):
+    from transformers.models.mllama.processing_mllama import (
+        convert_sparse_cross_attention_mask_to_dense,
+        get_cross_attention_token_mask,
+    )
+
+    image, length = 7, len(prompt)
+    ids = [image if each == "I" else 0 for each in prompt]
+    family, processor = mllama()
+    grids = [(1, 1), (2, 2), (3, 1), (1, 2), (4, 1)]
+    starts = [index for index, each in enumerate(ids) if each == image]
+    items = [PlacedItem(start, 1, grids[n % 5]) for n, start in enumerate(starts)]
+    tiles = [rows * columns for rows, columns in (item.grid for item in items)]
+    ours = np.zeros((length + 3, len(items), 4), np.int64)
+    for n, (begin, end) in enumerate(family.seen_by(items)):
+        expansion = family.expand(items[n].grid, processor.tokenizer.convert_tokens_to_ids)
+        num_states = expansion.num_states
+        assert (len(expansion.token_ids), expansion.is_embedding) == (1, [False])
+        ours[begin:end, n, : num_states // 17] = 1
+    theirs = np.zeros((length, 0, 4), np.int64)
+    if items:
+        ranges = get_cross_attention_token_mask(ids, image)
+        (theirs,) = convert_sparse_cross_attention_mask_to_dense([ranges], [tiles], 4, length)
+    np.testing.assert_array_equal(ours[:length], theirs)
+    # What is generated sees what the last token of the prompt does.
+    np.testing.assert_array_equal(ours[length:], np.repeat(theirs[-1:], 3, 0))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

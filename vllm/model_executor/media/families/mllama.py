@@ -38,6 +38,7 @@ class MllamaEncoder(MediaEncoder):
         layouts = read_layouts(config)
         self.num_tiles = layouts[-1][0]
         self.states_of_tile = tower.patches_per_side**2 + 1
+        self.max_states = self.num_tiles * self.states_of_tile
         self.length = padded_length(tower)
         key, num_layers = "intermediate_layers_indices", tower.num_hidden_layers
         wanted = layer_indices(vision, key, (3, 7, 15, 23, 30))
@@ -108,10 +109,10 @@ class MllamaEncoder(MediaEncoder):
         return self.multi_modal_projector(states).flatten(0, 1)
 
     def split(self, embeddings: Tensor, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        most = self.num_tiles * self.states_of_tile
+        starts = range(0, len(items) * self.max_states, self.max_states)
         counts = [len(item["pixels"]) * self.states_of_tile for item in items]
         return [
-            embeddings[index * most : index * most + count] for index, count in enumerate(counts)
+            embeddings[start : start + count] for start, count in zip(starts, counts, strict=True)
         ]
 
     def forward(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
