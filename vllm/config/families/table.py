@@ -167,6 +167,12 @@ _LLAMAS = (
         tokenizer="",
     ),
     Family(
+        model_type="mllama_text_model",
+        module="mllama",
+        architectures=("MllamaForCausalLM",),
+        tokenizer="",
+    ),
+    Family(
         model_type="baichuan",
         module="baichuan",
         architectures=("BaichuanForCausalLM",),
@@ -1083,6 +1089,14 @@ _WITH_IMAGES = (
         text_type="llama",
         media="idefics3",
         tokenizer=_GENERIC,
+    ),
+    Family(
+        model_type="mllama",
+        module="text_of_images",
+        architectures=("MllamaForConditionalGeneration",),
+        text_type="mllama_text_model",
+        media="mllama",
+        tokenizer="",
     ),
     Family(
         model_type="gemma3",

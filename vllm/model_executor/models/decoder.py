@@ -110,6 +110,8 @@ class DecoderOptions:
     """Rows of a table of positions that is added to the embeddings."""
     needs_positions: bool = True
     """False: states tell the order of tokens, so that attention, if any, may have no positions."""
+    num_more_embeddings: int = 0
+    """Rows of the table of embeddings behind those of tokens that the output head has."""
     has_embedding_norm: bool = False
     table_scale: float = 1.0
     """Multiplies the embeddings of tokens, and none that are given in their place."""
@@ -409,7 +411,7 @@ class Decoder(nn.Module):
         size = arch.hidden_size
         self.embedding_scale = options.embedding_scale
         self.embed_tokens = VocabParallelEmbedding(
-            arch.vocab_size, size, tp, scale=options.table_scale
+            arch.vocab_size + options.num_more_embeddings, size, tp, scale=options.table_scale
         )
         self.embed_positions = (
             LearnedPositionalEmbedding(options.num_learned_positions, size)
