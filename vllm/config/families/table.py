@@ -167,6 +167,13 @@ _LLAMAS = (
         tokenizer="",
     ),
     Family(
+        model_type="mllama_text_model",
+        module="mllama",
+        architectures=("MllamaForCausalLM",),
+        num_unsampled_tokens=8,
+        tokenizer="",
+    ),
+    Family(
         model_type="baichuan",
         module="baichuan",
         architectures=("BaichuanForCausalLM",),
@@ -1085,6 +1092,16 @@ _WITH_IMAGES = (
         tokenizer=_GENERIC,
     ),
     Family(
+        model_type="mllama",
+        module="text_of_images",
+        architectures=("MllamaForConditionalGeneration",),
+        text_type="mllama_text_model",
+        media="mllama",
+        media_is_cpu_only=True,
+        num_unsampled_tokens=8,
+        tokenizer="",
+    ),
+    Family(
         model_type="gemma3",
         module="text_of_images",
         architectures=("Gemma3ForConditionalGeneration",),
@@ -1111,13 +1128,6 @@ _WITH_IMAGES = (
         architectures=("Llama4ForConditionalGeneration",),
         text_type="llama4_text",
         tokenizer="",
-    ),
-    Family(
-        model_type="mllama",
-        module="text_of_images",
-        architectures=("MllamaForConditionalGeneration",),
-        text_type="mllama_text_model",
-        num_unsampled_tokens=8,
     ),
     Family(
         model_type="mistral3",

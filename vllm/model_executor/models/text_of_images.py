@@ -134,6 +134,10 @@ class SmolVLMForConditionalGeneration(Idefics3ForConditionalGeneration):
     """SmolVLM 2 (arXiv 2504.05299)."""
 
 
+class MllamaForConditionalGeneration(_LanguageModel, MllamaForCausalLM):
+    """Llama 3.2 11B and 90B Vision (Meta 2024, arXiv 2407.21783)."""
+
+
 class Gemma3ForConditionalGeneration(_LanguageModel, Gemma3ForCausalLM):
     """Gemma 3 4B, 12B and 27B (arXiv 2503.19786), of which text input is served."""
 
@@ -157,10 +161,6 @@ class Gemma4ForConditionalGeneration(_LanguageModelOfTowers, Gemma4ForCausalLM):
 class Llama4ForConditionalGeneration(_LanguageModel, Llama4ForCausalLM):
     """Llama 4 Scout and Maverick with their part for images (Meta 2025), of which text input is
     served."""
-
-
-class MllamaForConditionalGeneration(_LanguageModel, MllamaForCausalLM):
-    """Llama 3.2 Vision 11B and 90B (Meta 2024)."""
 
 
 class Mistral3ForConditionalGeneration(_LanguageModel, MistralForCausalLM):
