@@ -170,6 +170,7 @@ _LLAMAS = (
         model_type="mllama_text_model",
         module="mllama",
         architectures=("MllamaForCausalLM",),
+        num_unsampled_tokens=8,
         tokenizer="",
     ),
     Family(
@@ -1096,6 +1097,8 @@ _WITH_IMAGES = (
         architectures=("MllamaForConditionalGeneration",),
         text_type="mllama_text_model",
         media="mllama",
+        media_is_cpu_only=True,
+        num_unsampled_tokens=8,
         tokenizer="",
     ),
     Family(

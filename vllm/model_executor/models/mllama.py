@@ -20,9 +20,6 @@ from vllm.model_executor.models.decoder import (
 )
 
 _USUAL_LAYERS = (3, 8, 13, 18, 23, 28, 33, 38)
-_TOKENS_OF_IMAGES = 8
-"""Rows of the table of embeddings behind the vocabulary, the first of which is of an image. The
-output head has none, so that no image is generated."""
 
 
 def cross_attention_layers(arch: ModelArch) -> tuple[int, ...]:
@@ -44,8 +41,11 @@ def cross_attention_layers(arch: ModelArch) -> tuple[int, ...]:
 
 
 class MllamaLayer(DecoderLayer):
-    """A layer of Llama, or one whose attention is to images, with gates. The latter does nothing
-    for tokens that see no image."""
+    """A layer of Llama, or one whose attention is to images, with gates.
+
+    The latter does nothing for tokens that see no image. So does Meta's code. In transformers, the
+    tokens before the first image of a prompt attend to all images, as their mask has no image left.
+    """
 
     cross_attn_attn_gate: nn.Parameter | None
     """[1]"""
@@ -97,5 +97,13 @@ class MllamaForCausalLM(DecoderForCausalLM):
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         # The table of embeddings has other rows than the head, whatever the config says.
         arch = replace(arch, tie_word_embeddings=False)
-        options = DecoderOptions(num_more_embeddings=_TOKENS_OF_IMAGES)
-        super().__init__(arch, tp, options, MllamaLayer)
+        super().__init__(arch, tp, DecoderOptions(), MllamaLayer)
+
+    def check(self) -> None:
+        super().check()
+        if self.arch.media_config is not None and self.stage.count > 1:
+            raise ConfigError(
+                f"pipeline_parallel_size={self.stage.count}: layers that read images must be on "
+                f"the stage that encodes them. Use --tensor-parallel-size instead, or send no "
+                f"images (--limit-mm-per-prompt image=0)"
+            )
