@@ -151,7 +151,7 @@ class Family:
     media_is_cpu_only: bool = False
     """Images are read on the CPU only, and on a card the models read text."""
     num_unsampled_tokens: int = 0
-    """Rows of the table of embeddings behind the vocabulary, for tokens of prompts that the output
+    """Rows of the table of embeddings after the vocabulary, for tokens of prompts that the output
     head does not have."""
     step_token_id: int | None = None
     """Token that ends a step, of models that reward steps (`ForProcessRewardModel`)."""
