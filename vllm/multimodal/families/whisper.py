@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.errors import ConfigError, RequestError
+from vllm.messages import OutputRules
 from vllm.multimodal.interface.checks import config_whole, is_whole
 from vllm.multimodal.interface.family import TokenLookup
 from vllm.multimodal.interface.languages import LANGUAGE_NAMES
-from vllm.multimodal.interface.speech import OutputRules, SpeechRules, SpokenSegment, Task
+from vllm.multimodal.interface.speech import SpeechRules, SpokenSegment, Task
 
 SECONDS = 30
 """Seconds of sound that the encoder reads. Shorter sound is padded."""
@@ -53,6 +54,7 @@ class WhisperSpeech(SpeechRules):
         self._tasks = self._read_tasks() if self._languages else {}
         self._suppressed = self._tokens("suppress_tokens")
         self._not_first = self._tokens("begin_suppress_tokens")
+        self._first_times = self._read_first_times()
 
     def prompt(
         self,
@@ -134,11 +136,12 @@ class WhisperSpeech(SpeechRules):
             never=(*self._suppressed, self._no_times) if has_times else self._suppressed,
             not_first=self._not_first,
             end=self._end,
-            times=self._times if has_times else None,
-            first_times=self._first_times() if has_times else None,
+            first_time=self._times.start if has_times else None,
+            end_of_times=self._times.stop,
+            end_of_first_times=self._first_times.stop,
         )
 
-    def _first_times(self) -> range:
+    def _read_first_times(self) -> range:
         limit = self._values.get("max_initial_timestamp_index")
         if limit is None:
             return self._times
