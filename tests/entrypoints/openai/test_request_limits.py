@@ -494,7 +494,7 @@ def test_the_page_about_limits_names_every_limit_with_its_default():
     assert defaults.pop("max_logprobs") == ModelConfig(model="a").max_logprobs
     for name in ("max_request_bytes", "max_image_request_bytes"):
         assert defaults.pop(name) << 20 == getattr(ARGS, name)
-    assert defaults.pop("limit_mm_per_prompt") == MultiModalConfig().image_limit.count
+    assert defaults.pop("limit_mm_per_prompt") == MultiModalConfig().limit("image").count
     assert {name: getattr(ARGS, name) for name in defaults} == defaults
     of_fields = [limits for kind in kinds_of_bodies() for limits in limits_of(kind).values()]
     settings = {limit.setting for limits in of_fields for limit in limits}

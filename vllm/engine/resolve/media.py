@@ -1,5 +1,6 @@
 """Decide whether the encoder of images of a model is loaded. Reads no weights."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,13 +10,19 @@ from vllm.config.families import TEXT_TYPES, family_of_architecture
 from vllm.logger import init_logger
 from vllm.multimodal.images.settings import has_processor_settings
 from vllm.multimodal.images.tower_config import TOWER_PARTS
+from vllm.multimodal.interface.family import plural
+from vllm.multimodal.job import family_class
 from vllm.transformers_utils.weight_headers import names_of_tensors
 
 logger = init_logger(__name__)
 
 
 def resolve_media(
-    arch: ModelArch, folder: Path, load: LoadConfig, max_images: int | None, device: str
+    arch: ModelArch,
+    folder: Path,
+    load: LoadConfig,
+    max_items: Mapping[str, int] | None,
+    device: str,
 ) -> ModelArch:
     """Return the architecture without images where the encoder cannot run or nobody needs it, and
     log the reason.
@@ -24,13 +31,13 @@ def resolve_media(
         arch: of the model.
         folder: of the model.
         load: how the weights are loaded.
-        max_images: of a request; None: it is a draft model, which reads only tokens.
+        max_items: of a request, by modality; None: it is a draft model, which reads only tokens.
         device: name of the platform.
     """
     name = str(arch.hf_config["architectures"][0])
     if name not in TEXT_TYPES:
         return arch
-    reason = _reason_for_text(arch, folder, load, max_images, device)
+    reason = _reason_for_text(arch, folder, load, max_items, device)
     if reason is None:
         return arch
     logger.info(
@@ -43,7 +50,11 @@ def resolve_media(
 
 
 def _reason_for_text(
-    arch: ModelArch, folder: Path, load: LoadConfig, max_images: int | None, device: str
+    arch: ModelArch,
+    folder: Path,
+    load: LoadConfig,
+    max_items: Mapping[str, int] | None,
+    device: str,
 ) -> str | None:
     """Return why a model reads text only; None: it also reads images."""
     family = family_of_architecture(arch.architecture)
@@ -53,10 +64,11 @@ def _reason_for_text(
         return f"images of its class of models are implemented for --device cpu, not for {device}"
     if arch.media_config is None:
         return "config.json describes no encoder of images"
-    if max_images is None:
+    if max_items is None:
         return "a draft model reads only tokens"
-    if max_images == 0:
-        return "limit_mm_per_prompt allows no images"
+    modalities = family_class(family.media).modalities
+    if not any(max_items[modality] for modality in modalities):
+        return f"limit_mm_per_prompt allows no {' and no '.join(map(plural, modalities))}"
     if not has_processor_settings(folder):
         return (
             f"{folder} has no settings of an image processor (preprocessor_config.json or "

@@ -1,1 +1,1 @@
-"""Sound: files to samples, log-mel features, and the settings of feature extractors."""
+"""Sound: files and arrays to samples, and samples to the features that models read."""

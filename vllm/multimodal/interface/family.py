@@ -1,4 +1,5 @@
-"""The interface of a family of models with images, without its weights. Knows no families.
+"""The interface of a family of models with images, sound or videos, without its weights. Knows no
+families.
 
 A family has two files of one name: in `families/` the size and the tokens of an image, and in
 `vllm.model_executor.media.families` the modules that encode it. This package loads no torch; an
@@ -12,6 +13,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+
+from vllm.multimodal.interface.speech import SpeechRules
 
 IntArray = npt.NDArray[np.int32]
 
@@ -66,6 +69,14 @@ TokenLookup = Callable[[str], int]
 """Return the id of a token that the vocabulary has; raise ConfigError if it has not."""
 
 
+_PLURALS = {"image": "images", "audio": "sounds", "video": "videos"}
+
+
+def plural(modality: str) -> str:
+    """Return how messages name the items of a modality, such as "images"."""
+    return _PLURALS[modality]
+
+
 class MediaFamily(ABC):
     """Images, sound and videos of one model.
 
@@ -94,7 +105,8 @@ class MediaFamily(ABC):
         self.settings = settings
 
     def placeholder_of(self, modality: str) -> str:
-        """Return the text of the token that represents one item of a modality."""
+        """Return the text of the token that represents one item of a modality. Empty: items have no
+        placeholders, as they add no tokens to a prompt, and begin with its first token."""
         return self.placeholder
 
     def text_of(self, modality: str) -> str:
@@ -143,7 +155,24 @@ class MediaFamily(ABC):
 
     @abstractmethod
     def largest(self) -> EncoderInput:
-        """Return a black image that costs the encoder as much as any image can."""
+        """Return a black image that costs the encoder as much as any image can. A model without
+        images returns such a sound."""
+
+    def largest_of(self, modality: str) -> EncoderInput:
+        """Return an item of one of the modalities that costs the encoder as much as any can."""
+        return self.largest()
+
+    def speech(self, generation: Mapping[str, Any], token_id: TokenLookup) -> SpeechRules | None:
+        """Return how the model transcribes; None: it does not.
+
+        Args:
+            generation: generation_config.json of the model, {} if it has none.
+            token_id: looks up tokens.
+
+        Raises:
+            ConfigError: a value cannot be used.
+        """
+        return None
 
     def positions(
         self, num_tokens: int, items: Sequence[PlacedItem]

@@ -83,7 +83,7 @@ class CardEncoder:
     def _largest_size(self, config: VllmConfig, family: MediaFamily) -> int:
         """Return the units of the largest image that is expected and that a prompt has room for."""
         encoder, max_model_len = self._encoder, config.scheduler.max_model_len
-        expected = config.multimodal.image_limit
+        expected = config.multimodal.limit("image")
         image = family.largest()
         if expected.width is not None and expected.height is not None:
             image = family.process(np.zeros((expected.height, expected.width, 3), np.uint8))
