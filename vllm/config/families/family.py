@@ -150,6 +150,8 @@ class Family:
     """`model_type` of `vision_config` -> the module for such towers, where it is not `media`."""
     media_is_cpu_only: bool = False
     """Images are read on the CPU only, and on a card the models read text."""
+    decoder_keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of config.json that describe the decoder of an encoder-decoder -> their usual names."""
     step_token_id: int | None = None
     """Token that ends a step, of models that reward steps (`ForProcessRewardModel`)."""
 

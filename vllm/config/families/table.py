@@ -1189,6 +1189,23 @@ _WITH_IMAGES = (
         replaces_tokenizer=True,
     ),
 )
+_WITH_SOUND = (
+    Family(
+        model_type="whisper",
+        module="text_of_images",
+        architectures=("WhisperForConditionalGeneration",),
+        decoder_keys={
+            "d_model": "hidden_size",
+            "decoder_layers": "num_hidden_layers",
+            "decoder_attention_heads": "num_attention_heads",
+            "decoder_ffn_dim": "intermediate_size",
+            "max_target_positions": "max_position_embeddings",
+        },
+        media="whisper",
+        has_positions=False,
+        tokenizer="WhisperTokenizer",
+    ),
+)
 _ENCODERS = (
     Family(
         model_type="bert",
@@ -1243,7 +1260,7 @@ FAMILIES = {
     family.model_type: family
     for family in (
         *(*_LLAMAS, *_QWENS, *_GRANITES, *_GEMMAS),
-        *(*_OTHERS, *_WITH_IMAGES, *_ENCODERS),
+        *(*_OTHERS, *_WITH_IMAGES, *_WITH_SOUND, *_ENCODERS),
     )
 }
 """`model_type` -> family. Messages list families in this order."""

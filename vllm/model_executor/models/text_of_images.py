@@ -31,6 +31,7 @@ from vllm.model_executor.models.qwen3_next import Qwen3_5ForCausalLM, Qwen3_5Moe
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.routed import Glm4MoeForCausalLM
 from vllm.model_executor.models.transformers_model import TransformersForCausalLM
+from vllm.model_executor.models.whisper import WhisperForCausalLM
 from vllm.multimodal.images.tower_config import TOWER_PARTS
 
 _ENCODER = "media_encoder."
@@ -247,6 +248,12 @@ class Qwen3_5ForConditionalGeneration(_Qwen, Qwen3_5ForCausalLM):
 
 class Qwen3_5MoeForConditionalGeneration(_Qwen, Qwen3_5MoeForCausalLM):
     """Qwen 3.5 and 3.6 with experts (Qwen team 2026)."""
+
+
+class WhisperForConditionalGeneration(_LanguageModel, WhisperForCausalLM):
+    """Whisper, tiny to large-v3 and turbo (arXiv 2212.04356), which reads sound."""
+
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = WhisperForCausalLM.checkpoint_prefixes
 
 
 class TransformersForConditionalGeneration(_LanguageModel, TransformersForCausalLM):
