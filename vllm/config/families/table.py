@@ -167,6 +167,13 @@ _LLAMAS = (
         tokenizer="",
     ),
     Family(
+        model_type="mllama_text_model",
+        module="mllama",
+        architectures=("MllamaForCausalLM",),
+        num_unsampled_tokens=8,
+        tokenizer="",
+    ),
+    Family(
         model_type="baichuan",
         module="baichuan",
         architectures=("BaichuanForCausalLM",),
@@ -1083,6 +1090,16 @@ _WITH_IMAGES = (
         text_type="llama",
         media="idefics3",
         tokenizer=_GENERIC,
+    ),
+    Family(
+        model_type="mllama",
+        module="text_of_images",
+        architectures=("MllamaForConditionalGeneration",),
+        text_type="mllama_text_model",
+        media="mllama",
+        media_is_cpu_only=True,
+        num_unsampled_tokens=8,
+        tokenizer="",
     ),
     Family(
         model_type="gemma3",

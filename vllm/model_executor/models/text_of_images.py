@@ -25,6 +25,7 @@ from vllm.model_executor.models.interface import CausalLM, LoadableModel
 from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.mixture import Qwen3MoeForCausalLM
+from vllm.model_executor.models.mllama import MllamaForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_next import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
@@ -132,6 +133,10 @@ class Idefics3ForConditionalGeneration(_AnyLanguageModel):
 
 class SmolVLMForConditionalGeneration(Idefics3ForConditionalGeneration):
     """SmolVLM 2 (arXiv 2504.05299)."""
+
+
+class MllamaForConditionalGeneration(_LanguageModel, MllamaForCausalLM):
+    """Llama 3.2 11B and 90B Vision (Meta 2024, arXiv 2407.21783)."""
 
 
 class Gemma3ForConditionalGeneration(_LanguageModel, Gemma3ForCausalLM):
