@@ -219,6 +219,8 @@ class Family:
     tokenizer: str | None = None
     """Class that transformers 5 registers; "": none, that of the checkpoint is used. None: it is
     not known here, and `AutoTokenizer` is asked."""
+    has_complete_prompts: bool = False
+    """Prompts as text have all of their special tokens; the tokenizer would add wrong ones."""
     reasoning_parser: str | None = None
     """The reasoning parser that is used without `--reasoning-parser`, as answers cannot be read
     without it. None: there is none."""

@@ -1221,6 +1221,7 @@ _WITH_SOUND = (
         media="whisper",
         has_positions=False,
         tokenizer="WhisperTokenizer",
+        has_complete_prompts=True,
     ),
 )
 _ENCODERS = (

@@ -197,6 +197,7 @@ class InputProcessor:
         Raises:
             RequestError: the prompt is wrong, or an image of it.
         """
+        prompt = self.media.joined(prompt)
         given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
         items = self.media.read(given) if given.get("multi_modal_data") is not None else []
         if any(key in given for key in MEDIA_KEYS):
@@ -307,6 +308,7 @@ class InputProcessor:
                 "embeddings are the whole prompt",
                 param="prompt",
             )
+        self.media.check_required(0)
         embeddings = self.prompt_embeds.read(prompt["prompt_embeds"])
         placeholders = [PLACEHOLDER_TOKEN_ID] * embeddings.shape[0]
         return TokenizedPrompt(placeholders, None, cache_salt_of(prompt), (embeddings,))
