@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from transformers.generation import logits_process
 
 from tests.multimodal.sound_models import SETTINGS
 from tests.tiny_images import make_tokenizer
@@ -26,14 +27,14 @@ WITH_TIMES = "<|startoftranscript|><|en|><|transcribe|>"
 
 
 def make_tiny_whisper(
-    folder: Path, *, seed: int = 0, suppresses: bool = True, **values: Any
+    folder: Path, *, seed: int = 0, is_english: bool = False, **values: Any
 ) -> Path:
     """Write a small random Whisper that reads 2 s of sound.
 
     Args:
         folder: created when it is not there.
         seed: of the weights.
-        suppresses: generation_config.json has tokens that no output has.
+        is_english: it knows no other language.
         values: of config.json, instead of the usual ones.
     """
     times = [f"<|{step * 0.02:.2f}|>" for step in range(NUM_TIMES)]
@@ -81,10 +82,12 @@ def make_tiny_whisper(
         "suppress_tokens": [5, 6, 7, *(ids[t] for t in SPECIAL[1:2] + SPECIAL[4:9])],
         "task_to_id": {t: ids[f"<|{t}|>"] for t in ("transcribe", "translate")},
     }
-    if not suppresses:
-        generation |= {"begin_suppress_tokens": [], "suppress_tokens": []}
+    if is_english:
+        generation["is_multilingual"] = False
+        del generation["lang_to_id"], generation["task_to_id"]
     (folder / "generation_config.json").write_text(json.dumps(generation))
-    (folder / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
+    settings = {**SETTINGS, "feature_size": config.num_mel_bins}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return folder
 
 
@@ -122,31 +125,72 @@ class Reference:
 
     @torch.inference_mode()
     def greedy(
-        self, sound: np.ndarray, prompt: Sequence[int], max_tokens: int, *, ignores_end: bool = True
+        self, sound: np.ndarray, prompt: Sequence[int], max_tokens: int, *, begin: int | None = None
     ) -> tuple[list[int], list[float]]:
-        """Return tokens with the rules of `generate`, and the log-probability of each."""
+        """Return tokens with the rules of `generate`, and the log-probability of each. The end does
+        not end them.
+
+        Args:
+            sound: of the prompt.
+            prompt: its tokens.
+            max_tokens: of the output.
+            begin: index of the first token that counts as output; None: the length of the prompt.
+        """
         states, found, logprobs = self.states(sound), [], []
-        processors = self._processors(len(prompt), prompt)
+        processors = self._processors(len(prompt) if begin is None else begin, prompt)
         while len(found) < max_tokens:
-            ids = torch.tensor([[*prompt, *found]])
-            logits = self.model(encoder_outputs=states, decoder_input_ids=ids).logits[:, -1].float()
-            for processor in processors:
-                logits = processor(ids, logits)
-            token = int(logits[0].argmax())
-            logprobs.append(float(logits[0].log_softmax(-1)[token]))
+            scores = self._scores(states, [*prompt, *found], processors)
+            token = int(scores.argmax())
+            logprobs.append(float(scores[token]))
             found.append(token)
-            if token == self.config["eos_token_id"] and not ignores_end:
-                break
         return found, logprobs
 
-    def _processors(self, begin: int, prompt: Sequence[int]) -> list[Any]:
-        from transformers.generation import logits_process as of
+    @torch.inference_mode()
+    def followed(self, sound: np.ndarray, ids: Sequence[int], begin: int) -> list[float]:
+        """Return the log-probabilities of tokens from the index `begin` on, with the rules of
+        `generate`."""
+        states, processors = self.states(sound), self._processors(begin, ids[:begin])
+        return [
+            float(self._scores(states, ids[:index], processors)[ids[index]])
+            for index in range(begin, len(ids))
+        ]
 
+    @torch.inference_mode()
+    def beams(
+        self, sound: np.ndarray, prompt: Sequence[int], width: int, max_tokens: int
+    ) -> list[tuple[list[int], float]]:
+        """Return the best outputs of this length, and the sums of their log-probabilities."""
+        states, processors = self.states(sound), self._processors(len(prompt), prompt)
+        live: list[tuple[list[int], float]] = [([], 0.0)]
+        for _ in range(max_tokens):
+            grown = []
+            for tokens, total in live:
+                scores = self._scores(states, [*prompt, *tokens], processors)
+                best = scores.topk(width)
+                grown += [
+                    ([*tokens, int(token)], total + float(score))
+                    for score, token in zip(*best, strict=True)
+                ]
+            live = sorted(grown, key=lambda beam: -beam[1])[:width]
+        return live
+
+    def _scores(self, states: Any, ids: Sequence[int], processors: Sequence[Any]) -> torch.Tensor:
+        """Return the log-probabilities [V] of the next token."""
+        given = torch.tensor([list(ids)])
+        logits = self.model(encoder_outputs=states, decoder_input_ids=given).logits[:, -1].float()
+        for processor in processors:
+            logits = processor(given, logits)
+        return logits[0].log_softmax(-1)
+
+    def _processors(self, begin: int, prompt: Sequence[int]) -> list[Any]:
+        """Return the processors that `generate` has for a prompt."""
         config = transformers.GenerationConfig(**self.config)
         found = [
-            of.SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, begin),
-            of.SuppressTokensLogitsProcessor(config.suppress_tokens),
+            logits_process.SuppressTokensAtBeginLogitsProcessor(
+                config.begin_suppress_tokens, begin
+            ),
+            logits_process.SuppressTokensLogitsProcessor(config.suppress_tokens),
         ]
         if config.no_timestamps_token_id not in prompt:
-            found.append(of.WhisperTimeStampLogitsProcessor(config, begin))
+            found.append(logits_process.WhisperTimeStampLogitsProcessor(config, begin))
         return found
