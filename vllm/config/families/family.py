@@ -140,16 +140,17 @@ class Family:
     is_encoder: bool = False
     """All tokens of a prompt see each other, and none is generated."""
     text_type: str | None = None
-    """`model_type` of the language model in `text_config`, of a family with a part for images."""
+    """`model_type` of the language model in `text_config`, of a family with a part for images or
+    sound."""
     also_text_types: tuple[str, ...] = ()
     """Other values of it, which the same class runs."""
     media: str | None = None
-    """Module of `multimodal.families` and of `model_executor.media.families` that encodes images;
-    None: the models read text only."""
+    """Module of `multimodal.families` and of `model_executor.media.families` that encodes images
+    or sound; None: the models read text only."""
     media_by_tower: Mapping[str, str] = field(default_factory=dict)
     """`model_type` of `vision_config` -> the module for such towers, where it is not `media`."""
     media_is_cpu_only: bool = False
-    """Images are read on the CPU only, and on a card the models read text."""
+    """Images or sounds are read on the CPU only, and on a card the models read text."""
     decoder_keys: Mapping[str, str] = field(default_factory=dict)
     """Keys of config.json that describe the decoder of an encoder-decoder -> their usual names."""
     num_unsampled_tokens: int = 0

@@ -78,6 +78,10 @@ def plural(modality: str) -> str:
     return _PLURALS[modality]
 
 
+_SIDE = 64
+"""Pixels of a small image."""
+
+
 class MediaFamily(ABC):
     """Images, sound and videos of one model.
 
@@ -176,6 +180,10 @@ class MediaFamily(ABC):
             ConfigError: a value cannot be used.
         """
         return None
+
+    def small(self) -> EncoderInput:
+        """Return a small item, which every model accepts."""
+        return self.process(np.zeros((_SIDE, _SIDE, 3), np.uint8))
 
     def positions(
         self, num_tokens: int, items: Sequence[PlacedItem]
