@@ -154,7 +154,7 @@ class Family:
     decoder_keys: Mapping[str, str] = field(default_factory=dict)
     """Keys of config.json that describe the decoder of an encoder-decoder -> their usual names."""
     num_unsampled_tokens: int = 0
-    """Rows of the table of embeddings behind the vocabulary, for tokens of prompts that the output
+    """Rows of the table of embeddings after the vocabulary, for tokens of prompts that the output
     head does not have."""
     step_token_id: int | None = None
     """Token that ends a step, of models that reward steps (`ForProcessRewardModel`)."""

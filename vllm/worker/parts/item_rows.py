@@ -146,7 +146,7 @@ class ItemRows(RowPart):
         self._media.remove(row)
 
     def begin(self, step: SchedulerOutput) -> None:
-        """Drop and encode the items that the step names, and look up those of its new rows."""
+        """Drop and encode the items that the step names, and look up the items of new rows."""
         self._media.update(step)
         first_of = dict(zip(step.rows.tolist(), step.num_computed_tokens.tolist(), strict=True))
         for row, request in self._new:
