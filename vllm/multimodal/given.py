@@ -23,7 +23,7 @@ _ACCEPTED = {
     "video": "the bytes of a file, an array or tensor [frames, height, width, 3] or [frames, 3, "
     'height, width] of bytes, a list of images, or frames with their rate: (frames, {"fps": 2})',
 }
-"""What an item of each modality may be."""
+"""Accepted objects, by modality."""
 _INT16 = 2.0**15
 _MAX_CHANNELS = 32
 
@@ -40,7 +40,7 @@ def as_list(modality: str, given: Any) -> list[Any]:
     if given and modality == "audio":
         is_one = isinstance(given[0], (int, float)) or _is_pair(given, (int, float))
     elif given and modality == "video":
-        is_one = _frame_of(given[0]) is not None or _is_pair(given, Mapping)
+        is_one = _is_frame(given[0]) or _is_pair(given, Mapping)
     return [given] if is_one else list(given)
 
 
@@ -147,15 +147,15 @@ def _as_frames(video: Any) -> VideoFrames | None:
 
 
 def _frame_of(image: Any) -> NDArray[np.uint8] | None:
-    return _as_pixels(image, "a frame") if _is_pillow(image) or _num_axes(image) == 3 else None
+    return _as_pixels(image, "a frame") if _is_frame(image) else None
+
+
+def _is_frame(item: Any) -> bool:
+    return _is_pillow(item) or getattr(item, "ndim", None) == 3
 
 
 def _is_pillow(image: Any) -> bool:
     return hasattr(image, "getexif")
-
-
-def _num_axes(item: Any) -> int | None:
-    return getattr(item, "ndim", None)
 
 
 def _is_pair(item: Any, type_: Any) -> bool:
