@@ -143,6 +143,12 @@ class Envs:
         "Serve the routes for development too: /server_info, /reset_prefix_cache, /reset_mm_cache, "
         "/collective_rpc, /sleep, /wake_up, /is_sleeping.",
     )
+    VLLM_MAX_AUDIO_CLIP_FILESIZE_MB: int = _server(
+        25,
+        "Limit of a file that is sent to /v1/audio/transcriptions or /v1/audio/translations, in "
+        "units of 1024 x 1024 bytes.",
+        at_least=1,
+    )
     VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int | None = _server(
         None,
         "Seconds that a connection without a request stays open; keep_alive_timeout comes first.",

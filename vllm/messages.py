@@ -38,6 +38,9 @@ NO_TOKEN = -1
 DRAFT_OF_WORKER = -1
 """Stands for a draft that the worker makes, with a draft model."""
 
+END_OF_REQUEST = 2**31 - 1
+"""Index after the last token of a request, whatever its length."""
+
 SLEEP_TAGS = ("weights", "kv_cache")
 """The parts of an engine that can sleep, in the order in which they wake up."""
 
@@ -112,30 +115,37 @@ class MediaTensor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One image of a prompt."""
+    """One image, sound or video of a request.
+
+    Either it gives the embeddings of some tokens, or cross-attention layers read its hidden states.
+    """
 
     modality: str
     key: str
     """Identifies its content and all settings that decide its embeddings."""
-    runs: tuple[tuple[int, int], ...]
+    runs: tuple[tuple[int, int], ...] = ()
     """(index, n): n tokens from this index of the prompt take the next n embeddings of the image.
-    In order of the indices."""
+    In order of the indices. Empty where cross-attention layers read it."""
+    num_states: int = 0
+    """Hidden states that cross-attention layers read; 0: none do."""
+    seen_by: tuple[int, int] = (0, END_OF_REQUEST)
+    """With `num_states`: indices of the first token that sees them, and after the last one."""
     tensors: tuple[MediaTensor, ...]
 
     @property
     def start(self) -> int:
-        """Index of the first token whose embedding it gives."""
-        return self.runs[0][0]
+        """Index of the first token that depends on it directly."""
+        return self.seen_by[0] if self.num_states else self.runs[0][0]
 
     @property
     def end(self) -> int:
         """Index after the last one."""
-        return sum(self.runs[-1])
+        return self.seen_by[1] if self.num_states else sum(self.runs[-1])
 
     @property
     def num_embeddings(self) -> int:
-        """Embeddings that the encoder makes of it."""
-        return sum(count for _, count in self.runs)
+        """Embeddings, or hidden states, that the encoder makes of it."""
+        return self.num_states or sum(count for _, count in self.runs)
 
 
 class CacheKey(msgspec.Struct, frozen=True, array_like=True):

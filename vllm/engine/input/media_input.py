@@ -268,21 +268,23 @@ class MediaInput:
         """
         family = self.family
         assert family is not None
+        items = [
+            PlacedItem(start, len(each.expansion.token_ids), each.item.given.grid)
+            for each, start in placed
+        ]
         media = tuple(
             MediaItem(
                 modality=each.item.modality,
                 key=each.item.key,
                 runs=tuple(_runs(each.expansion.is_embedding, start)),
+                num_states=each.expansion.num_states,
+                seen_by=seen_by,
                 tensors=inline_tensors(each.item.given.tensors)
                 if each.item.file is None
                 else each.item.file.tensors,
             )
-            for each, start in placed
+            for (each, start), seen_by in zip(placed, family.seen_by(items), strict=True)
         )
-        items = [
-            PlacedItem(start, len(each.expansion.token_ids), each.item.given.grid)
-            for each, start in placed
-        ]
         return PlacedMedia(
             token_ids,
             media,

@@ -33,6 +33,10 @@ class MediaEncoder(nn.Module, ABC):
     states. An embedding has hidden_size elements for the token, and as many for each such
     layer."""
 
+    max_states: int = 0
+    """Hidden states of the largest item, where cross-attention layers of the language model read
+    them; `split` returns the states [n, hidden_size] of each item. 0: it makes embeddings."""
+
     def __init__(self, config: Mapping[str, Any], hidden_size: int) -> None:
         super().__init__()
         self.config = config

@@ -14,6 +14,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from vllm.messages import END_OF_REQUEST
+from vllm.multimodal.interface.speech import SpeechRules
+
 IntArray = npt.NDArray[np.int32]
 
 
@@ -152,6 +155,18 @@ class MediaFamily(ABC):
         """Return an item of one of the modalities that costs the encoder as much as any can."""
         return self.largest()
 
+    def speech(self, generation: Mapping[str, Any], token_id: TokenLookup) -> SpeechRules | None:
+        """Return how the model transcribes; None: it does not.
+
+        Args:
+            generation: generation_config.json of the model, {} if it has none.
+            token_id: looks up tokens.
+
+        Raises:
+            ConfigError: a value cannot be used.
+        """
+        return None
+
     def positions(
         self, num_tokens: int, items: Sequence[PlacedItem]
     ) -> npt.NDArray[np.int32] | None:
@@ -162,3 +177,22 @@ class MediaFamily(ABC):
             items: in the order of their tokens.
         """
         return None
+
+    def seen_by(self, items: Sequence[PlacedItem]) -> list[tuple[int, int]]:
+        """Return which tokens see the hidden states of each item, where cross-attention layers read
+        them: indices of the first one and after the last one.
+
+        Items that follow each other without other tokens are a group. A token sees the items up to
+        it of the newest group, as Llama 3.2 does. Generated tokens see the last group.
+
+        Args:
+            items: in the order of their tokens.
+        """
+        end, found = END_OF_REQUEST, []
+        for index in range(len(items) - 1, -1, -1):
+            item = items[index]
+            found.append((item.start, end))
+            before = items[index - 1] if index else None
+            if before is not None and before.start + before.num_tokens < item.start:
+                end = item.start
+        return found[::-1]
