@@ -219,12 +219,12 @@ ENCODER = {"prompt": "", "multi_modal_data": {"audio": (SOUND, RATE)}}
         ([1, 2], "got none"),
         ({"prompt": TRANSCRIBE, "multi_modal_data": {"audio": []}}, "got none"),
         ({"prompt": TRANSCRIBE, "multi_modal_data": {"image": SOUND}}, "reads sounds and no other"),
-        (ask(np.zeros(0, np.float32)), r"\['audio'\]\[0\].*(empty|no samples)"),
-        (ask(NOT_FINITE), r"\['audio'\]\[0\].*(NaN|finite)"),
+        (ask(np.zeros(0, np.float32)), r"\['audio'\]\[0\].*at least one.*got \(ndarray \[0\] of"),
+        (ask(NOT_FINITE), r"\['audio'\]\[0\].*of float32 with NaN"),
         (ask(np.zeros(32_001, np.float32)), "has 2 s, .* at most 2 s. .*/v1/audio/transcriptions"),
         (ask(np.zeros((3, 4, 5), np.float32)), r"\['audio'\]\[0\] must be"),
-        ({"prompt": TRANSCRIBE, "multi_modal_data": {"audio": (SOUND, 0)}}, r"rate"),
-        ({"prompt": TRANSCRIBE, "multi_modal_data": {"audio": (SOUND, "x")}}, r"rate|must be"),
+        ({"prompt": TRANSCRIBE, "multi_modal_data": {"audio": (SOUND, 0)}}, r"of float32, 0\)$"),
+        ({"prompt": TRANSCRIBE, "multi_modal_data": {"audio": (SOUND, "x")}}, r"\[1\] must be .*got str"),
         (ask(SOUND, ""), "prompt is empty"),
         ({"encoder_prompt": ENCODER, "decoder_prompt": None}, "decoder_prompt must be .*missing"),
         ({"encoder_prompt": "a", "decoder_prompt": "b"}, "encoder_prompt must be a dict"),
@@ -248,7 +248,7 @@ def test_a_wrong_prompt_is_refused_in_one_line(llm, prompt, message):
 def test_two_sounds_are_refused(folder):
     llm = LLM(str(folder), **ENGINE, limit_mm_per_prompt={"audio": 2})
     prompt = {"prompt": TRANSCRIBE, "multi_modal_data": {"audio": [(SOUND, RATE)] * 2}}
-    with pytest.raises(RequestError, match="must have one item of 'audio' .*, got 2"):
+    with pytest.raises(RequestError, match=r"one item of 'audio' .*, got 2"):
         llm.generate(prompt, GREEDY)
 
 

@@ -9,9 +9,10 @@ import numpy as np
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError, RequestError
+from vllm.inputs import plural
 from vllm.multimodal.images.image import Color, image_pixels
 from vllm.multimodal.images.settings import check_resized
-from vllm.multimodal.interface.family import EncoderInput, MediaFamily, VideoFrames, plural
+from vllm.multimodal.interface.family import EncoderInput, MediaFamily, VideoFrames
 from vllm.multimodal.interface.source import MediaSource, refuse
 from vllm.multimodal.processor_settings import override_settings, read_settings
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError, RequestError
-from vllm.inputs import PromptType
+from vllm.inputs import PromptType, plural
 from vllm.messages import CacheKey, MediaItem
 from vllm.multimodal.given import as_list, as_source, kind_of
 from vllm.multimodal.interface.family import (
@@ -26,7 +26,6 @@ from vllm.multimodal.interface.family import (
     Expansion,
     MediaFamily,
     PlacedItem,
-    plural,
 )
 from vllm.multimodal.interface.source import MediaSource
 from vllm.multimodal.interface.speech import SpeechRules
@@ -247,7 +246,7 @@ class MediaInput:
 
         Args:
             token_ids: of the prompt.
-            items: its media, those of one modality in order.
+            items: its media; items of one modality are in order.
             tokenizer: of the model.
             is_text: the prompt was given as text, and not as tokens.
             literal: which of the placeholders, in order, a user has written as text, and stay
@@ -500,7 +499,7 @@ def _find_expanded(
 
     Args:
         token_ids: of the prompt.
-        expanded: its items, those of one modality in order.
+        expanded: its items; items of one modality are in order.
         kind_of: modalities by the token of an item that is not expanded.
     """
     if all(len(each.expansion.token_ids) <= 1 for each in expanded):

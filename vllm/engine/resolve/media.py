@@ -7,10 +7,10 @@ from pathlib import Path
 
 from vllm.config import LoadConfig, ModelArch
 from vllm.config.families import TEXT_TYPES, family_of_architecture
+from vllm.inputs import plural
 from vllm.logger import init_logger
 from vllm.multimodal.images.tower_config import TOWER_PARTS
 from vllm.multimodal.interface.checks import SETTINGS_FILE
-from vllm.multimodal.interface.family import plural
 from vllm.multimodal.job import family_class
 from vllm.multimodal.processor_settings import has_settings
 from vllm.transformers_utils.weight_headers import names_of_tensors

@@ -70,14 +70,6 @@ TokenLookup = Callable[[str], int]
 """Return the id of a token that the vocabulary has; raise ConfigError if it has not."""
 
 
-_PLURALS = {"image": "images", "audio": "sounds", "video": "videos"}
-
-
-def plural(modality: str) -> str:
-    """Return how messages name the items of a modality, such as "images"."""
-    return _PLURALS[modality]
-
-
 _SIDE = 64
 """Pixels of a small image."""
 
