@@ -164,6 +164,11 @@ class ModelArch:
         return family.media_by_tower.get(str(tower), family.media)
 
     @property
+    def num_embeddings(self) -> int:
+        """Tokens that a prompt may have: the vocabulary, and those that are never sampled."""
+        return self.vocab_size + family_of_architecture(self.architecture).num_unsampled_tokens
+
+    @property
     def rope(self) -> RopeConfig | None:
         """Of layers without a sliding window; those with one may have another."""
         ropes = [

@@ -150,6 +150,11 @@ class Family:
     """`model_type` of `vision_config` -> the module for such towers, where it is not `media`."""
     media_is_cpu_only: bool = False
     """Images are read on the CPU only, and on a card the models read text."""
+    decoder_keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of config.json that describe the decoder of an encoder-decoder -> their usual names."""
+    num_unsampled_tokens: int = 0
+    """Rows of the table of embeddings behind the vocabulary, for tokens of prompts that the output
+    head does not have."""
     step_token_id: int | None = None
     """Token that ends a step, of models that reward steps (`ForProcessRewardModel`)."""
 

@@ -167,6 +167,13 @@ _LLAMAS = (
         tokenizer="",
     ),
     Family(
+        model_type="mllama_text_model",
+        module="mllama",
+        architectures=("MllamaForCausalLM",),
+        num_unsampled_tokens=8,
+        tokenizer="",
+    ),
+    Family(
         model_type="baichuan",
         module="baichuan",
         architectures=("BaichuanForCausalLM",),
@@ -1085,6 +1092,16 @@ _WITH_IMAGES = (
         tokenizer=_GENERIC,
     ),
     Family(
+        model_type="mllama",
+        module="text_of_images",
+        architectures=("MllamaForConditionalGeneration",),
+        text_type="mllama_text_model",
+        media="mllama",
+        media_is_cpu_only=True,
+        num_unsampled_tokens=8,
+        tokenizer="",
+    ),
+    Family(
         model_type="gemma3",
         module="text_of_images",
         architectures=("Gemma3ForConditionalGeneration",),
@@ -1189,6 +1206,23 @@ _WITH_IMAGES = (
         replaces_tokenizer=True,
     ),
 )
+_WITH_SOUND = (
+    Family(
+        model_type="whisper",
+        module="text_of_images",
+        architectures=("WhisperForConditionalGeneration",),
+        decoder_keys={
+            "d_model": "hidden_size",
+            "decoder_layers": "num_hidden_layers",
+            "decoder_attention_heads": "num_attention_heads",
+            "decoder_ffn_dim": "intermediate_size",
+            "max_target_positions": "max_position_embeddings",
+        },
+        media="whisper",
+        has_positions=False,
+        tokenizer="WhisperTokenizer",
+    ),
+)
 _ENCODERS = (
     Family(
         model_type="bert",
@@ -1243,7 +1277,7 @@ FAMILIES = {
     family.model_type: family
     for family in (
         *(*_LLAMAS, *_QWENS, *_GRANITES, *_GEMMAS),
-        *(*_OTHERS, *_WITH_IMAGES, *_ENCODERS),
+        *(*_OTHERS, *_WITH_IMAGES, *_WITH_SOUND, *_ENCODERS),
     )
 }
 """`model_type` -> family. Messages list families in this order."""

@@ -29,8 +29,10 @@ from vllm.multimodal.interface.family import (
     plural,
 )
 from vllm.multimodal.interface.source import MediaSource
+from vllm.multimodal.interface.speech import SpeechRules
 from vllm.multimodal.job import Job, family_class, family_of_model, job_arguments, make_job
 from vllm.multimodal.media_file import MediaFile, inline_tensors
+from vllm.multimodal.speech import speech_of_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,6 +89,7 @@ class MediaInput:
 
     def __init__(self, config: VllmConfig) -> None:
         self._engine, self._model, self._config = config, config.model, config.multimodal
+        self._speech: tuple[SpeechRules | None] | None = None
         self.limits: Mapping[str, int] = {}
         arch = self._model.resolved_arch
         if arch.media_config is not None and arch.media_module is not None:
@@ -107,6 +110,18 @@ class MediaInput:
     def family(self) -> MediaFamily | None:
         """The rules of the model's media, with the settings of the engine; None: it reads text."""
         return family_of_model(self._engine)
+
+    def speech(self, tokenizer: "PreTrainedTokenizerBase | None") -> SpeechRules | None:
+        """Return how the model transcribes; None: it does not.
+
+        Args:
+            tokenizer: of the model.
+        """
+        if self.family is None:
+            return None
+        if self._speech is None:
+            self._speech = (speech_of_model(self._engine, _token_lookup(tokenizer)),)
+        return self._speech[0]
 
     @cached_property
     def job_arguments(self) -> dict[str, Any]:
@@ -221,6 +236,11 @@ class MediaInput:
         """
         family = self.family
         assert family is not None
+        if family.required is not None and len(items) != 1:
+            raise _refused(
+                f"a prompt of the model '{self._model.model}' must have one {family.required} in "
+                f"multi_modal_data, got {len(items) or 'none'}"
+            )
         if not items and tokenizer is None:
             return None
         lookup = _token_lookup(tokenizer)
@@ -269,21 +289,23 @@ class MediaInput:
         """
         family = self.family
         assert family is not None
+        items = [
+            PlacedItem(start, len(each.expansion.token_ids), each.item.given.grid)
+            for each, start in placed
+        ]
         media = tuple(
             MediaItem(
                 modality=each.item.modality,
                 key=each.item.key,
                 runs=tuple(_runs(each.expansion.is_embedding, start)),
+                num_states=each.expansion.num_states,
+                seen_by=seen_by,
                 tensors=inline_tensors(each.item.given.tensors)
                 if each.item.file is None
                 else each.item.file.tensors,
             )
-            for each, start in placed
+            for (each, start), seen_by in zip(placed, family.seen_by(items), strict=True)
         )
-        items = [
-            PlacedItem(start, len(each.expansion.token_ids), each.item.given.grid)
-            for each, start in placed
-        ]
         return PlacedMedia(
             token_ids,
             media,
@@ -391,12 +413,11 @@ def _names_of(kind: str, given: Any, count: int) -> Sequence[str | None]:
 
 
 def _token_lookup(tokenizer: "PreTrainedTokenizerBase | None") -> Any:
-    if tokenizer is None:
-        raise _refused(
-            "media need a tokenizer, and this engine runs without one (skip_tokenizer_init)"
-        )
-
     def lookup(token: str) -> int:
+        if tokenizer is None:
+            raise _refused(
+                "media need a tokenizer, and this engine runs without one (skip_tokenizer_init)"
+            )
         found = tokenizer.convert_tokens_to_ids(token)
         if not isinstance(found, int) or (
             found == tokenizer.unk_token_id and token != tokenizer.unk_token

@@ -64,7 +64,7 @@ class PromptTokenizer:
         generation_defaults: Mapping[str, Any],
     ) -> None:
         self.tokenizer = tokenizer
-        self._vocab_size = config.model.resolved_arch.vocab_size
+        self._num_tokens = config.model.resolved_arch.num_embeddings
         self._max_model_len = config.scheduler.max_model_len
         self._length_bound: TextLengthBound | None = None
         self._config_end_tokens = _as_ids(config.model.resolved_arch.hf_config.get("eos_token_id"))
@@ -204,11 +204,11 @@ class PromptTokenizer:
         ids = list(token_ids)
         if set(map(type, ids)) != {int}:
             ids = [_as_int(token_id, position) for position, token_id in enumerate(ids)]
-        if min(ids) < 0 or max(ids) >= self._vocab_size:
-            position = next(i for i, t in enumerate(ids) if not 0 <= t < self._vocab_size)
+        if min(ids) < 0 or max(ids) >= self._num_tokens:
+            position = next(i for i, t in enumerate(ids) if not 0 <= t < self._num_tokens)
             raise RequestError(
                 f"token id {ids[position]} at position {position} of the prompt is not in the "
-                f"vocabulary of {self._vocab_size} tokens (0 to {self._vocab_size - 1})",
+                f"vocabulary of {self._num_tokens} tokens (0 to {self._num_tokens - 1})",
                 param="prompt",
             )
         return ids

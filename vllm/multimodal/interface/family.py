@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from vllm.messages import END_OF_REQUEST
 from vllm.multimodal.interface.speech import SpeechRules
 
 IntArray = npt.NDArray[np.int32]
@@ -92,6 +93,8 @@ class MediaFamily(ABC):
 
     modalities: ClassVar[tuple[str, ...]] = ("image",)
     """What the model reads: "image", "audio" and "video"."""
+    required: ClassVar[str | None] = None
+    """Modality of which every prompt must have one item; None: a prompt may be text alone."""
     placeholder: ClassVar[str]
     """Text of the token that represents one image, or one sound of a model without images, before
     it is expanded, such as `<image>`."""
@@ -184,3 +187,22 @@ class MediaFamily(ABC):
             items: in the order of their tokens.
         """
         return None
+
+    def seen_by(self, items: Sequence[PlacedItem]) -> list[tuple[int, int]]:
+        """Return which tokens see the hidden states of each item, where cross-attention layers read
+        them: indices of the first one and after the last one.
+
+        Items that follow each other without other tokens are a group. A token sees the items up to
+        it of the newest group, as Llama 3.2 does. Generated tokens see the last group.
+
+        Args:
+            items: in the order of their tokens.
+        """
+        end, found = END_OF_REQUEST, []
+        for index in range(len(items) - 1, -1, -1):
+            item = items[index]
+            found.append((item.start, end))
+            before = items[index - 1] if index else None
+            if before is not None and before.start + before.num_tokens < item.start:
+                end = item.start
+        return found[::-1]
