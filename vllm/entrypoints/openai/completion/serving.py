@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from vllm.engine.input.input_processor import LONG_TEXT_CHARS
 from vllm.entrypoints.openai.completion.choice import CompletionPrompt, CompletionText
-from vllm.entrypoints.openai.completion.merge import merge
+from vllm.entrypoints.openai.shared.merge import merge
 from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, now
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.protocol.sampling import (
