@@ -99,12 +99,22 @@ def make_job(
     return read
 
 
+def num_embeddings(rules: MediaFamily, given: EncoderInput) -> int:
+    """Return how many embeddings the encoder makes of an item.
+
+    Args:
+        rules: of the model.
+        given: of the item.
+    """
+    ids: dict[str, int] = {}
+    found = rules.expand(given.grid, lambda token: ids.setdefault(token, len(ids)))
+    return sum(found.is_embedding)
+
+
 def _cost(rules: MediaFamily) -> tuple[int, int]:
     """Return the most embeddings that an image can have, and the most bytes of pixels."""
     largest = rules.largest()
-    ids: dict[str, int] = {}
-    found = rules.expand(largest.grid, lambda token: ids.setdefault(token, len(ids)))
-    return sum(found.is_embedding), largest.tensors["pixels"].nbytes
+    return num_embeddings(rules, largest), largest.tensors["pixels"].nbytes
 
 
 def _check_cost(cost: tuple[int, int], most: tuple[int, int]) -> None:

@@ -164,6 +164,12 @@ class ModelArch:
         return family.media_by_tower.get(str(tower), family.media)
 
     @property
+    def media_sees_ahead(self) -> bool:
+        """Whether a token of an image also sees the later tokens of its image."""
+        reads_images = self.media_config is not None
+        return reads_images and family_of_architecture(self.architecture).media_sees_ahead
+
+    @property
     def rope(self) -> RopeConfig | None:
         """Of layers without a sliding window; those with one may have another."""
         ropes = [

@@ -150,6 +150,8 @@ class Family:
     """`model_type` of `vision_config` -> the module for such towers, where it is not `media`."""
     media_is_cpu_only: bool = False
     """Images are read on the CPU only, and on a card the models read text."""
+    media_sees_ahead: bool = False
+    """A token of an image also sees the later tokens of its image."""
     step_token_id: int | None = None
     """Token that ends a step, of models that reward steps (`ForProcessRewardModel`)."""
 

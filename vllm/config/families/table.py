@@ -1089,6 +1089,8 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Gemma3ForConditionalGeneration",),
         text_type="gemma3_text",
+        media="gemma3",
+        media_sees_ahead=True,
         tokenizer="GemmaTokenizer",
     ),
     Family(
