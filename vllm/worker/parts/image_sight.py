@@ -48,6 +48,14 @@ class ImageSight(RowPart):
         self.lengthen(launch, last_keys)
         return last_keys
 
+    def piece_end(self, row: int, start: int, stop: int) -> int:
+        """Return where a piece of a prompt from `start` ends that should end at `stop`: not inside
+        of an image, so before it, or behind an image that is longer than the piece."""
+        for begin, count in self._runs.get(row, ()):
+            if begin < stop < begin + count:
+                return begin if begin > start else begin + count
+        return stop
+
     def lengthen(self, launch: Launch, last_keys: IntArray) -> None:
         """Let the tokens of images see to the end of their image.
 
