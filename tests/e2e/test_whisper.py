@@ -224,7 +224,10 @@ ENCODER = {"prompt": "", "multi_modal_data": {"audio": (SOUND, RATE)}}
         (ask(np.zeros(32_001, np.float32)), "has 2 s, .* at most 2 s. .*/v1/audio/transcriptions"),
         (ask(np.zeros((3, 4, 5), np.float32)), r"\['audio'\]\[0\] must be"),
         ({"prompt": TRANSCRIBE, "multi_modal_data": {"audio": (SOUND, 0)}}, r"of float32, 0\)$"),
-        ({"prompt": TRANSCRIBE, "multi_modal_data": {"audio": (SOUND, "x")}}, r"\[1\] must be .*got str"),
+        (
+            {"prompt": TRANSCRIBE, "multi_modal_data": {"audio": (SOUND, "x")}},
+            r"\[1\] must be .*got str",
+        ),
         (ask(SOUND, ""), "prompt is empty"),
         ({"encoder_prompt": ENCODER, "decoder_prompt": None}, "decoder_prompt must be .*missing"),
         ({"encoder_prompt": "a", "decoder_prompt": "b"}, "encoder_prompt must be a dict"),
