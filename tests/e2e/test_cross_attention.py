@@ -126,9 +126,9 @@ def test_memory_is_divided_between_items_and_blocks(llm, monkeypatch):
         report = worker.measure()
         assert report.num_item_states == count
         assert report.free_bytes == free - count * each
-    monkeypatch.setattr(type(worker.platform), "free_memory_bytes", lambda _: each * largest - 1)
+    monkeypatch.setattr(type(worker.platform), "free_memory_bytes", lambda _: 1000)
     with pytest.raises(
-        ConfigError, match=f"{largest} hidden states.*{each * largest - 1} are free"
+        ConfigError, match=rf"{largest} hidden states takes .*, and 1000 B are free"
     ):
         worker.measure()
 
