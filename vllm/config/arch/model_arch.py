@@ -165,7 +165,7 @@ class ModelArch:
 
     @property
     def num_embeddings(self) -> int:
-        """Number of tokens that a prompt may have: the vocabulary, and tokens that no output has."""
+        """Tokens that a prompt may have: the vocabulary, and tokens that no output has."""
         return self.vocab_size + family_of_architecture(self.architecture).num_unsampled_tokens
 
     @property

@@ -27,6 +27,7 @@ from vllm.model_executor.layers.cross_attention import (
     slot_bytes,
 )
 from vllm.model_executor.models.interface import LayeredModel
+from vllm.ops.item_slots import ItemSlots
 from vllm.platforms.interface import Platform
 from vllm.worker.batch.launch import Launch
 from vllm.worker.parts.encoded_media import EncodedMedia, ModuleEncoder
@@ -123,10 +124,15 @@ class ItemRows(RowPart):
     Args:
         media: encodes items, and keeps them in `pool`.
         pool: of the model.
+        num_rows: of the batch.
+
+    Attributes:
+        of_output: by row, the slots that tokens of the output see. The arrays are never replaced.
     """
 
-    def __init__(self, media: EncodedMedia, pool: ItemPool) -> None:
+    def __init__(self, media: EncodedMedia, pool: ItemPool, num_rows: int) -> None:
         self._media, self.pool = media, pool
+        self.of_output = ItemSlots.empty(num_rows)
         self._views: dict[int, _Views] = {}
         self._new: list[tuple[int, EngineRequest]] = []
 
@@ -142,8 +148,9 @@ class ItemRows(RowPart):
             self._new.append((new.row, new.request))
 
     def remove(self, row: int) -> None:
-        self._views.pop(row, None)
         self._media.remove(row)
+        if self._views.pop(row, None) is not None:
+            self.of_output.put(row, _NO_SLOTS)
 
     def begin(self, step: SchedulerOutput) -> None:
         """Drop and encode the items that the step names, and look up the items of new rows."""
@@ -152,7 +159,8 @@ class ItemRows(RowPart):
         for row, request in self._new:
             # Items that only computed tokens see may not be there.
             items = [item for item in request.media if item.end > first_of[row]]
-            self._views[row] = self._views_of(row, items)
+            self._views[row] = views = self._views_of(row, items)
+            self.of_output.put(row, views.slots[-1])
         self._new.clear()
 
     def _views_of(self, row: int, items: Sequence[MediaItem]) -> _Views:
@@ -190,17 +198,19 @@ class ItemRows(RowPart):
         return {"items": RaggedItems(token, tuple(runs))} if runs else {}
 
 
-def item_rows(model: LayeredModel) -> ItemRows | None:
+def item_rows(model: LayeredModel, num_rows: int) -> ItemRows | None:
     """Return the part for items of a model on the CPU; None: it reads none by cross-attention.
 
     Args:
         model: loaded.
+        num_rows: of the batch.
     """
     encoder, layers = model.media_encoder, cross_attention_layers(model)
     if encoder is None or not layers:
         return None
     pool = ItemPool(layers)
-    return ItemRows(EncodedMedia(ModuleEncoder(encoder), layers[0].state_size, pool), pool)
+    media = EncodedMedia(ModuleEncoder(encoder), layers[0].state_size, pool)
+    return ItemRows(media, pool, num_rows)
 
 
 def count_item_states(
