@@ -73,7 +73,7 @@ def wrong_values(
         config: complete.
         architecture: of the model.
         shift: which value the first key gets.
-        is_tower: the keys are those of `vision_config`.
+        is_tower: the keys are in `vision_config`.
     """
     faults = []
     whole = config.get(WHOLE_CONFIG)
