@@ -316,7 +316,7 @@ def test_what_does_not_fit_is_refused():
             part = [array[..., :3], np.asfortranarray(array[:, ::2])]
         else:
             part = [array[:, :3], array[..., ::2], array[0]]
-        for wrong in (array.astype(np.int64), *part):
+        for wrong in (array.astype(np.float64), *part):
             arrays = dataclasses.replace(setting.arrays, **{name: wrong})
             with pytest.raises(ValueError, match=f"^{name} "):
                 dataclasses.replace(setting, arrays=arrays).step()

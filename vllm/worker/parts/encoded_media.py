@@ -35,7 +35,7 @@ class Encodes(Protocol):
 
 
 class KeepsMedia(Protocol):
-    """Memory for the results of an encoder, by the key of the image: a dictionary, or a pool that
+    """Memory for the results of an encoder, by the key of the image: a dictionary, or one that
     gives something else back."""
 
     def __contains__(self, key: str) -> bool: ...
@@ -71,9 +71,9 @@ class ModuleEncoder:
     def encode(self, items: Sequence[dict[str, Tensor]]) -> list[Tensor]:
         """Encode images one by one, as attention over the patches of several images compares all
         of them; images of one size together."""
-        if self._encoder.unit == "images":
-            return [each.clone() for each in self._encoder(items)]
-        return [self._encoder([item])[0] for item in items]
+        if self._encoder.unit == "patches":
+            return [self._encoder([item])[0] for item in items]
+        return [each.clone() for each in self._encoder.encode_parts(items, self._encoder)]
 
 
 def encoded_media(model: LayeredModel) -> "EncodedMedia | None":
