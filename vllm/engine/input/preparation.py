@@ -19,6 +19,7 @@ from vllm.engine.input.slow_lane import (
     split_at_spaces,
     text_of,
 )
+from vllm.engine.input.sound_lane import SoundLane
 from vllm.errors import TextTooLongError
 from vllm.inputs import PromptType, TokensPrompt
 from vllm.messages import EngineRequest
@@ -47,6 +48,7 @@ class Preparation:
         self._huge_lane = SlowLane("tokenise-huge", source)
         self._huge_texts = HugeTexts()
         self.media = MediaLane(source)
+        self.sound = SoundLane()
 
     @property
     def _processor(self) -> InputProcessor:
@@ -64,6 +66,7 @@ class Preparation:
         self._huge_lane.shutdown()
         self._huge_texts.shutdown()
         self.media.shutdown()
+        self.sound.shutdown()
 
     async def process(
         self,
