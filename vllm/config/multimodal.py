@@ -43,11 +43,6 @@ class VideoSettings:
     fps: float = -1.0
     """Maximum number of frames for each second of the video. -1: no other limit than num_frames."""
 
-    @property
-    def max_frames(self) -> int:
-        """Maximum number of frames that a model gets."""
-        return _MOST_FRAMES if self.num_frames == -1 else self.num_frames
-
 
 @dataclass(frozen=True, kw_only=True)
 class MultiModalConfig:
@@ -119,13 +114,16 @@ class MultiModalConfig:
         return {modality: self.limit(modality).count for modality in MODALITIES}
 
     @property
+    def max_frames(self) -> int:
+        """Maximum number of frames of a video that a model gets."""
+        return self.limit("video").num_frames or _MOST_FRAMES
+
+    @property
     def video(self) -> VideoSettings:
-        """Settings for the choice of frames from videos."""
+        """Settings for the choice of frames from videos, in which -1 frames are a number."""
         settings = VideoSettings(**self.media_io_kwargs.get("video", {}))
-        limit = self.limit("video").num_frames
-        if limit is None:
-            return settings
-        return replace(settings, num_frames=min(limit, settings.max_frames))
+        wanted = _MOST_FRAMES if settings.num_frames == -1 else settings.num_frames
+        return replace(settings, num_frames=min(wanted, self.max_frames))
 
     @property
     def background(self) -> tuple[int, int, int]:
