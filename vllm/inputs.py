@@ -58,12 +58,15 @@ class EmbedsPrompt(TypedDict):
 
 
 class ExplicitEncoderDecoderPrompt(TypedDict):
-    """Both prompts of a model with an encoder and a decoder. No such model runs here yet."""
+    """Both prompts of a model with an encoder and a decoder, such as Whisper."""
 
-    encoder_prompt: "PromptType"
-    decoder_prompt: "PromptType | None"
+    encoder_prompt: TextPrompt
+    """Its `multi_modal_data` is what the encoder reads; its text is empty."""
+    decoder_prompt: str | list[int] | TextPrompt | TokensPrompt
     mm_processor_kwargs: NotRequired[dict[str, Any]]
 
 
-PromptType = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
+PromptType = (
+    str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt | ExplicitEncoderDecoderPrompt
+)
 """A string is tokenised with the tokenizer's special tokens (BOS); a list holds token ids."""

@@ -174,6 +174,30 @@ def number_of(adapter: AdapterRef | None) -> int | None:
     return None if adapter is None else adapter.number
 
 
+class OutputRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of the tokens of an output that belong to the model, as those of speech do.
+
+    Logits of other tokens are -inf before any sampling parameter, and in log-probabilities.
+    """
+
+    written: tuple[int, ...] = ()
+    """Tokens at the end of the prompt that count as the beginning of the output."""
+    never: tuple[int, ...] = ()
+    """Tokens that no output has."""
+    not_first: tuple[int, ...] = ()
+    """Tokens that are not the first of an output."""
+    end: int = 0
+    """Token that ends an output. Tokens below it are text."""
+    first_time: int | None = None
+    """The first of the tokens of time stamps, which follow all others in the order of time. Time
+    stamps begin an output and come in pairs, and time does not run backwards. One comes where all
+    of them together are likelier than every other token. None: there are no rules for them."""
+    end_of_times: int = 0
+    """Token after the last time stamp."""
+    end_of_first_times: int = 0
+    """Token after the last time stamp that an output may begin with."""
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request, ready to be scheduled."""
 
@@ -214,6 +238,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """In order of their tokens. `cache_extra_keys` has a key of each."""
     adapter: AdapterRef | None = None
     """`cache_extra_keys` has its key, too."""
+    output_rules: OutputRules | None = None
+    """Of the model; None: it has none, or the request says itself which tokens are allowed."""
 
     @property
     def known_prompt_token_ids(self) -> list[int] | None:
@@ -246,10 +272,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def follows_output(self) -> bool:
         """Whether sampling depends on which tokens were generated, and not only on their number:
-        penalties, a grammar, bad words of several tokens, logits processors."""
-        params = self.sampling_params
+        penalties, a grammar, bad words of several tokens, logits processors, time stamps."""
+        params, rules = self.sampling_params, self.output_rules
         return (
-            bool(params.presence_penalty or params.frequency_penalty)
+            (rules is not None and rules.first_time is not None)
+            or bool(params.presence_penalty or params.frequency_penalty)
             or params.repetition_penalty != 1
             or params.guided_decoding is not None
             or bool(params.logits_processors)

@@ -116,6 +116,7 @@ def test_what_generation_config_lacks_is_in_the_vocabulary():
         ({"lang_to_id": [1]}, "lang_to_id is .* an object"),
         ({"lang_to_id": {"<|en|>": -1}}, "lang_to_id is -1"),
         ({"task_to_id": {"transcribe": 1}}, "task_to_id is .* with translate"),
+        ({"max_initial_timestamp_index": -1}, "max_initial_timestamp_index is -1"),
         ({"decoder_start_token_id": "x"}, "decoder_start_token_id is 'x'"),
     ],
 )
@@ -186,16 +187,16 @@ def test_rules_of_an_output_follow_from_its_prompt():
     rules = RULES.output_rules(RULES.prompt(language="en", with_times=True, previous=[5, START]))
     assert rules.written == () and rules.end == END
     assert rules.never == (1, 2, NO_SPEECH, NO_TIMES) and rules.not_first == (7, END)
-    assert rules.times == range(FIRST_TIME, FIRST_TIME + 1501)
-    assert rules.first_times == range(FIRST_TIME, FIRST_TIME + 51)
+    assert (rules.first_time, rules.end_of_times) == (FIRST_TIME, FIRST_TIME + 1501)
+    assert rules.end_of_first_times == FIRST_TIME + 51
     plain = RULES.output_rules([*RULES.prompt(language="en"), 5, 6])
     assert plain.written == (5, 6) and plain.never == (1, 2, NO_SPEECH)
-    assert plain.times is None and plain.first_times is None
+    assert plain.first_time is None
 
 
 def test_a_prompt_without_a_task_has_no_rules():
     for prompt in ([], [5], [START], [START, EN], [START, NO_TIMES]):
         assert RULES.output_rules(prompt) is None
-    assert ENGLISH.output_rules([START]).times is not None
-    assert ENGLISH.output_rules([START, NO_TIMES]).times is None
+    assert ENGLISH.output_rules([START]).first_time == FIRST_TIME
+    assert ENGLISH.output_rules([START, NO_TIMES]).first_time is None
     assert ENGLISH.output_rules([5]) is None

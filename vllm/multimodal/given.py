@@ -19,7 +19,8 @@ _ACCEPTED = {
     "image": "an image of Pillow, the bytes of a file, or an array or tensor [height, width, 3] or "
     "[3, height, width] of bytes, or of floats from 0 to 1",
     "audio": "the bytes of a file, an array, tensor or list [samples] or [channels, samples] of "
-    "floats from -1 to 1 or of int16, or such an array and its samples per second: (array, rate)",
+    "finite floats from -1 to 1 or of int16, at least one, or such an array and its samples per "
+    "second: (array, rate)",
     "video": "the bytes of a file, an array or tensor [frames, height, width, 3] or [frames, 3, "
     'height, width] of bytes, a list of images, or frames with their rate: (frames, {"fps": 2})',
 }
@@ -81,9 +82,18 @@ def as_source(
         fields = None if frames is None else {"frames": frames}
     if fields is None:
         raise RequestError(
-            f"{where} must be {_ACCEPTED[modality]}; got {kind_of(item)}", param="prompt"
+            f"{where} must be {_ACCEPTED[modality]}; got {_description_of(item)}", param="prompt"
         )
     return MediaSource(modality=modality, where=where, uuid=uuid, overrides=overrides, **fields)
+
+
+def _description_of(item: Any) -> str:
+    """Return how the message names an object that is not accepted."""
+    if isinstance(item, tuple) and len(item) == 2:
+        return f"({_description_of(item[0])}, {item[1]!r:.40})"
+    found = _as_array(item)
+    has_others = found is not None and found.dtype.kind == "f" and not np.isfinite(found).all()
+    return f"{kind_of(item)}{' with NaN or infinite values' if has_others else ''}"
 
 
 def kind_of(item: Any) -> str:

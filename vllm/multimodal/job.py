@@ -11,17 +11,13 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError, RequestError
 from vllm.inputs import plural
-from vllm.multimodal.audio.sound import load_decoders, read_sound
+from vllm.multimodal.audio.sound import read_sound
 from vllm.multimodal.images.image import Color, image_pixels
-from vllm.multimodal.images.settings import (
-    check_resized,
-    override_settings,
-    read_processor_settings,
-)
+from vllm.multimodal.images.settings import check_resized
 from vllm.multimodal.interface.family import EncoderInput, MediaFamily, VideoFrames
 from vllm.multimodal.interface.source import MediaSource, refuse
+from vllm.multimodal.processor_settings import override_settings, read_settings
 from vllm.multimodal.video.frames import FrameChoice, read_frames
-from vllm.multimodal.video.settings import read_video_size
 
 _SIDE = 64
 """Pixels of an image that every family accepts."""
@@ -43,13 +39,12 @@ def job_arguments(config: VllmConfig) -> dict[str, Any]:
     """
     arch = config.model.resolved_arch
     assert arch.media_config is not None and arch.media_module is not None
-    settings = read_processor_settings(config.model.resolved_path)
-    if "video" in family_class(arch.media_module).modalities:
-        settings["video_size"] = read_video_size(config.model.resolved_path)
+    rules = family_class(arch.media_module)
+    settings = read_settings(rules, config.model.resolved_path)
     return {
         "family": arch.media_module,
         "config": dict(arch.media_config),
-        "settings": override_settings(settings, config.multimodal.mm_processor_kwargs),
+        "settings": override_settings(rules, settings, config.multimodal.mm_processor_kwargs),
         "max_pixels": envs.get().VLLM_MAX_IMAGE_PIXELS,
         "background": config.multimodal.background,
         "max_seconds": envs.get().VLLM_MAX_AUDIO_DECODE_DURATION_S,
@@ -114,7 +109,7 @@ def make_job(
         own = usual
         if source.overrides:
             try:
-                changed = override_settings(settings, source.overrides)
+                changed = override_settings(rules, settings, source.overrides)
                 check_resized(changed, settings)
                 own = rules(config, changed)
             except ConfigError as error:
@@ -139,7 +134,7 @@ def _import_processors(rules: MediaFamily) -> None:
             rules.process(black)
             continue
         with suppress(ImportError):  # each file is refused then
-            load_decoders()
+            import av  # noqa: F401
         if modality == "audio":
             rules.process_audio(np.zeros(rules.sampling_rate, np.float32))
         else:

@@ -29,8 +29,10 @@ from vllm.multimodal.interface.family import (
     TokenLookup,
 )
 from vllm.multimodal.interface.source import MediaSource
+from vllm.multimodal.interface.speech import SpeechRules
 from vllm.multimodal.job import Job, family_class, family_of_model, job_arguments, make_job
 from vllm.multimodal.media_file import MediaFile, inline_tensors
+from vllm.multimodal.speech import speech_of_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,6 +89,7 @@ class MediaInput:
 
     def __init__(self, config: VllmConfig) -> None:
         self._engine, self._model, self._config = config, config.model, config.multimodal
+        self._speech: tuple[SpeechRules | None] | None = None
         self.limits: Mapping[str, int] = {}
         arch = self._model.resolved_arch
         if arch.media_config is not None and arch.media_module is not None:
@@ -107,6 +110,43 @@ class MediaInput:
     def family(self) -> MediaFamily | None:
         """The rules of the model's media, with the settings of the engine; None: it reads text."""
         return family_of_model(self._engine)
+
+    def speech(self, tokenizer: "PreTrainedTokenizerBase | None") -> SpeechRules | None:
+        """Return how the model transcribes; None: it does not.
+
+        Args:
+            tokenizer: of the model.
+        """
+        if self.family is None:
+            return None
+        if self._speech is None:
+            self._speech = (speech_of_model(self._engine, _Vocabulary(tokenizer)),)
+        return self._speech[0]
+
+    def joined(self, prompt: PromptType) -> PromptType:
+        """Return the prompt of the decoder with the media of the prompt of the encoder, if a prompt
+        has both.
+
+        Raises:
+            RequestError: one of them is missing, or has something that belongs to the other.
+        """
+        if not isinstance(prompt, Mapping) or "encoder_prompt" not in prompt:
+            return prompt
+        if self.family is None or self.family.required is None:
+            return prompt  # is refused where it is tokenised
+        return _joined_prompts(prompt)
+
+    def check_required(self, num_items: int) -> None:
+        """Refuse a prompt without media that it needs.
+
+        Raises:
+            RequestError: the model reads a text only with one item of media.
+        """
+        if self.family is not None and self.family.required is not None and num_items != 1:
+            raise _refused(
+                f"a prompt of the model '{self._model.model}' must have one item of "
+                f"{self.family.required!r} in multi_modal_data, got {num_items or 'none'}"
+            )
 
     @cached_property
     def job_arguments(self) -> dict[str, Any]:
@@ -221,6 +261,7 @@ class MediaInput:
         """
         family = self.family
         assert family is not None
+        self.check_required(len(items))
         if not items and tokenizer is None:
             return None
         lookup = _Vocabulary(tokenizer)
@@ -341,6 +382,30 @@ def cache_salt_of(prompt: Mapping[str, Any]) -> str | None:
     return salt
 
 
+def _joined_prompts(prompt: Mapping[str, Any]) -> PromptType:
+    given, asked = prompt["encoder_prompt"], prompt.get("decoder_prompt")
+    if unknown := prompt.keys() - {"encoder_prompt", "decoder_prompt", "mm_processor_kwargs"}:
+        raise _refused(
+            f"a prompt with encoder_prompt must have decoder_prompt and no other key but "
+            f"mm_processor_kwargs, got {', '.join(sorted(unknown))}"
+        )
+    accepted = {"prompt", "cache_salt", *MEDIA_KEYS}
+    if not isinstance(given, Mapping) or given.keys() - accepted or given.get("prompt"):
+        raise _refused(
+            "encoder_prompt must be a dict such as {'prompt': '', 'multi_modal_data': {...}}: the "
+            "encoder reads no text. Put text into decoder_prompt"
+        )
+    if isinstance(asked, Mapping) and asked.keys() & set(MEDIA_KEYS):
+        raise _refused("decoder_prompt must be text or token ids; put media into encoder_prompt")
+    if not asked:
+        raise _refused("decoder_prompt must be text or token ids, and it is empty or missing")
+    if not isinstance(asked, Mapping):
+        asked = {"prompt" if isinstance(asked, str) else "prompt_token_ids": asked}
+    outer = {key: prompt[key] for key in ("mm_processor_kwargs",) if key in prompt}
+    media = {key: value for key, value in given.items() if key != "prompt"}
+    return cast(PromptType, {**media, **outer, **asked})
+
+
 def _overrides_of(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of the processor that a prompt brings.
 
@@ -404,18 +469,11 @@ class _Vocabulary:
     """The tokens of a tokenizer, for families.
 
     Args:
-        tokenizer: None: the engine runs without one.
-
-    Raises:
-        RequestError: there is none.
+        tokenizer: None: the engine runs without one, and each lookup is refused.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
-        if tokenizer is None:
-            raise _refused(
-                "media need a tokenizer, and this engine runs without one (skip_tokenizer_init)"
-            )
-        self._tokenizer = tokenizer
+        self._given = tokenizer
 
     def __call__(self, token: str) -> int:
         found = self._tokenizer.convert_tokens_to_ids(token)
@@ -428,6 +486,14 @@ class _Vocabulary:
     def text(self, text: str) -> list[int]:
         found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return found
+
+    @property
+    def _tokenizer(self) -> "PreTrainedTokenizerBase":
+        if self._given is None:
+            raise _refused(
+                "media need a tokenizer, and this engine runs without one (skip_tokenizer_init)"
+            )
+        return self._given
 
 
 def _is_within(

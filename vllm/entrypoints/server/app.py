@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from vllm import envs
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.entrypoints.anthropic import serving as serving_messages
 from vllm.entrypoints.middleware.access_log import AccessLog
@@ -18,6 +19,7 @@ from vllm.entrypoints.middleware.manners import HttpManners
 from vllm.entrypoints.middleware.request_id import RequestIds
 from vllm.entrypoints.middleware.request_log import RequestLog
 from vllm.entrypoints.middleware.user_middleware import add_user_middleware
+from vllm.entrypoints.openai.audio import serving as serving_audio
 from vllm.entrypoints.openai.chat import serving as serving_chat
 from vllm.entrypoints.openai.completion import serving as serving_completion
 from vllm.entrypoints.openai.pooling import classify as serving_classify
@@ -26,9 +28,6 @@ from vllm.entrypoints.openai.pooling import score as serving_score
 from vllm.entrypoints.openai.responses import serving as serving_responses
 from vllm.entrypoints.openai.routes import (
     adapters as serving_lora,
-)
-from vllm.entrypoints.openai.routes import (
-    audio as serving_audio,
 )
 from vllm.entrypoints.openai.routes import (
     invocations as serving_invocations,
@@ -112,6 +111,11 @@ MEDIA_PATHS = frozenset(
 )
 """Paths of the routes whose requests may have images, sounds or videos."""
 
+AUDIO_PATHS = frozenset(("/v1/audio/transcriptions", "/v1/audio/translations"))
+"""Paths of the routes whose requests are forms with a file of sound."""
+_FORM_BYTES = 2**20
+"""What a form may have besides the file."""
+
 
 def _routers(args: ServerArgs) -> list[APIRouter]:
     modules = [*_MODEL_ROUTES, health, metrics_route]
@@ -166,6 +170,9 @@ def _size_limit(context: ServerContext, path: str) -> SizeLimit:
     """Return the limit of the bodies of a path. A model may be one that reads media until it is
     known."""
     args, engine = context.args, context.engine
+    if path in AUDIO_PATHS and not (engine.is_loaded and context.speech is None):
+        most = envs.get().VLLM_MAX_AUDIO_CLIP_FILESIZE_MB * 2**20 + _FORM_BYTES
+        return SizeLimit(most, "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB")
     is_text = engine.is_loaded and media_rules(engine.input_processor) is None
     if path not in MEDIA_PATHS or is_text:
         return SizeLimit(args.max_request_bytes, "--max-request-bytes")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.entrypoints.shared.served_adapters import ServedAdapters
     from vllm.lora.request import LoRARequest
     from vllm.multimodal.fetching.fetch import MediaFetcher
+    from vllm.multimodal.interface.speech import SpeechRules
     from vllm.platforms.card_reading import CardReading
     from vllm.utils.otel import Tracer
 
@@ -92,6 +93,12 @@ class ServerContext:
         from vllm.entrypoints.shared.media import make_fetcher
 
         return make_fetcher(self.config.multimodal)
+
+    @cached_property
+    def speech(self) -> "SpeechRules | None":
+        """How the model writes down sound; None: it does not."""
+        processor = self.engine.input_processor
+        return processor.media.speech(processor.tokenizer)
 
     async def card_readings(self) -> "Sequence[CardReading]":
         """Return the newest readings of the engine's cards on this machine; none before the engine

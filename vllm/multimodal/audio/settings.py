@@ -2,7 +2,7 @@
 transformers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,11 @@ class FeatureSettings:
         return self.chunk_samples // self.hop_length
 
 
+# Frames are padded with silence on the right, and the features of a sound are always the same.
+_ONLY = {"padding_value": 0.0, "dither": 0.0, "padding_side": "right"}
+_KEYS = {_CLASS, *_ONLY, *(field.name for field in fields(FeatureSettings))}
+
+
 def read_feature_settings(folder: Path | str) -> dict[str, Any]:
     """Return the settings of the feature extractor of a model, as its file has them.
 
@@ -54,8 +59,8 @@ def read_feature_settings(folder: Path | str) -> dict[str, Any]:
         folder: of the model.
 
     Returns:
-        What `feature_extractor` of `processor_config.json` has, which comes first, or
-        `preprocessor_config.json`.
+        The values that decide the features, of `feature_extractor` of `processor_config.json`,
+        which comes first, or of `preprocessor_config.json`. Older files also have the mel filters.
 
     Raises:
         ConfigError: neither file has them.
@@ -66,7 +71,29 @@ def read_feature_settings(folder: Path | str) -> dict[str, Any]:
             f"{folder} has no settings of a feature extractor: neither {OWN_FILE} nor {_PART} in "
             f"{WHOLE_FILE}"
         )
-    return found
+    return {key: value for key, value in found.items() if key in _KEYS}
+
+
+def override_feature_settings(
+    settings: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return settings, some of them replaced by `mm_processor_kwargs`.
+
+    Args:
+        settings: of the file.
+        overrides: by key.
+
+    Raises:
+        ConfigError: there is no setting of this name.
+    """
+    known = [field.name for field in fields(FeatureSettings)]
+    for key in overrides:
+        if key not in known:
+            raise ConfigError(
+                f"mm_processor_kwargs: {_EXTRACTOR} has no setting {key!r}; it has "
+                f"{', '.join(known)}"
+            )
+    return {**settings, **overrides}
 
 
 def has_feature_settings(folder: Path | str) -> bool:
@@ -99,8 +126,7 @@ def check_feature_settings(settings: Mapping[str, Any]) -> FeatureSettings:
             raise wrong_setting(key, value, f"an integer from {smallest} to {largest}")
         return value
 
-    # Frames are padded with silence on the right, and the features of a sound are always the same.
-    for key, only in (("padding_value", 0.0), ("dither", 0.0), ("padding_side", "right")):
+    for key, only in _ONLY.items():
         value = settings.get(key)
         if value is not None and (isinstance(value, bool) or value != only):
             raise wrong_setting(key, value, repr(only))

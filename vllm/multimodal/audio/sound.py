@@ -6,8 +6,8 @@ are accepted, and decoding ends with the first sample above the limit, whatever 
 """
 
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from vllm.multimodal.audio.containers import (
     sniff,
     states_length,
 )
+from vllm.multimodal.interface.family import EncoderInput
 from vllm.multimodal.interface.source import MediaSource, refuse
 
 if TYPE_CHECKING:
@@ -50,13 +51,20 @@ _MAX_REASON_CHARS = 200
 """Longest part of a message of FFmpeg that is shown: it may have bytes of the file in it."""
 
 
-def load_decoders() -> None:
-    """Import PyAV for the children of this process.
+def make_reader(sampling_rate: int, max_seconds: float) -> Callable[[MediaSource], EncoderInput]:
+    """Return the job of processes that read files of sound: `samples` are the only tensor.
 
-    Raises:
-        ImportError: it is not installed.
+    Args:
+        sampling_rate, max_seconds: as for `read_sound`.
     """
-    import av  # noqa: F401
+    with suppress(ImportError):  # then each file is refused, with what to install
+        import av  # noqa: F401  # for the children of this process
+
+    def read(source: MediaSource) -> EncoderInput:
+        samples = read_sound(source, sampling_rate=sampling_rate, max_seconds=max_seconds)
+        return EncoderInput({"samples": samples}, ())
+
+    return read
 
 
 def read_sound(source: MediaSource, *, sampling_rate: int, max_seconds: float) -> Samples:

@@ -1,16 +1,21 @@
 """Whisper (Radford et al. 2022, arXiv 2212.04356): 30 seconds of sound, and how it transcribes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
 
 from vllm.errors import ConfigError, RequestError
+from vllm.messages import OutputRules
+from vllm.multimodal.audio.settings import SAMPLING_RATE
+from vllm.multimodal.audio.sound_family import SoundFamily
+from vllm.multimodal.audio.whisper_config import WhisperEncoderConfig, read_whisper_config
 from vllm.multimodal.interface.checks import config_whole, is_whole
-from vllm.multimodal.interface.family import TokenLookup
+from vllm.multimodal.interface.family import EncoderInput, Expansion, TokenLookup
 from vllm.multimodal.interface.languages import LANGUAGE_NAMES
-from vllm.multimodal.interface.speech import OutputRules, SpeechRules, SpokenSegment, Task
+from vllm.multimodal.interface.speech import SpeechRules, SpokenSegment, Task
 
-SECONDS = 30
-"""Seconds of sound that the encoder reads. Shorter sound is padded."""
 _MULTILINGUAL_VOCABULARY = 51_865
 """Size of the smallest vocabulary with the tokens of languages."""
 _ENGLISH = "en"
@@ -24,17 +29,22 @@ class WhisperSpeech(SpeechRules):
         config: config.json.
         generation: generation_config.json. Missing tokens are looked up in the vocabulary.
         token_id: looks up tokens.
+        seconds: of sound that the encoder reads.
 
     Raises:
         ConfigError: a value cannot be used, or the vocabulary has no such token.
     """
 
-    seconds_per_piece = float(SECONDS)
-    sampling_rate = 16_000
+    sampling_rate = SAMPLING_RATE
 
     def __init__(
-        self, config: Mapping[str, Any], generation: Mapping[str, Any], token_id: TokenLookup
+        self,
+        config: Mapping[str, Any],
+        generation: Mapping[str, Any],
+        token_id: TokenLookup,
+        seconds: int = 30,
     ) -> None:
+        self.seconds_per_piece = float(seconds)
         given = (*config.items(), *generation.items())
         self._values = {key: value for key, value in given if value is not None}
         self._token_id = token_id
@@ -44,7 +54,7 @@ class WhisperSpeech(SpeechRules):
         self._no_times = self._token("no_timestamps_token_id", "<|notimestamps|>")
         self.no_speech_token = self._no_times - 1
         num_steps = config_whole(config, "max_source_positions", 1500, 2**16)
-        self._step_s = SECONDS / num_steps
+        self._step_s = seconds / num_steps
         first = self._no_times + 1
         self._times = range(first, min(first + num_steps + 1, self._vocab_size))
         self.max_previous_tokens = config_whole(config, "max_target_positions", 448, 2**16) // 2 - 1
@@ -53,6 +63,7 @@ class WhisperSpeech(SpeechRules):
         self._tasks = self._read_tasks() if self._languages else {}
         self._suppressed = self._tokens("suppress_tokens")
         self._not_first = self._tokens("begin_suppress_tokens")
+        self._first_times = self._read_first_times()
 
     def prompt(
         self,
@@ -134,11 +145,12 @@ class WhisperSpeech(SpeechRules):
             never=(*self._suppressed, self._no_times) if has_times else self._suppressed,
             not_first=self._not_first,
             end=self._end,
-            times=self._times if has_times else None,
-            first_times=self._first_times() if has_times else None,
+            first_time=self._times.start if has_times else None,
+            end_of_times=self._times.stop,
+            end_of_first_times=self._first_times.stop,
         )
 
-    def _first_times(self) -> range:
+    def _read_first_times(self) -> range:
         limit = self._values.get("max_initial_timestamp_index")
         if limit is None:
             return self._times
@@ -210,5 +222,43 @@ class WhisperSpeech(SpeechRules):
         return found
 
 
+class WhisperFamily(SoundFamily):
+    """A sound of up to 30 s for each prompt, filled with silence. It has no tokens: layers of the
+    decoder read its hidden states.
+
+    The tensor is `features` [num_mel_bins, frames].
+    """
+
+    placeholder = ""
+    text_of_image = ""
+    required: ClassVar[str | None] = "audio"
+
+    @staticmethod
+    def read_encoder(config: Mapping[str, Any]) -> WhisperEncoderConfig:
+        return read_whisper_config(config)
+
+    def process_audio(self, samples: npt.NDArray[np.float32]) -> EncoderInput:
+        if len(samples) > self.sizes.chunk_samples:
+            raise RequestError(
+                f"the sound has {len(samples) / self.sampling_rate:.4g} s, and a prompt of this "
+                f"model has at most {self.sizes.chunk_length} s. Send a prompt for each part, or "
+                f"the whole to /v1/audio/transcriptions of a server"
+            )
+        return super().process_audio(samples)
+
+    def encoder_input(self, samples: npt.NDArray[np.float32]) -> EncoderInput:
+        features = self.features(samples, self.sizes.chunk_samples)
+        return EncoderInput({"features": features}, ())
+
+    def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
+        return Expansion([], [], num_states=self.encoder.max_source_positions)
+
+    def speech(self, generation: Mapping[str, Any], token_id: TokenLookup) -> WhisperSpeech:
+        return WhisperSpeech(self.config, generation, token_id, self.sizes.chunk_length)
+
+
 def _wrong(key: str, value: Any, accepted: str) -> ConfigError:
     return ConfigError(f"{_FILE}: {key} is {value!r}; it must be {accepted}")
+
+
+Family = WhisperFamily

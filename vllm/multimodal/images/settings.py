@@ -83,6 +83,14 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "size": {"height": 224, "width": 224},
         "do_pan_and_scan": False,
     },
+    "MllamaImageProcessor": {
+        **_ALL,
+        **_HALF,
+        "resample": _BILINEAR,
+        "size": {"height": 224, "width": 224},
+        "do_pad": True,
+        "max_image_tiles": 4,
+    },
     "Idefics3ImageProcessor": _IDEFICS3,
     "SmolVLMImageProcessor": _IDEFICS3,
     "GotOcr2ImageProcessor": {

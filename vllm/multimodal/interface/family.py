@@ -80,6 +80,10 @@ class TokenLookup(Protocol):
         ...
 
 
+_SIDE = 64
+"""Pixels of a small image."""
+
+
 class MediaFamily(ABC):
     """Images, sound and videos of one model.
 
@@ -95,6 +99,8 @@ class MediaFamily(ABC):
 
     modalities: ClassVar[tuple[str, ...]] = ("image",)
     """What the model reads: "image", "audio" and "video"."""
+    required: ClassVar[str | None] = None
+    """Modality of which every prompt must have one item; None: a prompt may be text alone."""
     placeholder: ClassVar[str]
     """Text of the token that represents one image, or one sound of a model without images, before
     it is expanded, such as `<image>`."""
@@ -186,6 +192,10 @@ class MediaFamily(ABC):
             ConfigError: a value cannot be used.
         """
         return None
+
+    def small(self) -> EncoderInput:
+        """Return a small item, which every model accepts."""
+        return self.process(np.zeros((_SIDE, _SIDE, 3), np.uint8))
 
     def positions(
         self, num_tokens: int, items: Sequence[PlacedItem]

@@ -11,28 +11,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm.errors import RequestError
+from vllm.messages import OutputRules
 from vllm.multimodal.interface.languages import find_language
 
 Task = Literal["transcribe", "translate"]
 """Write what is said in its own language, or in English."""
-
-
-@dataclass(frozen=True, slots=True)
-class OutputRules:
-    """Limits of the tokens of an output. A part of sampling applies them."""
-
-    written: tuple[int, ...]
-    """Tokens at the end of the prompt that count as the beginning of the output."""
-    never: tuple[int, ...]
-    """Tokens that no output has."""
-    not_first: tuple[int, ...]
-    """Tokens that are not the first of an output."""
-    end: int
-    """Token that ends an output. Tokens below it are text."""
-    times: range | None
-    """Tokens of time stamps, in the order of time. None: the output has none."""
-    first_times: range | None
-    """The time stamps that an output may begin with; None if it has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,12 +98,13 @@ class WhisperEncoder(nn.Module):
         """Return the hidden states [B, N, C] after the last layer, not normalised.
 
         Args:
-            features: [B, num_mel_bins, F], F = 2 * max_source_positions.
+            features: [B, num_mel_bins, F], F at most 2 * max_source_positions.
             mask: bool, broadcasts to [B, heads, N, N]: which hidden states each one sees, at least
                 one. None: all.
         """
         x = self.activation(self.conv1(features.transpose(1, 2)))
-        x = self.embed_positions(self.activation(self.conv2(x)))
+        x = self.activation(self.conv2(x))
+        x = x + self.embed_positions.weight[: x.shape[1]]
         for layer in self.layers:
             x = layer(x, mask)
         return x
