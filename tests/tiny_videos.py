@@ -2,9 +2,10 @@
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
-import av
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 FORMATS = {
@@ -35,6 +36,8 @@ def make_video(
         size: width and height.
         key_every: frames from one key frame to the next.
     """
+    import av
+
     writer, encoder, pixels = FORMATS[name]
     file = io.BytesIO()
     with av.open(file, "w", format=writer) as container:
@@ -57,3 +60,28 @@ def draw_frames(
     blocks = generator.integers(0, 256, (-(-height // 8), -(-width // 8), 3), np.uint8)
     picture = np.kron(blocks, np.ones((8, 8, 1), np.uint8))[:height, :width]
     return np.stack([np.roll(picture, 4 * number, axis=1) for number in range(count)])
+
+
+def expected_patches(processor: Any, frames: NDArray[np.uint8]) -> tuple[torch.Tensor, list[int]]:
+    """Return the pixels of a video as transformers has them, and their grid.
+
+    Its video processors need torchvision, which is missing in many installations. Its image
+    processors repeat an image for all frames of a patch. So each frame of a patch is taken from the
+    patches of an image.
+
+    Args:
+        processor: of images; resizes each frame alike.
+        frames: [n, H, W, 3].
+    """
+    each = [
+        processor(images=[frame], return_tensors="pt", input_data_format="channels_last")
+        for frame in [*frames, *[frames[-1]] * (len(frames) % 2)]
+    ]
+    size = processor.patch_size
+    patches = [found["pixel_values"].unflatten(1, (3, 2, size, size)) for found in each]
+    pairs = [
+        torch.stack((first[:, :, 0], second[:, :, 1]), 2).flatten(1)
+        for first, second in zip(patches[::2], patches[1::2], strict=True)
+    ]
+    _, rows, columns = each[0]["image_grid_thw"][0].tolist()
+    return torch.cat(pairs), [len(pairs), rows, columns]

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
+from tests.tiny_videos import FORMATS, draw_frames, make_video
 from vllm.errors import RequestError
 from vllm.multimodal.interface.family import VideoFrames
 from vllm.multimodal.interface.source import MediaSource
 from vllm.multimodal.video import frames as video
 
 pytest.importorskip("av", reason="videos need PyAV")
-from tests.tiny_videos import FORMATS, draw_frames, make_video
 
 FILES = {name: make_video(name) for name in FORMATS}
 USUAL = {"num_frames": 8, "fps": -1.0, "max_given": 16, "max_pixels": 64 * 48}

@@ -29,7 +29,7 @@ class EncoderInput:
     encoder does that. All other tensors are small."""
     grid: tuple[int, ...]
     """Decides which tokens represent the item, and their positions. Only the family knows the
-    meaning of the integers; those of a video also tell it from an image."""
+    meaning of the integers; the integers of a video also tell it from an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class MediaFamily(ABC):
     """
 
     modalities: ClassVar[tuple[str, ...]] = ("image",)
-    """What the model reads: "image", "audio" and "video"."""
+    """Kinds of media that the model reads: "image", "audio" and "video"."""
     required: ClassVar[str | None] = None
     """Modality of which every prompt must have one item; None: a prompt may be text alone."""
     placeholder: ClassVar[str]

@@ -48,7 +48,7 @@ _MAX_REASON_CHARS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class FrameChoice:
-    """Which frames of a video are read, and how large they may be."""
+    """The choice of frames of a video, and the limit of their size."""
 
     num_frames: int
     """Most frames, spread evenly."""
@@ -188,7 +188,7 @@ def _decode(
                 yield frame
                 break
         else:
-            raise IncompleteError(f"it must have {len(index.times)} frames, as it states")
+            raise IncompleteError(f"it must have {len(index.times)} frames, as its index says")
 
 
 def _stack(

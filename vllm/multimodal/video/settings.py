@@ -18,7 +18,7 @@ def read_video_size(folder: Path | str) -> Mapping[str, Any] | None:
         folder: of the model.
 
     Returns:
-        None: the folder has no settings of videos, so those of images hold. An edge that is not
+        None: the folder has no settings of videos, so the settings of images hold. An edge that is not
         there has the default of the family.
 
     Raises:
