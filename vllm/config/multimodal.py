@@ -53,7 +53,8 @@ class MultiModalConfig:
     {"image": 4} or {"image": {"count": 4, "width": 1024, "height": 768},
     "video": {"count": 1, "num_frames": 16}}. Width and height are the largest image to expect: a
     card prepares for it and refuses images that need more. num_frames limits the frames of a
-    video. A number without a name limits the images. Not set: 16 images, 16 sounds, 4 videos."""
+    video. A number without a name limits the images. Not set: 16 images, 16 sounds, 4 videos;
+    with image=0 no videos."""
 
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the image processor that replace the settings of the checkpoint (JSON), such as
@@ -106,7 +107,10 @@ class MultiModalConfig:
         given = self.limit_mm_per_prompt.get(modality, {})
         if not isinstance(given, Mapping):
             return ItemLimit(count=given)
-        return ItemLimit(**{"count": _USUAL_COUNTS[modality], **given})
+        usual = _USUAL_COUNTS[modality]
+        if modality == "video" and self.limit("image").count == 0:
+            usual = 0
+        return ItemLimit(**{"count": usual, **given})
 
     @property
     def counts(self) -> dict[str, int]:

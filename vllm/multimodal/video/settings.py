@@ -18,8 +18,8 @@ def read_video_size(folder: Path | str) -> Mapping[str, Any] | None:
         folder: of the model.
 
     Returns:
-        None: the folder has no settings of videos, so the settings of images hold. An edge that is not
-        there has the default of the family.
+        None: the folder has no settings of videos, so the settings of images hold. An edge that is
+        absent has the default of the family.
 
     Raises:
         ConfigError: a file is damaged.
