@@ -31,8 +31,8 @@ from vllm.engine.input.sampling_input import SamplingInput
 from vllm.entrypoints.openai.chat import prompt
 from vllm.entrypoints.openai.chat import serving as chat_serving
 from vllm.entrypoints.openai.completion import serving
-from vllm.entrypoints.openai.shared.merge import merge
 from vllm.entrypoints.openai.shared.chunks import json_response
+from vllm.entrypoints.openai.shared.merge import merge
 from vllm.entrypoints.server.app import _routers, build_app
 from vllm.entrypoints.shared.body_route import BodyRoute, _body_classes
 from vllm.entrypoints.shared.context import ServerContext
