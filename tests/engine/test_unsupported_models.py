@@ -95,7 +95,6 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (_named("MBartForConditionalGeneration", "mbart", is_encoder_decoder=True), _BOTH),
     (_named("M2M100ForConditionalGeneration", "m2m_100", is_encoder_decoder=True), _BOTH),
     (_named("PegasusForConditionalGeneration", "pegasus", is_encoder_decoder=True), _BOTH),
-    (_named("WhisperForConditionalGeneration", "whisper", is_encoder_decoder=True), _BOTH),
     (
         _named("T5GemmaForConditionalGeneration", "t5gemma", is_encoder_decoder=True)
         | {"encoder": {}, "decoder": {}},

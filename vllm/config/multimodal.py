@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from vllm.errors import ConfigError
+from vllm.inputs import MODALITIES
 
-MODALITIES = ("image", "audio", "video")
 _USUAL_COUNTS = {"image": 16, "audio": 16, "video": 4}
 """Items of a request where no limit is given."""
 _LIMIT_KEYS = {
@@ -31,12 +31,12 @@ class ItemLimit:
     height: int | None = None
     """Largest expected height in pixels; None: any."""
     num_frames: int | None = None
-    """Maximum number of frames of a video that the model gets; None: that of the video settings."""
+    """Maximum number of frames of a video that the model gets; None: the video settings decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings:
-    """How frames are chosen from a video."""
+    """Settings for the choice of frames from a video."""
 
     num_frames: int = 32
     """Maximum number of frames, spread evenly over the video. -1: no other limit than fps."""
@@ -120,7 +120,7 @@ class MultiModalConfig:
 
     @property
     def video(self) -> VideoSettings:
-        """How frames are chosen from videos."""
+        """Settings for the choice of frames from videos."""
         settings = VideoSettings(**self.media_io_kwargs.get("video", {}))
         limit = self.limit("video").num_frames
         if limit is None:

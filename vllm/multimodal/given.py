@@ -19,11 +19,12 @@ _ACCEPTED = {
     "image": "an image of Pillow, the bytes of a file, or an array or tensor [height, width, 3] or "
     "[3, height, width] of bytes, or of floats from 0 to 1",
     "audio": "the bytes of a file, an array, tensor or list [samples] or [channels, samples] of "
-    "floats from -1 to 1 or of int16, or such an array and its samples per second: (array, rate)",
+    "finite floats from -1 to 1 or of int16, at least one, or such an array and its samples per "
+    "second: (array, rate)",
     "video": "the bytes of a file, an array or tensor [frames, height, width, 3] or [frames, 3, "
     'height, width] of bytes, a list of images, or frames with their rate: (frames, {"fps": 2})',
 }
-"""What an item of each modality may be."""
+"""Accepted objects, by modality."""
 _INT16 = 2.0**15
 _MAX_CHANNELS = 32
 
@@ -40,7 +41,7 @@ def as_list(modality: str, given: Any) -> list[Any]:
     if given and modality == "audio":
         is_one = isinstance(given[0], (int, float)) or _is_pair(given, (int, float))
     elif given and modality == "video":
-        is_one = _frame_of(given[0]) is not None or _is_pair(given, Mapping)
+        is_one = _is_frame(given[0]) or _is_pair(given, Mapping)
     return [given] if is_one else list(given)
 
 
@@ -81,9 +82,18 @@ def as_source(
         fields = None if frames is None else {"frames": frames}
     if fields is None:
         raise RequestError(
-            f"{where} must be {_ACCEPTED[modality]}; got {kind_of(item)}", param="prompt"
+            f"{where} must be {_ACCEPTED[modality]}; got {_description_of(item)}", param="prompt"
         )
     return MediaSource(modality=modality, where=where, uuid=uuid, overrides=overrides, **fields)
+
+
+def _description_of(item: Any) -> str:
+    """Return how the message names an object that is not accepted."""
+    if isinstance(item, tuple) and len(item) == 2:
+        return f"({_description_of(item[0])}, {item[1]!r:.40})"
+    found = _as_array(item)
+    has_others = found is not None and found.dtype.kind == "f" and not np.isfinite(found).all()
+    return f"{kind_of(item)}{' with NaN or infinite values' if has_others else ''}"
 
 
 def kind_of(item: Any) -> str:
@@ -147,15 +157,15 @@ def _as_frames(video: Any) -> VideoFrames | None:
 
 
 def _frame_of(image: Any) -> NDArray[np.uint8] | None:
-    return _as_pixels(image, "a frame") if _is_pillow(image) or _num_axes(image) == 3 else None
+    return _as_pixels(image, "a frame") if _is_frame(image) else None
+
+
+def _is_frame(item: Any) -> bool:
+    return _is_pillow(item) or getattr(item, "ndim", None) == 3
 
 
 def _is_pillow(image: Any) -> bool:
     return hasattr(image, "getexif")
-
-
-def _num_axes(item: Any) -> int | None:
-    return getattr(item, "ndim", None)
 
 
 def _is_pair(item: Any, type_: Any) -> bool:

@@ -9,14 +9,12 @@ import numpy as np
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError, RequestError
+from vllm.inputs import plural
 from vllm.multimodal.images.image import Color, image_pixels
-from vllm.multimodal.images.settings import (
-    check_resized,
-    override_settings,
-    read_processor_settings,
-)
-from vllm.multimodal.interface.family import EncoderInput, MediaFamily, VideoFrames, plural
+from vllm.multimodal.images.settings import check_resized
+from vllm.multimodal.interface.family import EncoderInput, MediaFamily, VideoFrames
 from vllm.multimodal.interface.source import MediaSource, refuse
+from vllm.multimodal.processor_settings import override_settings, read_settings
 
 _SIDE = 64
 """Pixels of an image that every family accepts."""
@@ -37,12 +35,13 @@ def job_arguments(config: VllmConfig) -> dict[str, Any]:
         ConfigError: the settings of the image processor are missing, or cannot be used.
     """
     arch = config.model.resolved_arch
-    assert arch.media_config is not None
-    settings = read_processor_settings(config.model.resolved_path)
+    assert arch.media_config is not None and arch.media_module is not None
+    rules = family_class(arch.media_module)
+    settings = read_settings(rules, config.model.resolved_path)
     return {
         "family": arch.media_module,
         "config": dict(arch.media_config),
-        "settings": override_settings(settings, config.multimodal.mm_processor_kwargs),
+        "settings": override_settings(rules, settings, config.multimodal.mm_processor_kwargs),
         "max_pixels": envs.get().VLLM_MAX_IMAGE_PIXELS,
         "background": config.multimodal.background,
         "max_seconds": envs.get().VLLM_MAX_AUDIO_DECODE_DURATION_S,
@@ -96,7 +95,7 @@ def make_job(
         own = usual
         if source.overrides:
             try:
-                changed = override_settings(settings, source.overrides)
+                changed = override_settings(rules, settings, source.overrides)
                 check_resized(changed, settings)
                 own = rules(config, changed)
             except ConfigError as error:
@@ -124,13 +123,23 @@ def _import_processors(rules: MediaFamily) -> None:
             rules.process_video(VideoFrames(np.stack([black] * 2), np.arange(2) / 2))
 
 
+def num_embeddings(rules: MediaFamily, given: EncoderInput) -> int:
+    """Return how many embeddings or hidden states the encoder makes of an item.
+
+    Args:
+        rules: of the model.
+        given: of the item.
+    """
+    ids: dict[str, int] = {}
+    found = rules.expand(given.grid, lambda token: ids.setdefault(token, len(ids)))
+    return sum(found.is_embedding) + found.num_states
+
+
 def _cost(rules: MediaFamily, modality: str) -> tuple[int, int]:
     """Return the most embeddings that an item can have, and the most bytes of its tensors."""
     largest = rules.largest_of(modality)
-    ids: dict[str, int] = {}
-    found = rules.expand(largest.grid, lambda token: ids.setdefault(token, len(ids)))
     num_bytes = sum(tensor.nbytes for tensor in largest.tensors.values())
-    return sum(found.is_embedding) + found.num_states, num_bytes
+    return num_embeddings(rules, largest), num_bytes
 
 
 _ONE_OF = {"image": "an image", "audio": "a sound", "video": "a video"}

@@ -1046,7 +1046,7 @@ _OTHERS = (
         ),
     ),
 )
-_WITH_IMAGES = (
+_WITH_MEDIA = (
     Family(
         model_type="llava",
         module="text_of_images",
@@ -1106,6 +1106,8 @@ _WITH_IMAGES = (
         module="text_of_images",
         architectures=("Gemma3ForConditionalGeneration",),
         text_type="gemma3_text",
+        media="gemma3",
+        media_sees_ahead=True,
         tokenizer="GemmaTokenizer",
     ),
     Family(
@@ -1205,8 +1207,24 @@ _WITH_IMAGES = (
         tokenizer="Qwen3_5Tokenizer",
         replaces_tokenizer=True,
     ),
-)
-_WITH_SOUND = (
+    Family(
+        model_type="qwen2_audio",
+        module="text_of_images",
+        architectures=("Qwen2AudioForConditionalGeneration",),
+        text_type="qwen2",
+        media="qwen2_audio",
+        tokenizer="Qwen2Tokenizer",
+    ),
+    Family(
+        model_type="voxtral",
+        module="text_of_images",
+        architectures=("VoxtralForConditionalGeneration",),
+        text_type="llama",
+        also_text_types=("mistral",),
+        media="voxtral",
+        tokenizer=_GENERIC,
+        has_mistral_tokenizer=True,
+    ),
     Family(
         model_type="whisper",
         module="text_of_images",
@@ -1219,8 +1237,10 @@ _WITH_SOUND = (
             "max_target_positions": "max_position_embeddings",
         },
         media="whisper",
+        media_is_cpu_only=True,
         has_positions=False,
         tokenizer="WhisperTokenizer",
+        has_complete_prompts=True,
     ),
 )
 _ENCODERS = (
@@ -1277,7 +1297,7 @@ FAMILIES = {
     family.model_type: family
     for family in (
         *(*_LLAMAS, *_QWENS, *_GRANITES, *_GEMMAS),
-        *(*_OTHERS, *_WITH_IMAGES, *_WITH_SOUND, *_ENCODERS),
+        *(*_OTHERS, *_WITH_MEDIA, *_ENCODERS),
     )
 }
 """`model_type` -> family. Messages list families in this order."""

@@ -18,15 +18,15 @@ import numpy.typing as npt
 
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError, RequestError
-from vllm.inputs import PromptType
+from vllm.inputs import PromptType, plural
 from vllm.messages import CacheKey, MediaItem
 from vllm.multimodal.given import as_list, as_source, kind_of
+from vllm.multimodal.images.surrounding_text import surround_in_text, surround_in_tokens
 from vllm.multimodal.interface.family import (
     EncoderInput,
     Expansion,
     MediaFamily,
     PlacedItem,
-    plural,
 )
 from vllm.multimodal.interface.source import MediaSource
 from vllm.multimodal.interface.speech import SpeechRules
@@ -123,6 +123,31 @@ class MediaInput:
             self._speech = (speech_of_model(self._engine, _token_lookup(tokenizer)),)
         return self._speech[0]
 
+    def joined(self, prompt: PromptType) -> PromptType:
+        """Return the prompt of the decoder with the media of the prompt of the encoder, if a prompt
+        has both.
+
+        Raises:
+            RequestError: one of them is missing, or has something that belongs to the other.
+        """
+        if not isinstance(prompt, Mapping) or "encoder_prompt" not in prompt:
+            return prompt
+        if self.family is None or self.family.required is None:
+            return prompt  # is refused where it is tokenised
+        return _joined_prompts(prompt)
+
+    def check_required(self, num_items: int) -> None:
+        """Refuse a prompt without media that it needs.
+
+        Raises:
+            RequestError: the model reads a text only with one item of media.
+        """
+        if self.family is not None and self.family.required is not None and num_items != 1:
+            raise _refused(
+                f"a prompt of the model '{self._model.model}' must have one item of "
+                f"{self.family.required!r} in multi_modal_data, got {num_items or 'none'}"
+            )
+
     @cached_property
     def job_arguments(self) -> dict[str, Any]:
         """The arguments of `make_job` for the media of the model."""
@@ -209,6 +234,45 @@ class MediaInput:
             for source in self.sources(prompt)
         ]
 
+    def surround_text(self, text: str, literal: Sequence[int]) -> str:
+        """Return the text of a prompt with what belongs around its images.
+
+        Args:
+            text: of a prompt with images.
+            literal: see `place`.
+        """
+        family = self.family
+        assert family is not None
+        if not any(family.text_around):
+            return text
+        return surround_in_text(text, family.placeholder, family.text_around, literal)
+
+    def surround_tokens(
+        self,
+        token_ids: list[int],
+        items: Sequence[ReadMedia],
+        tokenizer: "PreTrainedTokenizerBase | None",
+    ) -> list[int]:
+        """Return tokens with those of the text that belongs around images, unless these are
+        expanded already.
+
+        Args:
+            token_ids: of a prompt that was given as tokens.
+            items: its images.
+            tokenizer: of the model.
+        """
+        family = self.family
+        assert family is not None
+        if not any(family.text_around) or not items:
+            return token_ids
+        lookup = _token_lookup(tokenizer)
+        _, inside, *_ = family.expand(items[0].given.grid, lookup).token_ids
+        if inside in token_ids:
+            return token_ids
+        assert tokenizer is not None
+        placeholder = lookup(family.placeholder)
+        return surround_in_tokens(token_ids, tokenizer, placeholder, family.text_around)
+
     def place(
         self,
         token_ids: list[int],
@@ -222,7 +286,7 @@ class MediaInput:
 
         Args:
             token_ids: of the prompt.
-            items: its media, those of one modality in order.
+            items: its media; items of one modality are in order.
             tokenizer: of the model.
             is_text: the prompt was given as text, and not as tokens.
             literal: which of the placeholders, in order, a user has written as text, and stay
@@ -236,11 +300,7 @@ class MediaInput:
         """
         family = self.family
         assert family is not None
-        if family.required is not None and len(items) != 1:
-            raise _refused(
-                f"a prompt of the model '{self._model.model}' must have one {family.required} in "
-                f"multi_modal_data, got {len(items) or 'none'}"
-            )
+        self.check_required(len(items))
         if not items and tokenizer is None:
             return None
         lookup = _token_lookup(tokenizer)
@@ -353,6 +413,30 @@ def cache_salt_of(prompt: Mapping[str, Any]) -> str | None:
     return salt
 
 
+def _joined_prompts(prompt: Mapping[str, Any]) -> PromptType:
+    given, asked = prompt["encoder_prompt"], prompt.get("decoder_prompt")
+    if unknown := prompt.keys() - {"encoder_prompt", "decoder_prompt", "mm_processor_kwargs"}:
+        raise _refused(
+            f"a prompt with encoder_prompt must have decoder_prompt and no other key but "
+            f"mm_processor_kwargs, got {', '.join(sorted(unknown))}"
+        )
+    accepted = {"prompt", "cache_salt", *MEDIA_KEYS}
+    if not isinstance(given, Mapping) or given.keys() - accepted or given.get("prompt"):
+        raise _refused(
+            "encoder_prompt must be a dict such as {'prompt': '', 'multi_modal_data': {...}}: the "
+            "encoder reads no text. Put text into decoder_prompt"
+        )
+    if isinstance(asked, Mapping) and asked.keys() & set(MEDIA_KEYS):
+        raise _refused("decoder_prompt must be text or token ids; put media into encoder_prompt")
+    if not asked:
+        raise _refused("decoder_prompt must be text or token ids, and it is empty or missing")
+    if not isinstance(asked, Mapping):
+        asked = {"prompt" if isinstance(asked, str) else "prompt_token_ids": asked}
+    outer = {key: prompt[key] for key in ("mm_processor_kwargs",) if key in prompt}
+    media = {key: value for key, value in given.items() if key != "prompt"}
+    return cast(PromptType, {**media, **outer, **asked})
+
+
 def _overrides_of(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of the processor that a prompt brings.
 
@@ -455,7 +539,7 @@ def _find_expanded(
 
     Args:
         token_ids: of the prompt.
-        expanded: its items, those of one modality in order.
+        expanded: its items; items of one modality are in order.
         kind_of: modalities by the token of an item that is not expanded.
     """
     if all(len(each.expansion.token_ids) <= 1 for each in expanded):

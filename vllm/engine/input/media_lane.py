@@ -142,6 +142,8 @@ class MediaLane:
         Raises:
             RequestError: one cannot be read; names it.
         """
+        if isinstance(prompt, Mapping) and "encoder_prompt" in prompt:
+            prompt = self._source().media.joined(prompt)
         given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
         if given.get("multi_modal_data") is None or read_media(given) is not None:
             return prompt

@@ -108,8 +108,9 @@ class Preparation:
             return prompt
         self._processor.prompts.check_length(text, None)
         given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
+        usual = self._processor.prompts.adds_special_tokens
         token_ids = await self._huge_texts.encode(
-            tokenizer, text, add_special_tokens=bool(given.get("add_special_tokens", True))
+            tokenizer, text, add_special_tokens=bool(given.get("add_special_tokens", usual))
         )
         others = {key: given[key] for key in given if key not in ("prompt", "add_special_tokens")}
         made = {"prompt_token_ids": token_ids, "prompt": text, **others}

@@ -89,8 +89,8 @@ class ServerContext:
 
     @cached_property
     def media_fetcher(self) -> "MediaFetcher":
-        """Fetches the images that requests name by URLs."""
-        from vllm.entrypoints.shared.images import make_fetcher
+        """Fetches the media that requests name by URLs."""
+        from vllm.entrypoints.shared.media import make_fetcher
 
         return make_fetcher(self.config.multimodal)
 

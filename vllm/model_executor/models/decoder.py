@@ -292,7 +292,7 @@ class LayerSpec:
 
 
 LayerFactory = Callable[[LayerSpec], nn.Module]
-"""Makes a layer; its `forward` is that of a `Layer`."""
+"""Makes a layer, whose `forward` has the arguments and results of `Layer.forward`."""
 
 
 class Layer(nn.Module, ABC):

@@ -1,5 +1,5 @@
-"""Models of checkpoints that also have a part for images, which is loaded where its family has an
-encoder."""
+"""Models of checkpoints that also have a part for images or sounds, which is loaded where its
+family has an encoder."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -40,7 +40,7 @@ _AROUND_TOWERS = ("multi_modal_projector.", "connector.", "image_newline")
 
 
 class _LanguageModel(CausalLM):
-    """A language model, and the encoder of images where the family has one.
+    """A language model, and the encoder of images or sounds where the family has one.
 
     The names in such checkpoints: transformers has moved the language model since 4.52.
     """
@@ -94,9 +94,9 @@ class _AnyLanguageModel(_LanguageModel):
 
 
 @cache
-def _joined(images: type[CausalLM], text: type[CausalLM]) -> type[CausalLM]:
-    """Return a class of a language model that also encodes images."""
-    return type(images.__name__, (images, text), {"__doc__": images.__doc__})
+def _joined(media: type[CausalLM], text: type[CausalLM]) -> type[CausalLM]:
+    """Return a class of a language model that also encodes images or sounds."""
+    return type(media.__name__, (media, text), {"__doc__": media.__doc__})
 
 
 def encoder_class(arch: ModelArch) -> type[MediaEncoder]:
@@ -259,6 +259,14 @@ class WhisperForConditionalGeneration(_LanguageModel, WhisperForCausalLM):
     """Whisper, tiny to large-v3 and turbo (arXiv 2212.04356), which reads sound."""
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = WhisperForCausalLM.checkpoint_prefixes
+
+
+class Qwen2AudioForConditionalGeneration(_LanguageModel, Qwen2ForCausalLM):
+    """Qwen2-Audio (arXiv 2407.10759)."""
+
+
+class VoxtralForConditionalGeneration(_AnyLanguageModel):
+    """Voxtral (arXiv 2507.13264), with language models of Llama and Mistral."""
 
 
 class TransformersForConditionalGeneration(_LanguageModel, TransformersForCausalLM):

@@ -73,5 +73,8 @@ class SoundFamily(MediaFamily):
         (num_tokens,) = grid
         return Expansion([token_id(self.placeholder)] * num_tokens, [True] * num_tokens)
 
+    def small(self) -> EncoderInput:
+        return self.process_audio(np.zeros(self.min_samples, np.float32))
+
     def largest(self) -> EncoderInput:
         return self.encoder_input(np.zeros(self.max_chunks * self.sizes.chunk_samples, np.float32))

@@ -13,9 +13,9 @@ from vllm.multimodal.interface.checks import (
     wrong_config,
 )
 
-TOWER_PARTS = ("vision_tower", "vision_model", "visual")
+TOWER_PARTS = ("vision_tower", "vision_model", "visual", "audio_tower")
 """The first part of the names of a tower's tensors in checkpoints, or the second one after `model`,
-of all families."""
+of all families; the last is of sound."""
 
 _MAX_WIDTH = 2**16
 _MAX_LAYERS = 2**10

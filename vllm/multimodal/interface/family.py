@@ -70,12 +70,8 @@ TokenLookup = Callable[[str], int]
 """Return the id of a token that the vocabulary has; raise ConfigError if it has not."""
 
 
-_PLURALS = {"image": "images", "audio": "sounds", "video": "videos"}
-
-
-def plural(modality: str) -> str:
-    """Return how messages name the items of a modality, such as "images"."""
-    return _PLURALS[modality]
+_SIDE = 64
+"""Pixels of a small image."""
 
 
 class MediaFamily(ABC):
@@ -100,6 +96,8 @@ class MediaFamily(ABC):
     it is expanded, such as `<image>`."""
     text_of_image: ClassVar[str]
     """Text that represents one such item in a message, for chat templates that take strings."""
+    text_around: ClassVar[tuple[str, str]] = ("", "")
+    """Text before and after an image, which the tokenizer reads with the text of the prompt."""
     sampling_rate: ClassVar[int] = 16_000
     """Samples per second of sound that the model reads."""
 
@@ -176,6 +174,10 @@ class MediaFamily(ABC):
             ConfigError: a value cannot be used.
         """
         return None
+
+    def small(self) -> EncoderInput:
+        """Return a small item, which every model accepts."""
+        return self.process(np.zeros((_SIDE, _SIDE, 3), np.uint8))
 
     def positions(
         self, num_tokens: int, items: Sequence[PlacedItem]

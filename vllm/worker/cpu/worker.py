@@ -311,6 +311,11 @@ class CPUWorker(WorkerBase):
         )
         if (items := self.runner.parts.find(ItemRows)) is not None:
             assert self._num_item_states is not None
+            logger.info(
+                "Cross-attention: %d hidden states of images and sounds (%.2f GiB)",
+                self._num_item_states,
+                self._item_bytes / 2**30,
+            )
             items.pool.allocate(self._num_item_states, self.platform, self.model.dtype)
         if (drafter := self._drafter) is not None:
             own, dtype = drafter.cache_layout, cache_dtype(drafter.config)

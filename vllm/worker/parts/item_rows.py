@@ -146,7 +146,7 @@ class ItemRows(RowPart):
         self._media.remove(row)
 
     def begin(self, step: SchedulerOutput) -> None:
-        """Drop and encode the items that the step names, and look up those of its new rows."""
+        """Drop and encode the items that the step names, and look up the items of new rows."""
         self._media.update(step)
         first_of = dict(zip(step.rows.tolist(), step.num_computed_tokens.tolist(), strict=True))
         for row, request in self._new:
@@ -227,6 +227,7 @@ def count_item_states(
             f"takes {largest * each} bytes, and {free_bytes} are free. Use more ranks "
             f"(--tensor-parallel-size), or a smaller model"
         )
-    most = config.scheduler.max_num_seqs * largest
+    # A request may have several, also where few requests run at a time.
+    most = max(config.scheduler.max_num_seqs, *config.multimodal.counts.values()) * largest
     count = min(most, max(largest, free_bytes // _SHARE // each))
     return count, count * each
