@@ -72,15 +72,15 @@ def test_tokens_and_logprobs_are_those_of_transformers(folder, expected):
         (f"{IMAGE}{IMAGE} Compare, one by one.", [1, 2]),
         (f"First {IMAGE}, then some words, then {IMAGE} and {IMAGE}", [3, 1, 3]),
     ]
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0, logprobs=0)
+    params = SamplingParams(
+        temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0, logprobs=0
+    )
     prompts = [ask(text, *images_of(seeds)) for text, seeds in texts]
     for (_, seeds), output in zip(texts, llm.generate(prompts, params), strict=True):
         sample = output.outputs[0]
         token_ids = [*output.prompt_token_ids, *sample.token_ids]
         entries = [*output.prompt_logprobs[1:], *sample.logprobs]
-        found = [
-            entry[token].logprob for entry, token in zip(entries, token_ids[1:], strict=True)
-        ]
+        found = [entry[token].logprob for entry, token in zip(entries, token_ids[1:], strict=True)]
         want = logprobs_of_transformers(folder, token_ids, images_of(seeds))
         np.testing.assert_allclose(found, want, atol=1e-4, rtol=0)
     assert tokens_of(llm.generate(requests_of("gemma3"), GREEDY)) == expected
@@ -196,7 +196,10 @@ def test_another_image_behind_the_same_text_shares_nothing_of_it(folder):
     outputs = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
     want = expected_outputs(
         folder,
-        [(each.prompt_token_ids, [draw_image(n)]) for n, each in zip((1, 2, 1), outputs, strict=True)],
+        [
+            (each.prompt_token_ids, [draw_image(n)])
+            for n, each in zip((1, 2, 1), outputs, strict=True)
+        ],
         GREEDY.max_tokens,
     )
     assert tokens_of(outputs) == want

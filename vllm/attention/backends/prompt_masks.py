@@ -126,8 +126,9 @@ class SlicedMask:
         return torch.cat(parts, dim=2)
 
     def _keys(self, start: int, end: int, num_keys: int, num_queries: int) -> slice:
-        """Return the keys that the new tokens from `start` to `end` may see: none after them, unless
-        tokens see later ones, and where they see only a number of recent tokens, none before these.
+        """Return the keys that the new tokens from `start` to `end` may see: none after them,
+        unless tokens see later ones, and where they see only a number of recent tokens, none before
+        these.
         Any of several prompts in a row may see its context, which comes before the tokens of all of
         them."""
         reach, num_context = self.options.reach, num_keys - num_queries

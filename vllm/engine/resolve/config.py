@@ -120,8 +120,8 @@ def _asked_load(given: Mapping[str, Any]) -> LoadConfig:
 
 def _model(given: Mapping[str, Any], asked_load: LoadConfig, platform: Platform) -> ModelConfig:
     section = with_bitsandbytes(_section(ModelConfig, given), given["load_format"])
-    max_images = _section(MultiModalConfig, given).image_limit.count
-    asked = _resolve_model(section, asked_load, platform, max_images)
+    counts = _section(MultiModalConfig, given).counts
+    asked = _resolve_model(section, asked_load, platform, counts)
     model = resolve_quantization(asked, platform)
     _check_prompt_embeds(model)
     return model
@@ -167,7 +167,7 @@ def _speculative(
     speculative = resolve_speculator(asked, model, platform, asked_load)
     asked_draft = asked_draft_model(speculative, model, platform)
     if asked_draft is not None:
-        draft = _resolve_model(asked_draft, asked_load, platform, max_images=None)
+        draft = _resolve_model(asked_draft, asked_load, platform, max_items=None)
         draft = check_draft_model(draft, model, platform)
         speculative = replace(speculative, draft_model=draft)
     return resolve_lookup(speculative, limits, platform)
@@ -241,7 +241,7 @@ def _multimodal(settings: Mapping[str, Any], model: ModelConfig) -> MultiModalCo
     multimodal = _section(MultiModalConfig, settings)
     if model.resolved_arch.media_config is None:
         for name in multimodal.given:
-            if name == "limit_mm_per_prompt" and multimodal.image_limit.count == 0:
+            if name == "limit_mm_per_prompt" and 0 in multimodal.counts.values():
                 continue
             logger.warning("%s has no effect: '%s' reads text only", name, model.model)
     return multimodal
@@ -351,7 +351,7 @@ def _profiled_steps() -> tuple[int, int] | None:
 
 
 def _resolve_model(
-    asked: ModelConfig, load: LoadConfig, platform: Platform, max_images: int | None
+    asked: ModelConfig, load: LoadConfig, platform: Platform, max_items: Mapping[str, int] | None
 ) -> ModelConfig:
     folder = _model_folder(asked, load, "dummy")  # without weights: they may take an hour
     asked = without_gguf(asked, folder)
@@ -363,7 +363,7 @@ def _resolve_model(
         lambda raw: check_architecture(raw, config_folder, asked.model_impl),
     )
     arch = _read_arch(asked, load, raw, config_folder)
-    arch = resolve_media(arch, folder, load, max_images, platform.name)
+    arch = resolve_media(arch, folder, load, max_items, platform.name)
     if named_dtype(arch.hf_config) is None and load.load_format != "dummy":
         arch = replace(arch, dtype=dtype_of_files(folder, load.load_format) or arch.dtype)
     arch, window = resolve_windows(asked, arch)

@@ -70,7 +70,7 @@ def _between(
     if len(token_ids) > 1:
         first, last = _between(tokenizer, token_ids[:1], left, ""), token_ids[-1:]
         return [*first, *token_ids[1:-1], *_between(tokenizer, last, "", right)]
-    text = tokenizer.decode(token_ids) if left + right else ""
+    text = str(tokenizer.decode(token_ids)) if left + right else ""
     if encode(text) == token_ids:  # and no half of a character
         return encode(left + text + right)
     return [*encode(left), *token_ids, *encode(right)]

@@ -126,10 +126,10 @@ class NativeAttention(Ops):
                     (value_cache, tensors.value_scales),
                 )
             )
-            ends = None
+            ends: Tensor | None = None
             if last_keys is not None:
-                ends = check_last_keys(b, last_keys[start:end], seq_len)
-                ends = torch.from_numpy(ends).to(query.device)
+                checked = check_last_keys(b, last_keys[start:end], seq_len)
+                ends = torch.from_numpy(checked).to(query.device)
             attended = attend_prompt(q, k, v, options, tensors, ends)
             out[start:end] = attended[0].transpose(0, 1)
         return out

@@ -145,6 +145,7 @@ class RaggedLaunches:
         """Run a launch, and give its hidden states to the reader."""
         metadata, adapters = given.context.attention, given.context.adapters
         by_modules = need_modules(adapters) or given.context.added is not None
+        by_modules |= given.context.items is not None
         if self.program is None or type(metadata) is not RaggedMetadata or by_modules:
             output = self.run_modules(given)
         else:

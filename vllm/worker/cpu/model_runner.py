@@ -22,6 +22,7 @@ from vllm.worker.parts.adapters import RaggedRows, adapter_reader
 from vllm.worker.parts.embedding_rows import EmbeddingRows, takes_embeddings
 from vllm.worker.parts.encoded_media import encoded_media
 from vllm.worker.parts.image_sight import ImageSight
+from vllm.worker.parts.item_rows import item_rows
 from vllm.worker.parts.position_rows import PositionRows
 from vllm.worker.parts.prompt_logprobs import PromptLogprobs
 from vllm.worker.parts.row_parts import OutputHead, RowPart, RowParts
@@ -90,6 +91,8 @@ class CPUModelRunner(ModelRunner):
             if model.stage.is_first and takes_embeddings(config):
                 media = encoded_media(model)
                 yield EmbeddingRows(model, config.scheduler.max_num_seqs, device, media)
+            if (items := item_rows(model)) is not None:
+                yield items
             if model.arch.num_positions:
                 yield PositionRows(model.arch, config.scheduler.max_num_seqs, device)
             if model.arch.media_sees_ahead:
@@ -159,5 +162,5 @@ class CPUModelRunner(ModelRunner):
 
     def _runs_in_one_call(self, parts: LaunchParts, rows: IntArray) -> bool:
         """Return whether a step of decodes in one call takes what these rows bring."""
-        has_others = "replaced" in parts or need_modules(parts.get("adapters"))
+        has_others = "replaced" in parts or "items" in parts or need_modules(parts.get("adapters"))
         return not has_others and not self.parts.of_head(rows)
