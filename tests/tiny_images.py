@@ -62,9 +62,7 @@ def make_tokenizer(
     vocabulary = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     # Without its regular expression, which separates the last line break from a word.
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=not merges
-    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not merges)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
