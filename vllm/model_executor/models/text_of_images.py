@@ -149,7 +149,7 @@ class MllamaForConditionalGeneration(_LanguageModel, MllamaForCausalLM):
 
 
 class Gemma3ForConditionalGeneration(_LanguageModel, Gemma3ForCausalLM):
-    """Gemma 3 4B, 12B and 27B (arXiv 2503.19786), of which text input is served."""
+    """Gemma 3 4B, 12B and 27B (arXiv 2503.19786): tokens of an image see all of it."""
 
 
 class _LanguageModelOfTowers(_LanguageModel):
