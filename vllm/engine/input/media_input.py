@@ -266,7 +266,7 @@ class MediaInput:
         assert family is not None
         if not any(family.text_around) or not items:
             return token_ids
-        lookup = _token_lookup(tokenizer)
+        lookup = _Vocabulary(tokenizer)
         _, inside, *_ = family.expand(items[0].given.grid, lookup).token_ids
         if inside in token_ids:
             return token_ids
