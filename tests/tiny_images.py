@@ -87,6 +87,8 @@ class TinyImages:
     """Key of config.json with the id of the token of an image."""
     config: dict[str, Any] = field(default_factory=dict)
     """Other values of config.json, where a text is the token whose id it is."""
+    is_in_head: bool = True
+    """The output head has the token of an image; False: it is the first one behind it."""
 
 
 def _grid(
@@ -237,6 +239,39 @@ FAMILIES = {
         "image_token_id",
         {"downsample_ratio": 0.5},
     ),
+    "mllama": TinyImages(
+        "MllamaForConditionalGeneration",
+        {
+            **{key: value for key, value in _TOWER.items() if key != "num_attention_heads"},
+            "model_type": "mllama_vision_model",
+            "attention_heads": 2,
+            "num_global_layers": 2,
+            "intermediate_layers_indices": [0, 2],
+            "vision_output_dim": 96,
+        },
+        {"image_processor_type": "MllamaImageProcessor", "size": {"height": 32, "width": 32}},
+        {
+            "num_hidden_layers": 4,
+            "cross_attention_layers": [1, 3],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "<|image|>",
+        in_text="<|image|>",
+        is_in_head=False,
+    ),
+    "gemma3": TinyImages(
+        "Gemma3ForConditionalGeneration",
+        {**_TOWER, "model_type": "siglip_vision_model", "patch_size": 4},
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32}},
+        {"model_type": "gemma3_text", "head_dim": 12, "sliding_window": 20}
+        | {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 12},
+        "<start_of_image>",
+        ("<image_soft_token>", "<end_of_image>"),
+        "<start_of_image>",
+        "image_token_id",
+        {"mm_tokens_per_image": 16, "image_token_id": "<image_soft_token>"}
+        | {"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"},
+    ),
     "mistral3": _pixtral("mistral3", head_dim=12),
     "llava with the tower of Pixtral": _pixtral("pixtral", head_dim=12),
 }
@@ -253,7 +288,9 @@ def make_tiny_images(family: str, folder: Path, *, seed: int = 0, **text: Any) -
     """
     made = FAMILIES[family]
     tokenizer = make_tokenizer(made.image, *made.others, chat_image=made.image)
-    vocabulary = tokenizer.get_vocab()
+    vocabulary, vocab_size = tokenizer.get_vocab(), len(tokenizer)
+    if not made.is_in_head:
+        vocab_size = vocabulary[made.image]
     ids = {
         key: vocabulary.get(value, value) if isinstance(value, str) else value
         for key, value in {made.token_key: made.image, **made.config}.items()
@@ -262,7 +299,7 @@ def make_tiny_images(family: str, folder: Path, *, seed: int = 0, **text: Any) -
         pytest.skip("this transformers spells rotations of parts of heads in another way")
     model_class = getattr(transformers, made.architecture)
     config = model_class.config_class(
-        text_config=spelled({**TEXT, **made.text, "vocab_size": len(tokenizer), **text}),
+        text_config=spelled({**TEXT, **made.text, "vocab_size": vocab_size, **text}),
         vision_config=made.vision,
         **ids,
     )
@@ -315,6 +352,11 @@ def expected_outputs(
                 processor(images=images, return_tensors="pt", input_data_format="channels_last")
             )
             given.pop("num_patches", None)  # not for the model
+            if "num_tiles" in given:
+                given["cross_attention_mask"] = seen_tiles(token_ids, given.pop("num_tiles"))
+                hide_images_before_the_first(model)
+            if given.pop("num_crops", None) is not None:
+                given["token_type_ids"] = (ids == image_token).int()
             if "image_grid_thw" in given and not is_version_4():
                 given["mm_token_type_ids"] = (ids == image_token).int()
         out = model.generate(
@@ -326,3 +368,34 @@ def expected_outputs(
         )
         outputs.append(out[0, len(token_ids) :].tolist())
     return outputs
+
+
+def seen_tiles(token_ids: list[int], num_tiles: list[list[int]]) -> torch.Tensor:
+    """Return what Llama 3.2 Vision gets as `cross_attention_mask` [1, tokens, images, 4].
+
+    Args:
+        token_ids: of a prompt, where the largest id is the token of an image.
+        num_tiles: of the images of one prompt.
+    """
+    from transformers.models.mllama import processing_mllama as rules
+
+    ranges = rules.get_cross_attention_token_mask(token_ids, max(token_ids))
+    dense = rules.convert_sparse_cross_attention_mask_to_dense
+    return torch.from_numpy(dense([ranges], num_tiles, 4, len(token_ids)))
+
+
+def hide_images_before_the_first(model: Any) -> None:
+    """Let tokens before the first image read nothing, as Meta's own code does. With transformers
+    they read all images of the prompt, so that it depends on what follows it."""
+    for layer in model.model.language_model.layers:
+        if not hasattr(layer, "cross_attn") or layer._forward_pre_hooks:
+            continue
+
+        def note(layer: Any, args: Any, given: dict[str, Any]) -> None:
+            layer.sees = given["full_text_row_masked_out_mask"]
+
+        def clear(attention: Any, args: Any, found: Any, layer: Any = layer) -> Any:
+            return found[0] * layer.sees[:, 0], *found[1:]
+
+        layer.register_forward_pre_hook(note, with_kwargs=True)
+        layer.cross_attn.register_forward_hook(clear)

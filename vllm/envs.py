@@ -91,11 +91,18 @@ class Envs:
     VLLM_AUDIO_FETCH_TIMEOUT: int = _general(
         10, "Seconds to fetch a sound from a URL, with its redirects.", at_least=1
     )
+    VLLM_VIDEO_FETCH_TIMEOUT: int = _general(
+        30, "Seconds to fetch a video from a URL, with its redirects.", at_least=1
+    )
     VLLM_MEDIA_URL_ALLOW_REDIRECTS: bool = _general(
-        True, "Follow the redirects of a URL of an image or a sound; each is checked like the URL."
+        True,
+        "Follow the redirects of a URL of an image, sound or video; each is checked like the URL.",
     )
     VLLM_MAX_IMAGE_PIXELS: int = _general(
-        178956970, "Limit of width x height of an image.", at_least=1
+        178956970, "Limit of width x height of an image and of a frame of a video.", at_least=1
+    )
+    VLLM_MAX_AUDIO_DECODE_DURATION_S: int = _general(
+        600, "Limit of the seconds of a sound.", at_least=1
     )
     VLLM_PLUGINS: str | None = _general(
         None,
@@ -135,6 +142,12 @@ class Envs:
         False,
         "Serve the routes for development too: /server_info, /reset_prefix_cache, /reset_mm_cache, "
         "/collective_rpc, /sleep, /wake_up, /is_sleeping.",
+    )
+    VLLM_MAX_AUDIO_CLIP_FILESIZE_MB: int = _server(
+        25,
+        "Limit of a file that is sent to /v1/audio/transcriptions or /v1/audio/translations, in "
+        "units of 1024 x 1024 bytes.",
+        at_least=1,
     )
     VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int | None = _server(
         None,

@@ -4,6 +4,15 @@ from typing import Any, TypedDict
 
 from typing_extensions import NotRequired
 
+_PLURALS = {"image": "images", "audio": "sounds", "video": "videos"}
+MODALITIES = tuple(_PLURALS)
+"""Kinds of items that a prompt may have in addition to text."""
+
+
+def plural(modality: str) -> str:
+    """Return how messages name the items of a modality, such as "images"."""
+    return _PLURALS[modality]
+
 
 class TextPrompt(TypedDict):
     """A prompt as text."""
@@ -13,13 +22,14 @@ class TextPrompt(TypedDict):
     """False: the text has its special tokens already, as a rendered chat template has."""
     cache_salt: NotRequired[str]
     multi_modal_data: NotRequired[dict[str, Any]]
-    """Modality -> items. An image is one of Pillow, an array, a tensor, or a `MediaSource`."""
+    """Modality -> items. An image is one of Pillow, an array, a tensor, or a `MediaSource`; a sound
+    is an array and its samples per second, and a video is its frames."""
     multi_modal_uuids: NotRequired[dict[str, list[str | None]]]
     """Modality -> a name of each item, which identifies it in caches; None: its content does."""
     mm_processor_kwargs: NotRequired[dict[str, Any]]
-    """Overrides settings of the image processor for this prompt."""
+    """Overrides settings of the processor of the model for this prompt."""
     literal_placeholders: NotRequired[list[int]]
-    """Indices of the placeholders of images, of all in the text, that a user has written: they
+    """Indices of the placeholders of media, of all in the text, that a user has written: they
     remain text."""
 
 
@@ -36,7 +46,7 @@ class TokensPrompt(TypedDict):
     multi_modal_uuids: NotRequired[dict[str, list[str | None]]]
     mm_processor_kwargs: NotRequired[dict[str, Any]]
     media: NotRequired[Any]
-    """The images of a prompt that has been tokenised already: their tokens are expanded."""
+    """The media of a prompt that has been tokenised already: their tokens are expanded."""
 
 
 class EmbedsPrompt(TypedDict):
@@ -48,12 +58,15 @@ class EmbedsPrompt(TypedDict):
 
 
 class ExplicitEncoderDecoderPrompt(TypedDict):
-    """Both prompts of a model with an encoder and a decoder. No such model runs here yet."""
+    """Both prompts of a model with an encoder and a decoder, such as Whisper."""
 
-    encoder_prompt: "PromptType"
-    decoder_prompt: "PromptType | None"
+    encoder_prompt: TextPrompt
+    """Its `multi_modal_data` is what the encoder reads; its text is empty."""
+    decoder_prompt: str | list[int] | TextPrompt | TokensPrompt
     mm_processor_kwargs: NotRequired[dict[str, Any]]
 
 
-PromptType = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
+PromptType = (
+    str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt | ExplicitEncoderDecoderPrompt
+)
 """A string is tokenised with the tokenizer's special tokens (BOS); a list holds token ids."""

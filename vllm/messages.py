@@ -38,6 +38,9 @@ NO_TOKEN = -1
 DRAFT_OF_WORKER = -1
 """Stands for a draft that the worker makes, with a draft model."""
 
+END_OF_REQUEST = 2**31 - 1
+"""Index after the last token of a request, whatever its length."""
+
 SLEEP_TAGS = ("weights", "kv_cache")
 """The parts of an engine that can sleep, in the order in which they wake up."""
 
@@ -112,30 +115,37 @@ class MediaTensor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One image of a prompt."""
+    """One image, sound or video of a request.
+
+    Either it gives the embeddings of some tokens, or cross-attention layers read its hidden states.
+    """
 
     modality: str
     key: str
     """Identifies its content and all settings that decide its embeddings."""
-    runs: tuple[tuple[int, int], ...]
+    runs: tuple[tuple[int, int], ...] = ()
     """(index, n): n tokens from this index of the prompt take the next n embeddings of the image.
-    In order of the indices."""
+    In order of the indices. Empty where cross-attention layers read it."""
+    num_states: int = 0
+    """Hidden states that cross-attention layers read; 0: none do."""
+    seen_by: tuple[int, int] = (0, END_OF_REQUEST)
+    """With `num_states`: indices of the first token that sees them, and after the last one."""
     tensors: tuple[MediaTensor, ...]
 
     @property
     def start(self) -> int:
-        """Index of the first token whose embedding it gives."""
-        return self.runs[0][0]
+        """Index of the first token that depends on it directly."""
+        return self.seen_by[0] if self.num_states else self.runs[0][0]
 
     @property
     def end(self) -> int:
         """Index after the last one."""
-        return sum(self.runs[-1])
+        return self.seen_by[1] if self.num_states else sum(self.runs[-1])
 
     @property
     def num_embeddings(self) -> int:
-        """Embeddings that the encoder makes of it."""
-        return sum(count for _, count in self.runs)
+        """Embeddings, or hidden states, that the encoder makes of it."""
+        return self.num_states or sum(count for _, count in self.runs)
 
 
 class CacheKey(msgspec.Struct, frozen=True, array_like=True):
@@ -162,6 +172,30 @@ class AdapterRef(msgspec.Struct, frozen=True):
 def number_of(adapter: AdapterRef | None) -> int | None:
     """`lora_int_id` of the adapter of a request; None if it has none."""
     return None if adapter is None else adapter.number
+
+
+class OutputRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of the tokens of an output that belong to the model, as those of speech do.
+
+    Logits of other tokens are -inf before any sampling parameter, and in log-probabilities.
+    """
+
+    written: tuple[int, ...] = ()
+    """Tokens at the end of the prompt that count as the beginning of the output."""
+    never: tuple[int, ...] = ()
+    """Tokens that no output has."""
+    not_first: tuple[int, ...] = ()
+    """Tokens that are not the first of an output."""
+    end: int = 0
+    """Token that ends an output. Tokens below it are text."""
+    first_time: int | None = None
+    """The first of the tokens of time stamps, which follow all others in the order of time. Time
+    stamps begin an output and come in pairs, and time does not run backwards. One comes where all
+    of them together are likelier than every other token. None: there are no rules for them."""
+    end_of_times: int = 0
+    """Token after the last time stamp."""
+    end_of_first_times: int = 0
+    """Token after the last time stamp that an output may begin with."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,6 +238,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """In order of their tokens. `cache_extra_keys` has a key of each."""
     adapter: AdapterRef | None = None
     """`cache_extra_keys` has its key, too."""
+    output_rules: OutputRules | None = None
+    """Of the model; None: it has none, or the request says itself which tokens are allowed."""
 
     @property
     def known_prompt_token_ids(self) -> list[int] | None:
@@ -236,10 +272,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def follows_output(self) -> bool:
         """Whether sampling depends on which tokens were generated, and not only on their number:
-        penalties, a grammar, bad words of several tokens, logits processors."""
-        params = self.sampling_params
+        penalties, a grammar, bad words of several tokens, logits processors, time stamps."""
+        params, rules = self.sampling_params, self.output_rules
         return (
-            bool(params.presence_penalty or params.frequency_penalty)
+            (rules is not None and rules.first_time is not None)
+            or bool(params.presence_penalty or params.frequency_penalty)
             or params.repetition_penalty != 1
             or params.guided_decoding is not None
             or bool(params.logits_processors)
@@ -434,7 +471,7 @@ class RunnerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_encoded_items: int = 0
     """Images that the encoder has encoded."""
     encode_seconds: float = 0.0
-    """What that took."""
+    """Seconds of the encoder."""
 
 
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,7 +34,7 @@ def parse(*flags):
 )
 def test_limits_are_written_as_numbers_by_name_or_as_json(given, limit):
     args = EngineArgs(limit_mm_per_prompt=given)
-    assert MultiModalConfig(limit_mm_per_prompt=args.limit_mm_per_prompt).image_limit == limit
+    assert MultiModalConfig(limit_mm_per_prompt=args.limit_mm_per_prompt).limit("image") == limit
     if isinstance(given, str):
         assert parse("--limit-mm-per-prompt", given) == args
 
@@ -82,7 +82,7 @@ def test_settings_have_the_values_that_the_engine_reads():
 
 def test_settings_of_images_have_no_effect_on_a_model_that_reads_text(capsys):
     config = EngineArgs(limit_mm_per_prompt="image=2", mm_processor_cache_gb=1)
-    assert config.create_engine_config().multimodal.image_limit.count == 2
+    assert config.create_engine_config().multimodal.limit("image").count == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if "reads text only" in line]
     assert [line.split("] ")[1].split(" ")[0] for line in lines] == [
         "limit_mm_per_prompt",

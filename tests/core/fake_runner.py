@@ -204,10 +204,14 @@ class FakeRunner:
         """Drop and encode images; then all that the tokens of the step need are there."""
         for key in step.dropped_media:
             del self.images[key]
-        items = [self.rows[row].spec.media[index] for row, index in step.encoded_media]
-        work = sum(item.num_embeddings for item in items)
-        assert len(items) < 2 or work <= self.max_encoded, "a step encodes too much"
-        for item in items:
+        found = [
+            (row, index, self.rows[row].spec.media[index]) for row, index in step.encoded_media
+        ]
+        work = sum(item.num_embeddings for _, _, item in found)
+        # Items that a request needs together are made in one step.
+        together = {(row, 0 if item.num_states else index) for row, index, item in found}
+        assert len(together) < 2 or work <= self.max_encoded, "a step encodes too much"
+        for _, _, item in found:
             assert item.key not in self.images, "an image is encoded twice"
             self.images[item.key] = item.num_embeddings
             self.num_encoded += 1

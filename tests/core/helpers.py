@@ -51,11 +51,13 @@ def make_request(
     salt: str | None = None,
     extra_keys: Iterable[tuple[int, str]] = (),
     media: Iterable[tuple[int, int, str]] = (),
+    seen: Iterable[tuple[int, int, int, str]] = (),
     **sampling: Any,
 ) -> EngineRequest:
     """A request; a number for a prompt means that many tokens nobody else has. Media are images as
-    (index of the first token, tokens, key)."""
-    media = tuple(media)
+    (index of the first token, tokens, key), and `seen` items of cross-attention as (first token
+    that sees it, index after the last one, hidden states, key)."""
+    media, seen = tuple(media), tuple(seen)
     if isinstance(prompt, int):
         first = zlib.crc32(request_id.encode()) % 2**30
         prompt = [first + i for i in range(prompt)]
@@ -73,10 +75,23 @@ def make_request(
         cache_extra_keys=(
             *(CacheKey(*key) for key in extra_keys),
             *(CacheKey(start, key) for start, _, key in media),
+            *(CacheKey(start, key) for start, _, _, key in seen),
         ),
-        media=tuple(
-            MediaItem(modality="image", key=key, runs=((start, count),), tensors=())
-            for start, count, key in media
+        media=(
+            *(
+                MediaItem(modality="image", key=key, runs=((start, count),), tensors=())
+                for start, count, key in media
+            ),
+            *(
+                MediaItem(
+                    modality="image",
+                    key=key,
+                    num_states=count,
+                    seen_by=(start, end),
+                    tensors=(),
+                )
+                for start, end, count, key in seen
+            ),
         ),
     )
 
@@ -226,7 +241,7 @@ class Loop:
         pool = self.scheduler.cache.pool
         assert pool.num_free == pool.num_usable_blocks, "blocks leaked"
         media = self.scheduler.media
-        assert media is None or not (media.holders or media._num_held), "images are still held"
+        assert media is None or not (media._held or media._num_held), "images are still held"
         for output, copy_at_the_time in self._given:
             assert _plain(output) == _plain(copy_at_the_time), "an output was changed later"
         return self.results

@@ -17,7 +17,7 @@ from vllm.core.drafting.draft_control import DraftControl
 from vllm.core.drafts import DraftSource
 from vllm.core.media import EncoderCache
 from vllm.errors import CapacityError
-from vllm.messages import EngineRequest, Finished, FinishReason
+from vllm.messages import END_OF_REQUEST, EngineRequest, Finished, FinishReason
 
 # Tiny alphabets and few stems make equal prefixes, equal prompts and equal continuations common.
 STEMS = ([1, 2, 1, 1, 2, 2, 1, 2] * 4, [1, 2, 1, 1, 2, 2, 2, 1] * 4, [3] * 32)
@@ -301,8 +301,32 @@ def test_a_crowded_load_with_images_gives_everybody_what_they_get_alone(seed):
     assert loop.scheduler.media.num_queries >= loop.runner.num_encoded
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_a_crowded_load_with_cross_attention_gives_everybody_what_they_get_alone(seed):
+    rng = random.Random(seed)
+    setup = random_setup(rng)
+    setup.media = (rng.randint(2 * MAX_IMAGE, 30), rng.choice([1, 4, 12]), False)
+    program = [with_seen_items(rng, random_event(rng)) for _ in range(120)]
+    loop = run_program(setup, program)
+    assert loop.runner.num_encoded
+
+
 MAX_IMAGE = 7
 """Embeddings of an image."""
+
+
+def with_seen_items(rng: random.Random, event: tuple[str, Any]) -> tuple[str, Any]:
+    """Let tokens of a prompt that arrives see items, the last of which all later tokens see."""
+    if event[0] != "add" or rng.random() < 0.3:
+        return event
+    starts = sorted(rng.sample(range(len(event[1]["prompt"])), min(2, len(event[1]["prompt"]))))
+    starts = starts[: rng.randint(1, 2)]
+    ends = [rng.choice([end, END_OF_REQUEST]) for end in starts[1:]]
+    seen = []
+    for start, end in zip(starts, [*ends, END_OF_REQUEST], strict=True):
+        count = rng.randint(1, MAX_IMAGE)
+        seen.append((start, end, count, f"item {rng.randrange(4)} of {count}"))
+    return "add", {**event[1], "seen": seen}
 
 
 def with_images(rng: random.Random, event: tuple[str, Any]) -> tuple[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 from tests.core.helpers import Loop, make_request, make_scheduler, num_scheduled
 from vllm.core.media import EncoderCache
 from vllm.errors import CapacityError
-from vllm.messages import FinishReason, ModelRunnerOutput
+from vllm.messages import END_OF_REQUEST, FinishReason, ModelRunnerOutput
 
 
 def loop_of(capacity=16, budget=8, **limits):
@@ -186,3 +186,61 @@ def test_a_request_that_shares_blocks_of_a_failed_image_runs_again():
     assert num_scheduled(scheduler, step) == {"b": 20, "c": 1}
     assert step.dropped_media == ["x"]
     assert step.encoded_media == [(int(step.new_requests[0].row), 0)]
+
+
+def test_a_request_holds_what_cross_attention_reads_until_it_leaves():
+    loop = loop_of(capacity=12, budget=100)
+    loop.add(make_request("a", 8, max_tokens=4, seen=[(2, END_OF_REQUEST, 8, "x")]))
+    loop.add(make_request("b", 8, max_tokens=1, seen=[(0, END_OF_REQUEST, 8, "y")]))
+    assert [loop.step() for _ in range(4)] == [{"a": 8}, {"a": 1}, {"a": 1}, {"a": 1}]
+    assert loop.runner.images == {"x": 8}
+    assert loop.step() == {"b": 8}
+    assert loop.runner.images == {"y": 8}
+
+
+def test_a_request_is_admitted_when_all_of_its_items_fit_together():
+    loop = loop_of(capacity=12, budget=4, max_num_batched_tokens=8)
+    x = (0, END_OF_REQUEST, 6, "x")
+    for name, *others in (("a",), ("b", (1, 3, "y"), (7, 3, "z")), ("c", (1, 6, "w"))):
+        seen = [x, *((start, END_OF_REQUEST, count, key) for start, count, key in others)]
+        loop.add(make_request(name, 8, max_tokens=2, seen=seen))
+    assert loop.step() == {"a": 8}
+    assert loop.step() == {"a": 1, "b": 7}
+    assert loop.runner.images == {"x": 6, "y": 3, "z": 3}
+    assert loop.step() == {"b": 1}
+    assert loop.step() == {"b": 1}
+    assert loop.step() == {"c": 8}
+    assert loop.runner.images == {"x": 6, "w": 6}
+    twice = [(0, 1, 7, "v"), (2, 3, 7, "v"), (4, 5, 6, "x")]
+    with pytest.raises(CapacityError, match=r"at most 12 hidden states together.*got 13"):
+        loop.add(make_request("d", 8, seen=twice))
+
+
+def test_requests_that_see_the_same_item_share_it_and_run_together():
+    loop = loop_of(capacity=6, budget=6)
+    loop.add(*(make_request(name, 8, seen=[(0, END_OF_REQUEST, 6, "x")]) for name in "abc"))
+    assert loop.step() == {"a": 8, "b": 8, "c": 8}
+    assert loop.scheduler.media.stats().num_hits == 2
+
+
+def test_the_items_of_one_request_may_exceed_the_budget_of_a_step():
+    loop = loop_of(capacity=30, budget=8)
+    sizes = {"a": [5, 6], "b": [4], "c": [4]}
+    for name, counts in sizes.items():
+        seen = [(0, END_OF_REQUEST, count, f"{name}{count}") for count in counts]
+        loop.add(make_request(name, 4, seen=seen))
+    assert loop.step() == {"a": 4}
+    assert loop.step() == {"a": 1, "b": 4, "c": 4}
+
+
+def test_an_item_that_only_tokens_of_a_cached_prefix_see_is_not_needed():
+    loop = loop_of(capacity=12)
+    prompt = list(range(100, 112))
+    first = (0, 8, 6, "x")
+    loop.add(make_request("a", prompt[:9], max_tokens=1, seen=[first]))
+    loop.run()
+    loop.add(make_request("b", 8, max_tokens=1, seen=[(0, END_OF_REQUEST, 12, "y")]))
+    loop.run()  # drops x
+    loop.add(make_request("c", prompt, max_tokens=1, seen=[first, (8, 12, 6, "z")]))
+    assert loop.step() == {"c": 4}
+    assert loop.runner.images == {"z": 6}

@@ -55,6 +55,13 @@ _QWEN_VISION = {
     "out_hidden_size": 64,
     "num_position_embeddings": 4,
 }
+_MLLAMA_VISION = {
+    **{key: value for key, value in _VISION.items() if key != "num_attention_heads"},
+    "attention_heads": 2,
+    "num_global_layers": 1,
+    "intermediate_layers_indices": [0],
+    "vision_output_dim": 32,
+}
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 _HALF_SECTIONS = _SECTIONS | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
 _ROPES = {
@@ -79,6 +86,13 @@ _WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"intermediate_size_mlp": 112, "attention_chunk_size": 20, "attn_scale": 0.5}
         | {"rope_parameters": _LLAMA3_ROPE},
         {"vision_config": _VISION | {"vision_output_dim": 16, "projector_output_dim": 16}},
+    ),
+    "MllamaForConditionalGeneration": (
+        "mllama",
+        _DECODER
+        | {"num_hidden_layers": 3, "cross_attention_layers": [1]}
+        | {"rope_parameters": _LLAMA3_ROPE},
+        {"vision_config": _MLLAMA_VISION},
     ),
     "Qwen2VLForConditionalGeneration": (
         "qwen2_vl",

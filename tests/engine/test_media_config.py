@@ -1,4 +1,4 @@
-"""Models load their encoder of images, or say in the log why they do not."""
+"""Models load their encoder of images or sounds, or say in the log why they do not."""
 
 import json
 
@@ -6,6 +6,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.engine.test_resolve_config import resolve
+from tests.tiny_audio import FAMILIES as SOUND_FAMILIES
+from tests.tiny_audio import make_tiny_audio
 from tests.tiny_images import FAMILIES, make_tiny_images
 from vllm.engine.resolve import media
 
@@ -16,8 +18,10 @@ _SETTINGS = ("preprocessor_config.json", "processor_config.json")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
+    makers = dict.fromkeys(FAMILIES, make_tiny_images)
+    makers |= dict.fromkeys(SOUND_FAMILIES, make_tiny_audio)
     return {
-        family: make_tiny_images(family, tmp_path_factory.mktemp("model")) for family in FAMILIES
+        family: make(family, tmp_path_factory.mktemp("model")) for family, make in makers.items()
     }
 
 
@@ -25,7 +29,7 @@ def media_of(folder, **settings):
     return resolve(model=str(folder), **settings).model.resolved_arch.media_config
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *SOUND_FAMILIES])
 def test_every_family_reads_text_only_for_these_reasons(family, folders, tmp_path, caplog):
     folder = folders[family]
     assert media_of(folder) is not None
@@ -37,14 +41,17 @@ def test_every_family_reads_text_only_for_these_reasons(family, folders, tmp_pat
         (line,) = [r.getMessage() for r in caplog.records if "serves text" in r.getMessage()]
         return line.partition(", because ")[2]
 
-    limit = {"limit_mm_per_prompt": {"image": 0}}
-    assert reason(folder, **limit) == "limit_mm_per_prompt allows no images"
+    modality, items, processor = "image", "images", "an image processor"
+    if family in SOUND_FAMILIES:
+        modality, items, processor = "audio", "sounds", "a feature extractor"
+    limit = {"limit_mm_per_prompt": {modality: 0}}
+    assert reason(folder, **limit) == f"limit_mm_per_prompt allows no {items}"
     assert not any("has no effect" in record.getMessage() for record in caplog.records)
 
     for path in folder.iterdir():
         if path.name not in _SETTINGS:
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    assert reason(tmp_path).startswith(f"{tmp_path} has no settings of an image processor")
+    assert reason(tmp_path).startswith(f"{tmp_path} has no settings of {processor}")
 
     for name in _SETTINGS:
         if (folder / name).exists():
@@ -55,19 +62,21 @@ def test_every_family_reads_text_only_for_these_reasons(family, folders, tmp_pat
         if "language_model." in name or name.startswith("lm_head.")
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    assert reason(tmp_path) == "the checkpoint has no tensors of an encoder of images"
+    assert reason(tmp_path) == f"the checkpoint has no tensors of an encoder of {items}"
 
     # an index of files that have not been downloaded says the same
     (tmp_path / "model.safetensors").unlink()
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}))
-    assert reason(tmp_path) == "the checkpoint has no tensors of an encoder of images"
+    assert reason(tmp_path) == f"the checkpoint has no tensors of an encoder of {items}"
 
 
-def test_without_pillow_a_model_reads_text_only(folders, monkeypatch, caplog):
+def test_without_the_reader_of_files_a_model_reads_text_only(folders, monkeypatch, caplog):
     monkeypatch.setattr(media, "find_spec", lambda name: None)
     assert media_of(folders["llava"]) is None
     assert "Pillow is not installed: pip install 'vllm[image]'" in caplog.text
+    assert media_of(folders["voxtral"]) is None
+    assert "PyAV is not installed: pip install 'vllm[audio]'" in caplog.text
 
 
 def test_the_modules_of_transformers_read_text_only(folders):

@@ -53,12 +53,6 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
         r"nearest: .*: it has parts for more than text \(vision_config\)",
     ),
     (
-        _with_parts(
-            "MllamaForConditionalGeneration", "mllama", {"model_type": "mllama_text_model"}
-        ),
-        _PARTS,
-    ),
-    (
         _named("InternVLChatModel", "internvl_chat", auto_map=_AUTO_MAP, vision_config=_VISION)
         | {"llm_config": {"model_type": "qwen2"}},
         rf"Qwen2ForCausalLM\): it has parts .*llm_config, vision_config.*{_CODE}",

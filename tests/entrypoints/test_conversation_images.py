@@ -13,16 +13,16 @@ import pytest
 from tests.engine.tokenizers_for_tests import byte_level
 from vllm.entrypoints.chat_utils import (
     ChatOptions,
-    render_with_images,
+    render_with_media,
     rendering_arguments,
 )
-from vllm.entrypoints.conversation.media import ImageRules, ImageText, MediaParts
+from vllm.entrypoints.conversation.media import MediaParts, MediaRules, MediaText
 from vllm.entrypoints.conversation.messages import read_messages
 from vllm.entrypoints.openai.chat import template_worker
 from vllm.errors import RequestError
 
 A, B, C = (f"http://pictures.example/{name}.png" for name in "abc")
-RULES = ImageRules(text=ImageText("<image>", "<image>"), max_images=3)
+RULES = MediaRules(texts={"image": MediaText("<image>", "<image>")}, limits={"image": 3})
 
 
 def image(url, **fields):
@@ -195,12 +195,12 @@ CASES = {
 def on_both_paths(template, messages, rules=RULES, **options):
     """The text with its images, which both paths must agree about."""
     made = ChatOptions(chat_template=template, **options)
-    chat = render_with_images(byte_level(), messages, made, rules)
+    chat = render_with_media(byte_level(), messages, made, rules)
     arguments, images = rendering_arguments(byte_level(), messages, made, rules)
     answer = msgspec.json.decode(template_worker.start(b"")(msgspec.json.encode(arguments)))
     assert answer["text"] == chat.text
     assert answer["literals"] == chat.literals
-    assert [images[i].source for i in answer["order"]] == [each.source for each in chat.images]
+    assert [images[i].source for i in answer["order"]] == [each.source for each in chat.media]
     return chat
 
 
@@ -209,7 +209,7 @@ def test_images_and_the_text_of_users_stay_apart(name):
     template, messages, expected, urls, literals = CASES[name]
     chat = on_both_paths(template, messages)
     assert chat.text == expected
-    assert [each.source for each in chat.images] == urls
+    assert [each.source for each in chat.media] == urls
     assert chat.literals == literals
     assert chat.text.count("<image>") == len(urls) + len(literals)
 
@@ -228,7 +228,9 @@ def test_tools_and_variables_have_text_of_the_user_too():
 
 
 def test_an_image_may_have_more_text_than_its_placeholder():
-    rules = ImageRules(text=ImageText("<|pad|>", "<|start|><|pad|><|end|>"), max_images=2)
+    rules = MediaRules(
+        texts={"image": MediaText("<|pad|>", "<|start|><|pad|><|end|>")}, limits={"image": 2}
+    )
     chat = on_both_paths(STRINGS, [message("user", text("<|pad|>"), image(A))], rules)
     assert chat.text == "user=<|pad|>\n<|start|><|pad|><|end|>;"
     assert chat.literals == [0]
@@ -274,15 +276,15 @@ def test_text_without_images_is_rendered_as_for_a_model_that_reads_text(template
         texts = ["".join(choice.choices(pieces, k=4)) for _ in range(3)]
         messages = [message("user", *map(text, texts)), message("assistant", texts[0], texts[1])]
         made = ChatOptions(chat_template=template)
-        plain = render_with_images(byte_level(), messages, made, None)
-        chat = render_with_images(byte_level(), messages, made, RULES)
+        plain = render_with_media(byte_level(), messages, made, None)
+        chat = render_with_media(byte_level(), messages, made, RULES)
         assert chat.text == plain.text
         assert chat.literals == list(range(plain.text.count("<image>")))
 
 
 def test_a_model_that_reads_text_only_is_told_nothing_about_placeholders():
     chat = on_both_paths(STRINGS, [LITERAL], None)
-    assert (chat.text, chat.images, chat.literals) == ("user=<image>;", [], [])
+    assert (chat.text, chat.media, chat.literals) == ("user=<image>;", [], [])
 
 
 PIXELS = np.zeros((2, 2, 3), np.uint8)
@@ -303,7 +305,7 @@ PIXELS = np.zeros((2, 2, 3), np.uint8)
     ],
 )
 def test_parts_of_all_apis_become_the_same_form(part, source):
-    media = MediaParts(1)
+    media = MediaParts({"image": 1})
     (read,) = read_messages([message("user", part)], media)
     assert read["content"] == [{"type": "image", "index": 0}]
     assert media.parts[0].source is source or media.parts[0].source == source
@@ -311,7 +313,7 @@ def test_parts_of_all_apis_become_the_same_form(part, source):
 
 
 def test_a_part_keeps_its_detail_and_its_identity():
-    media = MediaParts(3)
+    media = MediaParts({"image": 3})
     given = {"type": "image_url", "image_url": {"url": A, "detail": "low"}, "uuid": "u1"}
     named = {
         "type": "input_image",
@@ -326,11 +328,11 @@ def test_a_part_keeps_its_detail_and_its_identity():
 
 def test_a_program_may_name_a_relative_path():
     part = {"type": "image", "path": "a.png"}
-    media = MediaParts(1, is_local=True)
+    media = MediaParts({"image": 1}, is_local=True)
     read_messages([message("user", part)], media)
     assert media.parts[0].source.startswith("file:///") and media.parts[0].source.endswith("a.png")
     with pytest.raises(RequestError, match="must begin with http"):
-        read_messages([message("user", part)], MediaParts(1))
+        read_messages([message("user", part)], MediaParts({"image": 1}))
 
 
 @pytest.mark.parametrize(
@@ -348,21 +350,24 @@ def test_a_program_may_name_a_relative_path():
         ),
         ({"type": "image_pil", "image_pil": {"a": 1}}, "must be an image of Pillow, got dict"),
         ({"type": "image", "image": [1, 2]}, "must be an image of Pillow, an array, or a URL"),
-        ({"type": "image_embeds", "image_embeds": "AA"}, "embeddings of images are not accepted"),
+        (
+            {"type": "image_embeds", "image_embeds": "AA"},
+            "must have the type 'image_url', as embeddings are not accepted",
+        ),
         (
             {"type": "input_audio", "input_audio": {}},
-            "must have the type 'text' or 'image_url': audio and vid",
+            "must have the type 'text' or 'image_url', as this model reads text and images only",
         ),
         (
             {"type": "video_url", "video_url": {}},
-            "must have the type 'text' or 'image_url': audio and vid",
+            "must have the type 'text' or 'image_url', as this model reads text and images only",
         ),
         ({"type": "document"}, "has the type 'document', which is not known"),
     ],
 )
 def test_a_wrong_part_is_refused_with_its_place(part, message_):
     with pytest.raises(RequestError) as failure:
-        read_messages([message("user", text("a"), part)], MediaParts(1))
+        read_messages([message("user", text("a"), part)], MediaParts({"image": 1}))
     assert str(failure.value).startswith("messages[0].content[1]")
     assert message_ in str(failure.value)
     assert failure.value.param == "messages"
@@ -370,7 +375,7 @@ def test_a_wrong_part_is_refused_with_its_place(part, message_):
 
 def test_more_images_than_allowed_are_refused_with_both_numbers():
     with pytest.raises(RequestError, match="has 4 images, and this server takes at most 3"):
-        read_messages([TWO, TWO], MediaParts(3))
+        read_messages([TWO, TWO], MediaParts({"image": 3}))
 
 
 def test_marks_are_made_of_characters_that_the_conversation_does_not_have():

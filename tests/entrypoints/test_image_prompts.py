@@ -8,29 +8,29 @@ import pytest
 
 from vllm.config import MultiModalConfig
 from vllm.entrypoints.conversation.media import (
-    ImageRules,
-    ImageText,
     MediaPart,
+    MediaRules,
+    MediaText,
     RenderedChat,
 )
-from vllm.entrypoints.shared.images import (
-    fetch_images,
-    fetch_images_sync,
-    image_prompt,
+from vllm.entrypoints.shared.media import (
+    fetch_media,
+    fetch_media_sync,
     make_fetcher,
+    media_prompt,
 )
 from vllm.errors import ConfigError, RequestError
 
-RULES = ImageRules(text=ImageText("<image>", "<image>"), max_images=3)
+RULES = MediaRules(texts={"image": MediaText("<image>", "<image>")}, limits={"image": 3})
 DATA = f"data:image/png;base64,{base64.b64encode(b'data').decode()}"
 PIXELS = np.zeros((2, 2, 3), np.uint8)
 
 
 def fetch(config, *sources):
-    parts = [MediaPart(source, f"image {i}") for i, source in enumerate(sources)]
+    parts = [MediaPart("image", source, f"image {i}") for i, source in enumerate(sources)]
     fetcher = make_fetcher(config)
-    together = asyncio.run(fetch_images(fetcher, parts))
-    in_turn = fetch_images_sync(fetcher, parts)
+    together = asyncio.run(fetch_media(fetcher, parts))
+    in_turn = fetch_media_sync(fetcher, parts)
     assert [each.source for each in together] == [each.source for each in in_turn]
     return together
 
@@ -53,11 +53,11 @@ def test_files_are_read_only_where_the_flag_allows_it(tmp_path):
 
 def test_a_prompt_names_its_images_and_what_is_text():
     parts = [
-        MediaPart(b"file", "messages[0].content[1]", "u1", "low"),
-        MediaPart(PIXELS, "messages[0].content[2]"),
+        MediaPart("image", b"file", "messages[0].content[1]", "u1", "low"),
+        MediaPart("image", PIXELS, "messages[0].content[2]"),
     ]
     chat = RenderedChat("<image><image><image>", parts, [1])
-    prompt = image_prompt(chat, parts, RULES, {"max_pixels": 9})
+    prompt = media_prompt(chat, parts, RULES, {"max_pixels": 9})
     file, pixels = prompt["multi_modal_data"]["image"]
     assert pixels is PIXELS
     assert (file.modality, file.data, file.where) == ("image", b"file", "messages[0].content[1]")
@@ -71,11 +71,11 @@ def test_a_prompt_names_its_images_and_what_is_text():
 def test_a_prompt_without_images_is_text():
     chat = RenderedChat("hi", [], [])
     plain = {"prompt": "hi", "add_special_tokens": False}
-    assert image_prompt(chat, [], None, None) == plain
-    assert image_prompt(chat, [], RULES, {"max_pixels": 9}) == plain | {"literal_placeholders": []}
+    assert media_prompt(chat, [], None, None) == plain
+    assert media_prompt(chat, [], RULES, {"max_pixels": 9}) == plain | {"literal_placeholders": []}
     with pytest.raises(RequestError, match=r"^mm_processor_kwargs: this model reads text only"):
-        image_prompt(chat, [], None, {"max_pixels": 9})
+        media_prompt(chat, [], None, {"max_pixels": 9})
 
 
 def test_the_content_of_an_image_is_not_in_its_description():
-    assert "secret" not in repr(MediaPart("data:secret", "messages[0].content[0]"))
+    assert "secret" not in repr(MediaPart("image", "data:secret", "messages[0].content[0]"))

@@ -38,6 +38,7 @@ def test_every_decoder_is_compared_with_transformers():
     elsewhere |= {"ChatGLMModel"}
     elsewhere |= {
         *TEXT_TYPES,
+        "MllamaForCausalLM",
         "TransformersForConditionalGeneration",
     }  # tests/e2e/test_text_of_images.py
     known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *elsewhere}

@@ -38,7 +38,7 @@ def llava_next():
 
 def read(family, made, **overrides):
     config, settings = made
-    job = make_job(family, config, with_defaults(settings), 10**6, (255, 255, 255))
+    job = make_job(family, config, with_defaults(settings), 10**6, (255, 255, 255), 600)
     return job(MediaSource(modality="image", where="here", pixels=PIXELS, overrides=overrides))
 
 

@@ -22,6 +22,7 @@ from vllm.model_executor.media.vision.layers import PatchEmbedding, TowerLinear
 from vllm.model_executor.quantization.cpu_packed import CPUPacked
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.multimodal.families.llava_next import Family
+from vllm.multimodal.families.mllama import read_layouts
 from vllm.multimodal.images.settings import with_defaults
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.native.operators import NativeOps
@@ -73,6 +74,32 @@ def internvl(vision=None, **config):
     )
 
 
+def mllama(**vision):
+    kind = {"attention_heads": TOWER["num_attention_heads"], "num_global_layers": 2}
+    several = {"intermediate_layers_indices": [0, 2], "vision_output_dim": 96}
+    return make_model(
+        "Mllama",
+        vision_config={**TOWER, **kind, **several, **vision},
+        text_config={
+            **TEXT,
+            "num_hidden_layers": 2,
+            "cross_attention_layers": [1],
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        image_token_index=TEXT["vocab_size"],
+    )
+
+
+def mllama_items():
+    """Return an image of each layout of tiles."""
+    layouts = read_layouts({})
+    return make_items(
+        [rows * columns for rows, columns in layouts],
+        layout=[torch.tensor([1 + index]) for index in range(len(layouts))],
+    )
+
+
 def llava_next_items():
     """Return images of many shapes, one of which has more padding than patches."""
     settings = {"image_processor_type": "LlavaNextImageProcessor", "crop_size": SIDE}
@@ -98,6 +125,8 @@ def features_of(model, items):
     if is_version_4() and name.startswith("InternVL") and not is_last:
         pytest.skip("this transformers ends in an error for other layers than the last")
     found = []
+    if name.startswith("Mllama"):
+        return [states_of_mllama(model, item) for item in items]
     for item in items:
         pixels = normalised(item).to(model.dtype)
         if hasattr(model.model, "connector"):
@@ -107,6 +136,17 @@ def features_of(model, items):
         features = getattr(features, "pooler_output", features)
         found.append(torch.cat([each.flatten(0, -2) for each in features]))
     return found
+
+
+def states_of_mllama(model, item):
+    """Return the states of the tiles that an image fills; the text sees no others."""
+    num_tiles = len(item["pixels"])
+    tiles = torch.zeros(1, 1, 4, 3, SIDE, SIDE, dtype=model.dtype)
+    tiles[0, 0, :num_tiles] = normalised(item)
+    is_filled = (torch.arange(4) < num_tiles).long()[None, None]
+    tower = model.model.vision_model
+    hidden = tower(tiles, item["layout"][None], is_filled).last_hidden_state
+    return model.model.multi_modal_projector(hidden)[0, 0, :num_tiles].flatten(0, 1)
 
 
 FAMILIES = {
@@ -160,6 +200,12 @@ FAMILIES = {
     "Idefics3": ("idefics3", idefics3, {}),
     "SmolVLM": ("idefics3", idefics3, {"name": "SmolVLM"}),
     "Gemma 3": ("gemma3", gemma3, {}),
+    "Llama 3.2 Vision": ("mllama", mllama, {}),
+    "Llama 3.2 Vision, one layer, quick_gelu": (
+        "mllama",
+        mllama,
+        {"intermediate_layers_indices": [1], "vision_output_dim": 64, "hidden_act": "quick_gelu"},
+    ),
     "LLaVA-NeXT": ("llava_next", llava_next, {}),
     "Granite Vision": (
         "llava_next",
@@ -179,7 +225,8 @@ def case(request):
     family, make, options = FAMILIES[request.param]
     model = make(**options)
     tiles = [3, 1, 5] if family in ("idefics3", "internvl") else [1, 1, 1]
-    items = llava_next_items() if family == "llava_next" else make_items(tiles)
+    special = {"llava_next": llava_next_items, "mllama": mllama_items}
+    items = special[family]() if family in special else make_items(tiles)
     return family, model, make_encoder(family, model), items
 
 
@@ -297,6 +344,28 @@ def test_values_that_the_encoder_of_internvl_cannot_use(change, message):
 
     with pytest.raises(ConfigError, match=message):
         Encoder({"vision_config": TOWER, **change}, 24)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vision_output_dim": 90}, r"vision_output_dim is 90; .*hidden_size times .*\(96\)"),
+        ({"intermediate_layers_indices": [0, 3]}, r"indices is \[0, 3\]; .*of the 3 layers"),
+        ({"intermediate_layers_indices": []}, r"indices is \[\]; .*of the 3 layers"),
+        ({"intermediate_layers_indices": 3}, "indices is 3; .*in ascending order"),
+        ({"num_global_layers": 0}, "num_global_layers is 0; it must be an integer from 1"),
+        ({"max_num_tiles": -1}, "max_num_tiles is -1; it must be an integer from 1 to 64"),
+        ({"supported_aspect_ratios": [[1, 1], 2]}, r"ratios is .*\[\[1, 1\], \[1, 2\]"),
+        ({"attention_heads": 5}, r"hidden_size is 32.*multiple of attention_heads \(5\)"),
+        ({"norm_eps": 0}, "norm_eps is 0; it must be a positive number"),
+    ],
+)
+def test_values_that_the_encoder_of_llama_cannot_use(change, message):
+    from vllm.model_executor.media.families.mllama import Encoder
+
+    usual = {"intermediate_layers_indices": [0, 2], "vision_output_dim": 96}
+    with pytest.raises(ConfigError, match=message):
+        Encoder({"vision_config": {**TOWER, "attention_heads": 4, **usual, **change}}, 24)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from vllm.errors import ConfigError, RequestError
 from vllm.model_executor.media.vision.layers import normalize
 from vllm.multimodal.families import idefics3 as idefics3_family
 from vllm.multimodal.families import internvl as internvl_family
+from vllm.multimodal.families import mllama as mllama_family
 from vllm.multimodal.families.idefics3 import newline_tokens
 from vllm.multimodal.families.llava import CLIP_OR_SIGLIP
 from vllm.multimodal.images.hf_processor import make_image_processor as make_hf_processor
@@ -25,11 +26,15 @@ from vllm.multimodal.images.settings import (
     with_defaults,
 )
 from vllm.multimodal.images.tower_config import read_tower_config
+from vllm.multimodal.interface.family import PlacedItem
 from vllm.transformers_utils.transformers_version import is_version_4
 
 pytest.importorskip("PIL", reason="image processors need Pillow")
 
-KINDS = (*CLIP_OR_SIGLIP, *idefics3_family.TOWERS, *internvl_family.TOWERS)
+KINDS = (
+    *(*CLIP_OR_SIGLIP, *idefics3_family.TOWERS, *internvl_family.TOWERS),
+    *mllama_family.TOWERS,
+)
 TOKENS = ["<unk>", "<pad>", "a", "b", "<image>"]
 SIZES = [
     (50, 40),
@@ -188,6 +193,24 @@ def internvl(settings=None, **config):
     return make_family("internvl", config, settings), process
 
 
+def mllama(settings=None, **vision):
+    """Return a family, and the Processor of transformers."""
+    from transformers import MllamaProcessor
+
+    config = {"vision_config": {**TOWER, **vision}}
+    settings = with_defaults(
+        {
+            "image_processor_type": "MllamaImageProcessor",
+            "size": {"height": SIDE, "width": SIDE},
+            **(settings or {}),
+        }
+    )
+    tokenizer = make_tokenizer([*TOKENS[:4], "<|image|>", "<|python_tag|>"])
+    tokenizer.bos_token = "a"
+    family = make_family("mllama", config, settings)
+    return family, MllamaProcessor(make_image_processor(settings), tokenizer)
+
+
 SIGLIP = {"image_processor_type": "SiglipImageProcessor", "size": {"height": SIDE, "width": SIDE}}
 FAMILIES = {
     "LLaVA": lambda: llava(),
@@ -212,6 +235,8 @@ FAMILIES = {
         {"image_processor_type": "SmolVLMImageProcessor"}, "smolvlm_vision"
     ),
     "Gemma 3": lambda: gemma3(),
+    "Llama 3.2 Vision": lambda: mllama(),
+    "Llama 3.2 Vision, two tiles": lambda: mllama({"max_image_tiles": 2}, max_num_tiles=2),
     "Granite Vision": lambda: llava_next(
         {"size": {"height": SIDE, "width": SIDE}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
         vision_config={"model_type": "siglip_vision_model", **TOWER},
@@ -240,11 +265,52 @@ def test_pixels_and_tokens_are_those_of_the_processor(name):
         found.append(len(pixels))
         statistics = torch.from_numpy(got.tensors["statistics"]).expand(len(pixels), -1, -1)
         ours = normalize(torch.from_numpy(pixels), statistics, torch.float32).numpy()
-        theirs = want["pixel_values"].reshape(ours.shape)
+        theirs = np.asarray(want["pixel_values"])
+        if "aspect_ratio_ids" in want:
+            theirs = theirs[0, 0, : want["aspect_ratio_mask"].sum()]
+            assert got.tensors["layout"].tolist() == want["aspect_ratio_ids"][0].tolist()
+        theirs = theirs.reshape(ours.shape)
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
         tokens = tokens_of(family, got.grid, processor.tokenizer)
+        around = [processor.tokenizer(text)["input_ids"] for text in family.text_around]
+        tokens = [*around[0], *tokens, *around[1]]
         assert want["input_ids"][0].tolist()[1:-1] == tokens, (height, width)
     assert max(found) == largest
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        *("IIaIa", "IaIaI", "aaa", "I", "aI", "aII", "IIIaaIIaI", "aaIIaIIaaIIa", "aIaa"),
+        *("IaaI", "aIIII", "IaI"),
+    ],
+)
+def test_a_token_sees_the_tiles_that_transformers_says(prompt):
+    from transformers.models.mllama.processing_mllama import (
+        convert_sparse_cross_attention_mask_to_dense,
+        get_cross_attention_token_mask,
+    )
+
+    image, length = 7, len(prompt)
+    ids = [image if each == "I" else 0 for each in prompt]
+    family, processor = mllama()
+    grids = [(1, 1), (2, 2), (3, 1), (1, 2), (4, 1)]
+    starts = [index for index, each in enumerate(ids) if each == image]
+    items = [PlacedItem(start, 1, grids[n % 5]) for n, start in enumerate(starts)]
+    tiles = [rows * columns for rows, columns in (item.grid for item in items)]
+    ours = np.zeros((length + 3, len(items), 4), np.int64)
+    for n, (begin, end) in enumerate(family.seen_by(items)):
+        expansion = family.expand(items[n].grid, processor.tokenizer.convert_tokens_to_ids)
+        num_states = expansion.num_states
+        assert (len(expansion.token_ids), expansion.is_embedding) == (1, [False])
+        ours[begin:end, n, : num_states // 17] = 1
+    theirs = np.zeros((length, 0, 4), np.int64)
+    if items:
+        ranges = get_cross_attention_token_mask(ids, image)
+        (theirs,) = convert_sparse_cross_attention_mask_to_dense([ranges], [tiles], 4, length)
+    np.testing.assert_array_equal(ours[:length], theirs)
+    # What is generated sees what the last token of the prompt does.
+    np.testing.assert_array_equal(ours[length:], np.repeat(theirs[-1:], 3, 0))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -270,7 +336,7 @@ def test_defaults_of_towers_are_those_of_transformers():
     for kind in KINDS:
         want = AutoConfig.for_model(kind)
         for field, value in asdict(read_tower_config({}, (kind,))).items():
-            theirs = getattr(want, field)
+            theirs = getattr(want, field) if hasattr(want, field) else want.norm_eps
             assert value == (theirs[0] if isinstance(theirs, tuple | list) else theirs), field
 
 
@@ -404,6 +470,21 @@ def test_layouts_that_cannot_be_used_are_named(settings, message):
 def test_values_that_gemma_3_cannot_use_are_named(settings, config, message):
     with pytest.raises(ConfigError, match=message):
         gemma3(settings, **config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "vision", "message"),
+    [
+        ({"do_pad": False}, {}, "do_pad is False; it must be true"),
+        ({"max_image_tiles": 2}, {}, r"max_image_tiles is 2; .*max_num_tiles .*\(4\)"),
+        ({}, {"max_num_tiles": 2}, r"max_image_tiles is 4; .*max_num_tiles .*\(2\)"),
+        ({"size": {"height": 30, "width": 30}}, {}, "size is .*must be 28 x 28 pixels"),
+        ({}, {"supported_aspect_ratios": [[1, 1]]}, r"ratios is \[\[1, 1\]\]; .*in this order"),
+    ],
+)
+def test_values_that_llama_3_2_cannot_use_are_named(settings, vision, message):
+    with pytest.raises(ConfigError, match=message):
+        mllama(settings, **vision)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from vllm.attention.context import (
     share_context,
     text_positions,
 )
+from vllm.attention.cross import RaggedItems, SeenItems, SeenRun
 from vllm.attention.encoder import EncoderAttention
 from vllm.attention.latent import LatentAttention
 from vllm.attention.layer import Attention
@@ -35,10 +36,13 @@ __all__ = [
     "LaunchContext",
     "LaunchParts",
     "PaddedStates",
+    "RaggedItems",
     "RaggedMetadata",
     "RaggedStates",
     "ReadsContext",
     "ReplacedTokens",
+    "SeenItems",
+    "SeenRun",
     "StateCopies",
     "StateLaunch",
     "StateLayer",

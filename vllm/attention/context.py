@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.attention.backends.metadata import AttentionMetadata
+from vllm.attention.cross import SeenItems
 from vllm.ops.low_rank import AdaptedExperts, AdaptedHeads, AdaptedLayer
 from vllm.ops.prepared import SingleExperts
 
@@ -144,6 +145,7 @@ class LaunchParts(TypedDict, total=False):
     replaced: GivenEmbeddings
     added: AddedStates
     adapters: LaunchAdapters
+    items: SeenItems
 
 
 class StateMetadata(Protocol):
@@ -183,6 +185,8 @@ class LaunchContext:
     """LoRA adapters of the tokens; None: no token has one."""
     states: StateMetadata | None = None
     """Which states its tokens belong to; None: no layer of the model has states."""
+    items: SeenItems | None = None
+    """Items that its tokens see by cross-attention; None: no token sees one."""
 
 
 class ContextHolder:

@@ -14,7 +14,7 @@ def encoder_sizes(
     Args:
         smallest: units of the smallest image.
         largest: units of the largest image.
-        unit: "images" or "patches".
+        unit: "patches", or a name of items that all have one size, such as "images".
         multiple: every size is a multiple of it.
         given: sizes that the user asks for, instead of the usual ones. Sizes that are missing for
             the largest image are added.
@@ -29,14 +29,15 @@ def encoder_sizes(
     (24, 40)
     """
     found = {_up(size, multiple) for size in given}
-    if not found and unit == "images":
+    has_one_size = unit != "patches"
+    if not found and has_one_size:
         found = {1, 2, 4, 8}
     size = float(smallest)
-    while not given and unit != "images" and size < largest:
+    while not given and not has_one_size and size < largest:
         found.add(_up(int(size), multiple))
         size = max(size * _STEP, size + multiple)
-    kept = {size for size in found if size >= smallest and (unit == "images" or size < largest)}
-    if unit == "images":
+    kept = {size for size in found if size >= smallest and (has_one_size or size < largest)}
+    if has_one_size:
         # Powers of two up to the tiles of the largest image.
         power = max(kept, default=1)
         while power < largest:

@@ -1,16 +1,23 @@
-"""Images in requests: how many, from where, and how they are read."""
+"""Images, sounds and videos in requests: how many, from where, and how they are read."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from vllm.errors import ConfigError
+from vllm.inputs import MODALITIES
 
-MODALITIES = ("image", "audio", "video")
-_USUAL_IMAGES = 16
-_LIMIT_KEYS = ("count", "width", "height", "num_frames", "length")
+_USUAL_COUNTS = {"image": 16, "audio": 16, "video": 4}
+"""Items of a request where no limit is given."""
+_LIMIT_KEYS = {
+    "image": ("count", "width", "height"),
+    "audio": ("count",),
+    "video": ("count", "num_frames"),
+}
+"""Keys of the limits of each kind. Each has a reader."""
 _WHITE = (255, 255, 255)
+_MOST_FRAMES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,17 +30,35 @@ class ItemLimit:
     """Largest expected width in pixels; None: any."""
     height: int | None = None
     """Largest expected height in pixels; None: any."""
+    num_frames: int | None = None
+    """Maximum number of frames of a video that the model gets; None: the video settings decide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoSettings:
+    """Settings for the choice of frames from a video."""
+
+    num_frames: int = 32
+    """Maximum number of frames, spread evenly over the video. -1: no other limit than fps."""
+    fps: float = -1.0
+    """Maximum number of frames for each second of the video. -1: no other limit than num_frames."""
+
+    @property
+    def max_frames(self) -> int:
+        """Maximum number of frames that a model gets."""
+        return _MOST_FRAMES if self.num_frames == -1 else self.num_frames
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultiModalConfig:
-    """Images in requests, for models that read them."""
+    """Images, sounds and videos in requests, for models that read them."""
 
     limit_mm_per_prompt: Mapping[str, Any] = field(default_factory=dict)
-    """Maximum number of items of each kind in one request: image=4, or as JSON {"image": 4} or
-    {"image": {"count": 4, "width": 1024, "height": 768}}. The last two are the largest image to
-    expect: a card prepares for it and refuses images that need more. A number without a name
-    limits the images. Not set: 16 images."""
+    """Maximum number of items of each kind in one request: image=4,video=1, or as JSON
+    {"image": 4} or {"image": {"count": 4, "width": 1024, "height": 768},
+    "video": {"count": 1, "num_frames": 16}}. Width and height are the largest image to expect: a
+    card prepares for it and refuses images that need more. num_frames limits the frames of a
+    video. A number without a name limits the images. Not set: 16 images, 16 sounds, 4 videos."""
 
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the image processor that replace the settings of the checkpoint (JSON), such as
@@ -41,7 +66,9 @@ class MultiModalConfig:
 
     media_io_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """How files are decoded (JSON). {"image": {"rgba_background_color": [0, 0, 0]}} is the
-    background color of transparent images. Not set: white."""
+    background color of transparent images. {"video": {"num_frames": 32, "fps": 2}} takes at most
+    32 frames of a video and at most 2 for each second; -1 is no limit. Not set: white, and 32
+    frames of a video."""
 
     allowed_local_media_path: str = ""
     """Folder of this machine with files that requests may name by file: URLs. Not set: none."""
@@ -79,17 +106,26 @@ class MultiModalConfig:
         usual = MultiModalConfig()
         return [f.name for f in fields(self) if getattr(self, f.name) != getattr(usual, f.name)]
 
-    @property
-    def image_limit(self) -> ItemLimit:
-        """The limits of images."""
-        given = self.limit_mm_per_prompt.get("image", _USUAL_IMAGES)
+    def limit(self, modality: str) -> ItemLimit:
+        """Return the limits of images, sounds or videos."""
+        given = self.limit_mm_per_prompt.get(modality, {})
         if not isinstance(given, Mapping):
             return ItemLimit(count=given)
-        return ItemLimit(
-            count=given.get("count", _USUAL_IMAGES),
-            width=given.get("width"),
-            height=given.get("height"),
-        )
+        return ItemLimit(**{"count": _USUAL_COUNTS[modality], **given})
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Maximum number of items in one request, by modality."""
+        return {modality: self.limit(modality).count for modality in MODALITIES}
+
+    @property
+    def video(self) -> VideoSettings:
+        """Settings for the choice of frames from videos."""
+        settings = VideoSettings(**self.media_io_kwargs.get("video", {}))
+        limit = self.limit("video").num_frames
+        if limit is None:
+            return settings
+        return replace(settings, num_frames=min(limit, settings.max_frames))
 
     @property
     def background(self) -> tuple[int, int, int]:
@@ -114,13 +150,15 @@ def _check_limit(kind: str, value: object) -> None:
         )
     counts = value if isinstance(value, Mapping) else {"count": value}
     for key, number in counts.items():
-        if key not in _LIMIT_KEYS:
-            raise ConfigError(f"{name} has no key {key!r}; accepted: {', '.join(_LIMIT_KEYS)}")
+        if key not in _LIMIT_KEYS[kind]:
+            accepted = ", ".join(_LIMIT_KEYS[kind])
+            raise ConfigError(f"{name} has no key {key!r}; accepted: {accepted}")
         smallest = 0 if key == "count" else 1
         if type(number) is not int or number < smallest:
+            example = ", ".join(f'"{each}": 4' for each in _LIMIT_KEYS[kind])
             raise ConfigError(
                 f"{name} must be an integer of at least {smallest}, or an object such as "
-                f'{{"count": 4, "width": 1024, "height": 768}}; got {value!r}'
+                f"{{{example}}}; got {value!r}"
             )
 
 
@@ -132,14 +170,41 @@ def _check_media_io(given: Mapping[str, Any]) -> None:
             )
         if not isinstance(settings, Mapping):
             raise ConfigError(f"media_io_kwargs: {kind} must be an object, got {settings!r}")
-    for key, color in given.get("image", {}).items():
-        if key != "rgba_background_color":
-            raise ConfigError(
-                f"media_io_kwargs: image has no key {key!r}; accepted: rgba_background_color"
-            )
-        is_list = isinstance(color, (list, tuple)) and len(color) == 3
-        if not is_list or not all(type(x) is int and 0 <= x <= 255 for x in color):
-            raise ConfigError(
-                "media_io_kwargs: rgba_background_color must be three integers from 0 to 255 "
-                f"(red, green, blue), got {color!r}"
-            )
+        for key, value in settings.items():
+            if key not in _IO_KEYS[kind]:
+                accepted = ", ".join(_IO_KEYS[kind]) or "none"
+                raise ConfigError(
+                    f"media_io_kwargs: {kind} has no key {key!r}; accepted: {accepted}"
+                )
+            is_accepted, accepted = _IO_KEYS[kind][key]
+            if not is_accepted(value):
+                raise ConfigError(f"media_io_kwargs: {key} must be {accepted}, got {value!r}")
+
+
+def _is_color(value: Any) -> bool:
+    is_list = isinstance(value, (list, tuple)) and len(value) == 3
+    return is_list and all(type(x) is int and 0 <= x <= 255 for x in value)
+
+
+def _is_frames(value: Any) -> bool:
+    return type(value) is int and (value == -1 or 1 <= value <= _MOST_FRAMES)
+
+
+def _is_rate(value: Any) -> bool:
+    return type(value) in (int, float) and (value == -1 or 0 < value < math.inf)
+
+
+_IO_KEYS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "image": {
+        "rgba_background_color": (
+            _is_color,
+            "three integers from 0 to 255 (red, green, blue)",
+        )
+    },
+    "audio": {},
+    "video": {
+        "num_frames": (_is_frames, f"an integer from 1 to {_MOST_FRAMES}, or -1 for no limit"),
+        "fps": (_is_rate, "a positive number, or -1 for no limit"),
+    },
+}
+"""Settings of each kind: what is accepted, and its description."""

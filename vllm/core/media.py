@@ -4,6 +4,10 @@ A prompt may run up to an image whose embeddings are not there. Encoding them is
 whose tokens need them, within a budget of its own, so that running requests wait for a bounded
 time. Embeddings stay after their prompt, least recently used ones leave first: an image that is
 sent again is not encoded again.
+
+Items that cross-attention layers read are kept here, too, in hidden states instead of embeddings. A
+request holds all of its items from its admission until it leaves the batch, and is admitted when
+all of them are there or can be made, so that no two requests wait for each other.
 """
 
 from collections import OrderedDict
@@ -11,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from vllm.errors import CapacityError
-from vllm.messages import EngineRequest, MediaItem, MediaStats
+from vllm.messages import END_OF_REQUEST, EngineRequest, MediaItem, MediaStats
 from vllm.request import Request
 
 
@@ -87,22 +91,33 @@ class EncoderCache:
             CapacityError: names both numbers.
         """
         largest = max(item.num_embeddings for item in spec.media)
-        if largest > self.capacity:
+        if _is_held_whole(spec):
+            self._check_together(spec)
+        elif largest > self.capacity:
             raise CapacityError(
                 f"an image must become at most {self.capacity} embeddings, which the encoder "
                 f"cache holds, got {largest}. Send a smaller image"
             )
-        longest = max(item.end - item.start for item in spec.media)
+        longest = max(0 if item.num_states else item.end - item.start for item in spec.media)
         if self._most_whole is not None and longest > self._most_whole:
             raise CapacityError(
                 f"an image must have at most {self._most_whole} tokens, as they are computed in "
-                f"one step (--disable-chunked-mm-input), got {longest}. Send a smaller image, or "
-                f"start the engine with a larger --max-num-batched-tokens"
+                f"one step (the model or --disable-chunked-mm-input asks for it), got {longest}. "
+                f"Send a smaller image, or start the engine with a larger --max-num-batched-tokens"
             )
         if self._largest is not None and largest > self._largest:
             raise CapacityError(
                 f"an image must become at most {self._largest} embeddings, which is what the "
                 f"encoder has memory for, got {largest}. Send a smaller image"
+            )
+
+    def _check_together(self, spec: EngineRequest) -> None:
+        total = sum({item.key: item.num_states for item in spec.media}.values())
+        if total > self.capacity:
+            raise CapacityError(
+                f"the images and sounds of a request must have at most {self.capacity} hidden "
+                f"states together, for which there is memory, got {total}. Send fewer or smaller "
+                f"ones, or start the engine with more memory"
             )
 
     def limit(self, request: Request, start: int, num_tokens: int, plan: MediaPlan) -> int:
@@ -115,6 +130,8 @@ class EncoderCache:
             num_tokens: that run if no image is in the way.
             plan: of the step.
         """
+        if _is_held_whole(request.spec):
+            return num_tokens if self._may_hold(request, start, plan) else 0
         end = start + num_tokens
         for index, item in _items_between(request, start, end):
             is_cut = self._most_whole is not None and end < item.end
@@ -142,6 +159,24 @@ class EncoderCache:
             return False
         num_encoded += self._num_encoded
         return entry is not None or not num_encoded or num_encoded + size <= self.budget
+
+    def _may_hold(self, request: Request, start: int, plan: MediaPlan) -> bool:
+        """Return whether a request that is to be admitted can hold all items that its tokens from
+        `start` on see, and add them to its plan."""
+        sizes: dict[str, int] = {}
+        for index, item in _items_between(request, start, END_OF_REQUEST):
+            plan.used.append((request, index))
+            sizes[item.key] = item.num_states
+        new = {key: size for key, size in sizes.items() if key not in self._entries}
+        held = (key for key in sizes.keys() - new.keys() if self._entries[key].holders)
+        num_held = self._num_held + sum(sizes.values()) - sum(sizes[key] for key in held)
+        num_new = sum(new.values())
+        if num_held > self.capacity:
+            return False
+        if num_new and self._num_encoded and self._num_encoded + num_new > self.budget:
+            return False
+        plan.encoded.update(new)
+        return True
 
     def commit(self, plan: MediaPlan) -> None:
         """Hold the images of a plan for their requests, and note those to encode."""
@@ -206,8 +241,8 @@ class EncoderCache:
 
     @property
     def holders(self) -> list[Request]:
-        """Return the requests that hold images."""
-        return [request for request, _ in self._held.values()]
+        """Return the requests that hold images until the tokens of the images have run."""
+        return [each for each, _ in self._held.values() if not _is_held_whole(each.spec)]
 
     def _let_go(self, request: Request, index: int) -> None:
         entry = self._entries[request.spec.media[index].key]
@@ -221,6 +256,11 @@ class EncoderCache:
             key = next(key for key, entry in self._entries.items() if not entry.holders)
             self._num_kept -= self._entries.pop(key).size
             self._dropped.append(key)
+
+
+def _is_held_whole(spec: EngineRequest) -> bool:
+    """Return whether a request holds all of its items while it runs."""
+    return any(item.num_states for item in spec.media)
 
 
 def _items_between(request: Request, start: int, end: int) -> Iterator[tuple[int, MediaItem]]:

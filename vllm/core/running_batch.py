@@ -11,7 +11,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from vllm.messages import NO_TOKEN, IntArray
+from vllm.messages import NO_TOKEN, EngineRequest, IntArray
 from vllm.request import Request, RequestStatus
 
 _sort_key = attrgetter("sort_key")
@@ -34,9 +34,9 @@ class RunningBatch:
         adapters: key of each adapter in use, and how many requests use it.
         takes_drafts: per row, whether it may have drafts.
         awaits_result: per row, whether it runs again only when the step in flight has its result.
-        media_end: per row, index after the last token whose embedding is given by an image; 0: it
-            has no images.
-        num_with_media: running requests that have images.
+        media_end: per row, index after the last token whose embedding is given by an image; 0:
+            images give no embeddings.
+        num_with_media: running requests with embeddings of images.
         num_prompt_logprobs: running requests that want log-probabilities of their prompt.
         num_with_stop_tokens: running requests that further tokens end.
         num_with_one_decode: running requests of which a step runs one decode only.
@@ -191,8 +191,8 @@ class RunningBatch:
         self.awaits_result[row] = False
         if spec.adapter is not None:
             self.adapters[spec.adapter.key] += 1
-        self.media_end[row] = spec.media[-1].end if spec.media else 0
-        self.num_with_media += bool(spec.media)
+        self.media_end[row] = _media_end(spec)
+        self.num_with_media += bool(_media_end(spec))
         self.num_prompt_logprobs += request.wants_prompt_logprobs
         self.num_with_stop_tokens += bool(spec.stop_token_ids)
         self.num_with_one_decode += not spec.allows_several_decodes
@@ -208,9 +208,15 @@ class RunningBatch:
             if (adapter := request.spec.adapter) is not None:
                 self.adapters[adapter.key] -= 1
                 self.adapters += Counter()  # without those that nobody uses
-            self.num_with_media -= bool(request.spec.media)
+            self.num_with_media -= bool(_media_end(request.spec))
             self.num_prompt_logprobs -= request.wants_prompt_logprobs
             self.num_with_stop_tokens -= bool(request.spec.stop_token_ids)
             self.num_with_one_decode -= not request.spec.allows_several_decodes
             request.row = -1
         self._order = None
+
+
+def _media_end(spec: EngineRequest) -> int:
+    """Return the index after the last token that may have to wait for an image; 0: none has to, as
+    there are none, or all were there when the request was admitted."""
+    return max((item.end for item in spec.media if not item.num_states), default=0)

@@ -53,6 +53,8 @@ from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.messages import AdapterRef, EngineRequest, SchedulerStats
+from vllm.multimodal.audio.sound import Samples
+from vllm.multimodal.interface.source import MediaSource
 from vllm.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -376,6 +378,10 @@ class AsyncLLM:
     ) -> TokenizedPrompt:
         """Token ids of a prompt; see `Preparation.tokenize`."""
         return await self._preparation.tokenize(prompt, is_long=is_long, max_tokens=max_tokens)
+
+    async def read_sound(self, source: MediaSource, sampling_rate: int) -> Samples:
+        """Samples of a file of sound; see `SoundLane.read`."""
+        return await self._preparation.sound.read(source, sampling_rate)
 
     async def in_slow_lane(
         self, work: Callable[[InputProcessor], _Result], num_chars: int = 0

@@ -116,7 +116,9 @@ class EngineCore(CoreCalls):
             control,
             num_stages=self._num_stages,
             num_pipelined_steps=self._num_pipelined_steps,
-            media=_encoder_cache(config, self.executor.max_image_embeddings),
+            media=_encoder_cache(
+                config, self.executor.max_image_embeddings, self.executor.num_item_states
+            ),
         )
         self._transfer = self._make_transfer(cache)
         self._run_ahead = run_ahead or RunAhead(
@@ -471,20 +473,25 @@ class EngineCore(CoreCalls):
             raise EngineDeadError(f"the engine has stopped: {self._failure}")
 
 
-def _encoder_cache(config: VllmConfig, largest: int | None) -> EncoderCache | None:
+def _encoder_cache(
+    config: VllmConfig, largest: int | None, num_states: int | None
+) -> EncoderCache | None:
     """Return what accounts for the embeddings of images; None: the model reads text only.
 
     Args:
         config: of the engine.
         largest: embeddings of the largest image that the workers have memory for; None: of any.
+        num_states: hidden states that the workers keep for cross-attention; None: the model has
+            none.
     """
     arch = config.model.arch
     if arch is None or arch.media_config is None:
         return None
     limits = config.scheduler
-    is_whole = config.multimodal.disable_chunked_mm_input and limits.enable_chunked_prefill
+    wants_whole = config.multimodal.disable_chunked_mm_input or arch.media_sees_ahead
+    is_whole = wants_whole and limits.enable_chunked_prefill
     return EncoderCache(
-        limits.encoder_cache_size,
+        limits.encoder_cache_size if num_states is None else num_states,
         limits.encoder_budget,
         most_whole=limits.longest_chunk if is_whole else None,
         largest=largest,

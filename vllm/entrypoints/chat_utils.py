@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.conversation.media import (
-    ImageRules,
     MediaPart,
     MediaParts,
+    MediaRules,
     RenderedChat,
 )
 from vllm.entrypoints.conversation.messages import ContentFormat, check_continued, read_messages
@@ -92,22 +92,22 @@ class ChatOptions:
 def render_chat(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], options: ChatOptions
 ) -> str:
-    """Return the text of a conversation without images.
+    """Return the text of a conversation without media.
 
     Raises:
-        RequestError: there is no template, a message is malformed or has an image, or the template
+        RequestError: there is no template, a message is malformed or has an item, or the template
             refuses the conversation.
     """
-    return render_with_images(tokenizer, messages, options, None).text
+    return render_with_media(tokenizer, messages, options, None).text
 
 
-def render_with_images(
+def render_with_media(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
     options: ChatOptions,
-    rules: ImageRules | None,
+    rules: MediaRules | None,
 ) -> RenderedChat:
-    """Return the text of a conversation, and its images.
+    """Return the text of a conversation, and its media.
 
     Args:
         tokenizer: has the special tokens and, unless the options have one, the template.
@@ -121,7 +121,7 @@ def render_with_images(
     """
     from vllm.entrypoints.conversation.render import CannotRenderError, render_conversation
 
-    arguments, images = rendering_arguments(tokenizer, messages, options, rules)
+    arguments, media = rendering_arguments(tokenizer, messages, options, rules)
     try:
         rendering = render_conversation(**arguments)
     except (CannotRenderError, MemoryError) as error:
@@ -129,12 +129,12 @@ def render_with_images(
             f"the chat template cannot render this conversation: {error or 'out of memory'}",
             param="messages",
         ) from error
-    return with_images(rendering, images)
+    return with_media(rendering, media)
 
 
-def with_images(rendering: "Rendering", images: Sequence[MediaPart]) -> RenderedChat:
-    """Return a text with the images, as `rendering_arguments` has read them, in its order."""
-    ordered = [images[index] for index in rendering.order]
+def with_media(rendering: "Rendering", media: Sequence[MediaPart]) -> RenderedChat:
+    """Return a text with the media, as `rendering_arguments` has read them, in its order."""
+    ordered = [media[index] for index in rendering.order]
     return RenderedChat(rendering.text, ordered, rendering.literals)
 
 
@@ -142,10 +142,10 @@ def rendering_arguments(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
     options: ChatOptions,
-    rules: ImageRules | None = None,
+    rules: MediaRules | None = None,
 ) -> tuple[dict[str, Any], list[MediaPart]]:
     """The arguments of `render_conversation`, which are JSON if the messages and variables are, and
-    the images of the messages.
+    the media of the messages.
 
     Raises:
         RequestError: there is no template, or a message is malformed.
@@ -153,7 +153,7 @@ def rendering_arguments(
     template = _find_template(tokenizer, options)
     media = MediaParts()
     if rules is not None:
-        media = MediaParts(rules.max_images, is_local=rules.is_local)
+        media = MediaParts(rules.limits, is_local=rules.is_local)
     conversation = read_messages(messages, media)
     if options.continue_final_message:
         check_continued(conversation)
@@ -170,7 +170,7 @@ def rendering_arguments(
         "add_generation_prompt": options.add_generation_prompt,
         "continue_final_message": options.continue_final_message,
         "variables": with_all_switches(options.template_kwargs),
-        "image": None if rules is None else asdict(rules.text),
+        "media": rules and {kind: asdict(text) for kind, text in rules.texts.items()},
     }
     return arguments, media.parts
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from vllm.engine.input.pooling_input import refuse_generation
 from vllm.engine.llm_engine import LLMEngine
 from vllm.engine.unavailable import refuse
-from vllm.entrypoints.chat_utils import ChatOptions, ContentFormat, Message, render_with_images
+from vllm.entrypoints.chat_utils import ChatOptions, ContentFormat, Message, render_with_media
 from vllm.entrypoints.offline.legacy_arguments import with_guided_options, with_token_ids
 from vllm.entrypoints.offline.offline_run import (
     Prompts,
@@ -21,11 +21,11 @@ from vllm.entrypoints.offline.offline_run import (
 from vllm.entrypoints.offline.pooling_llm import PoolingMethods
 from vllm.entrypoints.offline.progress import MakeBar
 from vllm.entrypoints.shared.beam_search import check_beam_width, search_beams
-from vllm.entrypoints.shared.images import (
-    fetch_images_sync,
-    image_prompt,
-    image_rules,
+from vllm.entrypoints.shared.media import (
+    fetch_media_sync,
     make_fetcher,
+    media_prompt,
+    media_rules,
 )
 from vllm.errors import RequestError
 from vllm.inputs import PromptType, TextPrompt, TokensPrompt
@@ -159,7 +159,7 @@ class LLM(PoolingMethods):
             messages: a conversation, or a list of them.
             sampling_params, use_tqdm, lora_request: as in `generate`.
             chat_template ... chat_template_kwargs: see `ChatOptions`.
-            mm_processor_kwargs: overrides settings of the image processor of the model.
+            mm_processor_kwargs: overrides settings of the processor of the model.
 
         Returns:
             One output per conversation, in their order.
@@ -306,10 +306,10 @@ class LLM(PoolingMethods):
         processor_kwargs: Mapping[str, Any] | None,
     ) -> TokensPrompt:
         processor = self.llm_engine.input_processor
-        rules = image_rules(processor, is_local=True)
-        chat = render_with_images(self.get_tokenizer(), messages, options, rules)
-        images = fetch_images_sync(self._media_fetcher, chat.images) if chat.images else []
-        prompt = image_prompt(chat, images, rules, processor_kwargs)
+        rules = media_rules(processor, is_local=True)
+        chat = render_with_media(self.get_tokenizer(), messages, options, rules)
+        media = fetch_media_sync(self._media_fetcher, chat.media) if chat.media else []
+        prompt = media_prompt(chat, media, rules, processor_kwargs)
         tokenized = processor.tokenize(prompt)
         made: TokensPrompt = {"prompt_token_ids": tokenized.token_ids, "prompt": chat.text}
         if tokenized.media:

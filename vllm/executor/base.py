@@ -29,6 +29,8 @@ class Executor(ABC):
             can be scheduled meanwhile. Known once the workers are loaded.
         cache_windows: of the groups of layers that have block tables of their own; None: full
             attention. Known once caches are allocated.
+        num_item_states: hidden states that all workers can keep for cross-attention; None: the
+            model has none. Known once caches are allocated.
         max_image_embeddings: of the largest image that all workers have memory for; None: of any.
             Known once caches are allocated.
     """
@@ -36,6 +38,7 @@ class Executor(ABC):
     is_asynchronous: bool = False
     cache_windows: tuple[int | None, ...] = (None,)
     num_kept_states: int | None = None
+    num_item_states: int | None = None
     max_image_embeddings: int | None = None
 
     # ---- the start ------------------------------------------------------------------------
@@ -88,6 +91,8 @@ class Executor(ABC):
         assert {report.windows for report in reports} == {self.cache_windows}, "ranks differ"
         counts = [r.num_kept_states for r in reports if r.num_kept_states is not None]
         self.num_kept_states = min(counts) if counts else None
+        states = [r.num_item_states for r in reports if r.num_item_states is not None]
+        self.num_item_states = min(states) if states else None
         limits = [r.max_image_embeddings for r in reports if r.max_image_embeddings is not None]
         self.max_image_embeddings = min(limits) if limits else None
         self.call_workers(Worker.allocate, num_blocks)

@@ -1,4 +1,4 @@
-"""The work of a process that reads images: decode, cut and resize."""
+"""The work of a process that reads media: decode, cut and resize images, and so on."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -9,14 +9,12 @@ import numpy as np
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError, RequestError
+from vllm.inputs import plural
 from vllm.multimodal.images.image import Color, image_pixels
-from vllm.multimodal.images.settings import (
-    check_resized,
-    override_settings,
-    read_processor_settings,
-)
-from vllm.multimodal.interface.family import EncoderInput, MediaFamily
+from vllm.multimodal.images.settings import check_resized
+from vllm.multimodal.interface.family import EncoderInput, MediaFamily, VideoFrames
 from vllm.multimodal.interface.source import MediaSource, refuse
+from vllm.multimodal.processor_settings import override_settings, read_settings
 
 _SIDE = 64
 """Pixels of an image that every family accepts."""
@@ -31,25 +29,27 @@ def family_class(name: str) -> type[MediaFamily]:
 
 
 def job_arguments(config: VllmConfig) -> dict[str, Any]:
-    """Return the arguments of `make_job` for the images of the model of an engine that reads some.
+    """Return the arguments of `make_job` for the media of the model of an engine that reads some.
 
     Raises:
         ConfigError: the settings of the image processor are missing, or cannot be used.
     """
     arch = config.model.resolved_arch
-    assert arch.media_config is not None
-    settings = read_processor_settings(config.model.resolved_path)
+    assert arch.media_config is not None and arch.media_module is not None
+    rules = family_class(arch.media_module)
+    settings = read_settings(rules, config.model.resolved_path)
     return {
         "family": arch.media_module,
         "config": dict(arch.media_config),
-        "settings": override_settings(settings, config.multimodal.mm_processor_kwargs),
+        "settings": override_settings(rules, settings, config.multimodal.mm_processor_kwargs),
         "max_pixels": envs.get().VLLM_MAX_IMAGE_PIXELS,
         "background": config.multimodal.background,
+        "max_seconds": envs.get().VLLM_MAX_AUDIO_DECODE_DURATION_S,
     }
 
 
 def family_of_model(config: VllmConfig) -> MediaFamily | None:
-    """Return the rules of the images of a model; None: it reads text only."""
+    """Return the rules of the media of a model; None: it reads text only."""
     if config.model.resolved_arch.media_config is None:
         return None
     given = job_arguments(config)
@@ -62,63 +62,101 @@ def make_job(
     settings: Mapping[str, Any],
     max_pixels: int,
     background: Color,
+    max_seconds: float,
 ) -> Job:
-    """Return the function that reads an image for one model.
+    """Return the function that reads an image, sound or video for one model.
 
     Args:
         family: module of `vllm.multimodal.families`.
         config: config.json of the whole model.
-        settings: of its image processor, with defaults.
+        settings: of its image processor or feature extractor, with defaults.
         max_pixels: limit of width x height of a file.
         background: colour of transparent pixels.
+        max_seconds: limit of a sound.
 
     Raises:
         ConfigError: the family does not accept the config or the settings.
     """
     rules = family_class(family)
     usual = rules(config, settings)
-    usual.process(np.zeros((_SIDE, _SIDE, 3), np.uint8))  # imports the image processor
-    most = _cost(usual)
+    _import_processors(usual)
+    most = {modality: _cost(usual, modality) for modality in rules.modalities}
+
+    def process(own: MediaFamily, source: MediaSource) -> EncoderInput:
+        if source.modality == "image":
+            pixels = image_pixels(source, max_pixels=max_pixels, background=background)
+            return own.process(pixels)
+        read_sound = import_module("vllm.multimodal.audio.sound").read_sound
+        return own.process_audio(
+            read_sound(source, sampling_rate=own.sampling_rate, max_seconds=max_seconds)
+        )
 
     def read(source: MediaSource) -> EncoderInput:
         own = usual
         if source.overrides:
             try:
-                changed = override_settings(settings, source.overrides)
+                changed = override_settings(rules, settings, source.overrides)
                 check_resized(changed, settings)
                 own = rules(config, changed)
             except ConfigError as error:
                 raise RequestError(str(error), param="mm_processor_kwargs") from error
-            _check_cost(_cost(own), most)
-        pixels = image_pixels(source, max_pixels=max_pixels, background=background)
+            _check_cost(source.modality, _cost(own, source.modality), most[source.modality])
         try:
-            return own.process(pixels)
+            return process(own, source)
         except RequestError as error:
+            if error.param == source.where:
+                raise
             raise refuse(source.where, str(error)) from error
 
     return read
 
 
-def _cost(rules: MediaFamily) -> tuple[int, int]:
-    """Return the most embeddings that an image can have, and the most bytes of pixels."""
-    largest = rules.largest()
+def _import_processors(rules: MediaFamily) -> None:
+    """Process a small item of each modality, which imports what that needs."""
+    black = np.zeros((_SIDE, _SIDE, 3), np.uint8)
+    for modality in rules.modalities:
+        if modality == "image":
+            rules.process(black)
+        elif modality == "audio":
+            rules.process_audio(np.zeros(rules.sampling_rate, np.float32))
+        else:
+            rules.process_video(VideoFrames(np.stack([black] * 2), np.arange(2) / 2))
+
+
+def num_embeddings(rules: MediaFamily, given: EncoderInput) -> int:
+    """Return how many embeddings or hidden states the encoder makes of an item.
+
+    Args:
+        rules: of the model.
+        given: of the item.
+    """
     ids: dict[str, int] = {}
-    found = rules.expand(largest.grid, lambda token: ids.setdefault(token, len(ids)))
-    return sum(found.is_embedding), largest.tensors["pixels"].nbytes
+    found = rules.expand(given.grid, lambda token: ids.setdefault(token, len(ids)))
+    return sum(found.is_embedding) + found.num_states
 
 
-def _check_cost(cost: tuple[int, int], most: tuple[int, int]) -> None:
-    """Refuse settings of a request with which an image can be larger than the engine has memory
+def _cost(rules: MediaFamily, modality: str) -> tuple[int, int]:
+    """Return the most embeddings that an item can have, and the most bytes of its tensors."""
+    largest = rules.largest_of(modality)
+    num_bytes = sum(tensor.nbytes for tensor in largest.tensors.values())
+    return num_embeddings(rules, largest), num_bytes
+
+
+_ONE_OF = {"image": "an image", "audio": "a sound", "video": "a video"}
+
+
+def _check_cost(modality: str, cost: tuple[int, int], most: tuple[int, int]) -> None:
+    """Refuse settings of a request with which an item can be larger than the engine has memory
     for.
 
     Raises:
         RequestError: names both numbers.
     """
-    for what, size, limit in zip(("embeddings", "bytes of pixels"), cost, most, strict=True):
+    for what, size, limit in zip(("embeddings", "bytes"), cost, most, strict=True):
         if size > limit:
             raise RequestError(
-                f"mm_processor_kwargs: an image could have {size} {what}, and the engine was "
-                f"started for images of at most {limit}. Choose smaller sizes, or start it with "
-                f"larger ones (--mm-processor-kwargs)",
+                f"mm_processor_kwargs: {_ONE_OF[modality]} could have {size} {what}, and the "
+                f"engine was started for {plural(modality)} of at most {limit}. Choose smaller "
+                f"sizes, or start it with larger ones (--mm-processor-kwargs)",
                 param="mm_processor_kwargs",
             )

@@ -60,22 +60,23 @@ class _Setup(msgspec.Struct):
     settings: dict[str, Any]
 
 
-class _Source(msgspec.Struct):
-    """A `MediaSource` without its content. `shape` is None for a file."""
-
-    modality: str
-    where: str
-    uuid: str | None
-    detail: str | None
-    shape: tuple[int, int, int] | None
-    overrides: dict[str, Any]
-
-
 class _Tensor(msgspec.Struct):
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
+
+
+class _Source(msgspec.Struct):
+    """A `MediaSource` without its content."""
+
+    modality: str
+    where: str
+    uuid: str | None
+    detail: str | None
+    sampling_rate: int | None
+    overrides: dict[str, Any]
+    content: list[_Tensor]
 
 
 class _Answer(msgspec.Struct):
@@ -202,46 +203,41 @@ class MediaWorkers:
 
 def _write_source(source: MediaSource, file: int) -> bytes:
     """Write the content of a source to a file; returns its description."""
-    shape = None
-    content = memoryview(source.data or b"")
-    if source.pixels is not None:
-        height, width, channels = source.pixels.shape
-        shape, content = (height, width, channels), _bytes_of(source.pixels)
-    _write(file, content, 0)
     described = _Source(
         source.modality,
         source.where,
         source.uuid,
         source.detail,
-        shape,
+        source.sampling_rate,
         dict(source.overrides),
+        _write_tensors(source.arrays, file),
     )
     return msgspec.msgpack.encode(described)
 
 
 def _read_source(described: _Source, file: int) -> MediaSource:
-    content = _read(file, os.fstat(file).st_size, 0)
-    return MediaSource(
+    arrays = {each.name: _read_tensor(each, file) for each in described.content}
+    return MediaSource.with_arrays(
+        arrays,
         modality=described.modality,
         where=described.where,
         uuid=described.uuid,
         detail=described.detail,
-        data=content.tobytes() if described.shape is None else None,
-        pixels=None if described.shape is None else content.reshape(described.shape),
+        sampling_rate=described.sampling_rate,
         overrides=described.overrides,
     )
 
 
-def _write_result(result: EncoderInput, file: int) -> _Answer:
+def _write_tensors(tensors: Mapping[str, NDArray[Any]], file: int) -> list[_Tensor]:
     """Write tensors to a file; returns their description."""
-    tensors = []
+    described = []
     end = 0
-    for name, tensor in result.tensors.items():
+    for name, tensor in tensors.items():
         offset = -(-end // _ALIGNMENT) * _ALIGNMENT
-        tensors.append(_Tensor(name, tensor.dtype.str, tensor.shape, offset))
+        described.append(_Tensor(name, tensor.dtype.str, tensor.shape, offset))
         _write(file, _bytes_of(tensor), offset)
         end = offset + tensor.nbytes
-    return _Answer(tensors=tensors, grid=result.grid)
+    return described
 
 
 def _decode_answer(data: bytes) -> _Answer:
@@ -275,8 +271,15 @@ def _read_result(answer: _Answer, file: int, max_bytes: int) -> EncoderInput:
         is_inside = min(each.offset, *each.shape, 0) == 0 and each.offset + size <= num_bytes
         if dtype.kind not in _KINDS or not is_inside or left_bytes < 0:
             raise WorkerDied
-        tensors[each.name] = _read(file, size, each.offset).view(dtype).reshape(each.shape)
+        tensors[each.name] = _read_tensor(each, file)
     return EncoderInput(tensors, answer.grid)
+
+
+def _read_tensor(described: _Tensor, file: int) -> NDArray[Any]:
+    """Return a tensor that the file has."""
+    dtype = np.dtype(described.dtype)
+    size = math.prod(described.shape) * dtype.itemsize
+    return _read(file, size, described.offset).view(dtype).reshape(described.shape)
 
 
 def _bytes_of(tensor: NDArray[Any]) -> memoryview:
@@ -315,7 +318,8 @@ def _make_handler(setup: bytes) -> Callable[[bytes, Sequence[int]], bytes]:
     def handle(argument: bytes, files: Sequence[int]) -> bytes:
         described = msgspec.msgpack.decode(argument, type=_Source)
         try:
-            answer = _write_result(job(_read_source(described, files[0])), files[1])
+            result = job(_read_source(described, files[0]))
+            answer = _Answer(tensors=_write_tensors(result.tensors, files[1]), grid=result.grid)
         except RequestError as error:
             answer = _Answer(refusal=str(error).removeprefix(f"{described.where}: "))
         except ValueError as error:

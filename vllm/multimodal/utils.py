@@ -36,6 +36,7 @@ def make_fetcher(
         timeout_s={
             "image": values.VLLM_IMAGE_FETCH_TIMEOUT,
             "audio": values.VLLM_AUDIO_FETCH_TIMEOUT,
+            "video": values.VLLM_VIDEO_FETCH_TIMEOUT,
         },
         max_redirects=MAX_REDIRECTS if values.VLLM_MEDIA_URL_ALLOW_REDIRECTS else 0,
     )

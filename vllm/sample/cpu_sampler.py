@@ -58,6 +58,8 @@ class CPUSampler(Sampler):
         """As `Sampler`; float32 and bfloat16 logits are read as they are, others go to torch."""
         if not self._kernels.supports(logits):
             return super().__call__(logits, for_torch(metadata, logits.shape[-1]))
+        if metadata.rules is not None:
+            logits = metadata.rules.apply(logits)
         token_ids = torch.empty(logits.shape[0], dtype=torch.int32)
         out = (token_ids, torch.empty_like(token_ids))
         errors: dict[int, str] = {}

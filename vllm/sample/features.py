@@ -22,6 +22,8 @@ class Feature:
 
     LARGE_TOP_K = 1024
     """A top_k above `SMALL_TOP_K`."""
+    RULES = 2048
+    """Rules of the model for its outputs, which change logits before everything else."""
 
 
 SMALL_TOP_K = 128

@@ -64,7 +64,7 @@ class TokenMasks:
         return TokenMasks(rows.copy(), words, self.bits)
 
     def apply(self, logits: Tensor) -> None:
-        """Set the logits [n, P] of all other tokens to -inf in place; P at least 32 W."""
+        """Set the logits [n, P] of all other tokens to -inf in place; P is V or more."""
         if logits.is_cpu:
             self._apply_on_host(logits)
             return
@@ -77,7 +77,10 @@ class TokenMasks:
         """The same by index tensors and not by slices: an offset in a slice is a new graph on
         Gaudi, and a write to a slice is a copy."""
         forbidden = ((self.words[:, :, None] & self.bits) == 0).flatten(1)
-        if lacking := logits.shape[-1] - forbidden.shape[-1]:
+        lacking = logits.shape[-1] - forbidden.shape[-1]
+        if lacking < 0:
+            forbidden = forbidden[:, : logits.shape[-1]]
+        elif lacking:
             # The documented operators of the device pad no bools.
             rest = forbidden.new_zeros(len(forbidden), lacking)
             forbidden = torch.cat([forbidden, rest], 1)
@@ -87,7 +90,7 @@ class TokenMasks:
     def _apply_on_host(self, logits: Tensor) -> None:
         """The same, without temporaries of the logits' size: 20 times faster on a CPU."""
         forbidden = np.unpackbits((~self.words).numpy().view(np.uint8), axis=1, bitorder="little")
-        masks = torch.from_numpy(forbidden).view(torch.bool)
+        masks = torch.from_numpy(forbidden).view(torch.bool)[:, : logits.shape[1]]
         if np.array_equal(self.rows, np.arange(len(logits))):
             logits[:, : masks.shape[1]].masked_fill_(masks, -np.inf)
             return

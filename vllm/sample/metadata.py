@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm.sample.constraints import LogitEdits
 from vllm.sample.features import SMALL_TOP_K, Feature, Param
 from vllm.sample.masks import TokenMasks
+from vllm.sample.output_rules import LogitRules
 from vllm.sample.penalties import Penalties
 from vllm.sample.processors import RowProcessors
 from vllm.sample.random import KeyArray, exponentials_at
@@ -107,6 +108,8 @@ class SamplingMetadata:
     masks: TokenMasks | None = None
     """allowed_token_ids and structured output."""
     penalties: Penalties | None = None
+    rules: LogitRules | None = None
+    """Rules of the model, which log-probabilities follow too."""
     logprobs: LogprobPlan | None = None
 
     @property
@@ -140,7 +143,8 @@ class SamplingMetadata:
         return self.params[param] if self.params is not None and self.active & param.bit else None
 
     def select(self, indices: IndexArray, rows: Tensor) -> "SamplingMetadata":
-        """The metadata of some rows, without `logprobs` and fields that none of them needs.
+        """Return the metadata of some rows, without `logprobs`, `rules` and fields that none of
+        them needs.
 
         Args:
             indices: [m] rows of the launch, on the host.

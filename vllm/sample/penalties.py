@@ -88,7 +88,9 @@ class TokenCounts:
         """
         assert row not in self._columns
         output = dict(zip(*_distinct(output_token_ids), strict=True))
-        known = [t for t in _distinct(prompt_token_ids)[0] if t not in output]
+        # A prompt may have tokens after the vocabulary, which no output has.
+        in_prompt = _distinct(prompt_token_ids)[0]
+        known = [t for t in in_prompt if t not in output and t < self._vocab_size]
         self._columns[row] = {t: column for column, t in enumerate([*output, *known])}
         self._reserve(len(self._columns[row]))
         self._token_ids[row, : len(output) + len(known)] = [*output, *known]

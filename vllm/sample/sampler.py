@@ -2,16 +2,17 @@
 
 For each row, in this order:
 
+    rules of the model                                                   forbid
     processors, logit_bias, allowed_token_ids, bad_words, min_tokens     change logits, or forbid
     repetition, frequency and presence penalty
     argmax, if the row is greedy; else
     temperature -> min_p -> top_k -> top_p                               each on what is left
     one draw by the row's random numbers                                 an exponential race
 
-Log-probabilities are of the logits as they came. Nothing here waits for the device or has a shape
-that depends on values, and a row's token does not depend on the rows around it. The exception are
-logits processors, which are Python functions of a user: elsewhere than on a CPU, a launch with one
-waits for its logits and copies them to the host and back.
+Log-probabilities are of the logits as they came, after the rules of the model. Nothing here waits
+for the device or has a shape that depends on values, and a row's token does not depend on the rows
+around it. The exception are logits processors, which are Python functions of a user: elsewhere than
+on a CPU, a launch with one waits for its logits and copies them to the host and back.
 
 On a device that compiles shapes this is a sequence of stages; see `static_shapes`.
 """
@@ -91,6 +92,9 @@ class Sampler:
             metadata: of the same n rows.
         """
         errors: dict[int, str] = {}
+        if metadata.rules is not None:
+            self._end_stage()
+            logits = metadata.rules.apply(logits)
         # Passes share small buffers; for a whole launch the device's allocator is used.
         buffers = None if self._pass_elements is None else self._kept_buffers
         self._end_stage()  # what the caller recorded is not part of the first stage

@@ -43,6 +43,7 @@ from vllm.sample.metadata import (
     SamplingMetadata,
     needs_params,
 )
+from vllm.sample.output_rules import LogitRules, RowRules
 from vllm.sample.penalties import Penalties, TokenCounts
 from vllm.sample.processors import RowProcessors
 from vllm.sample.random import KeyArray, stream_keys
@@ -110,6 +111,7 @@ class SamplingState:
         """The newest allowed_token_ids, and their mask: samples of one request share it."""
         self._filler = MaskFiller(max_num_seqs, vocab_size)
         self._bit_values = bit_values(device)
+        self._rules: dict[int, RowRules] = {}
         self._processors: dict[int, RowProcessors] = {}
         self._taken: set[int] = set()
         self._recorded: set[int] = set()
@@ -170,6 +172,12 @@ class SamplingState:
         elif params.allowed_token_ids is not None:
             features |= Feature.MASK
             self._masks[row] = self._allowed_mask(params.allowed_token_ids)
+        if request.output_rules is not None:
+            features |= Feature.RULES
+            rules = RowRules(request.output_rules, output_token_ids, self._vocab_size)
+            self._rules[row] = rules
+            if rules.needs_output:
+                self._recorded.add(row)
         if params.logits_processors:
             features |= Feature.PROCESSORS
             self._processors[row] = RowProcessors(request, output_token_ids)
@@ -230,6 +238,7 @@ class SamplingState:
             self._counts.remove(row)
         self._constraints.pop(row, None)
         self._masks.pop(row, None)
+        self._rules.pop(row, None)
         self._filler.remove(row)
         self._processors.pop(row, None)
         self._recorded.discard(row)
@@ -248,6 +257,8 @@ class SamplingState:
                 self._counts.record(row, token_id)
             if (constraints := self._constraints.get(row)) and constraints.needs_output:
                 constraints.record(token_id)
+            if rules := self._rules.get(row):
+                rules.record(token_id)
             if processors := self._processors.get(row):
                 processors.record(token_id)
             if row in self._filler:
@@ -352,6 +363,9 @@ class SamplingState:
             edits=edits,
             masks=self._token_masks(rows, features, drafts) if active & Feature.MASK else None,
             penalties=self._penalties(rows, ahead) if active & Feature.PENALTIES else None,
+            rules=self._logit_rules(rows, num_output_tokens, features, ahead)
+            if active & Feature.RULES
+            else None,
             logprobs=self._logprob_plan(rows, features) if active & Feature.LOGPROBS else None,
         )
 
@@ -426,7 +440,34 @@ class SamplingState:
     def _token_masks(self, rows: IntArray, features: FeatureArray, drafts: RowDrafts) -> TokenMasks:
         found = np.flatnonzero(features & Feature.MASK)
         own = {row: iter(self._row_masks(row, drafts)) for row in set(rows[found].tolist())}
-        masks = [next(own[row]) for row in rows[found].tolist()]
+        return self._as_masks(rows, found, [next(own[row]) for row in rows[found].tolist()])
+
+    def _logit_rules(
+        self,
+        rows: IntArray,
+        num_output_tokens: IntArray,
+        features: FeatureArray,
+        ahead: list[Sequence[int]] | None,
+    ) -> LogitRules:
+        found = np.flatnonzero(features & Feature.RULES)
+        places = found.tolist()
+        own = [self._rules[row] for row in rows[found].tolist()]
+        allowed = [
+            rules.allowed(int(num_output_tokens[i]), ahead[i] if ahead else ())
+            for i, rules in zip(places, own, strict=True)
+        ]
+        masks = self._as_masks(rows, found, allowed)
+        first_time = next((r.first_time for r in own if r.first_time is not None), None)
+        if first_time is None:
+            return LogitRules(masks)
+        has_times = [rules.first_time is not None for rules in own]
+        has_times += has_times[-1:] * (len(masks.rows) - len(has_times))
+        return LogitRules(masks, first_time, self.to_device(np.array(has_times)))
+
+    def _as_masks(
+        self, rows: IntArray, found: npt.NDArray[np.int64], masks: list[IntArray]
+    ) -> TokenMasks:
+        """Bring masks [W] of some indices of a launch to the device."""
         if self.shapes is not None:
             padding = class_of(len(found), len(rows)) - len(found)
             found = np.concatenate([found, np.repeat(found[-1:], padding)])

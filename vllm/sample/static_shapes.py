@@ -3,6 +3,7 @@
 There, sampling is a sequence of stages, each of which is a recipe of its own (or, in eager mode, a
 few operators with shapes of their own). A stage that no row needs is skipped:
 
+    rules          one for each number of rows with rules of the model, compiled at its first use
     start          copy the logits, if they are going to change
     edits          one recipe for each width of the longest list (logit_bias, bad_words, ...)
     masks          one for each number of rows with a mask (allowed_token_ids)

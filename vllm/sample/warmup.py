@@ -23,7 +23,8 @@ from vllm.sample.state import SamplingState
 from vllm.sample.static_shapes import FILTERED_LARGE, GREEDY, RANDOM, StaticShapes, size_classes
 
 Stage = tuple[str, int, bool]
-"""Name of a stage, its size or kind, and of a distribution whether the logits have changed."""
+"""Name of a stage, its size or kind, and of a distribution whether the logits have changed, of
+rules whether there are time stamps."""
 
 
 def stages_of(metadata: SamplingMetadata) -> frozenset[Stage]:
@@ -32,6 +33,9 @@ def stages_of(metadata: SamplingMetadata) -> frozenset[Stage]:
     stages: set[Stage] = {("distribution", metadata.active & FILTERED_LARGE, changes)}
     if changes:
         stages.add(("start", 0, True))
+    if metadata.rules is not None:
+        has_times = metadata.rules.first_time is not None
+        stages.add(("rules", len(metadata.rules.masks.rows), has_times))
     if metadata.edits is not None:
         stages.add(("edits", metadata.edits.token_ids.shape[1], True))
     if metadata.masks is not None:

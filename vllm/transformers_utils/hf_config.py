@@ -8,6 +8,7 @@ from vllm.config.arch.model_arch import WHOLE_CONFIG
 from vllm.config.arch.sizes import check_kinds, check_sizes
 from vllm.config.families import (
     TEXT_TYPES,
+    Family,
     family_of,
     family_of_architecture,
     text_types_of,
@@ -117,6 +118,8 @@ def complete_hf_config(
     """
     raw = with_usual_spellings(raw)
     family = family_of(raw.get("model_type"))
+    if family.decoder_keys:
+        return _config_of_decoder(raw, family)
     if family.config_format == "chatglm":
         return complete_chatglm_config(raw)
     plain = complete_plain_config(raw)
@@ -152,6 +155,24 @@ def complete_hf_config(
         else f"transformers {__version__} does not support it; a newer version may"
     )
     raise ConfigError(f"model_type {model_type!r} of '{folder}': {fix}")
+
+
+def _config_of_decoder(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the config of the decoder of an encoder-decoder, by the usual names of decoders.
+
+    transformers has these names for the sizes of the encoder.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    whole = dict(raw)
+    for name in (*family.decoder_keys.values(), "num_key_value_heads"):
+        whole.pop(name, None)
+    try:
+        completed = CONFIG_MAPPING[family.model_type].from_dict(whole).to_dict()
+    except Exception as error:
+        raise ConfigError(f"config.json: {' '.join(str(error).split())}") from error
+    usual = {name: completed[own] for own, name in family.decoder_keys.items()}
+    return {**completed, **usual, WHOLE_CONFIG: completed}
 
 
 def is_known_to_transformers(architecture: str, model_type: object = None) -> bool:

@@ -55,6 +55,9 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     num_kept_states: int | None = None
     """Recurrent states of prefixes that this rank can keep; None: its layers have none, or there is
     no prefix cache."""
+    num_item_states: int | None = None
+    """Hidden states of images and sounds that this rank can keep for cross-attention; None: its
+    layers read none."""
     max_image_embeddings: int | None = None
     """Embeddings of the largest image that the encoder has memory for; None: of any."""
 

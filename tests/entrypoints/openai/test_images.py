@@ -21,13 +21,13 @@ from tests.entrypoints.openai.scripted_engine import (
     open_stream,
 )
 from vllm.engine.input.prompt_tokenizer import TokenizedPrompt
-from vllm.entrypoints.conversation.media import ImageRules, ImageText
+from vllm.entrypoints.conversation.media import MediaRules, MediaText
 from vllm.entrypoints.openai.chat import prompt
 from vllm.entrypoints.server import app
-from vllm.entrypoints.server.app import IMAGE_PATHS
+from vllm.entrypoints.server.app import MEDIA_PATHS
 from vllm.errors import RequestError
 
-READS_IMAGES = ImageRules(text=ImageText("<image>", "<image>"), max_images=3)
+READS_IMAGES = MediaRules(texts={"image": MediaText("<image>", "<image>")}, limits={"image": 3})
 TOKENS_OF_IMAGE = 7
 EXAMPLE = Path(__file__).parents[3] / "examples" / "online_serving" / "image.py"
 URL = "http://pictures.example/a.png"
@@ -91,7 +91,7 @@ class FakeFetcher:
 def reads_images(monkeypatch):
     def be(rules):
         for module in (prompt, app):
-            monkeypatch.setattr(module, "image_rules", lambda processor: rules)
+            monkeypatch.setattr(module, "media_rules", lambda processor: rules)
 
     be(READS_IMAGES)
     return be
@@ -262,7 +262,7 @@ def test_truncation_of_a_conversation_fetches_an_image_once():
         (
             "/v1/chat/completions",
             chat(*parts(URL), truncate_prompt_tokens=4),
-            "truncate_prompt_tokens: a prompt with images is not truncated",
+            "truncate_prompt_tokens: a prompt with media is not truncated",
         ),
         (
             "/v1/chat/completions",
@@ -303,7 +303,7 @@ def test_what_is_wrong_is_said_before_anything_is_fetched(path, body, message):
     answer = client.post(path, json=body)
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
-    if "a prompt with images" not in message:
+    if "a prompt with media" not in message:
         assert fetcher.running == []
     assert engine.seen == []
 
@@ -339,11 +339,11 @@ def test_an_echoed_message_is_its_text():
     assert answer.json()["choices"][0]["message"]["content"] == "what <image> is it?ok"
 
 
-@pytest.mark.parametrize("path", sorted(IMAGE_PATHS))
+@pytest.mark.parametrize("path", sorted(MEDIA_PATHS))
 def test_bodies_with_images_may_be_larger_where_the_model_reads_them(path, reads_images):
-    limits = {"max_request_bytes": 1000, "max_image_request_bytes": 5000}
+    limits = {"max_request_bytes": 1000, "max_media_request_bytes": 5000}
     for media, allowed, flag in (
-        (READS_IMAGES, 5000, "--max-image-request-bytes"),
+        (READS_IMAGES, 5000, "--max-media-request-bytes"),
         (None, 1000, "--max-request-bytes"),
     ):
         reads_images(media)

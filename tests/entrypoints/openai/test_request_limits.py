@@ -31,8 +31,8 @@ from vllm.engine.input.sampling_input import SamplingInput
 from vllm.entrypoints.openai.chat import prompt
 from vllm.entrypoints.openai.chat import serving as chat_serving
 from vllm.entrypoints.openai.completion import serving
-from vllm.entrypoints.openai.completion.merge import merge
 from vllm.entrypoints.openai.shared.chunks import json_response
+from vllm.entrypoints.openai.shared.merge import merge
 from vllm.entrypoints.server.app import _routers, build_app
 from vllm.entrypoints.shared.body_route import BodyRoute, _body_classes
 from vllm.entrypoints.shared.context import ServerContext
@@ -274,12 +274,12 @@ def test_large_requests_are_prepared_in_other_threads(path, fields, is_large, mo
         assert answer.status_code == 200, answer.text[:500]
 
     watch(BodyRoute, "read_body")
-    watch(prompt, "render_with_images")
+    watch(prompt, "render_with_media")
     if path == "/v1/completions":  # of a conversation only token ids are left by then
         watch(SamplingInput, "check")
     serve(monkeypatch, "generate", check)
     assert threads.keys() >= {"read_body"}
-    assert ("render_with_images" in threads) == (path != "/v1/completions")
+    assert ("render_with_media" in threads) == (path != "/v1/completions")
     here = threading.current_thread()
     assert {thread is not here for thread in threads.values()} == {is_large}
 
@@ -492,9 +492,9 @@ def test_the_page_about_limits_names_every_limit_with_its_default():
     rows = re.findall(r"\| ([\d,]+)(?: MiB)? \| `--([\w-]+)` \|", page)
     defaults = {name.replace("-", "_"): int(most.replace(",", "")) for most, name in rows}
     assert defaults.pop("max_logprobs") == ModelConfig(model="a").max_logprobs
-    for name in ("max_request_bytes", "max_image_request_bytes"):
+    for name in ("max_request_bytes", "max_media_request_bytes"):
         assert defaults.pop(name) << 20 == getattr(ARGS, name)
-    assert defaults.pop("limit_mm_per_prompt") == MultiModalConfig().image_limit.count
+    assert defaults.pop("limit_mm_per_prompt") == MultiModalConfig().limit("image").count
     assert {name: getattr(ARGS, name) for name in defaults} == defaults
     of_fields = [limits for kind in kinds_of_bodies() for limits in limits_of(kind).values()]
     settings = {limit.setting for limits in of_fields for limit in limits}

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from fastapi import Request
 
-from vllm.entrypoints.openai.completion.merge import merge
+from vllm.entrypoints.openai.shared.merge import merge
 from vllm.entrypoints.shared.sse import ClientDisconnected, EventStream, event, run_until_disconnect
 
 

@@ -164,6 +164,17 @@ class ModelArch:
         return family.media_by_tower.get(str(tower), family.media)
 
     @property
+    def num_embeddings(self) -> int:
+        """Size of the table of embeddings: the vocabulary, and tokens that no output has."""
+        return self.vocab_size + family_of_architecture(self.architecture).num_unsampled_tokens
+
+    @property
+    def media_sees_ahead(self) -> bool:
+        """Whether a token of an image also sees the later tokens of its image."""
+        reads_images = self.media_config is not None
+        return reads_images and family_of_architecture(self.architecture).media_sees_ahead
+
+    @property
     def rope(self) -> RopeConfig | None:
         """Of layers without a sliding window; those with one may have another."""
         ropes = [
@@ -188,10 +199,12 @@ class ModelArch:
 
     @property
     def is_one_stage(self) -> bool:
-        """Whether all layers have to be on the same ranks, as some read others, or a table by token
-        ids."""
+        """Whether all layers have to be on the same ranks, as some read others, a table by token
+        ids, or an encoder."""
         has_table = self.hf_config.get("hidden_size_per_layer_input")
-        return bool(has_table) or any(source is not None for source in self.kv_sources)
+        reads_encoder = family_of_architecture(self.architecture).decoder_keys
+        has_sources = any(source is not None for source in self.kv_sources)
+        return bool(has_table or reads_encoder) or has_sources
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:

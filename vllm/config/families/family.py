@@ -140,16 +140,24 @@ class Family:
     is_encoder: bool = False
     """All tokens of a prompt see each other, and none is generated."""
     text_type: str | None = None
-    """`model_type` of the language model in `text_config`, of a family with a part for images."""
+    """`model_type` of the language model in `text_config`, of a family with a part for images or
+    sound."""
     also_text_types: tuple[str, ...] = ()
     """Other values of it, which the same class runs."""
     media: str | None = None
-    """Module of `multimodal.families` and of `model_executor.media.families` that encodes images;
-    None: the models read text only."""
+    """Module of `multimodal.families` and of `model_executor.media.families` that encodes images
+    or sound; None: the models read text only."""
     media_by_tower: Mapping[str, str] = field(default_factory=dict)
     """`model_type` of `vision_config` -> the module for such towers, where it is not `media`."""
     media_is_cpu_only: bool = False
-    """Images are read on the CPU only, and on a card the models read text."""
+    """Images or sounds are read on the CPU only, and on a card the models read text."""
+    decoder_keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of config.json that describe the decoder of an encoder-decoder -> their usual names."""
+    num_unsampled_tokens: int = 0
+    """Rows of the table of embeddings after the vocabulary, for tokens of prompts that the output
+    head does not have."""
+    media_sees_ahead: bool = False
+    """A token of an image also sees the later tokens of its image."""
     step_token_id: int | None = None
     """Token that ends a step, of models that reward steps (`ForProcessRewardModel`)."""
 
@@ -214,6 +222,8 @@ class Family:
     tokenizer: str | None = None
     """Class that transformers 5 registers; "": none, that of the checkpoint is used. None: it is
     not known here, and `AutoTokenizer` is asked."""
+    has_complete_prompts: bool = False
+    """Prompts as text have all of their special tokens; the tokenizer would add wrong ones."""
     reasoning_parser: str | None = None
     """The reasoning parser that is used without `--reasoning-parser`, as answers cannot be read
     without it. None: there is none."""

@@ -167,6 +167,13 @@ _LLAMAS = (
         tokenizer="",
     ),
     Family(
+        model_type="mllama_text_model",
+        module="mllama",
+        architectures=("MllamaForCausalLM",),
+        num_unsampled_tokens=8,
+        tokenizer="",
+    ),
+    Family(
         model_type="baichuan",
         module="baichuan",
         architectures=("BaichuanForCausalLM",),
@@ -1039,7 +1046,7 @@ _OTHERS = (
         ),
     ),
 )
-_WITH_IMAGES = (
+_WITH_MEDIA = (
     Family(
         model_type="llava",
         module="text_of_images",
@@ -1085,10 +1092,22 @@ _WITH_IMAGES = (
         tokenizer=_GENERIC,
     ),
     Family(
+        model_type="mllama",
+        module="text_of_images",
+        architectures=("MllamaForConditionalGeneration",),
+        text_type="mllama_text_model",
+        media="mllama",
+        media_is_cpu_only=True,
+        num_unsampled_tokens=8,
+        tokenizer="",
+    ),
+    Family(
         model_type="gemma3",
         module="text_of_images",
         architectures=("Gemma3ForConditionalGeneration",),
         text_type="gemma3_text",
+        media="gemma3",
+        media_sees_ahead=True,
         tokenizer="GemmaTokenizer",
     ),
     Family(
@@ -1188,6 +1207,40 @@ _WITH_IMAGES = (
         tokenizer="Qwen3_5Tokenizer",
         replaces_tokenizer=True,
     ),
+    Family(
+        model_type="qwen2_audio",
+        module="text_of_images",
+        architectures=("Qwen2AudioForConditionalGeneration",),
+        text_type="qwen2",
+        media="qwen2_audio",
+        tokenizer="Qwen2Tokenizer",
+    ),
+    Family(
+        model_type="voxtral",
+        module="text_of_images",
+        architectures=("VoxtralForConditionalGeneration",),
+        text_type="llama",
+        also_text_types=("mistral",),
+        media="voxtral",
+        tokenizer=_GENERIC,
+        has_mistral_tokenizer=True,
+    ),
+    Family(
+        model_type="whisper",
+        module="text_of_images",
+        architectures=("WhisperForConditionalGeneration",),
+        decoder_keys={
+            "d_model": "hidden_size",
+            "decoder_layers": "num_hidden_layers",
+            "decoder_attention_heads": "num_attention_heads",
+            "decoder_ffn_dim": "intermediate_size",
+            "max_target_positions": "max_position_embeddings",
+        },
+        media="whisper",
+        has_positions=False,
+        tokenizer="WhisperTokenizer",
+        has_complete_prompts=True,
+    ),
 )
 _ENCODERS = (
     Family(
@@ -1243,7 +1296,7 @@ FAMILIES = {
     family.model_type: family
     for family in (
         *(*_LLAMAS, *_QWENS, *_GRANITES, *_GEMMAS),
-        *(*_OTHERS, *_WITH_IMAGES, *_ENCODERS),
+        *(*_OTHERS, *_WITH_MEDIA, *_ENCODERS),
     )
 }
 """`model_type` -> family. Messages list families in this order."""

@@ -31,7 +31,7 @@ from vllm.errors import PromptTooLongError, RequestError
 from vllm.inputs import PromptType
 from vllm.lora.files import adapter_keys, find_adapter
 from vllm.lora.request import LoRARequest
-from vllm.messages import AdapterRef, EngineRequest, Grammar
+from vllm.messages import AdapterRef, EngineRequest, Grammar, OutputRules
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.structured_output.compiler import GrammarCompiler
@@ -172,11 +172,20 @@ class InputProcessor:
             embeddings=tokenized.embeddings,
             media=() if media is None else media.items,
             adapter=adapter,
+            output_rules=self._output_rules(token_ids, params),
         )
         if media is not None and media.positions is not None:
             arch = self._config.model.resolved_arch
             request = with_positions(request, media.positions, arch)
         return tokenized.text, request
+
+    def _output_rules(self, token_ids: list[int], params: SamplingParams) -> OutputRules | None:
+        """Return the rules of the model for an output; None: it has none, or the request says
+        itself which tokens are allowed."""
+        if params.allowed_token_ids is not None or params.guided_decoding is not None:
+            return None
+        speech = self.media.speech(self.tokenizer)
+        return None if speech is None else speech.output_rules(token_ids)
 
     def tokenize(self, prompt: PromptType, *, max_tokens: int | None = None) -> TokenizedPrompt:
         """Return the tokens of a prompt, with the tokens of its images.
@@ -188,10 +197,15 @@ class InputProcessor:
         Raises:
             RequestError: the prompt is wrong, or an image of it.
         """
+        prompt = self.media.joined(prompt)
         given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
         items = self.media.read(given) if given.get("multi_modal_data") is not None else []
         if any(key in given for key in MEDIA_KEYS):
             prompt = cast(PromptType, {k: v for k, v in given.items() if k not in MEDIA_KEYS})
+        has_tokens, text = given.get("prompt_token_ids") is not None, given.get("prompt")
+        if items and isinstance(text, str) and not has_tokens:
+            around = self.media.surround_text(text, given.get("literal_placeholders", ()))
+            prompt = cast(PromptType, {**cast(Mapping[str, Any], prompt), "prompt": around})
         tokenized = self.prompts.tokenize(prompt, max_tokens=max_tokens)
         if (known := given.get("media")) is not None:
             return replace(tokenized, media=known.followed_by(tokenized.token_ids))
@@ -199,9 +213,12 @@ class InputProcessor:
             return tokenized
         is_text = isinstance(prompt, str) or given.get("prompt") is not None
         literal = given.get("literal_placeholders", () if items else None)
-        media = self.media.place(
-            tokenized.token_ids, items, self.tokenizer, is_text=is_text, literal=literal
-        )
+        token_ids = tokenized.token_ids
+        if has_tokens:
+            token_ids = self.media.surround_tokens(token_ids, items, self.tokenizer)
+        elif isinstance(text, str):
+            tokenized = replace(tokenized, text=text)
+        media = self.media.place(token_ids, items, self.tokenizer, is_text=is_text, literal=literal)
         if media is None:
             return tokenized
         return replace(tokenized, token_ids=media.token_ids, media=media)
@@ -298,6 +315,7 @@ class InputProcessor:
                 "embeddings are the whole prompt",
                 param="prompt",
             )
+        self.media.check_required(0)
         embeddings = self.prompt_embeds.read(prompt["prompt_embeds"])
         placeholders = [PLACEHOLDER_TOKEN_ID] * embeddings.shape[0]
         return TokenizedPrompt(placeholders, None, cache_salt_of(prompt), (embeddings,))

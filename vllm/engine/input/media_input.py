@@ -1,43 +1,53 @@
-"""Images of prompts: reads them, and inserts the tokens that represent them.
+"""Images, sounds and videos of prompts: reads them, and inserts the tokens that represent them.
 
-Reading an image (decode, cut, resize) takes long, and a server does it in other processes. So a
-prompt is processed in two parts: `read` or `MediaWorkers` make `ReadMedia` of its images, and
+Reading an item (decode, cut, resize) takes long, and a server does it in other processes. So a
+prompt is processed in two parts: `read` or `MediaWorkers` make `ReadMedia` of its items, and
 `place` makes a request of that.
 """
 
 import hashlib
 import json
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError, RequestError
+from vllm.inputs import PromptType, plural
 from vllm.messages import CacheKey, MediaItem
-from vllm.multimodal.images.image import to_rgb
-from vllm.multimodal.interface.family import EncoderInput, Expansion, MediaFamily, PlacedItem
+from vllm.multimodal.given import as_list, as_source, kind_of
+from vllm.multimodal.images.surrounding_text import surround_in_text, surround_in_tokens
+from vllm.multimodal.interface.family import (
+    EncoderInput,
+    Expansion,
+    MediaFamily,
+    PlacedItem,
+)
 from vllm.multimodal.interface.source import MediaSource
-from vllm.multimodal.job import Job, family_of_model, job_arguments, make_job
+from vllm.multimodal.interface.speech import SpeechRules
+from vllm.multimodal.job import Job, family_class, family_of_model, job_arguments, make_job
 from vllm.multimodal.media_file import MediaFile, inline_tensors
+from vllm.multimodal.speech import speech_of_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MEDIA_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
-"""Keys of a prompt that are about images."""
+"""Keys of a prompt that are about media."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadMedia:
-    """One image as the encoder reads it."""
+    """One image, sound or video as the encoder reads it."""
 
     modality: str
     key: str
-    """Identifies the image and all settings that decide its embeddings."""
+    """Identifies the item and all settings that decide its embeddings."""
     given: EncoderInput
     file: MediaFile | None = None
     """File from which other processes read its tensors; None: the request has them."""
@@ -45,7 +55,7 @@ class ReadMedia:
 
 @dataclass(frozen=True, slots=True)
 class PlacedMedia:
-    """A prompt with the tokens of its images."""
+    """A prompt with the tokens of its media."""
 
     token_ids: list[int]
     items: tuple[MediaItem, ...]
@@ -54,7 +64,7 @@ class PlacedMedia:
     """[P, n] of the n tokens; None: their indices."""
 
     def followed_by(self, token_ids: list[int]) -> "PlacedMedia":
-        """Return the same images in a longer prompt, which continues this one with text.
+        """Return the same media in a longer prompt, which continues this one with text.
 
         Args:
             token_ids: of the longer prompt.
@@ -68,20 +78,23 @@ class PlacedMedia:
 
 
 class MediaInput:
-    """Images for one model.
+    """Images, sounds and videos for one model.
 
     Args:
         config: complete and consistent.
 
     Attributes:
-        limits: by modality: how many items a prompt may have.
+        limits: by modality that the model reads: how many items a prompt may have.
     """
 
     def __init__(self, config: VllmConfig) -> None:
         self._engine, self._model, self._config = config, config.model, config.multimodal
+        self._speech: tuple[SpeechRules | None] | None = None
         self.limits: Mapping[str, int] = {}
-        if self._model.resolved_arch.media_config is not None:
-            self.limits = {"image": self._config.image_limit.count}
+        arch = self._model.resolved_arch
+        if arch.media_config is not None and arch.media_module is not None:
+            modalities = family_class(arch.media_module).modalities
+            self.limits = {each: self._config.counts[each] for each in modalities}
 
     @property
     def uses_files(self) -> bool:
@@ -90,17 +103,54 @@ class MediaInput:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory for images that have been read."""
+        """Memory for items that have been read."""
         return self._config.processor_cache_bytes
 
     @cached_property
     def family(self) -> MediaFamily | None:
-        """The rules of the model's images, with the settings of the engine; None: it takes none."""
+        """The rules of the model's media, with the settings of the engine; None: it reads text."""
         return family_of_model(self._engine)
+
+    def speech(self, tokenizer: "PreTrainedTokenizerBase | None") -> SpeechRules | None:
+        """Return how the model transcribes; None: it does not.
+
+        Args:
+            tokenizer: of the model.
+        """
+        if self.family is None:
+            return None
+        if self._speech is None:
+            self._speech = (speech_of_model(self._engine, _token_lookup(tokenizer)),)
+        return self._speech[0]
+
+    def joined(self, prompt: PromptType) -> PromptType:
+        """Return the prompt of the decoder with the media of the prompt of the encoder, if a prompt
+        has both.
+
+        Raises:
+            RequestError: one of them is missing, or has something that belongs to the other.
+        """
+        if not isinstance(prompt, Mapping) or "encoder_prompt" not in prompt:
+            return prompt
+        if self.family is None or self.family.required is None:
+            return prompt  # is refused where it is tokenised
+        return _joined_prompts(prompt)
+
+    def check_required(self, num_items: int) -> None:
+        """Refuse a prompt without media that it needs.
+
+        Raises:
+            RequestError: the model reads a text only with one item of media.
+        """
+        if self.family is not None and self.family.required is not None and num_items != 1:
+            raise _refused(
+                f"a prompt of the model '{self._model.model}' must have one item of "
+                f"{self.family.required!r} in multi_modal_data, got {num_items or 'none'}"
+            )
 
     @cached_property
     def job_arguments(self) -> dict[str, Any]:
-        """The arguments of `make_job` for the images of the model."""
+        """The arguments of `make_job` for the media of the model."""
         return job_arguments(self._engine)
 
     @cached_property
@@ -108,10 +158,10 @@ class MediaInput:
         return make_job(**self.job_arguments)
 
     def sources(self, prompt: Mapping[str, Any]) -> list[MediaSource]:
-        """Return the images of a prompt, in the order of their placeholders.
+        """Return the items of a prompt, modality by modality.
 
         Raises:
-            RequestError: the model takes no images, or one is of another type.
+            RequestError: the model does not read such items, or one is of another type.
         """
         data = prompt.get("multi_modal_data")
         data = {} if data is None else data
@@ -128,52 +178,50 @@ class MediaInput:
                 f"multi_modal_data: the model '{self._model.model}' reads text only. Leave it out "
                 f"of the prompt"
             )
-        if unknown := [kind for kind in given if kind != "image"]:
+        if unknown := [kind for kind in given if kind not in self.limits]:
             raise _refused(
-                f"multi_modal_data must have the key 'image', got {', '.join(map(repr, unknown))}: "
-                f"this model reads images and no other media"
+                f"multi_modal_data must have the key {' or '.join(map(repr, self.limits))}, got "
+                f"{', '.join(map(repr, unknown))}: this model reads "
+                f"{' and '.join(map(plural, self.limits))} and no other media"
             )
-        images = given["image"]
-        if not isinstance(images, (list, tuple)):
-            images = [images]
-        if len(images) > self.limits["image"]:
-            raise _refused(
-                f"a prompt may have at most {self.limits['image']} images, got {len(images)}. Send "
-                f"fewer, or start the engine with a larger limit_mm_per_prompt"
-            )
-        uuids = self._uuids(prompt, len(images))
+        items = {kind: as_list(kind, value) for kind, value in given.items()}
+        uuids = self._uuids(prompt)
         overrides = _overrides_of(prompt)
-        return [
-            _as_source(image, f"multi_modal_data['image'][{index}]", uuid, overrides)
-            for index, (image, uuid) in enumerate(zip(images, uuids, strict=True))
-        ]
+        found = []
+        for kind, several in items.items():
+            if len(several) > self.limits[kind]:
+                raise _refused(
+                    f"a prompt may have at most {self.limits[kind]} {plural(kind)}, got "
+                    f"{len(several)}. Send fewer, or start the engine with a larger "
+                    f"limit_mm_per_prompt"
+                )
+            names = _names_of(kind, uuids.get(kind), len(several))
+            found += [
+                as_source(
+                    kind,
+                    item,
+                    where=f"multi_modal_data[{kind!r}][{index}]",
+                    uuid=name,
+                    overrides=overrides,
+                    sampling_rate=self.family.sampling_rate,
+                )
+                for index, (item, name) in enumerate(zip(several, names, strict=True))
+            ]
+        return found
 
-    def _uuids(self, prompt: Mapping[str, Any], count: int) -> Sequence[str | None]:
+    def _uuids(self, prompt: Mapping[str, Any]) -> Mapping[str, Any]:
         given = prompt.get("multi_modal_uuids")
         given = {} if given is None else given
-        if not isinstance(given, Mapping) or set(given) - {"image"}:
+        if not isinstance(given, Mapping) or set(given) - set(self.limits):
+            example = ", ".join(f"{kind!r}: [...]" for kind in self.limits)
             raise _refused(
-                f"multi_modal_uuids must be a dict such as {{'image': [...]}}, got "
+                f"multi_modal_uuids must be a dict such as {{{example}}}, got "
                 f"{list(given) if isinstance(given, Mapping) else type(given).__name__}"
             )
-        uuids = given.get("image")
-        if uuids is None:
-            return [None] * count
-        if isinstance(uuids, str):
-            uuids = [uuids]
-        if (
-            not isinstance(uuids, (list, tuple))
-            or len(uuids) != count
-            or not all(uuid is None or (isinstance(uuid, str) and uuid) for uuid in uuids)
-        ):
-            raise _refused(
-                f"multi_modal_uuids['image'] must be a list of {count} non-empty strings or None, "
-                f"one for each image"
-            )
-        return list(uuids)
+        return given
 
     def read(self, prompt: Mapping[str, Any]) -> list[ReadMedia]:
-        """Return the images of a prompt; decode what has not been read, in this process.
+        """Return the items of a prompt; decode what has not been read, in this process.
 
         Raises:
             RequestError: one cannot be read; names it.
@@ -186,6 +234,45 @@ class MediaInput:
             for source in self.sources(prompt)
         ]
 
+    def surround_text(self, text: str, literal: Sequence[int]) -> str:
+        """Return the text of a prompt with what belongs around its images.
+
+        Args:
+            text: of a prompt with images.
+            literal: see `place`.
+        """
+        family = self.family
+        assert family is not None
+        if not any(family.text_around):
+            return text
+        return surround_in_text(text, family.placeholder, family.text_around, literal)
+
+    def surround_tokens(
+        self,
+        token_ids: list[int],
+        items: Sequence[ReadMedia],
+        tokenizer: "PreTrainedTokenizerBase | None",
+    ) -> list[int]:
+        """Return tokens with those of the text that belongs around images, unless these are
+        expanded already.
+
+        Args:
+            token_ids: of a prompt that was given as tokens.
+            items: its images.
+            tokenizer: of the model.
+        """
+        family = self.family
+        assert family is not None
+        if not any(family.text_around) or not items:
+            return token_ids
+        lookup = _token_lookup(tokenizer)
+        _, inside, *_ = family.expand(items[0].given.grid, lookup).token_ids
+        if inside in token_ids:
+            return token_ids
+        assert tokenizer is not None
+        placeholder = lookup(family.placeholder)
+        return surround_in_tokens(token_ids, tokenizer, placeholder, family.text_around)
+
     def place(
         self,
         token_ids: list[int],
@@ -195,94 +282,125 @@ class MediaInput:
         is_text: bool,
         literal: Sequence[int] | None = None,
     ) -> PlacedMedia | None:
-        """Replace the placeholders of images by their tokens.
+        """Replace the placeholders of media by their tokens.
 
         Args:
             token_ids: of the prompt.
-            items: its images, in order.
+            items: its media; items of one modality are in order.
             tokenizer: of the model.
             is_text: the prompt was given as text, and not as tokens.
             literal: which of the placeholders, in order, a user has written as text, and stay
-                text. None: all of a text without images.
+                text. None: all of a text without media.
 
         Returns:
-            None: the prompt has neither images nor placeholders.
+            None: the prompt has neither media nor placeholders.
 
         Raises:
-            RequestError: there are more or fewer placeholders than images.
+            RequestError: there are more or fewer placeholders than items of a modality.
         """
         family = self.family
         assert family is not None
+        self.check_required(len(items))
         if not items and tokenizer is None:
             return None
         lookup = _token_lookup(tokenizer)
-        placeholder = lookup(family.placeholder)
-        if not items and placeholder not in token_ids:
+        texts = {kind: family.placeholder_of(kind) for kind in self.limits}
+        kind_of = {lookup(text): kind for kind, text in texts.items() if text}
+        found_at = [index for index, token in enumerate(token_ids) if token in kind_of]
+        if not items and not found_at:
             return None
-        expansions = [family.expand(item.given.grid, lookup) for item in items]
+        expanded = [_Expanded(item, family.expand(item.given.grid, lookup)) for item in items]
         if items and not literal:
-            starts = _find_expanded(token_ids, expansions, placeholder)
-            if starts is not None:
-                return self._placed(token_ids, items, expansions, starts)
-        found_at = [index for index, token in enumerate(token_ids) if token == placeholder]
+            placed = _find_expanded(token_ids, expanded, kind_of)
+            if placed is not None:
+                return self._placed(token_ids, placed)
         kept = set(range(len(found_at)) if literal is None and is_text else literal or ())
-        if len(found_at) - len(kept) != len(items):
-            raise _refused(
-                f"the prompt must have as many placeholders {family.placeholder} as images: it has "
-                f"{len(found_at) - len(kept)}, and {len(items)} images are given"
-            )
-        of_text = _as_text(tokenizer, family.placeholder) if kept else []
+        waiting = _by_kind(expanded)
+        for kind in kind_of.values():
+            replaced_at = [at for n, at in enumerate(found_at) if n not in kept]
+            count = sum(kind_of[token_ids[at]] == kind for at in replaced_at)
+            if count != len(waiting[kind]):
+                raise _refused(
+                    f"the prompt must have as many placeholders {texts[kind]} as {plural(kind)}: "
+                    f"it has {count}, and {len(waiting[kind])} {plural(kind)} are given"
+                )
         found: list[int] = []
-        starts, before = [], 0
-        waiting = iter(expansions)
+        placed, before = [(each, 0) for each in expanded if not texts[each.item.modality]], 0
         for number, index in enumerate(found_at):
             found += token_ids[before:index]
             before = index + 1
+            kind = kind_of[token_ids[index]]
             if number in kept:
-                found += of_text
+                found += _as_text(tokenizer, texts[kind])
                 continue
-            starts.append(len(found))
-            found += next(waiting).token_ids
-        return self._placed(found + token_ids[before:], items, expansions, starts)
+            each = waiting[kind].popleft()
+            placed.append((each, len(found)))
+            found += each.expansion.token_ids
+        return self._placed(found + token_ids[before:], placed)
 
     def _placed(
-        self,
-        token_ids: list[int],
-        items: Sequence[ReadMedia],
-        expansions: Sequence[Expansion],
-        starts: Sequence[int],
+        self, token_ids: list[int], placed: Sequence[tuple["_Expanded", int]]
     ) -> PlacedMedia:
+        """Return a prompt with the tokens of its media.
+
+        Args:
+            token_ids: with these tokens.
+            placed: the items in the order of their tokens, and the index of the first one.
+        """
         family = self.family
         assert family is not None
+        items = [
+            PlacedItem(start, len(each.expansion.token_ids), each.item.given.grid)
+            for each, start in placed
+        ]
         media = tuple(
             MediaItem(
-                modality=item.modality,
-                key=item.key,
-                runs=tuple(_runs(expansion.is_embedding, start)),
-                tensors=inline_tensors(item.given.tensors)
-                if item.file is None
-                else item.file.tensors,
+                modality=each.item.modality,
+                key=each.item.key,
+                runs=tuple(_runs(each.expansion.is_embedding, start)),
+                num_states=each.expansion.num_states,
+                seen_by=seen_by,
+                tensors=inline_tensors(each.item.given.tensors)
+                if each.item.file is None
+                else each.item.file.tensors,
             )
-            for item, expansion, start in zip(items, expansions, starts, strict=True)
+            for (each, start), seen_by in zip(placed, family.seen_by(items), strict=True)
         )
-        placed = [
-            PlacedItem(start, len(expansion.token_ids), item.given.grid)
-            for item, expansion, start in zip(items, expansions, starts, strict=True)
-        ]
         return PlacedMedia(
             token_ids,
             media,
             tuple(CacheKey(item.start, item.key) for item in media),
-            family.positions(len(token_ids), placed) if placed else None,
+            family.positions(len(token_ids), items) if items else None,
         )
 
 
+class _Expanded(NamedTuple):
+    """An item and the tokens that represent it."""
+
+    item: ReadMedia
+    expansion: Expansion
+
+
 def read_media(prompt: Mapping[str, Any]) -> list[ReadMedia] | None:
-    """Return the images of a prompt if they have been read already, else None."""
+    """Return the items of a prompt if they have been read already, else None."""
     data = prompt.get("multi_modal_data")
-    images = data.get("image") if isinstance(data, Mapping) else None
-    is_read = isinstance(images, list) and images and isinstance(images[0], ReadMedia)
-    return images if is_read else None
+    several = list(data.values()) if isinstance(data, Mapping) else []
+    if not several or not all(isinstance(given, _ReadItems) for given in several):
+        return None
+    return [item for given in several for item in given]
+
+
+def with_read_media(prompt: Mapping[str, Any], items: Sequence[ReadMedia]) -> PromptType:
+    """Return a prompt whose items have been read."""
+    data = {
+        kind: _ReadItems(item for item in items if item.modality == kind)
+        for kind in dict.fromkeys(item.modality for item in items)
+    }
+    return cast(PromptType, {**prompt, "multi_modal_data": data})
+
+
+class _ReadItems(list[ReadMedia]):
+    """Items of one modality that have been read. Programs cannot give such a list."""
 
 
 def cache_salt_of(prompt: Mapping[str, Any]) -> str | None:
@@ -295,8 +413,32 @@ def cache_salt_of(prompt: Mapping[str, Any]) -> str | None:
     return salt
 
 
+def _joined_prompts(prompt: Mapping[str, Any]) -> PromptType:
+    given, asked = prompt["encoder_prompt"], prompt.get("decoder_prompt")
+    if unknown := prompt.keys() - {"encoder_prompt", "decoder_prompt", "mm_processor_kwargs"}:
+        raise _refused(
+            f"a prompt with encoder_prompt must have decoder_prompt and no other key but "
+            f"mm_processor_kwargs, got {', '.join(sorted(unknown))}"
+        )
+    accepted = {"prompt", "cache_salt", *MEDIA_KEYS}
+    if not isinstance(given, Mapping) or given.keys() - accepted or given.get("prompt"):
+        raise _refused(
+            "encoder_prompt must be a dict such as {'prompt': '', 'multi_modal_data': {...}}: the "
+            "encoder reads no text. Put text into decoder_prompt"
+        )
+    if isinstance(asked, Mapping) and asked.keys() & set(MEDIA_KEYS):
+        raise _refused("decoder_prompt must be text or token ids; put media into encoder_prompt")
+    if not asked:
+        raise _refused("decoder_prompt must be text or token ids, and it is empty or missing")
+    if not isinstance(asked, Mapping):
+        asked = {"prompt" if isinstance(asked, str) else "prompt_token_ids": asked}
+    outer = {key: prompt[key] for key in ("mm_processor_kwargs",) if key in prompt}
+    media = {key: value for key, value in given.items() if key != "prompt"}
+    return cast(PromptType, {**media, **outer, **asked})
+
+
 def _overrides_of(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of the image processor that a prompt brings.
+    """Return the settings of the processor that a prompt brings.
 
     Raises:
         RequestError: they are no object of JSON.
@@ -306,7 +448,7 @@ def _overrides_of(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
         return {}
     if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
         raise _refused(
-            f"mm_processor_kwargs must be a dict whose keys are strings, got {_kind_of(overrides)}"
+            f"mm_processor_kwargs must be a dict whose keys are strings, got {kind_of(overrides)}"
         )
     try:
         json.dumps(dict(overrides))
@@ -316,7 +458,7 @@ def _overrides_of(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def media_key(source: MediaSource, cache_salt: str | None) -> str:
-    """Return the identity of the embeddings of an image of one model.
+    """Return the identity of the embeddings of an item of one model.
 
     A name that the client gives (uuid) replaces the content, never the settings.
     """
@@ -325,78 +467,41 @@ def media_key(source: MediaSource, cache_salt: str | None) -> str:
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     if source.uuid is not None:
         digest.update(b"\0uuid\0" + source.uuid.encode())
-    elif source.data is not None:
-        digest.update(b"\0file\0")
-        digest.update(source.data)
-    else:
-        assert source.pixels is not None
-        digest.update(f"\0pixels\0{source.pixels.shape}\0".encode())
-        digest.update(np.ascontiguousarray(source.pixels).data)
+        return f"{source.modality}:{digest.hexdigest()}"
+    for name, content in source.arrays.items():
+        digest.update(f"\0{name}\0{content.shape}{source.sampling_rate}\0".encode())
+        digest.update(np.ascontiguousarray(content).data)
     return f"{source.modality}:{digest.hexdigest()}"
 
 
-def _as_source(
-    image: Any, where: str, uuid: str | None, overrides: Mapping[str, Any]
-) -> MediaSource:
-    """Return an image that a program gives: a file, or pixels in any of the usual forms."""
-    if isinstance(image, MediaSource):
-        return replace(image, overrides=overrides)
-    if isinstance(image, bytes):
-        return MediaSource(
-            modality="image", where=where, data=image, uuid=uuid, overrides=overrides
-        )
-    if hasattr(image, "getexif"):  # PIL.Image.Image
-        image = np.asarray(to_rgb(image, where=where), np.uint8)
-    pixels = _as_pixels(image)
-    if pixels is None:
+def _names_of(kind: str, given: Any, count: int) -> Sequence[str | None]:
+    """Return the names that a prompt gives its items of a modality.
+
+    Raises:
+        RequestError: there are more or fewer than items, or one is no text.
+    """
+    if given is None:
+        return [None] * count
+    if isinstance(given, str):
+        given = [given]
+    if (
+        not isinstance(given, (list, tuple))
+        or len(given) != count
+        or not all(uuid is None or (isinstance(uuid, str) and uuid) for uuid in given)
+    ):
         raise _refused(
-            f"{where} must be an image of Pillow, the bytes of a file, or an array or tensor "
-            f"[height, width, 3] or [3, height, width] of bytes, or of floats from 0 to 1; got "
-            f"{_kind_of(image)}"
+            f"multi_modal_uuids[{kind!r}] must be a list of {count} non-empty strings or None, one "
+            f"for each of the {plural(kind)}"
         )
-    return MediaSource(modality="image", where=where, pixels=pixels, uuid=uuid, overrides=overrides)
-
-
-def _as_pixels(image: Any) -> npt.NDArray[np.uint8] | None:
-    """Return the pixels [H, W, 3] of an array or a tensor; None: it has another shape or type."""
-    if hasattr(image, "detach"):
-        try:
-            image = image.detach().cpu()
-            # numpy has no bfloat16
-            image = (image.float() if image.is_floating_point() else image).numpy()
-        except (RuntimeError, TypeError):  # it is sparse, or has no values
-            return None
-    if not isinstance(image, np.ndarray) or image.ndim != 3:
-        return None
-    if image.shape[2] != 3:
-        if image.shape[0] != 3:
-            return None
-        image = image.transpose(1, 2, 0)
-    if not image.size:
-        return None
-    if image.dtype.kind == "f":
-        if not (np.isfinite(image).all() and image.min() >= 0 and image.max() <= 1):
-            return None
-        image = np.rint(image * 255)
-    elif image.dtype.kind not in "iu" or image.min() < 0 or image.max() > 255:
-        return None
-    return np.ascontiguousarray(image, np.uint8)
-
-
-def _kind_of(image: Any) -> str:
-    shape, dtype = getattr(image, "shape", None), getattr(image, "dtype", None)
-    if shape is None or dtype is None:
-        return type(image).__name__
-    return f"{type(image).__name__} {list(shape)} of {dtype}"
+    return list(given)
 
 
 def _token_lookup(tokenizer: "PreTrainedTokenizerBase | None") -> Any:
-    if tokenizer is None:
-        raise _refused(
-            "images need a tokenizer, and this engine runs without one (skip_tokenizer_init)"
-        )
-
     def lookup(token: str) -> int:
+        if tokenizer is None:
+            raise _refused(
+                "media need a tokenizer, and this engine runs without one (skip_tokenizer_init)"
+            )
         found = tokenizer.convert_tokens_to_ids(token)
         if not isinstance(found, int) or (
             found == tokenizer.unk_token_id and token != tokenizer.unk_token
@@ -418,35 +523,46 @@ def _as_text(tokenizer: "PreTrainedTokenizerBase | None", text: str) -> list[int
     return found
 
 
+def _by_kind(expanded: Sequence["_Expanded"]) -> dict[str, deque["_Expanded"]]:
+    """Return the items of each modality, in order."""
+    found: dict[str, deque[_Expanded]] = defaultdict(deque)
+    for each in expanded:
+        found[each.item.modality].append(each)
+    return found
+
+
 def _find_expanded(
-    token_ids: list[int], expansions: Sequence[Expansion], placeholder: int
-) -> list[int] | None:
-    """Return where the expansions of images begin, if the prompt has all of them already; None: it
-    has not.
+    token_ids: list[int], expanded: Sequence["_Expanded"], kind_of: Mapping[int, str]
+) -> list[tuple["_Expanded", int]] | None:
+    """Return the items and where their tokens begin, if the prompt has the tokens of all items
+    already; None: it has not.
 
     Args:
         token_ids: of the prompt.
-        expansions: of its images, in order.
-        placeholder: token of one image that is not expanded.
+        expanded: its items; items of one modality are in order.
+        kind_of: modalities by the token of an item that is not expanded.
     """
-    if all(len(expansion.token_ids) == 1 for expansion in expansions):
+    if all(len(each.expansion.token_ids) <= 1 for each in expanded):
         return None
-    starts, index = [], 0
-    for expansion in expansions:
-        size, first = len(expansion.token_ids), expansion.token_ids[0]
-        while index < len(token_ids) and token_ids[index] != first:
-            if token_ids[index] == placeholder:
+    waiting = _by_kind(expanded)
+    found = []
+    index = 0
+    while index < len(token_ids):
+        for several in waiting.values():
+            tokens = several[0].expansion.token_ids if several else []
+            if tokens and token_ids[index : index + len(tokens)] == tokens:
+                found.append((several.popleft(), index))
+                index += len(tokens)
+                break
+        else:
+            if token_ids[index] in kind_of:
                 return None
             index += 1
-        if token_ids[index : index + size] != expansion.token_ids:
-            return None
-        starts.append(index)
-        index += size
-    return None if placeholder in token_ids[index:] else starts
+    return None if any(waiting.values()) else found
 
 
 def _runs(is_embedding: Sequence[bool], start: int) -> Iterator[tuple[int, int]]:
-    """Yield (index, n) of the runs of tokens that are embeddings of an image."""
+    """Yield (index, n) of the runs of tokens that are embeddings of an item."""
     edges = np.flatnonzero(np.diff(np.array([False, *is_embedding, False], np.int8)))
     for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         yield start + begin, end - begin

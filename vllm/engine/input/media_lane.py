@@ -1,6 +1,6 @@
-"""Reads the images of requests in processes that can be killed, and keeps the newest results.
+"""Reads the media of requests in processes that can be killed, and keeps the newest results.
 
-An image that comes several times is decoded once, even if it comes while it is decoded.
+An item that comes several times is decoded once, even if it comes while it is decoded.
 """
 
 import asyncio
@@ -11,11 +11,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 from weakref import WeakValueDictionary
 
 from vllm.engine.input.input_processor import InputProcessor
-from vllm.engine.input.media_input import ReadMedia, cache_salt_of, media_key, read_media
+from vllm.engine.input.media_input import (
+    ReadMedia,
+    cache_salt_of,
+    media_key,
+    read_media,
+    with_read_media,
+)
 from vllm.engine.metrics.media_metrics import MediaReadStats
 from vllm.errors import ConfigError
 from vllm.inputs import PromptType
@@ -32,17 +38,17 @@ logger = init_logger(__name__)
 _JOB = "vllm.multimodal.job:make_job"
 _TIMEOUT_S = 30.0
 _MEMORY_LIMIT = 2 * 2**30
-"""Bytes that one image may take while it is decoded and resized."""
+"""Bytes that one item may take while it is decoded and resized."""
 
 
 class PixelCache:
-    """The newest inputs of the encoder, by the keys of their images.
+    """The newest inputs of the encoder, by the keys of their items.
 
     Args:
         capacity: bytes.
 
     Attributes:
-        num_queries: images that were looked up.
+        num_queries: items that were looked up.
         num_hits: how many of them were there.
     """
 
@@ -54,7 +60,7 @@ class PixelCache:
         self._num_bytes = 0
 
     def find(self, key: str) -> EncoderInput | None:
-        """Return the input of an image, if it is there."""
+        """Return the input of an item, if it is there."""
         self.num_queries += 1
         found = self._entries.get(key)
         if found is not None:
@@ -63,7 +69,7 @@ class PixelCache:
         return found
 
     def keep(self, key: str, given: EncoderInput) -> None:
-        """Keep the input of an image, unless it is larger than all memory of the cache."""
+        """Keep the input of an item, unless it is larger than all memory of the cache."""
         size = size_of(given)
         if key in self._entries or size > self._capacity:
             return
@@ -80,12 +86,12 @@ class PixelCache:
 
 
 def size_of(given: EncoderInput) -> int:
-    """Return the bytes of the tensors of an image."""
+    """Return the bytes of the tensors of an item."""
     return sum(tensor.nbytes for tensor in given.tensors.values())
 
 
 class MediaLane:
-    """The images of all requests of a server.
+    """The images, sounds and videos of all requests of a server.
 
     Args:
         source: gives the processor of the event loop, once there is one.
@@ -97,12 +103,12 @@ class MediaLane:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="media-keys")
         self._reading: dict[str, asyncio.Task[EncoderInput]] = {}
         self._files: WeakValueDictionary[str, MediaFile] = WeakValueDictionary()
-        """By key of the image, while requests with it run."""
+        """By key of the item, while requests with it run."""
         self.cache = PixelCache(0)
         self._times = MediaTimes()
 
     def prepare(self) -> None:
-        """Start the processes in the background, if the model reads images.
+        """Start the processes in the background, if the model reads media.
 
         Raises:
             ConfigError: the settings of the image processor are missing, or cannot be used.
@@ -127,11 +133,13 @@ class MediaLane:
         return MediaReadStats(self._times, self.cache.num_queries, self.cache.num_hits)
 
     async def read(self, prompt: PromptType) -> PromptType:
-        """Return the prompt with its images read.
+        """Return the prompt with its media read.
 
         Raises:
             RequestError: one cannot be read; names it.
         """
+        if isinstance(prompt, Mapping) and "encoder_prompt" in prompt:
+            prompt = self._source().media.joined(prompt)
         given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
         if given.get("multi_modal_data") is None or read_media(given) is not None:
             return prompt
@@ -145,11 +153,11 @@ class MediaLane:
         ]
         if not items:
             return prompt
-        return cast(PromptType, {**given, "multi_modal_data": {"image": items}})
+        return with_read_media(given, items)
 
     @asynccontextmanager
     async def shared(self, prompt: PromptType) -> AsyncIterator[PromptType]:
-        """Give the prompt with its images read. Until the end of the context, the engine's other
+        """Give the prompt with its media read. Until the end of the context, the engine's other
         processes can read their tensors.
 
         Raises:
@@ -166,7 +174,7 @@ class MediaLane:
             for item in found:
                 file = await self._file_of(item)
                 items.append(replace(item, file=file and used.enter_context(file)))
-            yield cast(PromptType, {**given, "multi_modal_data": {"image": items}})
+            yield with_read_media(given, items)
 
     def shutdown(self) -> None:
         """Kill the processes."""
@@ -178,7 +186,7 @@ class MediaLane:
     def _start(workers: MediaWorkers) -> None:
         try:
             workers.start()
-        except ConfigError as error:  # each image is refused then
+        except ConfigError as error:  # each item is refused then
             logger.error("%s", error)
 
     def _find_sources(self, prompt: Mapping[str, Any]) -> list[tuple[str, MediaSource]]:
@@ -195,7 +203,7 @@ class MediaLane:
             task = asyncio.create_task(self._timed(source.modality, self._workers.run(source)))
             self._reading[key] = task
             task.add_done_callback(lambda _: self._reading.pop(key, None))
-        # Another request may wait for the same image: cancelling one leaves it to the other.
+        # Another request may wait for the same item: cancelling one leaves it to the other.
         given = await asyncio.shield(task)
         self.cache.keep(key, given)
         return given
@@ -207,7 +215,7 @@ class MediaLane:
         return given
 
     async def _file_of(self, item: ReadMedia) -> MediaFile | None:
-        """Return an open file with the tensors of an image; None: they are small, or there can be
+        """Return an open file with the tensors of an item; None: they are small, or there can be
         no file."""
         if size_of(item.given) <= media_file.INLINE_BYTES:
             return None
@@ -218,7 +226,7 @@ class MediaLane:
         try:
             made = await loop.run_in_executor(self._thread, MediaFile, item.given.tensors)
         except OSError as error:  # such as too many open files
-            logger.warning("an image travels in its request, which is slower: %s", error)
+            logger.warning("a media item travels in its request, which is slower: %s", error)
             return None
         self._files[item.key] = made
         return made

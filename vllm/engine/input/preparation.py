@@ -19,6 +19,7 @@ from vllm.engine.input.slow_lane import (
     split_at_spaces,
     text_of,
 )
+from vllm.engine.input.sound_lane import SoundLane
 from vllm.errors import TextTooLongError
 from vllm.inputs import PromptType, TokensPrompt
 from vllm.messages import EngineRequest
@@ -47,6 +48,7 @@ class Preparation:
         self._huge_lane = SlowLane("tokenise-huge", source)
         self._huge_texts = HugeTexts()
         self.media = MediaLane(source)
+        self.sound = SoundLane()
 
     @property
     def _processor(self) -> InputProcessor:
@@ -64,6 +66,7 @@ class Preparation:
         self._huge_lane.shutdown()
         self._huge_texts.shutdown()
         self.media.shutdown()
+        self.sound.shutdown()
 
     async def process(
         self,
@@ -105,8 +108,9 @@ class Preparation:
             return prompt
         self._processor.prompts.check_length(text, None)
         given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
+        usual = self._processor.prompts.adds_special_tokens
         token_ids = await self._huge_texts.encode(
-            tokenizer, text, add_special_tokens=bool(given.get("add_special_tokens", True))
+            tokenizer, text, add_special_tokens=bool(given.get("add_special_tokens", usual))
         )
         others = {key: given[key] for key in given if key not in ("prompt", "add_special_tokens")}
         made = {"prompt_token_ids": token_ids, "prompt": text, **others}

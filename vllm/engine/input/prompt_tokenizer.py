@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
+from vllm.config.families import family_of_architecture
 from vllm.engine.input.media_input import MEDIA_KEYS, PlacedMedia, cache_salt_of
 from vllm.errors import RequestError, TextTooLongError
 from vllm.inputs import PromptType, TokensPrompt
@@ -64,7 +65,12 @@ class PromptTokenizer:
         generation_defaults: Mapping[str, Any],
     ) -> None:
         self.tokenizer = tokenizer
-        self._vocab_size = config.model.resolved_arch.vocab_size
+        arch = config.model.resolved_arch
+        self._num_tokens = arch.num_embeddings
+        self.adds_special_tokens = not family_of_architecture(
+            arch.architecture
+        ).has_complete_prompts
+        """Of prompts that do not say it."""
         self._max_model_len = config.scheduler.max_model_len
         self._length_bound: TextLengthBound | None = None
         self._config_end_tokens = _as_ids(config.model.resolved_arch.hf_config.get("eos_token_id"))
@@ -99,7 +105,8 @@ class PromptTokenizer:
             PromptTooLongError: it certainly has more than `max_tokens`.
         """
         if isinstance(prompt, str):
-            return TokenizedPrompt(self._encode(prompt, max_tokens=max_tokens), prompt)
+            token_ids = self._encode(prompt, self.adds_special_tokens, max_tokens=max_tokens)
+            return TokenizedPrompt(token_ids, prompt)
         if isinstance(prompt, Mapping):
             return self._tokenize_mapping(prompt, max_tokens)
         return TokenizedPrompt(self._check_prompt_ids(prompt), None)
@@ -120,8 +127,8 @@ class PromptTokenizer:
             )
         if "encoder_prompt" in prompt:
             raise RequestError(
-                "models with an encoder and a decoder are not supported: send a prompt without "
-                f"'encoder_prompt', as {_PROMPT_TYPES}",
+                "encoder_prompt: this model has no encoder that reads a prompt of its own. Send a "
+                f"prompt without it, as {_PROMPT_TYPES}",
                 param="prompt",
             )
         if prompt.get("prompt_embeds") is not None:
@@ -145,12 +152,12 @@ class PromptTokenizer:
             return TokenizedPrompt(self._check_prompt_ids(prompt["prompt_token_ids"]), text, salt)
         if text is None:
             raise RequestError(f"the prompt is empty: expected {_PROMPT_TYPES}", param="prompt")
-        add_special_tokens = bool(prompt.get("add_special_tokens", True))
+        add_special_tokens = bool(prompt.get("add_special_tokens", self.adds_special_tokens))
         token_ids = self._encode(text, add_special_tokens, max_tokens=max_tokens)
         return TokenizedPrompt(token_ids, text, salt)
 
     def _encode(
-        self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None
+        self, text: str, add_special_tokens: bool, *, max_tokens: int | None = None
     ) -> list[int]:
         if self.tokenizer is None:
             raise RequestError(
@@ -204,11 +211,11 @@ class PromptTokenizer:
         ids = list(token_ids)
         if set(map(type, ids)) != {int}:
             ids = [_as_int(token_id, position) for position, token_id in enumerate(ids)]
-        if min(ids) < 0 or max(ids) >= self._vocab_size:
-            position = next(i for i, t in enumerate(ids) if not 0 <= t < self._vocab_size)
+        if min(ids) < 0 or max(ids) >= self._num_tokens:
+            position = next(i for i, t in enumerate(ids) if not 0 <= t < self._num_tokens)
             raise RequestError(
                 f"token id {ids[position]} at position {position} of the prompt is not in the "
-                f"vocabulary of {self._vocab_size} tokens (0 to {self._vocab_size - 1})",
+                f"vocabulary of {self._num_tokens} tokens (0 to {self._num_tokens - 1})",
                 param="prompt",
             )
         return ids

@@ -206,7 +206,7 @@ class EngineMetrics:
         return self._counters.totals(self.stats)
 
     def read_media(self) -> MediaReadStats | None:
-        """None: all replicas share it."""
+        """Return None: a replica reads no media, as the server does it for all."""
         return None
 
     def rates(self) -> Rates:

@@ -17,7 +17,7 @@ class MediaReadStats:
 
     read: MediaTimes
     num_cache_queries: int
-    """Items that were looked up among those that had been read."""
+    """Items that were looked up in the cache of items that have been read."""
     num_cache_hits: int
 
 

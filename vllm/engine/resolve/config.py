@@ -41,7 +41,7 @@ from vllm.engine.resolve.hpu import (
     refuse_variables,
     resolve_hpu_config,
 )
-from vllm.engine.resolve.media import resolve_media
+from vllm.engine.resolve.media import check_images_fit, resolve_media
 from vllm.engine.resolve.model_options import (
     check_connector,
     for_states,
@@ -108,7 +108,9 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         check_simulation(config.hpu)
         config = fit_token_budget(config, is_given=settings["max_num_batched_tokens"] is not None)
     check_speculator(config)
-    return _with_weights(config, values["asked_load"])
+    config = _with_weights(config, values["asked_load"])
+    check_images_fit(config)
+    return config
 
 
 def _asked_load(given: Mapping[str, Any]) -> LoadConfig:
@@ -118,8 +120,8 @@ def _asked_load(given: Mapping[str, Any]) -> LoadConfig:
 
 def _model(given: Mapping[str, Any], asked_load: LoadConfig, platform: Platform) -> ModelConfig:
     section = with_bitsandbytes(_section(ModelConfig, given), given["load_format"])
-    max_images = _section(MultiModalConfig, given).image_limit.count
-    asked = _resolve_model(section, asked_load, platform, max_images)
+    counts = _section(MultiModalConfig, given).counts
+    asked = _resolve_model(section, asked_load, platform, counts)
     model = resolve_quantization(asked, platform)
     _check_prompt_embeds(model)
     return model
@@ -165,7 +167,7 @@ def _speculative(
     speculative = resolve_speculator(asked, model, platform, asked_load)
     asked_draft = asked_draft_model(speculative, model, platform)
     if asked_draft is not None:
-        draft = _resolve_model(asked_draft, asked_load, platform, max_images=None)
+        draft = _resolve_model(asked_draft, asked_load, platform, max_items=None)
         draft = check_draft_model(draft, model, platform)
         speculative = replace(speculative, draft_model=draft)
     return resolve_lookup(speculative, limits, platform)
@@ -239,7 +241,7 @@ def _multimodal(settings: Mapping[str, Any], model: ModelConfig) -> MultiModalCo
     multimodal = _section(MultiModalConfig, settings)
     if model.resolved_arch.media_config is None:
         for name in multimodal.given:
-            if name == "limit_mm_per_prompt" and multimodal.image_limit.count == 0:
+            if name == "limit_mm_per_prompt" and 0 in multimodal.counts.values():
                 continue
             logger.warning("%s has no effect: '%s' reads text only", name, model.model)
     return multimodal
@@ -349,7 +351,7 @@ def _profiled_steps() -> tuple[int, int] | None:
 
 
 def _resolve_model(
-    asked: ModelConfig, load: LoadConfig, platform: Platform, max_images: int | None
+    asked: ModelConfig, load: LoadConfig, platform: Platform, max_items: Mapping[str, int] | None
 ) -> ModelConfig:
     folder = _model_folder(asked, load, "dummy")  # without weights: they may take an hour
     asked = without_gguf(asked, folder)
@@ -361,7 +363,7 @@ def _resolve_model(
         lambda raw: check_architecture(raw, config_folder, asked.model_impl),
     )
     arch = _read_arch(asked, load, raw, config_folder)
-    arch = resolve_media(arch, folder, load, max_images, platform.name)
+    arch = resolve_media(arch, folder, load, max_items, platform.name)
     if named_dtype(arch.hf_config) is None and load.load_format != "dummy":
         arch = replace(arch, dtype=dtype_of_files(folder, load.load_format) or arch.dtype)
     arch, window = resolve_windows(asked, arch)

@@ -1,72 +1,133 @@
-"""Decide whether the encoder of images of a model is loaded. Reads no weights."""
+"""Decide whether the encoder of images or sounds of a model is loaded. Reads no weights."""
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm.config import LoadConfig, ModelArch
+from vllm.config import LoadConfig, ModelArch, VllmConfig
 from vllm.config.families import TEXT_TYPES, family_of_architecture
+from vllm.errors import ConfigError
+from vllm.inputs import plural
 from vllm.logger import init_logger
-from vllm.multimodal.images.settings import has_processor_settings
 from vllm.multimodal.images.tower_config import TOWER_PARTS
+from vllm.multimodal.interface.checks import SETTINGS_FILE
+from vllm.multimodal.job import family_class, family_of_model, num_embeddings
+from vllm.multimodal.processor_settings import has_settings
 from vllm.transformers_utils.weight_headers import names_of_tensors
 
 logger = init_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Words for what an encoder reads, and the package that reads files of it."""
+
+    name: str
+    processor: str
+    package: str
+    library: str
+    extra: str
+
+
+_IMAGES = _Kind("images", "an image processor", "PIL", "Pillow", "image")
+_SOUNDS = _Kind("sounds", "a feature extractor", "av", "PyAV", "audio")
+
+
 def resolve_media(
-    arch: ModelArch, folder: Path, load: LoadConfig, max_images: int | None, device: str
+    arch: ModelArch,
+    folder: Path,
+    load: LoadConfig,
+    max_items: Mapping[str, int] | None,
+    device: str,
 ) -> ModelArch:
-    """Return the architecture without images where the encoder cannot run or nobody needs it, and
-    log the reason.
+    """Return the architecture without images and sounds where the encoder cannot run or nobody
+    needs it, and log the reason.
 
     Args:
         arch: of the model.
         folder: of the model.
         load: how the weights are loaded.
-        max_images: of a request; None: it is a draft model, which reads only tokens.
+        max_items: of a request, by modality; None: it is a draft model, which reads only tokens.
         device: name of the platform.
     """
     name = str(arch.hf_config["architectures"][0])
     if name not in TEXT_TYPES:
         return arch
-    reason = _reason_for_text(arch, folder, load, max_images, device)
+    media = family_of_architecture(arch.architecture).media
+    kind = _SOUNDS if media and "image" not in family_class(media).modalities else _IMAGES
+    reason = _reason_for_text(arch, folder, load, max_items, device, kind)
     if reason is None:
         return arch
     logger.info(
-        "%s serves text input only: the part of the checkpoint for images is not loaded, "
-        "because %s",
+        "%s serves text input only: the part of the checkpoint for %s is not loaded, because %s",
         name,
+        kind.name,
         reason,
     )
     return replace(arch, media_config=None)
 
 
+def check_images_fit(config: VllmConfig) -> None:
+    """Refuse an engine whose steps have no room for an image of a model whose images run in one
+    step.
+
+    Raises:
+        ConfigError: says how much room there is, and what to raise.
+    """
+    limits = config.scheduler
+    if not config.model.resolved_arch.media_sees_ahead or not limits.enable_chunked_prefill:
+        return
+    family = family_of_model(config)
+    assert family is not None
+    num_tokens = num_embeddings(family, family.largest())
+    if num_tokens <= limits.longest_chunk:
+        return
+    settings, fix = "long_prefill_token_threshold or max_num_partial_prefills", "Change these"
+    if num_tokens <= limits.prefill_chunk_limit:
+        settings = (
+            f"max_num_batched_tokens ({limits.max_num_batched_tokens}), when the other ones of "
+            f"max_num_seqs ({limits.max_num_seqs}) have their token"
+        )
+        fix = f"Raise max_num_batched_tokens to {num_tokens + limits.max_num_seqs - 1}"
+    raise ConfigError(
+        f"an image of this model has {num_tokens} tokens, which have to run in one step, and a "
+        f"step has room for {limits.longest_chunk} of one prompt by {settings}. {fix}, or serve "
+        f"text only: limit_mm_per_prompt image=0"
+    )
+
+
 def _reason_for_text(
-    arch: ModelArch, folder: Path, load: LoadConfig, max_images: int | None, device: str
+    arch: ModelArch,
+    folder: Path,
+    load: LoadConfig,
+    max_items: Mapping[str, int] | None,
+    device: str,
+    kind: _Kind,
 ) -> str | None:
-    """Return why a model reads text only; None: it also reads images."""
+    """Return why a model reads text only; None: it also reads images or sounds."""
     family = family_of_architecture(arch.architecture)
     if family.media is None:
         return "images are not implemented for its class of models"
     if family.media_is_cpu_only and device != "cpu":
-        return f"images of its class of models are implemented for --device cpu, not for {device}"
-    if arch.media_config is None:
-        return "config.json describes no encoder of images"
-    if max_images is None:
-        return "a draft model reads only tokens"
-    if max_images == 0:
-        return "limit_mm_per_prompt allows no images"
-    if not has_processor_settings(folder):
         return (
-            f"{folder} has no settings of an image processor (preprocessor_config.json or "
-            f"processor_config.json)"
+            f"{kind.name} of its class of models are implemented for --device cpu, not for {device}"
         )
-    if find_spec("PIL") is None:
-        return "Pillow is not installed: pip install 'vllm[image]'"
+    if arch.media_config is None:
+        return f"config.json describes no encoder of {kind.name}"
+    if max_items is None:
+        return "a draft model reads only tokens"
+    rules = family_class(family.media)
+    modalities = rules.modalities
+    if not any(max_items[modality] for modality in modalities):
+        return f"limit_mm_per_prompt allows no {' and no '.join(map(plural, modalities))}"
+    if not has_settings(rules, folder):
+        return f"{folder} has no settings of {kind.processor} ({SETTINGS_FILE})"
+    if find_spec(kind.package) is None:
+        return f"{kind.library} is not installed: pip install 'vllm[{kind.extra}]'"
     if load.load_format == "dummy":
         return None
     names = names_of_tensors(folder, load.load_format)
     if names and not any(set(TOWER_PARTS) & set(name.split(".")[:2]) for name in names):
-        return "the checkpoint has no tensors of an encoder of images"
+        return f"the checkpoint has no tensors of an encoder of {kind.name}"
     return None

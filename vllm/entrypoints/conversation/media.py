@@ -1,4 +1,5 @@
-"""Images of a conversation: reads the parts of content that have them, and collects them in order.
+"""Images, sounds and videos of a conversation: reads the parts of content that have them, and
+collects them in order.
 
 Fetches and decodes nothing. Knows no family of models.
 """
@@ -6,126 +7,154 @@ Fetches and decodes nothing. Knows no family of models.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.errors import RequestError
+from vllm.inputs import MODALITIES, plural
 
-IMAGE = "image"
-"""Type of the parts of images in the normal form. They also have the index of the image."""
 
-_FIELDS = {
-    "image_url": ("image_url",),
-    "input_image": ("image_url",),
-    "image": ("image", "url", "path"),
-    "image_pil": ("image_pil",),
+class _Kind(NamedTuple):
+    """A type of parts with an item."""
+
+    modality: str
+    fields: tuple[str, ...]
+    """Names of the fields that may have it."""
+
+
+_KINDS = {
+    "image_url": _Kind("image", ("image_url",)),
+    "input_image": _Kind("image", ("image_url",)),
+    "image": _Kind("image", ("image", "url", "path")),
+    "image_pil": _Kind("image", ("image_pil",)),
+    "audio_url": _Kind("audio", ("audio_url",)),
+    "input_audio": _Kind("audio", ("input_audio",)),
+    "audio": _Kind("audio", ("audio", "url", "path")),
+    "video_url": _Kind("video", ("video_url",)),
+    "input_video": _Kind("video", ("video_url",)),
+    "video": _Kind("video", ("video", "url", "path")),
 }
-"""Type of a part with an image -> the fields that may have it."""
-_OTHER_MEDIA = ("input_audio", "audio_url", "audio", "video_url", "video", "input_video")
+_USUAL_TYPES = {"image": "image_url", "audio": "input_audio", "video": "video_url"}
+"""Type of the parts that messages recommend, by modality."""
 _EMBEDDINGS = ("image_embeds", "audio_embeds")
-MEDIA_TYPES = frozenset((*_FIELDS, *_OTHER_MEDIA, *_EMBEDDINGS))
+MEDIA_TYPES = frozenset((*_KINDS, *_EMBEDDINGS))
 """Types of parts that are not text."""
 _DETAILS = ("auto", "low", "high", "original")
 _SCHEMES = ("http://", "https://", "data:", "file://")
 _MAX_SCHEME_CHARS = max(map(len, _SCHEMES))
 _MAX_UUID_CHARS = 256
 _MAX_WHERE_CHARS = 100
+_MAX_FORMAT_CHARS = 32
 
 WHERE = "where"
-"""Key of a part with an image for its position in the request of another API."""
+"""Key of a part with media for its position in the request of another API."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaPart:
-    """An image of a conversation."""
+    """An image, sound or video of a conversation."""
 
+    modality: str
+    """"image", "audio" or "video"."""
     source: Any = field(repr=False)
-    """A URL (str), or an object: of Pillow, numpy or torch, or the bytes of a file."""
+    """A URL (str), the bytes of a file, or an object of a program."""
     where: str
     """Its position in the request, such as `messages[2].content[1]`, for errors."""
     uuid: str | None = None
-    """Identifies the image in caches, instead of its content."""
+    """Identifies the item in caches, instead of its content."""
     detail: str | None = None
     """Resolution that the client asks for: low, high or original; None: auto."""
 
 
 @dataclass(frozen=True, slots=True)
-class ImageText:
-    """The text that represents images in the prompts of a model."""
+class MediaText:
+    """The text that represents the items of one modality in the prompts of a model."""
 
     placeholder: str
-    """Text of the token of an image, such as `<image>`."""
+    """Text of the token of an item, such as `<image>`."""
     text: str
-    """Text of an image for templates that take strings. Has the placeholder once."""
+    """Text of an item for templates that take strings. Has the placeholder once."""
 
     def __post_init__(self) -> None:
         assert len(self.placeholder) > 1 and self.text.count(self.placeholder) == 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageRules:
-    """Limits of a model for the images of a conversation, and their text."""
+class MediaRules:
+    """Limits of a model for the media of a conversation, and their texts."""
 
-    text: ImageText
-    max_images: int
-    """That a conversation may have."""
+    texts: Mapping[str, MediaText]
+    """By modality that the model reads."""
+    limits: Mapping[str, int]
+    """Items that a conversation may have, by modality."""
     is_local: bool = False
     """The program itself has made the conversation: relative paths of files are resolved."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A conversation as text, and its images."""
+    """A conversation as text, and its media."""
 
     text: str
-    images: list[MediaPart]
-    """In the order of their placeholders in the text."""
+    media: list[MediaPart]
+    """Items of one modality are in the order of their placeholders in the text."""
     literals: list[int]
     """Indices of the placeholders, of all in the text, that a user has written."""
 
 
 class MediaParts:
-    """The images of one conversation.
+    """The media of one conversation.
 
     Args:
-        max_images: that the conversation may have; None: the model reads text only.
+        limits: items that the conversation may have, by modality that the model reads.
         is_local: the conversation is of the program itself, whose relative paths can be found.
     """
 
-    def __init__(self, max_images: int | None = None, *, is_local: bool = False) -> None:
+    def __init__(self, limits: Mapping[str, int] | None = None, *, is_local: bool = False) -> None:
         self.parts: list[MediaPart] = []
         """In the order of the messages. `index` of a part of the normal form is for this list."""
-        self._max_images = max_images
+        self._limits = limits or {}
         self._is_local = is_local
 
     def read(self, where: str, kind: str, part: Mapping[str, Any]) -> dict[str, Any]:
         """Return the normal form of a part that has a type of `MEDIA_TYPES`.
 
         Raises:
-            RequestError: the model cannot read it, or it has no image.
+            RequestError: the model cannot read it, or it has no item.
         """
         if isinstance(named := part.get(WHERE), str):
             where = named[:_MAX_WHERE_CHARS]
-        if self._max_images is None:
-            raise _refusal(where, kind, "'text', as this model reads text only")
+        if kind in _EMBEDDINGS or _KINDS[kind].modality not in self._limits:
+            raise RequestError(
+                f"{where} must have the type {self._accepted(kind)}; got {kind!r}", param="messages"
+            )
+        modality = _KINDS[kind].modality
+        self.parts.append(_read_part(where, kind, part, self._is_local))
+        return {"type": modality, "index": len(self.parts) - 1}
+
+    def _accepted(self, kind: str) -> str:
+        """Return what the model reads, and why a type is not accepted."""
+        if not self._limits:
+            return "'text', as this model reads text only"
+        types = " or ".join(repr(_USUAL_TYPES[modality]) for modality in self._limits)
         if kind in _EMBEDDINGS:
-            raise _refusal(where, kind, "'image_url', as embeddings of images are not accepted")
-        if kind not in _FIELDS:
-            raise _refusal(where, kind, "'text' or 'image_url': audio and video are not accepted")
-        self.parts.append(_read_image(where, kind, part, self._is_local))
-        return {"type": IMAGE, "index": len(self.parts) - 1}
+            return f"{types}, as embeddings are not accepted"
+        reads = " and ".join(map(plural, self._limits))
+        return f"'text' or {types}, as this model reads text and {reads} only"
 
     def check_count(self) -> None:
-        """Refuse more images than a request may have.
+        """Refuse more items than a request may have.
 
         Raises:
             RequestError: there are more; names both numbers.
         """
-        if self._max_images is not None and len(self.parts) > self._max_images:
-            raise RequestError(
-                f"the request has {len(self.parts)} images, and this server takes at most "
-                f"{self._max_images} in one request (limit_mm_per_prompt): send fewer",
-                param="messages",
-            )
+        for modality, limit in self._limits.items():
+            count = sum(part.modality == modality for part in self.parts)
+            if count > limit:
+                raise RequestError(
+                    f"the request has {count} {plural(modality)}, and this server takes at most "
+                    f"{limit} in one request (limit_mm_per_prompt): send fewer",
+                    param="messages",
+                )
 
 
 def image_part(url: str, where: str, detail: str | None = None) -> dict[str, Any]:
@@ -136,12 +165,12 @@ def image_part(url: str, where: str, detail: str | None = None) -> dict[str, Any
         where: its position in the request, for errors.
         detail: resolution that the client asks for, or None.
     """
-    return {"type": IMAGE, "url": url, "detail": detail, WHERE: where}
+    return {"type": "image", "url": url, "detail": detail, WHERE: where}
 
 
-def is_image(part: Mapping[str, Any]) -> bool:
-    """Whether a part of the normal form is an image."""
-    return part["type"] == IMAGE
+def is_media(part: Mapping[str, Any]) -> bool:
+    """Whether a part of the normal form is an image, a sound or a video."""
+    return part["type"] in MODALITIES
 
 
 def media_type(part: Mapping[str, Any]) -> str | None:
@@ -150,28 +179,21 @@ def media_type(part: Mapping[str, Any]) -> str | None:
     return next((kind for kind in part if kind in MEDIA_TYPES), None)
 
 
-def _refusal(where: str, kind: str, accepted: str) -> RequestError:
-    return RequestError(
-        f"{where} must have the type {accepted}; got {kind!r}",
-        param="messages",
-    )
-
-
-def _read_image(where: str, kind: str, part: Mapping[str, Any], is_local: bool) -> MediaPart:
+def _read_part(where: str, kind: str, part: Mapping[str, Any], is_local: bool) -> MediaPart:
     if kind == "input_image" and part.get("file_id") is not None:
         raise RequestError(
             f"{where}.file_id must be absent, as this server keeps no files: send image_url, a URL "
             f"or a data: URL",
             param="messages",
         )
-    names = _FIELDS[kind]
+    modality, names = _KINDS[kind]
     key = next((name for name in names if part.get(name) is not None), names[0])
     given: Any = part.get(key)
     detail = part.get("detail")
     if isinstance(given, MediaPart):  # it has been read, and maybe fetched
         return given
     name = f"{where}.{key}"
-    if key == "image_url" and isinstance(given, Mapping):
+    if key.endswith("_url") and isinstance(given, Mapping):
         given, detail, name = given.get("url"), given.get("detail", detail), f"{name}.url"
     if detail is not None and detail not in _DETAILS:
         raise RequestError(
@@ -184,39 +206,72 @@ def _read_image(where: str, kind: str, part: Mapping[str, Any], is_local: bool) 
             f"{where}.uuid must be a string of 1 to {_MAX_UUID_CHARS} characters, got {uuid!r:.80}",
             param="messages",
         )
-    source = _read_source(name, key, given, is_local)
-    return MediaPart(source, where, uuid, None if detail == "auto" else detail)
+    source = (
+        _read_base64(name, given)
+        if key == "input_audio"
+        else _read_source(name, key, modality, given, is_local)
+    )
+    return MediaPart(modality, source, where, uuid, None if detail == "auto" else detail)
 
 
-def _read_source(name: str, key: str, given: Any, is_local: bool) -> Any:
+def _read_base64(name: str, given: Any) -> str:
+    """Return the data: URL of a sound that is given as base64."""
+    about = given if isinstance(given, Mapping) else {}
+    data, form = about.get("data"), about.get("format")
+    if not isinstance(data, str) or not data:
+        raise RequestError(
+            f'{name} must be an object such as {{"data": "...", "format": "wav"}}, whose data is '
+            f"the base64 text of a file",
+            param="messages",
+        )
+    is_known = form is None or (isinstance(form, str) and form.isalnum())
+    if not is_known or len(form or "") > _MAX_FORMAT_CHARS:
+        raise RequestError(
+            f"{name}.format must be the name of a format, such as wav or mp3, got {form!r:.80}",
+            param="messages",
+        )
+    return data if data[:5].lower() == "data:" else f"data:audio/{form or 'wav'};base64,{data}"
+
+
+def _read_source(name: str, key: str, modality: str, given: Any, is_local: bool) -> Any:
     """Return a URL, or an object that a program has given."""
     if isinstance(given, Path):
         given = str(given)
     if isinstance(given, str) and given:
         if given[:_MAX_SCHEME_CHARS].lower().startswith(_SCHEMES):
             return given
-        if key in ("path", "image") and (is_local or given.startswith("/")):
+        if key in ("path", modality) and (is_local or given.startswith("/")):
             return Path(given).absolute().as_uri()
         raise RequestError(
             f"{name} must begin with http://, https://, data: or file://, got {given!r:.80}",
             param="messages",
         )
-    is_object = key in ("image", "image_pil") and not isinstance(
-        given, (str, bytes, int, float, Mapping, type(None))
-    )
-    if is_object and not (isinstance(given, Sequence) and not hasattr(given, "shape")):
+    if key in (modality, "image_pil") and _is_object(modality, given, is_local):
         return given
-    raise RequestError(
-        f"{name} must be {_EXPECTED[key]}, got {type(given).__name__}", param="messages"
-    )
+    expected = _EXPECTED[key] if key in _EXPECTED else _URL.format(modality)
+    raise RequestError(f"{name} must be {expected}, got {type(given).__name__}", param="messages")
 
 
-_URL = "the URL of an image (http://, https://, data: or file://)"
+def _is_object(modality: str, given: Any, is_local: bool) -> bool:
+    """Return whether it is an object of a program, which JSON cannot have, or bytes or a list of
+    one."""
+    if modality != "image" and is_local and isinstance(given, (bytes, list, tuple)):
+        return bool(given)
+    if isinstance(given, (str, bytes, int, float, Mapping, type(None))):
+        return False
+    return hasattr(given, "shape") or not isinstance(given, Sequence)
+
+
+_URL = "the URL of {} (http://, https://, data: or file://)"
 _EXPECTED = {
-    "image_url": _URL,
-    "url": _URL,
+    "image_url": _URL.format("an image"),
+    "audio_url": _URL.format("a sound"),
+    "video_url": _URL.format("a video"),
+    "url": _URL.format("a file"),
     "path": "the path of a file",
     "image": "an image of Pillow, an array, or a URL",
     "image_pil": "an image of Pillow",
+    "audio": "samples and their rate (array, rate), the bytes of a file, or a URL",
+    "video": "an array [frames, height, width, 3], a list of images, the bytes of a file, or a URL",
 }
 """Field of a part -> what it must be."""

@@ -2,8 +2,8 @@
 
 In this form
 
-- content is a string or a list of `{"type": "text", "text": ...}` and, for an image,
-  `{"type": "image", "index": ...}`, never None;
+- content is a string or a list of `{"type": "text", "text": ...}` and, for an image, a sound or a
+  video, `{"type": "image", "index": ...}` or the like, never None;
 - calls of tools are functions with id, type and name; their arguments are as the client sent them;
 - results of tools have the role `tool`, and id and name of the call that they answer;
 - the thoughts of the assistant have all three names that templates read;
@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from vllm.entrypoints.conversation.media import MEDIA_TYPES, MediaParts, is_image, media_type
+from vllm.entrypoints.conversation.media import MEDIA_TYPES, MediaParts, is_media, media_type
 from vllm.errors import RequestError
 
 Message = dict[str, Any]
@@ -40,7 +40,7 @@ def read_messages(messages: object, media: MediaParts | None = None) -> list[Mes
 
     Args:
         messages: as the client sent them.
-        media: gets the images. None: the model reads text only.
+        media: gets the images, sounds and videos. None: the model reads text only.
 
     Raises:
         RequestError: not a conversation, or media that the model cannot read; names message and
@@ -157,9 +157,9 @@ def link_results(conversation: Sequence[Message]) -> None:
             message.setdefault("name", names[call_id])
 
 
-def without_images(content: Content) -> Content:
-    """Return content of the normal form without its images."""
-    return content if isinstance(content, str) else [p for p in content if not is_image(p)]
+def without_media(content: Content) -> Content:
+    """Return content of the normal form without its images, sounds and videos."""
+    return content if isinstance(content, str) else [p for p in content if not is_media(p)]
 
 
 def join_texts(parts: Sequence[Part]) -> Content:
@@ -196,7 +196,7 @@ def _read_part(where: str, part: Any, media: MediaParts) -> Part:
     if kind not in _TEXT_PARTS:
         raise RequestError(
             f"{where} has the type {kind!r:.80}, which is not known. Send parts of the type "
-            f"'text', or 'image_url' to a model that reads images",
+            f"'text', or 'image_url', 'input_audio' or 'video_url' to a model that reads these",
             param="messages",
         )
     text = part.get(_TEXT_PARTS[kind])

@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.entrypoints.conversation.image_marks import ImageMarks, without_index
-from vllm.entrypoints.conversation.media import ImageText, is_image
+from vllm.entrypoints.conversation.media import MediaText, is_media
+from vllm.entrypoints.conversation.media_marks import MediaMarks, without_index
 from vllm.entrypoints.conversation.messages import ContentFormat, Message
 from vllm.entrypoints.conversation.rules import fit, fit_tools
 from vllm.entrypoints.conversation.template import load_template
+from vllm.inputs import plural
 
 _END_MARK = "\ue000vllm-end-of-final-message\ue000"
 """Marks the end of the message that is to be continued; the text is cut there. A space follows it,
@@ -25,7 +26,7 @@ class Rendering:
 
     text: str
     order: list[int] = field(default_factory=list)
-    """Indices of the images in the order of their placeholders."""
+    """Indices of the media in the order of their placeholders."""
     literals: list[int] = field(default_factory=list)
     """Indices of the placeholders, of all in the text, that a user has written."""
 
@@ -40,7 +41,7 @@ def render_conversation(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
-    image: Mapping[str, str] | None = None,
+    media: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Rendering:
     """Return the text of a conversation.
 
@@ -53,20 +54,23 @@ def render_conversation(
         add_generation_prompt: begin the answer of the assistant.
         continue_final_message: cut the text after the content of the last message.
         variables: further ones of the template.
-        image: fields of an `ImageText`. None: the model reads text only, and there are no images.
+        media: fields of a `MediaText`, by modality. None: the model reads text only, and there are
+            no media.
 
     Raises:
-        CannotRenderError: the template raised something, or leaves out an image or the message that
+        CannotRenderError: the template raised something, or leaves out an item or the message that
             is to be continued.
         MemoryError: as it is.
     """
     try:
         template = load_template(source, tuple(special_tokens.items()), has_tools=bool(tools))
         marks = None
-        if image is not None:
-            marks = ImageMarks(ImageText(**image), [messages, tools, variables])
+        texts = {kind: MediaText(**fields) for kind, fields in (media or {}).items()}
+        if texts:
+            marks = MediaMarks(texts, [messages, tools, variables])
             messages = marks.with_texts(messages)
-        fitted = fit(messages, template, content_format, image["placeholder"] if image else "")
+        placeholders = {kind: each.placeholder for kind, each in texts.items()}
+        fitted = fit(messages, template, content_format, placeholders)
         fitted_tools: Any = fit_tools(tools, template)
         order: list[int] = []
         if marks is not None:
@@ -90,14 +94,16 @@ def render_conversation(
         text = _cut_at_mark(text)
     if marks is None:
         return Rendering(text)
-    text, literals, num_images = marks.remove(text)
+    text, literals, written = marks.remove(text)
     if not order:  # a user may also have written half of a placeholder at the end of a text
-        return Rendering(text, literals=list(range(len(literals) + num_images)))
-    if num_images != len(order):
-        raise CannotRenderError(
-            f"it must write one placeholder for each of the {len(order)} images, and writes "
-            f"{num_images}"
-        )
+        return Rendering(text, literals=list(range(len(literals) + written.total())))
+    expected = marks.count(order)
+    for kind in texts:
+        if written[kind] != expected[kind]:
+            raise CannotRenderError(
+                f"it must write one placeholder for each of the {expected[kind]} {plural(kind)}, "
+                f"and writes {written[kind]}"
+            )
     return Rendering(text, order, literals)
 
 
@@ -106,7 +112,7 @@ def _mark_end(message: Message) -> None:
     mark = _END_MARK + " "
     if isinstance(content, str):
         message["content"] = content + mark
-    elif is_image(content[-1]):
+    elif is_media(content[-1]):
         message["content"] = [*content, {"type": "text", "text": mark}]
     else:
         last = {**content[-1], "text": content[-1]["text"] + mark}

@@ -10,9 +10,10 @@ import json
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from vllm.entrypoints.conversation.media import is_image
+from vllm.entrypoints.conversation.media import is_media
 from vllm.entrypoints.conversation.messages import (
     REASONING_NAMES,
     Content,
@@ -36,22 +37,22 @@ def fit(
     messages: Sequence[Message],
     template: Template,
     content_format: ContentFormat,
-    placeholder: str = "",
+    placeholders: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Message]:
     """Return the messages as a template reads them.
 
     Args:
-        messages: of `read_messages`. They are not changed. Parts of images have a text for
+        messages: of `read_messages`. They are not changed. Parts with media have a text for
             templates that do not read such parts.
         template: of the model or the request.
         content_format: auto decides for each kind of message; string and openai, for lists of
             parts, hold for all.
-        placeholder: that the template must write for an image.
+        placeholders: that the template must write for an item, by modality.
     """
     fitted = [dict(message) for message in messages]
     for rule in _RULES:
         fitted = rule(fitted, template)
-    return fit_content(fitted, template, content_format, placeholder)
+    return fit_content(fitted, template, content_format, placeholders)
 
 
 # ---- roles ------------------------------------------------------------------------------------
@@ -297,14 +298,14 @@ def fit_content(
     messages: list[Message],
     template: Template,
     content_format: ContentFormat,
-    placeholder: str = "",
+    placeholders: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Message]:
     """Give each content the form that the template reads in messages of this kind.
 
     Content that was sent as a string stays one, unless the template would not show it: some, for
     models with images, have no branch for strings. Lists become strings where the template has no
     branch for lists, or prints them: Gemma 4, GLM 4.6 and Mistral Small 3.2 read lists of the
-    user, and print lists of other roles as Python. Images remain parts where the template writes
+    user, and print lists of other roles as Python. Media remain parts where the template writes
     their placeholder, such as in messages of the user, and are text elsewhere.
     """
     for index, message in enumerate(messages):
@@ -315,10 +316,15 @@ def fit_content(
             message["content"] = as_parts(content)
         elif isinstance(content, list) and content:
             kind = kind_of(messages, index)
-            if any(map(is_image, content)):
-                if template.shows_images(kind, placeholder):
+            if modalities := {part["type"] for part in content if is_media(part)}:
+                hidden = {
+                    modality
+                    for modality in modalities
+                    if not template.shows_media(kind, modality, placeholders[modality])
+                }
+                if not hidden:
                     continue
-                content = [_as_text_part(part) for part in content]
+                content = [_as_text_part(p) if p["type"] in hidden else p for p in content]
             message["content"] = content if template.reads_parts(kind) else as_text(content)
         else:
             form = template.content_form(kind_of(messages, index))
@@ -342,7 +348,7 @@ def as_text(content: Content) -> str:
 
 
 def _as_text_part(part: Part) -> Part:
-    return {"type": "text", "text": part["text"]} if is_image(part) else part
+    return {"type": "text", "text": part["text"]}
 
 
 def as_parts(content: Content) -> list[Part]:

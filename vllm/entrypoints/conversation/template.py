@@ -115,21 +115,21 @@ class Template:
 
         return self._ask((kind, form), ask)
 
-    def shows_images(self, kind: MessageKind, placeholder: str) -> bool:
-        """Whether it writes the placeholder once for each image of a list, and shows the texts."""
+    def shows_media(self, kind: MessageKind, modality: str, placeholder: str) -> bool:
+        """Whether it writes the placeholder once for each item of a list, and shows the texts."""
         if kind.role not in _ROLES and not self._admits(kind.role):
             return False
 
         def ask() -> bool:
-            texts = _in_parts(*_WORDS)
-            probe, index = _around(kind, [{"type": "image"}, texts[0], {"type": "image"}, texts[1]])
+            texts, item = _in_parts(*_WORDS), media_of_template(modality)
+            probe, index = _around(kind, [item, texts[0], item, texts[1]])
             alike = [_with_parts(each) if i != index else each for i, each in enumerate(probe)]
             return any(
                 self._shows(each) and (self._try(each) or "").count(placeholder) == 2
                 for each in (probe, alike)
             )
 
-        return self._ask((kind, placeholder), ask)
+        return self._ask((kind, modality, placeholder), ask)
 
     # ---- roles --------------------------------------------------------------------------------
 
@@ -287,6 +287,11 @@ def check_syntax(source: str) -> None:
         jinja2.TemplateSyntaxError: it is not Jinja.
     """
     _compile(source)
+
+
+def media_of_template(modality: str) -> dict[str, str]:
+    """Return an image, sound or video as templates know it: some look for the key, not the type."""
+    return {"type": modality, modality: ""}
 
 
 def _around(kind: MessageKind, content: Any) -> tuple[list[Message], int]:

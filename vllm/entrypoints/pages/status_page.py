@@ -82,7 +82,7 @@ def _describe_engine(metrics: ReadableMetrics) -> dict[str, Any]:
 def _describe_media(
     totals: SchedulerStats, read: MediaReadStats, context: ServerContext
 ) -> dict[str, Any]:
-    """Images, sound and videos. Counts are since the start; seconds are of all items together."""
+    """Return counts since the start, and the seconds of all items together."""
     return {
         "items": dict(read.read.num_items),
         "read_s": round(read.read.total_seconds, 4),

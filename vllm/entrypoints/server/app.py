@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from vllm import envs
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.entrypoints.anthropic import serving as serving_messages
 from vllm.entrypoints.middleware.access_log import AccessLog
@@ -18,6 +19,7 @@ from vllm.entrypoints.middleware.manners import HttpManners
 from vllm.entrypoints.middleware.request_id import RequestIds
 from vllm.entrypoints.middleware.request_log import RequestLog
 from vllm.entrypoints.middleware.user_middleware import add_user_middleware
+from vllm.entrypoints.openai.audio import serving as serving_audio
 from vllm.entrypoints.openai.chat import serving as serving_chat
 from vllm.entrypoints.openai.completion import serving as serving_completion
 from vllm.entrypoints.openai.pooling import classify as serving_classify
@@ -26,9 +28,6 @@ from vllm.entrypoints.openai.pooling import score as serving_score
 from vllm.entrypoints.openai.responses import serving as serving_responses
 from vllm.entrypoints.openai.routes import (
     adapters as serving_lora,
-)
-from vllm.entrypoints.openai.routes import (
-    audio as serving_audio,
 )
 from vllm.entrypoints.openai.routes import (
     invocations as serving_invocations,
@@ -53,7 +52,7 @@ from vllm.entrypoints.server.unknown_routes import UnknownRoutes
 from vllm.entrypoints.shared.asgi import CatchErrors
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.entrypoints.shared.errors import add_error_handlers
-from vllm.entrypoints.shared.images import image_rules
+from vllm.entrypoints.shared.media import media_rules
 from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.version import __version__
 
@@ -104,13 +103,18 @@ def build_app(context: ServerContext) -> FastAPI:
     return app
 
 
-IMAGE_PATHS = frozenset(
+MEDIA_PATHS = frozenset(
     (
         *("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
         *("/tokenize", "/v1/embeddings", "/pooling", "/invocations"),
     )
 )
-"""Paths of the routes whose requests may have images."""
+"""Paths of the routes whose requests may have images, sounds or videos."""
+
+AUDIO_PATHS = frozenset(("/v1/audio/transcriptions", "/v1/audio/translations"))
+"""Paths of the routes whose requests are forms with a file of sound."""
+_FORM_BYTES = 2**20
+"""What a form may have besides the file."""
 
 
 def _routers(args: ServerArgs) -> list[APIRouter]:
@@ -163,14 +167,17 @@ def _add_middleware(app: FastAPI, context: ServerContext, routers: list[APIRoute
 
 
 def _size_limit(context: ServerContext, path: str) -> SizeLimit:
-    """Return the limit of the bodies of a path. A model may be one that reads images until it is
+    """Return the limit of the bodies of a path. A model may be one that reads media until it is
     known."""
     args, engine = context.args, context.engine
-    is_text = engine.is_loaded and image_rules(engine.input_processor) is None
-    if path not in IMAGE_PATHS or is_text:
+    if path in AUDIO_PATHS and not (engine.is_loaded and context.speech is None):
+        most = envs.get().VLLM_MAX_AUDIO_CLIP_FILESIZE_MB * 2**20 + _FORM_BYTES
+        return SizeLimit(most, "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB")
+    is_text = engine.is_loaded and media_rules(engine.input_processor) is None
+    if path not in MEDIA_PATHS or is_text:
         return SizeLimit(args.max_request_bytes, "--max-request-bytes")
-    most = max(args.max_request_bytes, args.max_image_request_bytes)
-    return SizeLimit(most, "--max-image-request-bytes")
+    most = max(args.max_request_bytes, args.max_media_request_bytes)
+    return SizeLimit(most, "--max-media-request-bytes")
 
 
 def _add_tracing(app: FastAPI, context: ServerContext, endpoint: str) -> None:

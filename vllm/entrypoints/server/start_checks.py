@@ -42,7 +42,7 @@ def check_start(engine_args: "EngineArgs", args: ServerArgs) -> "VllmConfig | No
 
         check_endpoint(args.otlp_traces_endpoint)
     if engine_args.allowed_local_media_path or engine_args.allowed_media_domains:
-        from vllm.entrypoints.shared.images import make_fetcher
+        from vllm.entrypoints.shared.media import make_fetcher
 
         make_fetcher(engine_args)
     if args.tool_parser_plugin or args.tool_call_parser or args.reasoning_parser:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.entrypoints.shared.served_adapters import ServedAdapters
     from vllm.lora.request import LoRARequest
     from vllm.multimodal.fetching.fetch import MediaFetcher
+    from vllm.multimodal.interface.speech import SpeechRules
     from vllm.platforms.card_reading import CardReading
     from vllm.utils.otel import Tracer
 
@@ -88,10 +89,16 @@ class ServerContext:
 
     @cached_property
     def media_fetcher(self) -> "MediaFetcher":
-        """Fetches the images that requests name by URLs."""
-        from vllm.entrypoints.shared.images import make_fetcher
+        """Fetches the media that requests name by URLs."""
+        from vllm.entrypoints.shared.media import make_fetcher
 
         return make_fetcher(self.config.multimodal)
+
+    @cached_property
+    def speech(self) -> "SpeechRules | None":
+        """How the model writes down sound; None: it does not."""
+        processor = self.engine.input_processor
+        return processor.media.speech(processor.tokenizer)
 
     async def card_readings(self) -> "Sequence[CardReading]":
         """Return the newest readings of the engine's cards on this machine; none before the engine

@@ -89,9 +89,9 @@ class ServerArgs:
     max_request_bytes: int = 16 * 2**20
     """Largest request body; larger ones get 413."""
 
-    max_image_request_bytes: int = 96 * 2**20
-    """Largest body of a request that may have images, if the model reads images. The default is for
-    16 files of 4 MB as base64."""
+    max_media_request_bytes: int = 96 * 2**20
+    """Largest body of a request that may have images, sounds or videos, if the model reads any. The
+    default is for 16 files of 4 MB as base64."""
 
     keep_alive_timeout: int = 120
     """Seconds that a connection without a request stays open. Proxies keep theirs for 60 to 90
@@ -265,7 +265,7 @@ class ServerArgs:
         if self.log_format is not None:
             check_one_of(self, "log_format", ("text", "json"))
         check_at_least(
-            self, 1, "max_request_bytes", "max_image_request_bytes", "max_n", "max_batch_prompts"
+            self, 1, "max_request_bytes", "max_media_request_bytes", "max_n", "max_batch_prompts"
         )
         check_at_least(self, 1, "max_batch_sequences", "max_messages", "max_request_values")
         check_at_least(self, 1, "max_request_names", "max_prompt_logprob_values")

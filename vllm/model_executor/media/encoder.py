@@ -1,7 +1,7 @@
-"""The interface of encoders of images. Independent of families."""
+"""The interface of encoders of images and sounds. Independent of families."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -26,12 +26,17 @@ class MediaEncoder(nn.Module, ABC):
     removed."""
 
     unit: ClassVar[str]
-    """The unit of `size_of`: "images" where all have one size, "patches" otherwise."""
+    """The unit of `size_of`: "patches", or a name of items that all have one size, such as
+    "images"."""
 
     num_added: int = 0
     """Number of layers, the first of the language model, after which values are added to hidden
     states. An embedding has hidden_size elements for the token, and as many for each such
     layer."""
+
+    max_states: int = 0
+    """Hidden states of the largest item, where cross-attention layers of the language model read
+    them; `split` returns the states [n, hidden_size] of each item. 0: it makes embeddings."""
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int) -> None:
         super().__init__()
@@ -45,6 +50,11 @@ class MediaEncoder(nn.Module, ABC):
             name: in the checkpoint, without the prefix `model.`; begins with one of `prefixes`.
         """
         return name
+
+    def divide(self, item: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+        """Return parts of an item that are encoded by themselves, whose embeddings follow each
+        other. All other methods take them for items."""
+        return [item]
 
     @abstractmethod
     def size_of(self, item: Mapping[str, Tensor]) -> int:
@@ -77,6 +87,22 @@ class MediaEncoder(nn.Module, ABC):
     @abstractmethod
     def split(self, embeddings: Tensor, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """Cut the result of `run` into the embeddings of each image, [n, width] each."""
+
+    def encode_parts(
+        self,
+        items: Sequence[Mapping[str, Tensor]],
+        encode: Callable[[list[Mapping[str, Tensor]]], list[Tensor]],
+    ) -> list[Tensor]:
+        """Return the embeddings [n, width] of each item.
+
+        Args:
+            items: as `divide` takes them.
+            encode: returns the embeddings of each of some parts.
+        """
+        divided = [self.divide(item) for item in items]
+        found = iter(encode([part for parts in divided for part in parts]))
+        several = [[next(found) for _ in parts] for parts in divided]
+        return [each[0] if len(each) == 1 else torch.cat(each) for each in several]
 
     def forward(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """Encode images without padding: the embeddings [n, width] of each."""

@@ -291,6 +291,10 @@ class LayerSpec:
         return self.options.norm(self.arch, self.arch.hidden_size)
 
 
+LayerFactory = Callable[[LayerSpec], nn.Module]
+"""Makes a layer, whose `forward` has the arguments and results of `Layer.forward`."""
+
+
 class Layer(nn.Module, ABC):
     """One layer of a decoder. Subclasses say where norms and residuals are.
 
@@ -402,14 +406,14 @@ class Decoder(nn.Module):
     """The level `model` of the checkpoint's names: embedding, layers and final norm."""
 
     def __init__(
-        self, arch: ModelArch, options: DecoderOptions, layer_type: type[Layer], tp: TPGroup
+        self, arch: ModelArch, options: DecoderOptions, layer_type: LayerFactory, tp: TPGroup
     ) -> None:
         super().__init__()
         self.options = options
         size = arch.hidden_size
         self.embedding_scale = options.embedding_scale
         self.embed_tokens = VocabParallelEmbedding(
-            arch.vocab_size, size, tp, scale=options.table_scale
+            arch.num_embeddings, size, tp, scale=options.table_scale
         )
         self.embed_positions = (
             LearnedPositionalEmbedding(options.num_learned_positions, size)
@@ -473,7 +477,7 @@ class DecoderForCausalLM(CausalLM):
         arch: ModelArch,
         tp: TPGroup,
         options: DecoderOptions,
-        layer_type: type[Layer] = DecoderLayer,
+        layer_type: LayerFactory = DecoderLayer,
     ) -> None:
         super().__init__(arch, tp)
         self.logit_scale, self.logit_soft_cap = options.logit_scale, options.logit_soft_cap

@@ -1,5 +1,5 @@
-"""Models of checkpoints that also have a part for images, which is loaded where its family has an
-encoder."""
+"""Models of checkpoints that also have a part for images or sounds, which is loaded where its
+family has an encoder."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -25,12 +25,14 @@ from vllm.model_executor.models.interface import CausalLM, LoadableModel
 from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.mixture import Qwen3MoeForCausalLM
+from vllm.model_executor.models.mllama import MllamaForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_next import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.routed import Glm4MoeForCausalLM
 from vllm.model_executor.models.transformers_model import TransformersForCausalLM
+from vllm.model_executor.models.whisper import WhisperForCausalLM
 from vllm.multimodal.images.tower_config import TOWER_PARTS
 
 _ENCODER = "media_encoder."
@@ -38,7 +40,7 @@ _AROUND_TOWERS = ("multi_modal_projector.", "connector.", "image_newline")
 
 
 class _LanguageModel(CausalLM):
-    """A language model, and the encoder of images where the family has one.
+    """A language model, and the encoder of images or sounds where the family has one.
 
     The names in such checkpoints: transformers has moved the language model since 4.52.
     """
@@ -92,9 +94,9 @@ class _AnyLanguageModel(_LanguageModel):
 
 
 @cache
-def _joined(images: type[CausalLM], text: type[CausalLM]) -> type[CausalLM]:
-    """Return a class of a language model that also encodes images."""
-    return type(images.__name__, (images, text), {"__doc__": images.__doc__})
+def _joined(media: type[CausalLM], text: type[CausalLM]) -> type[CausalLM]:
+    """Return a class of a language model that also encodes images or sounds."""
+    return type(media.__name__, (media, text), {"__doc__": media.__doc__})
 
 
 def encoder_class(arch: ModelArch) -> type[MediaEncoder]:
@@ -131,6 +133,10 @@ class Idefics3ForConditionalGeneration(_AnyLanguageModel):
 
 class SmolVLMForConditionalGeneration(Idefics3ForConditionalGeneration):
     """SmolVLM 2 (arXiv 2504.05299)."""
+
+
+class MllamaForConditionalGeneration(_LanguageModel, MllamaForCausalLM):
+    """Llama 3.2 11B and 90B Vision (Meta 2024, arXiv 2407.21783)."""
 
 
 class Gemma3ForConditionalGeneration(_LanguageModel, Gemma3ForCausalLM):
@@ -247,6 +253,20 @@ class Qwen3_5ForConditionalGeneration(_Qwen, Qwen3_5ForCausalLM):
 
 class Qwen3_5MoeForConditionalGeneration(_Qwen, Qwen3_5MoeForCausalLM):
     """Qwen 3.5 and 3.6 with experts (Qwen team 2026)."""
+
+
+class WhisperForConditionalGeneration(_LanguageModel, WhisperForCausalLM):
+    """Whisper, tiny to large-v3 and turbo (arXiv 2212.04356), which reads sound."""
+
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = WhisperForCausalLM.checkpoint_prefixes
+
+
+class Qwen2AudioForConditionalGeneration(_LanguageModel, Qwen2ForCausalLM):
+    """Qwen2-Audio (arXiv 2407.10759)."""
+
+
+class VoxtralForConditionalGeneration(_AnyLanguageModel):
+    """Voxtral (arXiv 2507.13264), with language models of Llama and Mistral."""
 
 
 class TransformersForConditionalGeneration(_LanguageModel, TransformersForCausalLM):

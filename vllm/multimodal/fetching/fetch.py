@@ -54,7 +54,7 @@ class MediaFetcher:
         resolve: for tests; None: the resolver of the system.
 
     Attributes:
-        times: of all fetches, also of those that have failed.
+        times: counts all fetches, including failed ones.
 
     Raises:
         ConfigError: the folder does not exist, or a domain is malformed.

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from vllm.errors import ConfigError
 from vllm.multimodal.interface.checks import is_number, is_whole, wrong_setting
-from vllm.utils.json_file import read_json_object
+from vllm.multimodal.interface.settings_file import OWN_FILE, WHOLE_FILE, find_settings
 
 MAX_PIXELS = 2**14
 """Largest height or width of what an encoder takes."""
@@ -83,6 +83,14 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "size": {"height": 224, "width": 224},
         "do_pan_and_scan": False,
     },
+    "MllamaImageProcessor": {
+        **_ALL,
+        **_HALF,
+        "resample": _BILINEAR,
+        "size": {"height": 224, "width": 224},
+        "do_pad": True,
+        "max_image_tiles": 4,
+    },
     "Idefics3ImageProcessor": _IDEFICS3,
     "SmolVLMImageProcessor": _IDEFICS3,
     "GotOcr2ImageProcessor": {
@@ -120,7 +128,7 @@ _RENAMED = {
     "Glm46VImageProcessor": "Glm4vImageProcessor",  # GLM-4.6V
 }
 """Class -> the class that does the same."""
-_WHOLE_FILE, _OWN_FILE = "processor_config.json", "preprocessor_config.json"
+_PART = "image_processor"
 _CLASS = "image_processor_type"
 _OLD_CLASS = "feature_extractor_type"
 _NOT_SETTINGS = (_CLASS, _OLD_CLASS, "processor_class", "auto_map")
@@ -139,11 +147,11 @@ def read_processor_settings(folder: Path | str) -> dict[str, Any]:
     Raises:
         ConfigError: neither file has them, or there is no such class.
     """
-    found = _find_settings(Path(folder))
+    found = find_settings(Path(folder), _PART)
     if found is None:
         raise ConfigError(
-            f"{folder} has no settings of an image processor: neither {_OWN_FILE} nor "
-            f"image_processor in {_WHOLE_FILE}"
+            f"{folder} has no settings of an image processor: neither {OWN_FILE} nor "
+            f"{_PART} in {WHOLE_FILE}"
         )
     return with_defaults(found)
 
@@ -154,19 +162,7 @@ def has_processor_settings(folder: Path | str) -> bool:
     Raises:
         ConfigError: a file is damaged.
     """
-    return _find_settings(Path(folder)) is not None
-
-
-def _find_settings(folder: Path) -> dict[str, Any] | None:
-    found = None
-    whole, own = folder / _WHOLE_FILE, folder / _OWN_FILE
-    if whole.exists():
-        found = read_json_object(whole).get("image_processor")
-        if found is not None and not isinstance(found, dict):
-            raise ConfigError(f"{whole}: image_processor is {found!r}; it must be an object")
-    if found is None and own.exists():
-        found = read_json_object(own)
-    return found
+    return find_settings(Path(folder), _PART) is not None
 
 
 def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:

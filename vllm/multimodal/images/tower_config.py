@@ -6,16 +6,16 @@ from typing import Any
 
 from vllm.multimodal.images.settings import MAX_PIXELS
 from vllm.multimodal.interface.checks import (
+    config_number,
     config_object,
     config_whole,
-    is_number,
     is_whole,
     wrong_config,
 )
 
-TOWER_PARTS = ("vision_tower", "vision_model", "visual")
+TOWER_PARTS = ("vision_tower", "vision_model", "visual", "audio_tower")
 """The first part of the names of a tower's tensors in checkpoints, or the second one after `model`,
-of all families."""
+of all families; the last is of sound."""
 
 _MAX_WIDTH = 2**16
 _MAX_LAYERS = 2**10
@@ -74,6 +74,17 @@ _PIXTRAL = TowerConfig(
     image_size=1024,
     hidden_act="gelu",
 )
+_MLLAMA = TowerConfig(
+    model_type="mllama_vision_model",
+    hidden_size=1280,
+    intermediate_size=5120,
+    num_hidden_layers=32,
+    num_attention_heads=16,
+    image_size=448,
+    patch_size=14,
+    hidden_act="gelu",
+    layer_norm_eps=1e-5,
+)
 _DEFAULTS = {
     "clip_vision_model": _CLIP,
     "siglip_vision_model": _SIGLIP,
@@ -81,7 +92,12 @@ _DEFAULTS = {
     "smolvlm_vision": replace(_IDEFICS3, model_type="smolvlm_vision"),
     "internvl_vision": _INTERNVL,
     "pixtral": _PIXTRAL,
+    "mllama_vision_model": _MLLAMA,
 }
+_OTHER_KEYS = {
+    "mllama_vision_model": {"num_attention_heads": "attention_heads", "layer_norm_eps": "norm_eps"}
+}
+"""Kind -> field -> its key in config.json, where that is another one."""
 _OLD_NAMES = {
     "clip": "clip_vision_model",
     "siglip": "siglip_vision_model",
@@ -111,10 +127,11 @@ def read_tower_config(
     kind = _OLD_NAMES.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in accepted:
         raise wrong_config("vision_config.model_type", kind, " or ".join(accepted))
-    known = _DEFAULTS[kind]
+    known, other_keys = _DEFAULTS[kind], _OTHER_KEYS.get(kind, {})
 
-    def whole(key: str, largest: int) -> int:
-        return config_whole(vision, key, getattr(known, key), largest, "vision_config.")
+    def whole(field: str, largest: int) -> int:
+        key = other_keys.get(field, field)
+        return config_whole(vision, key, getattr(known, field), largest, "vision_config.")
 
     def square(key: str) -> int:
         value = vision.get(key)
@@ -127,10 +144,7 @@ def read_tower_config(
     activation = vision.get("hidden_act") or known.hidden_act
     if not isinstance(activation, str):
         raise wrong_config("vision_config.hidden_act", activation, "the name of a function")
-    eps = vision.get("layer_norm_eps")
-    eps = known.layer_norm_eps if eps is None else eps
-    if not is_number(eps) or eps <= 0:
-        raise wrong_config("vision_config.layer_norm_eps", eps, "a positive number")
+    key_of_eps = other_keys.get("layer_norm_eps", "layer_norm_eps")
     tower = TowerConfig(
         model_type=kind,
         hidden_size=whole("hidden_size", _MAX_WIDTH),
@@ -141,7 +155,7 @@ def read_tower_config(
         image_size=square("image_size"),
         patch_size=square("patch_size"),
         hidden_act=activation,
-        layer_norm_eps=float(eps),
+        layer_norm_eps=config_number(vision, key_of_eps, known.layer_norm_eps, "vision_config."),
     )
     if tower.num_channels != 3:
         raise wrong_config("vision_config.num_channels", tower.num_channels, "3")
@@ -149,7 +163,8 @@ def read_tower_config(
         raise wrong_config(
             "vision_config.hidden_size",
             tower.hidden_size,
-            f"a multiple of num_attention_heads ({tower.num_attention_heads})",
+            f"a multiple of {other_keys.get('num_attention_heads', 'num_attention_heads')} "
+            f"({tower.num_attention_heads})",
         )
     if tower.patch_size > tower.image_size:
         raise wrong_config(

@@ -1,4 +1,4 @@
-"""Checks of config.json and of the settings of an image processor, and the errors about them."""
+"""Checks of config.json and of the settings of processors, and the errors about them."""
 
 from collections.abc import Mapping
 from typing import Any, TypeGuard
@@ -6,7 +6,8 @@ from typing import Any, TypeGuard
 from vllm.errors import ConfigError
 
 SETTINGS_FILE = "preprocessor_config.json or processor_config.json"
-"""The file with the settings of an image processor; the second has them under `image_processor`."""
+"""The file with the settings of an image processor or feature extractor; the second has them under
+`image_processor` or `feature_extractor`."""
 
 
 def wrong_config(key: str, value: Any, accepted: str) -> ConfigError:
@@ -21,7 +22,7 @@ def wrong_config(key: str, value: Any, accepted: str) -> ConfigError:
 
 
 def wrong_setting(key: str, value: Any, accepted: str) -> ConfigError:
-    """Return the error about a setting of the image processor.
+    """Return the error about a setting of an image processor or feature extractor.
 
     Args:
         key: its name.

@@ -1,4 +1,5 @@
-"""The interface of a family of models with images, without its weights. Knows no families.
+"""The interface of a family of models with images, sound or videos, without its weights. Knows no
+families.
 
 A family has two files of one name: in `families/` the size and the tokens of an image, and in
 `vllm.model_executor.media.families` the modules that encode it. This package loads no torch; an
@@ -12,6 +13,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+
+from vllm.messages import END_OF_REQUEST
+from vllm.multimodal.interface.speech import SpeechRules
 
 IntArray = npt.NDArray[np.int32]
 
@@ -66,6 +70,10 @@ TokenLookup = Callable[[str], int]
 """Return the id of a token that the vocabulary has; raise ConfigError if it has not."""
 
 
+_SIDE = 64
+"""Pixels of a small image."""
+
+
 class MediaFamily(ABC):
     """Images, sound and videos of one model.
 
@@ -81,11 +89,15 @@ class MediaFamily(ABC):
 
     modalities: ClassVar[tuple[str, ...]] = ("image",)
     """What the model reads: "image", "audio" and "video"."""
+    required: ClassVar[str | None] = None
+    """Modality of which every prompt must have one item; None: a prompt may be text alone."""
     placeholder: ClassVar[str]
     """Text of the token that represents one image, or one sound of a model without images, before
     it is expanded, such as `<image>`."""
     text_of_image: ClassVar[str]
     """Text that represents one such item in a message, for chat templates that take strings."""
+    text_around: ClassVar[tuple[str, str]] = ("", "")
+    """Text before and after an image, which the tokenizer reads with the text of the prompt."""
     sampling_rate: ClassVar[int] = 16_000
     """Samples per second of sound that the model reads."""
 
@@ -94,7 +106,8 @@ class MediaFamily(ABC):
         self.settings = settings
 
     def placeholder_of(self, modality: str) -> str:
-        """Return the text of the token that represents one item of a modality."""
+        """Return the text of the token that represents one item of a modality. Empty: items have no
+        placeholders, as they add no tokens to a prompt, and begin with its first token."""
         return self.placeholder
 
     def text_of(self, modality: str) -> str:
@@ -143,7 +156,28 @@ class MediaFamily(ABC):
 
     @abstractmethod
     def largest(self) -> EncoderInput:
-        """Return a black image that costs the encoder as much as any image can."""
+        """Return a black image that costs the encoder as much as any image can. A model without
+        images returns such a sound."""
+
+    def largest_of(self, modality: str) -> EncoderInput:
+        """Return an item of one of the modalities that costs the encoder as much as any can."""
+        return self.largest()
+
+    def speech(self, generation: Mapping[str, Any], token_id: TokenLookup) -> SpeechRules | None:
+        """Return how the model transcribes; None: it does not.
+
+        Args:
+            generation: generation_config.json of the model, {} if it has none.
+            token_id: looks up tokens.
+
+        Raises:
+            ConfigError: a value cannot be used.
+        """
+        return None
+
+    def small(self) -> EncoderInput:
+        """Return a small item, which every model accepts."""
+        return self.process(np.zeros((_SIDE, _SIDE, 3), np.uint8))
 
     def positions(
         self, num_tokens: int, items: Sequence[PlacedItem]
@@ -155,3 +189,22 @@ class MediaFamily(ABC):
             items: in the order of their tokens.
         """
         return None
+
+    def seen_by(self, items: Sequence[PlacedItem]) -> list[tuple[int, int]]:
+        """Return which tokens see the hidden states of each item, where cross-attention layers read
+        them: indices of the first one and after the last one.
+
+        Items that follow each other without other tokens are a group. A token sees the items up to
+        it of the newest group, as Llama 3.2 does. Generated tokens see the last group.
+
+        Args:
+            items: in the order of their tokens.
+        """
+        end, found = END_OF_REQUEST, []
+        for index in range(len(items) - 1, -1, -1):
+            item = items[index]
+            found.append((item.start, end))
+            before = items[index - 1] if index else None
+            if before is not None and before.start + before.num_tokens < item.start:
+                end = item.start
+        return found[::-1]

@@ -1,4 +1,4 @@
-"""How many images, sounds and videos have been fetched or read, and the time that it took."""
+"""Counters of images, sounds and videos that have been fetched or read."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field

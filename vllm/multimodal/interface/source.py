@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm.errors import RequestError
+from vllm.multimodal.interface.family import VideoFrames
 
 
 def refuse(where: str, reason: str) -> RequestError:
@@ -22,13 +23,17 @@ def refuse(where: str, reason: str) -> RequestError:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MediaSource:
-    """An image, sound or video of a request, not decoded yet. Has either `data` or `pixels`.
+    """An image, sound or video of a request, not decoded yet. Has exactly one of `data`, `pixels`,
+    `samples` and `frames`.
 
     Attributes:
         modality: "image", "audio" or "video".
         where: its name in error messages, such as "messages[2].content[1]".
         data: content of the file.
         pixels: [H, W, 3] in RGB, of an image that a program has decoded.
+        samples: [n] from -1 to 1, one channel, of a sound that a program has decoded.
+        sampling_rate: `samples` per second.
+        frames: of a video that a program has decoded.
         uuid: name that the client has given it.
         detail: resolution that the client asks for: "low", "high", "auto" or "original".
         overrides: settings of the image processor for this request.
@@ -38,9 +43,40 @@ class MediaSource:
     where: str
     data: bytes | None = field(default=None, repr=False)
     pixels: NDArray[np.uint8] | None = field(default=None, repr=False)
+    samples: NDArray[np.float32] | None = field(default=None, repr=False)
+    sampling_rate: int | None = None
+    frames: VideoFrames | None = field(default=None, repr=False)
     uuid: str | None = None
     detail: str | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert (self.data is None) != (self.pixels is None), "one of data and pixels"
+        contents = (self.data, self.pixels, self.samples, self.frames)
+        assert sum(each is not None for each in contents) == 1, "one content"
+        assert (self.samples is None) == (self.sampling_rate is None), "a rate of samples"
+
+    @property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The content by name, as `with_arrays` reads it. A file is an array of bytes."""
+        if self.data is not None:
+            return {"data": np.frombuffer(self.data, np.uint8)}
+        if self.pixels is not None:
+            return {"pixels": self.pixels}
+        if self.samples is not None:
+            return {"samples": self.samples}
+        assert self.frames is not None
+        return {"frames": self.frames.pixels, "seconds": self.frames.seconds}
+
+    @classmethod
+    def with_arrays(cls, arrays: Mapping[str, NDArray[Any]], **fields: Any) -> "MediaSource":
+        """Return the source whose `arrays` these are.
+
+        Args:
+            arrays: content by name.
+            fields: attributes that are no content.
+        """
+        if "data" in arrays:
+            return cls(data=arrays["data"].tobytes(), **fields)
+        if "frames" in arrays:
+            return cls(frames=VideoFrames(arrays["frames"], arrays["seconds"]), **fields)
+        return cls(pixels=arrays.get("pixels"), samples=arrays.get("samples"), **fields)

@@ -20,6 +20,11 @@ class PendingLogprobs:
     """Parts of consecutive positions; the last part ends with padding."""
     num_positions: int
     num_logprobs: int
+    vocab_size: int = 0
+    """Tokens that the output head has."""
+    absent: dict[int, int] = field(default_factory=dict)
+    """Position -> the token there, which the output head does not have: its log-probability is
+    -inf, and it comes after all others."""
 
     def result(self) -> LogprobRows:
         """Copy to the host; waits for the device."""
@@ -27,6 +32,10 @@ class PendingLogprobs:
             np.concatenate([tensor.cpu().numpy() for tensor in column])[: self.num_positions]
             for column in zip(*self.parts, strict=True)
         )
+        if self.absent:
+            places = list(self.absent)
+            found[places, 0] = list(self.absent.values())
+            logprobs[places, 0], ranks[places] = -np.inf, self.vocab_size + 1
         width = 1 + self.num_logprobs
         return LogprobRows(token_ids=found[:, :width], logprobs=logprobs[:, :width], ranks=ranks)
 

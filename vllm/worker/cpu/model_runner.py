@@ -21,6 +21,8 @@ from vllm.worker.model_runner import ModelRunner, Sampled, sampling_rows
 from vllm.worker.parts.adapters import RaggedRows, adapter_reader
 from vllm.worker.parts.embedding_rows import EmbeddingRows, takes_embeddings
 from vllm.worker.parts.encoded_media import encoded_media
+from vllm.worker.parts.image_sight import ImageSight
+from vllm.worker.parts.item_rows import item_rows
 from vllm.worker.parts.position_rows import PositionRows
 from vllm.worker.parts.prompt_logprobs import PromptLogprobs
 from vllm.worker.parts.row_parts import OutputHead, RowPart, RowParts
@@ -89,8 +91,12 @@ class CPUModelRunner(ModelRunner):
             if model.stage.is_first and takes_embeddings(config):
                 media = encoded_media(model)
                 yield EmbeddingRows(model, config.scheduler.max_num_seqs, device, media)
+            if (items := item_rows(model)) is not None:
+                yield items
             if model.arch.num_positions:
                 yield PositionRows(model.arch, config.scheduler.max_num_seqs, device)
+            if model.arch.media_sees_ahead:
+                yield ImageSight(config.scheduler.max_num_seqs)
             if config.lora.enable_lora:
                 yield RaggedRows(config, adapter_reader(config, model))
 
@@ -156,5 +162,5 @@ class CPUModelRunner(ModelRunner):
 
     def _runs_in_one_call(self, parts: LaunchParts, rows: IntArray) -> bool:
         """Return whether a step of decodes in one call takes what these rows bring."""
-        has_others = "replaced" in parts or need_modules(parts.get("adapters"))
+        has_others = "replaced" in parts or "items" in parts or need_modules(parts.get("adapters"))
         return not has_others and not self.parts.of_head(rows)

@@ -53,6 +53,7 @@ from vllm.worker.kv_cache import (
     states_bytes,
 )
 from vllm.worker.parts.encoded_media import embedding_width
+from vllm.worker.parts.item_rows import ItemRows, count_item_states
 from vllm.worker.parts.memory_use import MemoryUse, draft_use, weights_use
 from vllm.worker.pooling_runner import PoolingRunner
 from vllm.worker.runner import StepHandle
@@ -75,6 +76,8 @@ class CPUWorker(WorkerBase):
         self.platform = resolve_platform("cpu")
         self._drafter: DraftRunner | SpeculatorRunner | None = None
         self._num_kept_states: int | None = None
+        self._num_item_states: int | None = None
+        self._item_bytes = 0
         self._has_own_cores = False  # a share of those of the machine, as one of several ranks
         self._ops = load_class(self.platform.ops_class)()
         set_ops(self._ops)
@@ -234,6 +237,10 @@ class CPUWorker(WorkerBase):
             free_bytes = max(0, min(free_bytes, share - self._weight_bytes * num_ranks))
         # All ranks take from the same memory, and measure it before any of them does.
         free_bytes //= num_ranks
+        items = count_item_states(self.config, self.model, free_bytes)
+        if items is not None:
+            self._num_item_states, self._item_bytes = items
+            free_bytes -= self._item_bytes
         self._num_kept_states = count_kept_states(self.config, layout, free_bytes)
         return MemoryReport(
             free_bytes=free_bytes,
@@ -249,6 +256,7 @@ class CPUWorker(WorkerBase):
                 (self._num_kept_states or 0) * layout.state_bytes,
             ),
             num_kept_states=self._num_kept_states,
+            num_item_states=self._num_item_states,
         )
 
     def _uses(self, num_ranks: int) -> list[MemoryUse]:
@@ -264,6 +272,9 @@ class CPUWorker(WorkerBase):
         if num_bytes := self._embeddings_bytes:
             fix = "lower --max-num-batched-tokens where it is above 8192"
             uses.append(MemoryUse("kept embeddings of images", num_bytes, fix))
+        if num_bytes := self._item_bytes:
+            fix = "lower --max-num-seqs"
+            uses.append(MemoryUse("keys and values of images and sounds", num_bytes, fix))
         return uses
 
     @property
@@ -298,6 +309,14 @@ class CPUWorker(WorkerBase):
             *(layers, self.platform, num_blocks, layout, dtype, num_rows),
             provisional=(num_requests, provisional),
         )
+        if (items := self.runner.parts.find(ItemRows)) is not None:
+            assert self._num_item_states is not None
+            logger.info(
+                "Cross-attention: %d hidden states of images and sounds (%.2f GiB)",
+                self._num_item_states,
+                self._item_bytes / 2**30,
+            )
+            items.pool.allocate(self._num_item_states, self.platform, self.model.dtype)
         if (drafter := self._drafter) is not None:
             own, dtype = drafter.cache_layout, cache_dtype(drafter.config)
             bind_kv_caches(drafter.attention_layers, self.platform, num_blocks, own, dtype)

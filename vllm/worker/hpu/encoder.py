@@ -26,8 +26,6 @@ logger = init_logger(__name__)
 
 _MULTIPLE = 16
 """Numbers of patches are multiples of it, and of the blocks that an encoder merges."""
-_SMALL = 64
-"""Pixels of each side of the small image with which forward passes are warmed up."""
 _MOST_PADDING = 2.0
 """A forward pass is padded to so many times its size at most, where that saves compiling."""
 
@@ -56,7 +54,7 @@ class CardEncoder:
         is_here: bool,
     ) -> None:
         self._encoder, self._bridge, self.is_here = encoder, bridge, is_here
-        self._small = _as_tensors(family.process(np.zeros((_SMALL, _SMALL, 3), np.uint8)).tensors)
+        self._small = encoder.divide(_as_tensors(family.small().tensors))[0]
         smallest = encoder.size_of(self._small)
         self._largest = max(smallest, self._largest_size(config, family))
         self.sizes = encoder_sizes(
@@ -83,11 +81,12 @@ class CardEncoder:
     def _largest_size(self, config: VllmConfig, family: MediaFamily) -> int:
         """Return the units of the largest image that is expected and that a prompt has room for."""
         encoder, max_model_len = self._encoder, config.scheduler.max_model_len
-        expected = config.multimodal.image_limit
+        expected = config.multimodal.limit("image")
         image = family.largest()
         if expected.width is not None and expected.height is not None:
             image = family.process(np.zeros((expected.height, expected.width, 3), np.uint8))
-        largest = encoder.size_of(_as_tensors(image.tensors))
+        parts = encoder.divide(_as_tensors(image.tensors))
+        largest = max(encoder.size_of(part) for part in parts)
         most = encoder.most_units(max_model_len)
         if most is None or largest <= most:
             return largest
@@ -111,7 +110,11 @@ class CardEncoder:
 
     @torch.inference_mode()
     def encode(self, items: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-        """Encode images in as many forward passes as they need. Waits for the card."""
+        """Encode items in as many forward passes as they need. Waits for the card."""
+        return self._encoder.encode_parts(items, self._encode)
+
+    def _encode(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        """Encode items that are not divided further."""
         counts = [self._encoder.size_of(item) for item in items]
         if max(counts) > self.sizes[-1]:
             raise ValueError(

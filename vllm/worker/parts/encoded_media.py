@@ -35,6 +35,29 @@ class Encodes(Protocol):
         ...
 
 
+class KeepsMedia(Protocol):
+    """Memory for the results of an encoder, by the key of the image: a dictionary, or one that
+    gives something else back."""
+
+    def __contains__(self, key: str) -> bool: ...
+
+    def __setitem__(self, key: str, result: Tensor) -> None:
+        """Keep the result [n, width] of an image.
+
+        Raises:
+            ValueError: there is no room for it.
+        """
+        ...
+
+    def get(self, key: str) -> Tensor | None:
+        """Return what is kept of an image; None: nothing."""
+        ...
+
+    def pop(self, key: str, default: None) -> Tensor | None:
+        """Drop an image, if it is there."""
+        ...
+
+
 class ModuleEncoder:
     """Runs an encoder as it is, without padding; see `Encodes`.
 
@@ -49,9 +72,9 @@ class ModuleEncoder:
     def encode(self, items: Sequence[dict[str, Tensor]]) -> list[Tensor]:
         """Encode images one by one, as attention over the patches of several images compares all
         of them; images of one size together."""
-        if self._encoder.unit == "images":
-            return [each.clone() for each in self._encoder(items)]
-        return [self._encoder([item])[0] for item in items]
+        if self._encoder.unit == "patches":
+            return [self._encoder([item])[0] for item in items]
+        return [each.clone() for each in self._encoder.encode_parts(items, self._encoder)]
 
 
 def encoded_media(model: LayeredModel) -> "EncodedMedia | None":
@@ -60,17 +83,18 @@ def encoded_media(model: LayeredModel) -> "EncodedMedia | None":
     Args:
         model: loaded; the first stage of a pipeline.
     """
-    if model.media_encoder is None:
+    if not (width := embedding_width(model)) or model.media_encoder is None:
         return None
-    return EncodedMedia(ModuleEncoder(model.media_encoder), embedding_width(model))
+    return EncodedMedia(ModuleEncoder(model.media_encoder), width)
 
 
 def embedding_width(model: LayeredModel) -> int:
     """Return the width of the embeddings of images, with everything that `MediaEncoder.num_added`
-    says; 0: the model, or this stage of it, encodes none."""
-    if model.media_encoder is None or not model.stage.is_first:
+    says; 0: the model, or this stage of it, makes none."""
+    encoder = model.media_encoder
+    if encoder is None or encoder.max_states or not model.stage.is_first:
         return 0
-    return model.embedding.embedding_dim * (1 + model.media_encoder.num_added)
+    return model.embedding.embedding_dim * (1 + encoder.num_added)
 
 
 class EncodedMedia:
@@ -79,12 +103,13 @@ class EncodedMedia:
     Args:
         encoder: of the model.
         width: of the embeddings, with everything that `MediaEncoder.num_added` says.
+        kept: keeps them; None: a dictionary does.
     """
 
-    def __init__(self, encoder: Encodes, width: int) -> None:
+    def __init__(self, encoder: Encodes, width: int, kept: KeepsMedia | None = None) -> None:
         self._encoder = encoder
         self._width = width
-        self._kept: dict[str, Tensor] = {}
+        self._kept: KeepsMedia = {} if kept is None else kept
         self._items: dict[int, tuple[MediaItem, ...]] = {}
         """By row of the batch."""
         self._request_ids: dict[int, str] = {}
@@ -140,12 +165,17 @@ class EncodedMedia:
     def read(self, row: int, item: MediaItem) -> Tensor:
         """Return the embeddings [n, width] of an image of a row; zeros if it cannot be
         encoded, which `errors_of` tells."""
-        if item.key not in self._kept and row not in self._errors:
-            self._encode([(row, item)])
-        found = self._kept.get(item.key)
+        found = self.find(row, item)
         if found is None:
             return torch.zeros(item.num_embeddings, self._width)
         return found
+
+    def find(self, row: int, item: MediaItem) -> Tensor | None:
+        """Return what is kept of an image of a row; None: it cannot be encoded, which `errors_of`
+        tells."""
+        if item.key not in self._kept and row not in self._errors:
+            self._encode([(row, item)])
+        return self._kept.get(item.key)
 
     def errors_of(self, rows: IntArray) -> dict[int, str]:
         """Return why images of some of these rows cannot be encoded, by row."""

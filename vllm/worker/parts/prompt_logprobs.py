@@ -108,7 +108,7 @@ class PromptLogprobs(RowPart):
             num_logprobs: likeliest tokens to give besides.
             row: of the batch, whose adapter counts.
         """
-        parts = []
+        parts, vocab_size = [], 0
         for start in range(0, len(targets), PART_SIZE):
             chunk = targets[start : start + PART_SIZE]
             begin = first + start
@@ -119,11 +119,15 @@ class PromptLogprobs(RowPart):
                 hidden, chunk = self._fixed_size(hidden_states, begin, chunk)
                 width = self._round_width(num_logprobs)
             logits = self._head(hidden, np.full(len(hidden), row))
-            token_ids = torch.from_numpy(chunk.astype(np.int64)).to(logits.device)
+            vocab_size = logits.shape[1]
+            known = np.minimum(chunk, vocab_size - 1)
+            token_ids = torch.from_numpy(known.astype(np.int64)).to(logits.device)
             parts.append(self._gather_logprobs(logits, token_ids, width))
             if self._end_stage is not None:
                 self._end_stage()
-        return PendingLogprobs(parts, len(targets), num_logprobs)
+        places = np.flatnonzero(targets >= vocab_size).tolist()
+        absent = {place: int(targets[place]) for place in places}
+        return PendingLogprobs(parts, len(targets), num_logprobs, vocab_size, absent)
 
     def _fixed_size(
         self, hidden_states: Tensor, begin: int, targets: IntArray

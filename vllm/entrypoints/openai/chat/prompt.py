@@ -16,18 +16,18 @@ import msgspec
 from vllm.entrypoints.chat_utils import (
     ChatOptions,
     Message,
-    render_with_images,
+    render_with_media,
     rendering_arguments,
-    with_images,
+    with_media,
 )
-from vllm.entrypoints.conversation.media import ImageRules, RenderedChat
+from vllm.entrypoints.conversation.media import MediaRules, RenderedChat
 from vllm.entrypoints.conversation.thinking import merge_switches
 from vllm.entrypoints.openai.chat.template_flag import load_chat_template
 from vllm.entrypoints.openai.protocol.chat import ChatFields
 from vllm.entrypoints.openai.shared.prompts import tokenize
 from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.context import ServerContext
-from vllm.entrypoints.shared.images import fetch_images, image_prompt, image_rules
+from vllm.entrypoints.shared.media import fetch_media, media_prompt, media_rules
 from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
 from vllm.utils.process.deadline_worker import (
@@ -64,7 +64,7 @@ async def chat_prompt(
         body: conversation, tools and options.
         with_tools: False hides the tools from the model.
         truncate, cache_salt, max_tokens: see `prompts.tokenize`.
-        fetched: content of images by URL, which grows. None: all are fetched.
+        fetched: content of media by URL, which grows. None: all are fetched.
 
     Returns:
         Token ids; "prompt" is the rendered text, unless it was truncated.
@@ -72,12 +72,12 @@ async def chat_prompt(
     Raises:
         RequestError: the conversation cannot be rendered, or not in time.
     """
-    rules = image_rules(context.engine.input_processor)
+    rules = media_rules(context.engine.input_processor)
     chat = await render(context, body, rules, with_tools=with_tools)
-    images = chat.images
-    if images:
-        images = await fetch_images(context.media_fetcher, images, fetched)
-    prompt = image_prompt(chat, images, rules, body.mm_processor_kwargs)
+    media = chat.media
+    if media:
+        media = await fetch_media(context.media_fetcher, media, fetched)
+    prompt = media_prompt(chat, media, rules, body.mm_processor_kwargs)
     prompt["add_special_tokens"] = body.add_special_tokens
     if cache_salt is not None:
         prompt["cache_salt"] = cache_salt
@@ -91,9 +91,9 @@ async def chat_prompt(
 
 
 async def render(
-    context: ServerContext, body: ChatFields, rules: ImageRules | None, *, with_tools: bool = True
+    context: ServerContext, body: ChatFields, rules: MediaRules | None, *, with_tools: bool = True
 ) -> RenderedChat:
-    """The text of a conversation, and its images; see `chat_prompt`."""
+    """The text of a conversation, and its media; see `chat_prompt`."""
     tokenizer = await context.engine.get_tokenizer()
     is_foreign = body.chat_template is not None and not _is_name(tokenizer, body.chat_template)
     options = await off_loop.run(partial(chat_options, context, body, with_tools=with_tools))
@@ -103,7 +103,7 @@ async def render(
         return await loop.run_in_executor(
             _template_lane(), render_foreign, tokenizer, messages, options, rules
         )
-    return await off_loop.run(partial(render_with_images, tokenizer, messages, options, rules))
+    return await off_loop.run(partial(render_with_media, tokenizer, messages, options, rules))
 
 
 def chat_options(context: ServerContext, body: ChatFields, *, with_tools: bool) -> ChatOptions:
@@ -144,7 +144,7 @@ def render_foreign(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
     options: ChatOptions,
-    rules: ImageRules | None,
+    rules: MediaRules | None,
 ) -> RenderedChat:
     """Render a template of a request. Blocks.
 
@@ -153,7 +153,7 @@ def render_foreign(
     """
     from vllm.entrypoints.conversation.render import Rendering
 
-    arguments, images = rendering_arguments(tokenizer, messages, options, rules)
+    arguments, media = rendering_arguments(tokenizer, messages, options, rules)
     try:
         answer = _template_worker().call(msgspec.json.encode(arguments), TEMPLATE_DEADLINE_S)
     except DeadlineExceeded:
@@ -164,7 +164,7 @@ def render_foreign(
         raise RequestError("chat_template: needs too much memory", param="chat_template") from None
     except CallFailed as error:
         raise RequestError(f"chat_template: {error}", param="chat_template") from None
-    return with_images(msgspec.json.decode(answer, type=Rendering), images)
+    return with_media(msgspec.json.decode(answer, type=Rendering), media)
 
 
 @functools.cache

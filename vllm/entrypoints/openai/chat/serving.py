@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from vllm.entrypoints.conversation.media import MediaParts
-from vllm.entrypoints.conversation.messages import read_messages, without_images
+from vllm.entrypoints.conversation.messages import read_messages, without_media
 from vllm.entrypoints.conversation.rules import as_text
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chat.tool_choice import split_beginning
@@ -41,8 +41,11 @@ from vllm.entrypoints.shared.body_route import BodyRoute
 from vllm.entrypoints.shared.context import ServerContext, get_context
 from vllm.entrypoints.shared.errors import error_events
 from vllm.entrypoints.shared.sse import DONE, EventStream, run_until_disconnect
+from vllm.inputs import MODALITIES
 
 router = APIRouter(route_class=BodyRoute)
+
+_ANY_NUMBER = dict.fromkeys(MODALITIES, sys.maxsize)
 
 
 @router.post(
@@ -290,8 +293,8 @@ def _echoed(body: ChatCompletionRequest, role: str) -> str:
     last = body.messages[-1]
     if not body.echo or last.get("role") != role:
         return ""
-    (parsed,) = read_messages([last], MediaParts(sys.maxsize))  # the prompt has been made of them
-    return as_text(without_images(parsed["content"]))
+    (parsed,) = read_messages([last], MediaParts(_ANY_NUMBER))  # the prompt has been made of them
+    return as_text(without_media(parsed["content"]))
 
 
 def _as_token_ids(context: ServerContext, body: ChatCompletionRequest) -> bool:

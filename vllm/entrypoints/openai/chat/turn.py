@@ -270,7 +270,7 @@ async def prepare_turn(
         body: the tool parser may change fields of it.
         request_id: unique among running requests.
         trace_headers: W3C trace context of the request.
-        fetched: content of images by URL that have been fetched, or None.
+        fetched: content of media by URL that have been fetched, or None.
 
     Raises:
         NotFoundError: there is no such model.

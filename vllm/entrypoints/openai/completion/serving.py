@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from vllm.engine.input.input_processor import LONG_TEXT_CHARS
 from vllm.entrypoints.openai.completion.choice import CompletionPrompt, CompletionText
-from vllm.entrypoints.openai.completion.merge import merge
 from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, now
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.protocol.sampling import (
@@ -29,6 +28,7 @@ from vllm.entrypoints.openai.shared.chunks import (
     usage_of,
 )
 from vllm.entrypoints.openai.shared.logprob_formats import MANY_POSITIONS, prompt_logprobs
+from vllm.entrypoints.openai.shared.merge import merge
 from vllm.entrypoints.openai.shared.prompts import (
     engine_key,
     max_running,

@@ -94,7 +94,7 @@ async def _prompts(context: ServerContext, body: EmbeddingRequest) -> list[Promp
         )
         if "media" in prompt:
             raise RequestError(
-                "messages: images are not accepted here, as pooling reads text only. Send text",
+                "messages: media are not accepted here, as pooling reads text only. Send text",
                 param="messages",
             )
         return [prompt]

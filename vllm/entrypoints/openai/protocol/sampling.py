@@ -383,7 +383,7 @@ def sampling_params(
         RequestError: a value is out of range; names the field.
     """
     values = {name: getattr(body, name) for name in _PARAMS}
-    values |= {name: _number(body, name, defaults) for name in API_NUMBERS}
+    values |= sampling_numbers(body, defaults)
     try:
         return SamplingParams.from_optional(
             **values,
@@ -399,7 +399,12 @@ def sampling_params(
         raise RequestError(str(error)) from error
 
 
-def _number(body: SamplingFields, name: str, defaults: Mapping[str, Any]) -> Any:
+def sampling_numbers(body: NumberFields, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `API_NUMBERS`: of the body, else of the model."""
+    return {name: _number(body, name, defaults) for name in API_NUMBERS}
+
+
+def _number(body: NumberFields, name: str, defaults: Mapping[str, Any]) -> Any:
     value = getattr(body, name)
     return defaults.get(name) if value is None else value
 

@@ -1,11 +1,13 @@
-"""POST /v1/audio/transcriptions, for programs that import them. Audio models are not supported."""
+"""POST /v1/audio/transcriptions and /v1/audio/translations."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
 from vllm.entrypoints.openai.protocol.base import (
+    Int64,
     ListOf,
+    RequestBody,
     ResponseModel,
     UsageInfo,
     field_error,
@@ -17,37 +19,93 @@ from vllm.entrypoints.openai.protocol.sampling import NumberFields
 
 AudioResponseFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 
+_FILE = Annotated[Any, WithJsonSchema({"type": "string", "format": "binary"})]
+_STREAMED_FORMATS = ("json", "text")
 
-class TranscriptionRequest(NumberFields):
-    """Audio to transcribe."""
 
-    model_config = ConfigDict(populate_by_name=True)
+class SpeechFields(NumberFields, RequestBody):
+    """The fields that transcriptions and translations have in common."""
 
-    file: Annotated[Any, Field(description="The sound, as an uploaded file.")]
+    file: _FILE = Field(description="The sound, as an uploaded file.")
     model: str | None = None
     language: str | None = None
     prompt: str = ""
     response_format: AudioResponseFormat = "json"
-    timestamp_granularities: ListOf[Literal["word", "segment"]] = Field(
-        default_factory=list, alias="timestamp_granularities[]"
-    )
     stream: bool | None = False
     stream_include_usage: bool | None = False
     stream_continuous_usage_stats: bool | None = False
     temperature: float = 0.0
+    max_completion_tokens: Annotated[Int64, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
-    def _check_stream(self) -> "TranscriptionRequest":
+    def _check_stream(self) -> "SpeechFields":
         for name in ("stream_include_usage", "stream_continuous_usage_stats"):
             if getattr(self, name) and not self.stream:
                 raise field_error(name, "only with stream=true")
+        if self.stream and self.response_format not in _STREAMED_FORMATS:
+            raise field_error(
+                "response_format",
+                f"must be json or text with stream=true, got {self.response_format}",
+            )
+        return self
+
+    @property
+    def has_times(self) -> bool:
+        """Whether the answer says when something is said."""
+        return self.response_format not in _STREAMED_FORMATS
+
+
+class TranscriptionRequest(SpeechFields):
+    """Sound to write down in the language that is spoken."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    timestamp_granularities: ListOf[Literal["word", "segment"]] = Field(
+        default_factory=list, alias="timestamp_granularities[]"
+    )
+    include: ListOf[str] = Field(default_factory=list, alias="include[]")
+    chunking_strategy: str | None = None
+
+    @field_validator("chunking_strategy")
+    @classmethod
+    def _check_strategy(cls, value: str | None) -> str | None:
+        if value not in (None, "", "auto"):
+            raise ValueError("must be auto, as recordings are cut where they are quiet")
+        return value
+
+    @model_validator(mode="after")
+    def _check_lists(self) -> "TranscriptionRequest":
+        if self.include:
+            raise field_error("include", "is not available: leave it out")
+        if self.timestamp_granularities and self.response_format != "verbose_json":
+            raise field_error(
+                "timestamp_granularities", "needs response_format=verbose_json: add it"
+            )
+        if "word" in self.timestamp_granularities:
+            raise field_error(
+                "timestamp_granularities",
+                "must be segment, as this server has no times of single words",
+            )
         return self
 
 
+class TranslationRequest(SpeechFields):
+    """Sound to write down in English. `language` is the one that is spoken."""
+
+
+class DurationUsage(ResponseModel):
+    """How much sound was read."""
+
+    type: Literal["duration"] = "duration"
+    seconds: int
+    """Rounded up."""
+
+
 class TranscriptionResponse(ResponseModel):
-    """The text of the audio."""
+    """The text of the sound."""
 
     text: str
+    usage: DurationUsage | None = None
 
 
 class TranscriptionWord(ResponseModel):
@@ -74,10 +132,13 @@ class TranscriptionSegment(ResponseModel):
 
 
 class TranscriptionResponseVerbose(TranscriptionResponse):
-    """The text of the audio with its segments."""
+    """The text of the sound with its segments."""
 
-    duration: str
+    task: Literal["transcribe", "translate"] = "transcribe"
+    duration: float
+    """Seconds."""
     language: str
+    """English name of the language of the sound; of a translation always english."""
     segments: list[TranscriptionSegment] | None = None
     words: list[TranscriptionWord] | None = None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from vllm.entrypoints.conversation.media import image_part
+from vllm.entrypoints.conversation.media import WHERE, image_part
 from vllm.entrypoints.conversation.messages import Content, Part, join_texts
 from vllm.entrypoints.shared.ignored import note_ignored
 from vllm.errors import RequestError
@@ -47,6 +47,7 @@ _TEXT_PARTS = {
 }
 """Type of a content part -> the key of its text."""
 _IMAGE_PART = "input_image"
+_AUDIO_PART = "input_audio"
 _MAX_ID_LENGTH = 256
 
 
@@ -202,17 +203,12 @@ class _Conversation:
             last["content"] = text
 
     def _content(self, item: Item, key: str) -> Content:
-        """Return texts and images of an item."""
+        """Return texts, images and sounds of an item."""
         if isinstance(item[key], str):
             return str(item[key])
         where = f"input[{self._num_items - 1}].{key}"
         return join_texts(
-            [
-                image_part(part["image_url"], f"{where}[{i}]", part.get("detail"))
-                if part["type"] == _IMAGE_PART
-                else {"type": "text", "text": _text_of(part)}
-                for i, part in enumerate(item[key])
-            ]
+            [_as_chat_part(f"{where}[{i}]", part) for i, part in enumerate(item[key])]
         )
 
     def _add_reasoning(self, item: Item) -> None:
@@ -370,11 +366,15 @@ def _message_item(item_id: str, role: str, parts: list[Part]) -> Item:
 
 
 def _read_input_parts(where: str, given: Any) -> list[Part]:
-    """Return texts and images of content as `input_text` and `input_image`."""
+    """Return texts, images and sounds of content as `input_text`, `input_image` and
+    `input_audio`."""
     parts: list[Part] = []
     for i, part in enumerate(_as_parts(where, given)):
-        if isinstance(part, Mapping) and part.get("type") == _IMAGE_PART:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == _IMAGE_PART:
             parts.append(_read_image(f"{where}[{i}]", part))
+        elif kind == _AUDIO_PART:
+            parts.append({"type": kind, kind: part.get(kind)})
         else:
             parts.append({"type": "input_text", "text": _read_text(f"{where}[{i}]", part)})
     return parts
@@ -400,8 +400,8 @@ def _read_text(where: str, part: Any) -> str:
         raise RequestError(f"{where} must be an object with a type", param=where)
     if kind not in _TEXT_PARTS:
         raise RequestError(
-            f"{where}.type must be input_text, or input_image in a message of the user or an "
-            f"output; got {kind!r:.80}",
+            f"{where}.type must be input_text, or input_image or input_audio in a message of the "
+            f"user or an output; got {kind!r:.80}",
             param=f"{where}.type",
         )
     return read_string(where, part, _TEXT_PARTS[kind], may_be_empty=True)
@@ -417,6 +417,15 @@ def _read_image(where: str, part: Mapping[str, Any]) -> Part:
         )
     url = read_string(where, part, "image_url")
     return {"type": _IMAGE_PART, "detail": part.get("detail") or "auto", "image_url": url}
+
+
+def _as_chat_part(where: str, part: Mapping[str, Any]) -> Part:
+    """Return a part as the chat API has it. Whether the model reads it is found out later."""
+    if part["type"] == _IMAGE_PART:
+        return image_part(part["image_url"], where, part.get("detail"))
+    if part["type"] == _AUDIO_PART:
+        return {**part, WHERE: where}
+    return {"type": "text", "text": _text_of(part)}
 
 
 def _as_json(value: Any) -> str:

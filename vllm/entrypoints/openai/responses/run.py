@@ -94,7 +94,7 @@ async def truncate_conversation(
     Args:
         context: of the server; its engine is ready.
         body: of the request.
-        fetched: gets the content of images by URL.
+        fetched: gets the content of media by URL.
     """
     limit = context.config.scheduler.max_model_len - (body.wanted_tokens or 1)
     messages = body.messages

@@ -66,14 +66,14 @@ async def tokenize(
             limit. Without effect if the prompt is truncated.
 
     Raises:
-        RequestError: it has no tokens, or some that the model does not have, or it has images and
+        RequestError: it has no tokens, or some that the model does not have, or it has media and
             would be truncated.
         TextTooLongError: it has more than `max_tokens`.
     """
     if truncate is not None and isinstance(prompt, dict) and prompt.get("multi_modal_data"):
         raise RequestError(
-            "truncate_prompt_tokens: a prompt with images is not truncated, which could leave half "
-            "an image. Leave it out, or send less",
+            "truncate_prompt_tokens: a prompt with media is not truncated, which could leave half "
+            "an item. Leave it out, or send less",
             param="truncate_prompt_tokens",
         )
     most = max_tokens if truncate is None else None

@@ -103,16 +103,21 @@ class PositionTable(nn.Module):
 
 
 class TowerAttention(nn.Module):
-    """Attention of each image to itself, with the names of CLIP and SigLIP.
+    """Attention of each item to itself, with the names of CLIP, SigLIP and Whisper.
+
+    Args:
+        hidden_size: C.
+        num_heads: that share C.
+        has_key_bias: False for Whisper.
 
     Shape: [B, N, C] -> the same
     """
 
-    def __init__(self, hidden_size: int, num_heads: int) -> None:
+    def __init__(self, hidden_size: int, num_heads: int, has_key_bias: bool = True) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.q_proj = TowerLinear(hidden_size, hidden_size)
-        self.k_proj = TowerLinear(hidden_size, hidden_size)
+        self.k_proj = TowerLinear(hidden_size, hidden_size, has_key_bias)
         self.v_proj = TowerLinear(hidden_size, hidden_size)
         self.out_proj = TowerLinear(hidden_size, hidden_size)
 

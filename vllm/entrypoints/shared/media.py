@@ -1,4 +1,4 @@
-"""The images of conversations: what the model of an engine accepts, and prompts with them."""
+"""The media of conversations: what the model of an engine accepts, and prompts with them."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.entrypoints.conversation.media import (
-    ImageRules,
-    ImageText,
     MediaPart,
+    MediaRules,
+    MediaText,
     RenderedChat,
 )
 from vllm.errors import RequestError
@@ -18,11 +18,9 @@ if TYPE_CHECKING:
     from vllm.engine.input.input_processor import InputProcessor
     from vllm.multimodal.fetching.fetch import MediaFetcher
 
-_IMAGE = "image"
 
-
-def image_rules(processor: "InputProcessor", *, is_local: bool = False) -> ImageRules | None:
-    """Return how the model of an engine reads images; None: it reads text only.
+def media_rules(processor: "InputProcessor", *, is_local: bool = False) -> MediaRules | None:
+    """Return how the model of an engine reads media; None: it reads text only.
 
     Args:
         processor: of the engine.
@@ -31,27 +29,32 @@ def image_rules(processor: "InputProcessor", *, is_local: bool = False) -> Image
     family = processor.media.family
     if family is None:
         return None
-    return ImageRules(
-        # In a string it is a line of its own anyway.
-        text=ImageText(family.placeholder, family.text_of_image.strip("\n")),
-        max_images=processor.media.limits[_IMAGE],
-        is_local=is_local,
-    )
+    # In a string an item is a line of its own anyway.
+    texts = {
+        modality: MediaText(placeholder, family.text_of(modality).strip("\n"))
+        for modality in family.modalities
+        if (placeholder := family.placeholder_of(modality))
+    }
+    if not texts:
+        return None
+    limits = {modality: processor.media.limits[modality] for modality in texts}
+    return MediaRules(texts=texts, limits=limits, is_local=is_local)
 
 
-def modalities_of(processor: "InputProcessor") -> list[str]:
-    """Return what the model of an engine reads: "text", then "image", "audio" and "video".
+def chat_modalities(processor: "InputProcessor") -> list[str]:
+    """Return the modalities that messages of a chat may have: "text", and "image", "audio" and
+    "video" if the model of the engine reads them.
 
     Args:
         processor: of the engine.
     """
-    family, limits = processor.media.family, processor.media.limits
-    read = () if family is None else family.modalities
-    return ["text", *(each for each in read if limits.get(each))]
+    rules = media_rules(processor)
+    limits = {} if rules is None else rules.limits
+    return ["text", *(modality for modality, limit in limits.items() if limit)]
 
 
 class MediaSources(Protocol):
-    """Allowed sources of images: a config, or the arguments of an engine."""
+    """Allowed sources of media: a config, or the arguments of an engine."""
 
     @property
     def allowed_local_media_path(self) -> str: ...
@@ -60,7 +63,7 @@ class MediaSources(Protocol):
 
 
 def make_fetcher(config: MediaSources) -> "MediaFetcher":
-    """Return the fetcher for the images of an engine.
+    """Return the fetcher for the media of an engine.
 
     Raises:
         ConfigError: the folder does not exist, or a domain is malformed.
@@ -70,27 +73,27 @@ def make_fetcher(config: MediaSources) -> "MediaFetcher":
     return utils.make_fetcher(config.allowed_local_media_path, config.allowed_media_domains)
 
 
-async def fetch_images(
+async def fetch_media(
     fetcher: "MediaFetcher", parts: Sequence[MediaPart], fetched: dict[str, bytes] | None = None
 ) -> list[MediaPart]:
-    """Replace the URLs of images by their content. All are fetched at the same time.
+    """Replace the URLs of media by their content. All are fetched at the same time.
 
-    An image that occurs several times is fetched once. When one fails, or the request is cancelled,
+    An item that occurs several times is fetched once. When one fails, or the request is cancelled,
     the others are cancelled.
 
     Args:
         fetcher: of the server.
-        parts: the images.
+        parts: the media.
         fetched: content by URL of what need not be fetched again; gets the rest. None: nothing is
             known, and nothing is kept.
 
     Raises:
-        RequestError: a URL is not allowed, or cannot be fetched; names the image.
+        RequestError: a URL is not allowed, or cannot be fetched; names the item.
     """
     contents = {} if fetched is None else fetched
     first = {part.source: part for part in reversed(parts) if isinstance(part.source, str)}
     tasks = {
-        url: asyncio.create_task(fetcher.fetch(url, _IMAGE, part.where))
+        url: asyncio.create_task(fetcher.fetch(url, part.modality, part.where))
         for url, part in first.items()
         if url not in contents
     }
@@ -103,12 +106,13 @@ async def fetch_images(
     return _with_content(parts, contents)
 
 
-def fetch_images_sync(fetcher: "MediaFetcher", parts: Sequence[MediaPart]) -> list[MediaPart]:
-    """Replace the URLs of images by their content, one after the other. Blocks."""
+def fetch_media_sync(fetcher: "MediaFetcher", parts: Sequence[MediaPart]) -> list[MediaPart]:
+    """Replace the URLs of media by their content, one after the other. Blocks."""
     first = {part.source: part for part in reversed(parts) if isinstance(part.source, str)}
-    return _with_content(
-        parts, {url: fetcher.fetch_sync(url, _IMAGE, part.where) for url, part in first.items()}
-    )
+    contents = {
+        url: fetcher.fetch_sync(url, part.modality, part.where) for url, part in first.items()
+    }
+    return _with_content(parts, contents)
 
 
 def _with_content(parts: Sequence[MediaPart], contents: Mapping[str, bytes]) -> list[MediaPart]:
@@ -118,19 +122,19 @@ def _with_content(parts: Sequence[MediaPart], contents: Mapping[str, bytes]) -> 
     ]
 
 
-def image_prompt(
+def media_prompt(
     chat: RenderedChat,
-    images: Sequence[MediaPart],
-    rules: ImageRules | None,
+    media: Sequence[MediaPart],
+    rules: MediaRules | None,
     processor_kwargs: Mapping[str, Any] | None,
 ) -> TextPrompt:
     """Return the prompt of a conversation.
 
     Args:
         chat: the text.
-        images: its images, which have been fetched.
+        media: its media, which have been fetched.
         rules: of the model.
-        processor_kwargs: overrides settings of the image processor, or None.
+        processor_kwargs: overrides settings of the processor of the model, or None.
 
     Raises:
         RequestError: such overrides are given to a model that reads text only.
@@ -143,24 +147,31 @@ def image_prompt(
         )
     if rules is not None:
         prompt["literal_placeholders"] = chat.literals
-    if not images:
+    if not media:
         return prompt
-    prompt["multi_modal_data"] = {_IMAGE: [_as_item(part) for part in images]}
-    if any(part.uuid is not None for part in images):
-        prompt["multi_modal_uuids"] = {_IMAGE: [part.uuid for part in images]}
+    by_modality: dict[str, list[MediaPart]] = {}
+    for part in media:
+        by_modality.setdefault(part.modality, []).append(part)
+    prompt["multi_modal_data"] = {
+        modality: [_as_item(part) for part in parts] for modality, parts in by_modality.items()
+    }
+    if any(part.uuid is not None for part in media):
+        prompt["multi_modal_uuids"] = {
+            modality: [part.uuid for part in parts] for modality, parts in by_modality.items()
+        }
     if processor_kwargs:
         prompt["mm_processor_kwargs"] = dict(processor_kwargs)
     return prompt
 
 
 def _as_item(part: MediaPart) -> Any:
-    """Return an image as the engine reads it: a fetched file with its description, or an object."""
+    """Return an item as the engine reads it: a fetched file with its description, or an object."""
     from vllm.multimodal.interface.source import MediaSource
 
     if not isinstance(part.source, bytes):
         return part.source
     return MediaSource(
-        modality=_IMAGE,
+        modality=part.modality,
         where=part.where,
         data=part.source,
         uuid=part.uuid,

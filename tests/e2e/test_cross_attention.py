@@ -1,0 +1,127 @@
+"""Images that layers of cross-attention read: no setting of the engine changes a token."""
+
+import numpy as np
+import pytest
+
+from tests.e2e.test_images import ENGINE, GREEDY, BrokenEncoder, requests_of, tokens_of
+from tests.hpu import FEW_BUCKETS, simulated_hpu
+from tests.reach import runner_of, scheduler_of, worker_of
+from tests.tiny_images import make_tiny_images
+from vllm import LLM, SamplingParams
+from vllm.errors import ConfigError
+from vllm.worker.parts.item_rows import ItemRows
+
+pytest.importorskip("PIL", reason="images need Pillow")
+
+FAMILY = "mllama"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_images(FAMILY, tmp_path_factory.mktemp(FAMILY))
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return LLM(str(folder), **ENGINE)
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    return tokens_of(llm.generate(requests_of(FAMILY), GREEDY))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
+        # preempts
+        {"enable_prefix_caching": False, "max_model_len": 128, "num_gpu_blocks_override": 9},
+        {"num_scheduler_steps": 4},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        {"max_num_batched_tokens": 8, "enable_prefix_caching": False},
+    ],
+    ids=str,
+)
+def test_settings_change_no_token(folder, expected, settings):
+    llm = LLM(str(folder), **{**ENGINE, **settings})
+    assert tokens_of(llm.generate(requests_of(FAMILY), GREEDY)) == expected
+    assert not scheduler_of(llm).media._held
+
+
+def test_requests_alone_and_again_get_the_tokens_that_they_get_together(llm, expected):
+    requests = requests_of(FAMILY)
+    for index in (2, 3, 1, 3):
+        assert tokens_of(llm.generate(requests[index : index + 1], GREEDY)) == [expected[index]]
+    assert scheduler_of(llm).media.stats().num_hits
+
+
+def test_items_that_do_not_fit_together_run_one_after_the_other(folder, expected):
+    llm = LLM(str(folder), **ENGINE)
+    media = scheduler_of(llm).media
+    media.capacity = 2 * worker_of(llm).model.media_encoder.max_states
+    assert tokens_of(llm.generate(requests_of(FAMILY) * 2, GREEDY)) == expected * 2
+    assert media.num_kept <= media.capacity
+
+
+def test_a_request_whose_image_fails_ends_and_leaves_nothing_to_others(
+    folder, expected, monkeypatch
+):
+    llm = LLM(str(folder), **ENGINE)
+    media = runner_of(llm).parts.find(ItemRows)._media
+    requests = requests_of(FAMILY)
+    with monkeypatch.context() as patched:
+        patched.setattr(media, "_encoder", BrokenEncoder())
+        outputs = llm.generate([requests[3], requests[2], requests[3]], GREEDY)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length", "error"]
+    assert tokens_of(outputs) == [[], expected[2], []]
+    assert tokens_of(llm.generate(requests, GREEDY)) == expected
+
+
+@pytest.mark.parametrize("params", [{"prompt_logprobs": 1}, {"repetition_penalty": 1.5}], ids=str)
+def test_the_token_of_an_image_is_in_prompts_and_has_no_probability(llm, params):
+    sampling = SamplingParams(temperature=0, max_tokens=3, logprobs=0, **params)
+    (output,) = llm.generate(requests_of(FAMILY)[:1], sampling)
+    assert len(output.outputs[0].token_ids) == 3
+    image = max(output.prompt_token_ids)
+    if output.prompt_logprobs is not None:
+        at = output.prompt_token_ids.index(image)
+        found = output.prompt_logprobs[at]
+        assert found[image].logprob == -np.inf
+        assert found[image].rank == image + 1
+        assert all(each.logprob > -np.inf for token, each in found.items() if token != image)
+
+
+def test_ranks_share_the_heads_of_items(folder, expected):
+    llm = LLM(str(folder), **ENGINE, tensor_parallel_size=2)
+    assert tokens_of(llm.generate(requests_of(FAMILY), GREEDY)) == expected
+
+
+def test_stages_of_a_pipeline_are_refused_with_images_only(folder, expected):
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2.*--limit-mm-per-prompt"):
+        LLM(str(folder), **ENGINE, pipeline_parallel_size=2)
+    llm = LLM(str(folder), **ENGINE, pipeline_parallel_size=2, limit_mm_per_prompt={"image": 0})
+    assert tokens_of(llm.generate([requests_of(FAMILY)[2]["prompt"]], GREEDY)) == [expected[2]]
+
+
+def test_on_a_card_text_is_read(folder, expected):
+    with simulated_hpu(**FEW_BUCKETS):
+        llm = LLM(str(folder), **ENGINE, enforce_eager=True)
+        assert tokens_of(llm.generate([requests_of(FAMILY)[2]["prompt"]], GREEDY)) == [expected[2]]
+
+
+def test_memory_is_divided_between_items_and_blocks(llm, monkeypatch):
+    worker = worker_of(llm)
+    largest = worker.model.media_encoder.max_states
+    # float32 keys and values of 2 heads of 12 elements in 2 layers
+    each = 2 * 2 * 12 * 2 * 4
+    for free, count in ((2**30, 8 * largest), (each * largest * 5, largest * 5 // 4)):
+        monkeypatch.setattr(type(worker.platform), "free_memory_bytes", lambda _, free=free: free)
+        report = worker.measure()
+        assert report.num_item_states == count
+        assert report.free_bytes == free - count * each
+    monkeypatch.setattr(type(worker.platform), "free_memory_bytes", lambda _: each * largest - 1)
+    with pytest.raises(
+        ConfigError, match=f"{largest} hidden states.*{each * largest - 1} are free"
+    ):
+        worker.measure()

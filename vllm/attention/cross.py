@@ -1,0 +1,128 @@
+"""Cross-attention: what tokens see of the images, sounds or videos of their requests.
+
+Each item has hidden states, of which every cross-attention layer keeps keys and values, in slots of
+a pool of its own. A slot holds one hidden state. All layers use the same slots for an item.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.messages import IntArray
+from vllm.ops import get_ops
+from vllm.ops.attention_options import AttentionOptions, AttentionTensors
+
+_NO_TENSORS = AttentionTensors()
+
+
+class ReadsItems(Protocol):
+    """A cross-attention layer of H heads, with G heads of keys and values, of size D.
+
+    Attributes:
+        item_keys: [slots, G, D]; None while the pool is not bound.
+        item_values: the same.
+        item_options: how scores are made.
+    """
+
+    item_keys: Tensor | None
+    item_values: Tensor | None
+    item_options: AttentionOptions
+
+
+class SeenItems(Protocol):
+    """The items that the T tokens of a launch see."""
+
+    def attend_to_items(self, layer: ReadsItems, query: Tensor) -> Tensor:
+        """Return [T, H, D], zeros for tokens that see no item.
+
+        Args:
+            layer: whose pool is bound.
+            query: [T, H, D]
+        """
+        ...
+
+    def clear_unseeing(self, x: Tensor) -> Tensor:
+        """Return x [T, ...] with zeros for tokens that see no item."""
+        ...
+
+
+@dataclass(frozen=True)
+class SeenRun:
+    """Consecutive tokens of a launch that see the same slots."""
+
+    begin: int
+    """Index of the first token."""
+    end: int
+    """Index after the last one."""
+    slots: IntArray
+    """[n] at least one."""
+
+
+@dataclass(frozen=True)
+class RaggedItems:
+    """The items that the tokens of a ragged launch see. A run has the same bits in any launch."""
+
+    num_tokens: int
+    """T."""
+    runs: tuple[SeenRun, ...]
+    """In the order of their tokens. The other tokens see nothing."""
+
+    def attend_to_items(self, layer: ReadsItems, query: Tensor) -> Tensor:
+        assert layer.item_keys is not None and layer.item_values is not None
+        pools = layer.item_keys[:, None], layer.item_values[:, None]  # blocks of one slot
+        out = torch.zeros_like(query)
+        single = [run for run in self.runs if run.end - run.begin == 1]
+        if single:
+            tokens, tables, lens = _tables(single, query.device)
+            out[tokens] = get_ops().paged_attention_decode(
+                query[tokens], *pools, tables, lens, layer.item_options, _NO_TENSORS
+            )
+        for run in self.runs:
+            if run.end - run.begin > 1:
+                out[run.begin : run.end] = _attend_run(layer, query[run.begin : run.end], run.slots)
+        return out
+
+    def clear_unseeing(self, x: Tensor) -> Tensor:
+        if sum(run.end - run.begin for run in self.runs) == self.num_tokens:
+            return x
+        cleared = torch.zeros_like(x)
+        for run in self.runs:
+            cleared[run.begin : run.end] = x[run.begin : run.end]
+        return cleared
+
+
+def _tables(runs: Sequence[SeenRun], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens [n], slots [n, longest] and numbers of slots [n] of runs of one token."""
+    lens = np.array([len(run.slots) for run in runs], np.int32)
+    tables = np.zeros((len(runs), int(lens.max())), np.int32)
+    for table, run in zip(tables, runs, strict=True):
+        table[: len(run.slots)] = run.slots
+    tokens = torch.tensor([run.begin for run in runs], device=device)
+    return tokens, torch.from_numpy(tables).to(device), torch.from_numpy(lens).to(device)
+
+
+def _attend_run(layer: ReadsItems, query: Tensor, slots: IntArray) -> Tensor:
+    """Return what tokens [Q, H, D] read that all see the same slots.
+
+    To the operator they are one token: all queries of a key/value head are heads that share it.
+    """
+    assert layer.item_keys is not None and layer.item_values is not None
+    num_queries, num_heads, head_size = query.shape
+    num_kv_heads = layer.item_keys.shape[1]
+    shape = (num_queries, num_kv_heads, num_heads // num_kv_heads, head_size)
+    by_head = query.view(shape).transpose(0, 1)
+    read = get_ops().paged_attention_prefill(
+        by_head.reshape(1, num_queries * num_heads, head_size),
+        layer.item_keys[:, None],
+        layer.item_values[:, None],
+        torch.from_numpy(slots)[None].to(query.device),
+        np.array([0, 1], np.int32),
+        np.array([len(slots)], np.int32),
+        layer.item_options,
+        _NO_TENSORS,
+    )
+    return read.view(by_head.shape).transpose(0, 1).reshape(query.shape)

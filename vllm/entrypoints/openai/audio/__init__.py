@@ -1,0 +1,1 @@
+"""Routes of speech: a file of sound becomes text."""

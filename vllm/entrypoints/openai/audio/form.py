@@ -1,0 +1,129 @@
+"""Reads the form of a request with a file: its fields as the class of its body has them."""
+
+from collections import defaultdict
+from typing import Any, NamedTuple, TypeVar
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+
+from vllm.errors import RequestError
+
+Body = TypeVar("Body", bound=BaseModel)
+
+FILE = "file"
+_MAX_PARTS = 64
+_MAX_TEXT_BYTES = 2**20
+"""Of all fields together, without the file."""
+
+
+class UploadedFile(NamedTuple):
+    """A file of a form."""
+
+    name: str
+    data: bytes
+
+
+def read_form(kind: type[Body], data: bytes, content_type: str) -> Body:
+    """Return the body of a request from its form.
+
+    A field of several values comes several times, as `name` or as `name[]`.
+
+    Args:
+        kind: of the body; its field `file` is an `UploadedFile`.
+        data: the whole form.
+        content_type: header of the request, with the boundary of the parts.
+
+    Raises:
+        RequestError: it is no form or incomplete, a part is too much, or the file is missing.
+        RequestValidationError: a field has a wrong value.
+    """
+    parts = _read_parts(data, content_type)
+    lists = {field.alias for field in kind.model_fields.values() if field.alias is not None}
+    given: dict[str, Any] = {}
+    for name, values in parts.items():
+        if f"{name}[]" in lists:
+            given[f"{name}[]"] = values
+        elif len(values) > 1:
+            raise RequestError(f"{name} must be sent once, got {len(values)} parts", param=name)
+        else:
+            given[name] = values[0]
+    if not isinstance(given.get(FILE), UploadedFile):
+        what = "a text" if FILE in given else "no such part"
+        raise RequestError(f"{FILE} must be an uploaded file, got {what}", param=FILE)
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
+
+
+def _read_parts(data: bytes, content_type: str) -> dict[str, list[Any]]:
+    """Return the values of the parts by name, without the brackets of a name."""
+    try:
+        from python_multipart.exceptions import FormParserError
+        from python_multipart.multipart import FormParser, parse_options_header
+    except ImportError:
+        raise RequestError(
+            "forms need python-multipart, which is not installed: pip install 'vllm[audio]'"
+        ) from None
+    type_, options = parse_options_header(content_type)
+    if type_ != b"multipart/form-data" or not options.get(b"boundary"):
+        raise RequestError(
+            f"Content-Type must be multipart/form-data with a boundary, got {content_type!r:.100}"
+        )
+    parts = _Parts()
+    try:
+        parser = FormParser(
+            "multipart/form-data",
+            parts.add_field,
+            parts.add_file,
+            parts.end,
+            boundary=options[b"boundary"],
+            config={"MAX_MEMORY_FILE_SIZE": len(data) + 1},  # so no file is written
+        )
+        parser.write(data)
+        parser.finalize()
+    except FormParserError as error:
+        raise RequestError(f"the form cannot be read: {str(error)[:200]}") from None
+    if not parts.is_complete:
+        raise RequestError("the form must end with its boundary, got an incomplete one")
+    return parts.values
+
+
+class _Parts:
+    """Collects the parts of a form; the parser calls it."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, list[Any]] = defaultdict(list)
+        self.is_complete = False
+        self._num_parts = 0
+        self._num_bytes = 0
+
+    def add_field(self, field: Any) -> None:
+        value = field.value or b""
+        self._num_bytes += len(value)
+        if self._num_bytes > _MAX_TEXT_BYTES:
+            raise RequestError(
+                f"the fields of the form must have at most {_MAX_TEXT_BYTES} bytes together"
+            )
+        self._add(field.field_name, _text_of(value))
+
+    def add_file(self, file: Any) -> None:
+        file.file_object.seek(0)
+        name = _text_of(file.file_name or b"")
+        self._add(file.field_name, UploadedFile(name, file.file_object.read()))
+
+    def end(self) -> None:
+        self.is_complete = True
+
+    def _add(self, name: bytes | None, value: Any) -> None:
+        self._num_parts += 1
+        if self._num_parts > _MAX_PARTS:
+            raise RequestError(f"the form must have at most {_MAX_PARTS} parts, got more")
+        self.values[_text_of(name or b"").partition("[")[0]].append(value)
+
+
+def _text_of(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise RequestError("the names and texts of the form must be UTF-8") from None

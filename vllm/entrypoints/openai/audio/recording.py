@@ -1,0 +1,297 @@
+"""One recording on its way through the engine: its pieces run at the same time, in bounded number,
+and their texts are in order again.
+"""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from math import exp
+from typing import Any
+
+from vllm.entrypoints.openai.audio.pieces import Piece, Samples, cut, is_silent
+from vllm.entrypoints.openai.protocol.sampling import sampling_numbers
+from vllm.entrypoints.openai.protocol.transcription import SpeechFields
+from vllm.entrypoints.openai.shared.merge import merge
+from vllm.entrypoints.openai.shared.prompts import engine_key, max_running, output_budget
+from vllm.entrypoints.shared.context import ServerContext
+from vllm.entrypoints.shared.errors import refuse_failed
+from vllm.errors import RequestError
+from vllm.inputs import TokensPrompt
+from vllm.multimodal.interface.source import MediaSource
+from vllm.multimodal.interface.speech import SpeechRules, SpokenSegment, Task
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+ENGLISH = "en"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Words with their times in the recording, and how sure the model is of them."""
+
+    piece: Piece
+    start_s: float
+    end_s: float
+    text: str
+    token_ids: Sequence[int]
+    avg_logprob: float
+    no_speech_prob: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """The output for a piece."""
+
+    output: CompletionOutput
+    no_speech_prob: float
+
+
+class Recording:
+    """A recording and how it is to be written down.
+
+    Args:
+        context: of the server; its engine is ready.
+        rules: of the model.
+        body: of the request.
+        task: of the model.
+        samples: [n] at the rate of the model, n > 0.
+        response_id: beginning of the ids in the engine.
+        trace_headers: of the request.
+
+    Attributes:
+        language: code of the language that is spoken, once `prepare` has found it.
+        num_prompt_tokens: of all pieces that have begun.
+        num_output_tokens: of all pieces, so far.
+    """
+
+    def __init__(
+        self,
+        context: ServerContext,
+        rules: SpeechRules,
+        body: SpeechFields,
+        task: Task,
+        samples: Samples,
+        response_id: str,
+        trace_headers: Mapping[str, str] | None,
+    ) -> None:
+        self.language: str = ENGLISH
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
+        self._context = context
+        self._engine = context.engine
+        self._rules = rules
+        self._body = body
+        self._task = task
+        self._samples = samples
+        self._engine_key = engine_key(response_id)
+        self._trace_headers = trace_headers
+        pieces = cut(samples, rules.sampling_rate, rules.seconds_per_piece)
+        self._pieces = [each for each in pieces if not is_silent(samples[each.start : each.end])]
+        self._prompt: list[int] = []
+        self._params = SamplingParams()
+
+    @property
+    def seconds(self) -> float:
+        """Length of the recording."""
+        return len(self._samples) / self._rules.sampling_rate
+
+    def start_of(self, piece: Piece) -> float:
+        """Return when a piece begins, in seconds."""
+        return piece.start / self._rules.sampling_rate
+
+    async def prepare(self) -> None:
+        """Find the language, and make the prompt and the parameters of all pieces.
+
+        Raises:
+            RequestError: the model does not know the language or the task, or a value is out of
+                range.
+        """
+        rules, body = self._rules, self._body
+        previous: list[int] = []
+        if body.prompt.strip():
+            previous = await self._tokens_before(body.prompt.strip())
+        if body.language:
+            self.language = rules.language_code(body.language.strip())
+        language: str | None = self.language
+        if not rules.is_multilingual:
+            language = None
+        make_prompt = partial(
+            rules.prompt, task=self._task, with_times=body.has_times, previous=previous
+        )
+        # Errors come before the first piece runs.
+        num_tokens = len(make_prompt(language=language))
+        self._params = self._make_params(num_tokens)
+        if rules.is_multilingual and not body.language and self._pieces:
+            language = self.language = await self._detect_language()
+        self._prompt = make_prompt(language=language)
+
+    async def texts(self) -> AsyncGenerator[str, None]:
+        """Yield the text as it is written, the first piece first."""
+        held: list[list[str]] = [[] for _ in self._pieces]
+        is_done = [False] * len(self._pieces)
+        current = 0
+        sources = [self._generate(i, RequestOutputKind.DELTA) for i in range(len(self._pieces))]
+        async with aclosing(merge(sources, max_running(self._context))) as outputs:
+            async for index, output in outputs:
+                held[index].append(output.outputs[0].text)
+                is_done[index] = output.finished
+                while current < len(held):
+                    for text in held[current]:
+                        yield text
+                    held[current].clear()
+                    if not is_done[current]:
+                        break
+                    current += 1
+
+    async def text(self) -> str:
+        """Return the whole text."""
+        results = await self._results(with_silence=False)
+        return "".join(result.output.text for result in results).strip()
+
+    async def segments(self, *, with_silence: bool) -> list[Segment]:
+        """Return the words with their times.
+
+        Args:
+            with_silence: ask the model also how likely it is that nobody speaks.
+        """
+        results = await self._results(with_silence=with_silence)
+        rate = self._rules.sampling_rate
+        found: list[tuple[Piece, _Result, SpokenSegment]] = []
+        for piece, result in zip(self._pieces, results, strict=True):
+            spoken = self._rules.segments(
+                list(result.output.token_ids), (piece.end - piece.start) / rate
+            )
+            found += [(piece, result, each) for each in spoken]
+        texts = await self._decode([list(each.token_ids) for _, _, each in found])
+        return [
+            Segment(
+                piece,
+                piece.start / rate + each.start_s,
+                piece.start / rate + each.end_s,
+                text,
+                each.token_ids,
+                _mean_logprob(result.output, each.first, each.last),
+                result.no_speech_prob,
+            )
+            for (piece, result, each), text in zip(found, texts, strict=True)
+        ]
+
+    # ---- the engine -----------------------------------------------------------------------
+
+    async def _results(self, *, with_silence: bool) -> list[_Result]:
+        found: dict[int, _Result] = {}
+        sources = [self._result(i, with_silence) for i in range(len(self._pieces))]
+        async with aclosing(merge(sources, max_running(self._context))) as results:
+            async for index, result in results:
+                found[index] = result
+        return [found[index] for index in range(len(self._pieces))]
+
+    async def _result(self, index: int, with_silence: bool) -> AsyncGenerator[_Result, None]:
+        async with aclosing(self._generate(index, RequestOutputKind.FINAL_ONLY)) as outputs:
+            output = (await anext(outputs)).outputs[0]
+        token, silence = self._rules.no_speech_token, 0.0
+        if with_silence and token is not None:
+            said = await self._one_token(index, [token], "silence")
+            silence = exp(_mean_logprob(said, 0, 1))
+        yield _Result(output, silence)
+
+    async def _generate(
+        self, index: int, kind: RequestOutputKind
+    ) -> AsyncGenerator[RequestOutput, None]:
+        params = self._params.clone()
+        params.output_kind = kind
+        self.num_prompt_tokens += len(self._prompt)
+        outputs = self._start(index, self._prompt, params, "")
+        async with aclosing(outputs):
+            async for output in outputs:
+                refuse_failed(output.outputs[0])
+                self.num_output_tokens += len(output.outputs[0].token_ids)
+                yield output
+
+    async def _detect_language(self) -> str:
+        """Return the code of the language of the first piece in which something can be heard."""
+        codes = self._rules.language_tokens()
+        said = await self._one_token(0, list(codes), "language")
+        return codes[said.token_ids[0]]
+
+    async def _one_token(self, index: int, allowed: list[int], what: str) -> CompletionOutput:
+        """Return the most likely of some tokens after the beginning of a prompt."""
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            allowed_token_ids=allowed,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        outputs = self._start(index, self._rules.start_prompt(), params, f"-{what}")
+        async with aclosing(outputs):
+            output = (await anext(outputs)).outputs[0]
+        refuse_failed(output)
+        return output
+
+    def _start(
+        self, index: int, token_ids: list[int], params: SamplingParams, suffix: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        piece, rate = self._pieces[index], self._rules.sampling_rate
+        sound = MediaSource(
+            modality="audio",
+            where="file",
+            samples=self._samples[piece.start : piece.end],
+            sampling_rate=rate,
+        )
+        prompt: TokensPrompt = {
+            "prompt_token_ids": token_ids,
+            "multi_modal_data": {"audio": [sound]},
+        }
+        return self._engine.generate(
+            prompt,
+            params,
+            f"{self._engine_key}-{index}{suffix}",
+            lora_request=self._context.adapter(self._body.model),
+            trace_headers=self._trace_headers,
+        )
+
+    def _make_params(self, num_prompt_tokens: int) -> SamplingParams:
+        body, defaults = self._body, self._engine.generation_defaults
+        return SamplingParams.from_optional(
+            **sampling_numbers(body, defaults),
+            max_tokens=output_budget(
+                self._context.config, defaults, num_prompt_tokens, body.max_completion_tokens
+            ),
+            logprobs=0 if body.has_times else None,
+        )
+
+    # ---- text -----------------------------------------------------------------------------
+
+    async def _tokens_before(self, text: str) -> list[int]:
+        """Return the tokens of a text before the recording, in which names of tokens are words."""
+        if not self._rules.max_previous_tokens:
+            raise RequestError("prompt: this model reads no text before the sound", param="prompt")
+
+        def encode(processor: Any) -> list[int]:
+            given = processor.tokenizer(
+                f" {text}", add_special_tokens=False, split_special_tokens=True
+            )
+            return list(given["input_ids"])
+
+        return await self._engine.in_slow_lane(encode)
+
+    async def _decode(self, several: Sequence[list[int]]) -> list[str]:
+        def decode(processor: Any) -> list[str]:
+            return [
+                processor.tokenizer.decode(
+                    token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                )
+                for token_ids in several
+            ]
+
+        return await self._engine.in_slow_lane(decode)
+
+
+def _mean_logprob(output: CompletionOutput, first: int, last: int) -> float:
+    """Return the mean log-probability of the tokens of an output from `first` to `last`."""
+    positions = (output.logprobs or [])[first:last]
+    tokens = output.token_ids[first:last]
+    values = [each[token].logprob for each, token in zip(positions, tokens, strict=True)]
+    return sum(values) / len(values) if values else 0.0

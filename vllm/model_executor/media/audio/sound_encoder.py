@@ -1,0 +1,68 @@
+"""The common part of encoders that have the one of Whisper."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm.model_executor.media.audio.whisper_encoder import WhisperEncoder
+from vllm.model_executor.media.encoder import MediaEncoder
+from vllm.multimodal.audio.whisper_config import WhisperEncoderConfig
+
+_PIECES_AT_ONCE = 4
+
+
+class SoundEncoder(MediaEncoder):
+    """Pieces of sound to embeddings. Each piece is encoded by itself.
+
+    Args:
+        config: config.json of the whole model.
+        hidden_size: of the language model's embeddings.
+        sizes: of the encoder of Whisper.
+    """
+
+    prefixes: ClassVar[tuple[str, ...]] = ("audio_tower.", "multi_modal_projector.")
+    unit: ClassVar[str] = "pieces of sound"
+
+    def __init__(
+        self, config: Mapping[str, Any], hidden_size: int, sizes: WhisperEncoderConfig
+    ) -> None:
+        super().__init__(config, hidden_size)
+        self.sizes = sizes
+        self.audio_tower = WhisperEncoder(sizes)
+
+    def size_of(self, item: Mapping[str, Tensor]) -> int:
+        return 1
+
+    def forward(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        """Encode pieces, few at a time: all of a long sound would take gigabytes."""
+        found: list[Tensor] = []
+        for first in range(0, len(items), _PIECES_AT_ONCE):
+            found += self.encode_together(items[first : first + _PIECES_AT_ONCE])
+        return found
+
+    def encode_together(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        """Encode pieces in one forward pass without padding: the embeddings [n, width] of each."""
+        return self.split(self.run(**self.prepare(items)), items)
+
+    def run(self, **tensors: Tensor) -> Tensor:
+        tensors["features"] = tensors["features"].to(self.dtype)
+        return self.encode(**tensors).flatten(0, 1)
+
+    @abstractmethod
+    def encode(self, **tensors: Tensor) -> Tensor:
+        """Return the embeddings [B, n, hidden_size] of pieces.
+
+        Args:
+            tensors: as `prepare` returns them; `features` [B, num_mel_bins, F] have the dtype of
+                the weights.
+        """
+
+
+def pad_pieces(features: Tensor, size: int | None) -> Tensor:
+    """Return the features [B, num_mel_bins, F] of `size` pieces; None: of as many as there are."""
+    missing = 0 if size is None else size - features.shape[0]
+    assert missing >= 0, f"{features.shape[0]} pieces do not fit {size}"
+    return F.pad(features, (0, 0, 0, 0, 0, missing))

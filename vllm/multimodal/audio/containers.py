@@ -1,0 +1,249 @@
+"""Formats of files with sound: which they are, by their bytes, and whether they are complete.
+
+FFmpeg reads a file that has been cut off without an error, as far as it goes, so the lengths that
+a format states are compared here with the bytes that are there. Decodes nothing.
+"""
+
+from collections.abc import Callable
+
+FFMPEG_NAMES = {
+    "WAV": "wav",
+    "FLAC": "flac",
+    "OGG": "ogg",
+    "MP3": "mp3",
+    "MP4": "mov",
+    "WebM": "matroska",
+    "AAC": "aac",
+}
+"""Accepted format -> the only reader of FFmpeg that is asked. MP4 has .m4a and .mov as well, WebM
+has .mkv."""
+
+ACCEPTED = "WAV, FLAC, OGG (Vorbis, Opus), MP3, MP4 and M4A, WebM, AAC"
+
+_SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
+    (8, b"WAVE", "WAV"),
+    (0, b"fLaC", "FLAC"),
+    (0, b"OggS", "OGG"),
+    (4, b"ftyp", "MP4"),
+    (0, b"\x1a\x45\xdf\xa3", "WebM"),
+    # Refused; the message names them.
+    (0, b"\x89PNG\r\n\x1a\n", "PNG"),
+    (0, b"\xff\xd8\xff", "JPEG"),
+    (0, b"GIF8", "GIF"),
+    (8, b"WEBP", "WEBP"),
+    (8, b"AVI ", "AVI"),
+    (0, b"FORM", "AIFF"),
+    (0, b"RF64", "RF64"),
+    (0, b"#!AMR", "AMR"),
+    (0, b"\x30\x26\xb2\x75\x8e\x66\xcf\x11", "WMA"),
+    (0, b".snd", "AU"),
+    (0, b"caff", "CAF"),
+    (0, b"MThd", "MIDI"),
+    (0, b"#EXTM3U", "M3U"),
+    (0, b"%PDF", "PDF"),
+    (0, b"PK\3\4", "ZIP"),
+    (0, b"\x1f\x8b", "gzip"),
+)
+"""Offset, bytes at this offset, format."""
+_RIFF = ("WAV", "WEBP", "AVI")
+_PICTURES = (b"heic", b"heix", b"heim", b"heis", b"mif1", b"msf1", b"avif", b"avis")
+"""Brands of the container of MP4 that have pictures."""
+_LAYERS = ("AAC", "MP3", "MP2", "MP1")
+"""Format by the two bits of an MPEG audio frame that name its layer."""
+_MP3_KBITS = (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 0)
+_MP3_KBITS_2 = (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0)
+"""Rates of MPEG 1, and of MPEG 2 and 2.5, by the index in the header of a frame. 0: not known."""
+_MP3_RATES = (44_100, 48_000, 32_000)
+_MP3_DIVISORS = (4, 0, 2, 1)
+"""By what these rates are divided, by the bits of the version: 2.5, none, 2 and 1."""
+
+_UNKNOWN = 2**32 - 1
+"""Size of a chunk that a program has written to a pipe."""
+_OGG_HEADER_BYTES, _OGG_IS_FIRST, _OGG_IS_LAST = 27, 2, 4
+_SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
+_LENGTH_MARKS = (b"Xing", b"Info", b"VBRI")
+"""Marks in the first frame of an MP3 file that states how long it is."""
+_MARK_BYTES = 256
+"""Bytes of that frame among which they are."""
+
+
+class IncompleteError(ValueError):
+    """A file is not one complete recording."""
+
+
+def sniff(data: bytes) -> str | None:
+    """Return the format of a file by its first bytes, accepted or not. None: it is not known.
+
+    >>> sniff(b"RIFF....WAVE"), sniff(b"OggS..."), sniff(b"GIF89a"), sniff(b"?")
+    ('WAV', 'OGG', 'GIF', None)
+    """
+    for offset, signature, name in _SIGNATURES:
+        if data.startswith(signature, offset) and (name not in _RIFF or data[:4] == b"RIFF"):
+            is_picture = name == "MP4" and data[8:12] in _PICTURES
+            return "HEIC or AVIF" if is_picture else name
+    begin = _end_of_tags(data)
+    if data.startswith(b"fLaC", begin):
+        return "FLAC"
+    if len(data) > begin + 1 and data[begin] == 0xFF and data[begin + 1] & 0xE0 == 0xE0:
+        return _LAYERS[data[begin + 1] >> 1 & 3]
+    return "MP3" if begin else None  # other tags follow, or padding
+
+
+def check_complete(name: str, data: bytes) -> None:
+    """Refuse a file that ends before its end, as far as its structure shows it.
+
+    Args:
+        name: its format, an accepted one.
+        data: content of the file.
+
+    Raises:
+        IncompleteError: it is cut off, damaged so that its parts do not follow each other, or has
+            several recordings.
+    """
+    check = _CHECKS.get(name)
+    if check is not None:
+        check(data)
+
+
+def states_length(name: str, data: bytes) -> bool:
+    """Return whether the duration that FFmpeg names is one that the file itself states."""
+    if name == "MP3":
+        begin = _end_of_tags(data)
+        return any(mark in data[begin : begin + _MARK_BYTES] for mark in _LENGTH_MARKS)
+    return name == "FLAC"
+
+
+def _end_of_tags(data: bytes) -> int:
+    """Return the number of bytes of ID3 tags at the beginning of a file."""
+    end = 0
+    while data.startswith(b"ID3", end) and len(data) >= end + 10:
+        size = 0
+        for byte in data[end + 6 : end + 10]:
+            size = size << 7 | byte & 0x7F
+        end += size + (20 if data[end + 5] & 0x10 else 10)
+    return end
+
+
+def _check_wav(data: bytes) -> None:
+    at = 12
+    while at + 8 <= len(data):
+        kind, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
+        if kind == b"data" and size not in (0, _UNKNOWN):
+            _check_end(at + 8 + size, data)
+            return
+        if kind == b"data":
+            return
+        at += 8 + size + size % 2
+    raise IncompleteError("its header must be followed by samples, got the end of the file")
+
+
+def _check_ogg(data: bytes) -> None:
+    at, is_first, is_last = 0, True, False
+    while at < len(data):
+        if not data.startswith(b"OggS", at):
+            raise IncompleteError(f"a page must begin at byte {at}, got something else")
+        sizes = at + _OGG_HEADER_BYTES
+        _check_end(sizes, data)
+        payload = sizes + data[sizes - 1]
+        _check_end(payload, data)
+        if data[at + 5] & _OGG_IS_FIRST and not is_first:  # FFmpeg may stop here
+            raise IncompleteError("it must be one recording, got several, one after the other")
+        is_first = bool(data[at + 5] & _OGG_IS_FIRST)
+        is_last = bool(data[at + 5] & _OGG_IS_LAST)
+        at = payload + sum(data[sizes:payload])
+        _check_end(at, data)
+    if not is_last:
+        raise IncompleteError("it must have a last page, got the end of the file")
+
+
+def _check_frames(data: bytes) -> None:
+    """Walk through the frames of MP3 or AAC. A file that ends between two of them cannot be told
+    from a complete one, unless it states its length."""
+    at = _end_of_tags(data)
+    while (size := _frame_bytes(data[at : at + 7])) > 0:
+        at += size
+        _check_end(at, data)
+
+
+def _frame_bytes(header: bytes) -> int:
+    """Return the bytes of a frame of MP3 or AAC; 0: it is none, or it does not tell."""
+    if len(header) < 7:  # the end of the file, or of a frame that was cut off
+        return 7 if header.startswith(b"\xff") else 0
+    if header[0] != 0xFF or header[1] & 0xE0 != 0xE0:
+        return 0
+    if _LAYERS[header[1] >> 1 & 3] == "AAC":
+        return (header[3] & 3) << 11 | header[4] << 3 | header[5] >> 5
+    if _LAYERS[header[1] >> 1 & 3] != "MP3":
+        return 0
+    version, rate_index = header[1] >> 3 & 3, header[2] >> 2 & 3
+    kbits = (_MP3_KBITS if version == 3 else _MP3_KBITS_2)[header[2] >> 4]
+    if not kbits or rate_index == 3 or not _MP3_DIVISORS[version]:
+        return 0
+    rate = _MP3_RATES[rate_index] // _MP3_DIVISORS[version]
+    return (144 if version == 3 else 72) * 1000 * kbits // rate + (header[2] >> 1 & 1)
+
+
+def _check_mp4(data: bytes) -> None:
+    at = 0
+    while at < len(data):
+        _check_end(at + 8, data)
+        size, header = int.from_bytes(data[at : at + 4], "big"), 8
+        if size == 1:
+            size, header = int.from_bytes(data[at + 8 : at + 16], "big"), 16
+        if size == 0:  # to the end of the file
+            return
+        if size < header:
+            raise IncompleteError(
+                f"the box at byte {at} must have at least {header} bytes, got {size}"
+            )
+        at += size
+    _check_end(at, data)
+
+
+def _check_webm(data: bytes) -> None:
+    """Walk through the elements of the segment, and of clusters of which a live recording does not
+    state the size."""
+    at = 0
+    while at < len(data):
+        id_bytes = _width(data, at)
+        begin = at + id_bytes + _width(data, at + id_bytes)
+        kind = int.from_bytes(data[at : at + id_bytes], "big")
+        size_bytes = data[at + id_bytes : begin]
+        size = int.from_bytes(size_bytes, "big") - (1 << 7 * len(size_bytes))  # without the mark
+        if size == (1 << 7 * len(size_bytes)) - 1:  # not stated
+            if kind not in (_SEGMENT, _CLUSTER):
+                raise IncompleteError(f"the element at byte {at} must have a size, got none")
+            size = 0
+        _check_end(begin + size, data)
+        at = begin if kind == _SEGMENT else begin + size
+
+
+def _width(data: bytes, at: int) -> int:
+    """Return the bytes of a number of variable size: one more than the zeros that it begins with.
+
+    Raises:
+        IncompleteError: it is not there as a whole, or there is none.
+    """
+    _check_end(at + 1, data)
+    width = 9 - data[at].bit_length()
+    if width > 8:
+        raise IncompleteError(f"an element must begin at byte {at}, got something else")
+    _check_end(at + width, data)
+    return width
+
+
+def _check_end(end: int, data: bytes) -> None:
+    if end > len(data):
+        raise IncompleteError(f"it must have at least {end} bytes, got {len(data)}")
+
+
+_CHECKS: dict[str, Callable[[bytes], None]] = {
+    "WAV": _check_wav,
+    "OGG": _check_ogg,
+    "MP3": _check_frames,
+    "AAC": _check_frames,
+    "MP4": _check_mp4,
+    "WebM": _check_webm,
+}
+"""Formats whose structure shows where they end. FFmpeg refuses the others when they are cut off, or
+their samples are counted."""

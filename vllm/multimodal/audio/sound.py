@@ -1,0 +1,283 @@
+"""Sound: how a file becomes samples of one channel, and how samples get another rate.
+
+FFmpeg is asked through PyAV (`av`), which is imported when it is needed. A file is not trusted: it
+is opened from memory, only by the reader of the format that its bytes show, only decoders of sound
+are accepted, and decoding ends with the first sample above the limit, whatever the header states.
+"""
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm.errors import RequestError
+from vllm.multimodal.audio.containers import (
+    ACCEPTED,
+    FFMPEG_NAMES,
+    IncompleteError,
+    check_complete,
+    sniff,
+    states_length,
+)
+from vllm.multimodal.interface.family import EncoderInput
+from vllm.multimodal.interface.source import MediaSource, refuse
+
+if TYPE_CHECKING:
+    from av.audio.frame import AudioFrame
+    from av.audio.stream import AudioStream
+    from av.container.input import InputContainer
+
+Samples = NDArray[np.float32]
+
+MAX_CHANNELS = 32
+MIN_RATE, MAX_RATE = 1_000, 768_000
+"""Samples per second of a file or an array. A lower rate would become many times as many."""
+_LARGEST = 2.0**31
+"""Magnitude of a sample above which features overflow; integers that were not scaled are below."""
+
+_DECODERS = (
+    *("pcm_u8", "pcm_s8", "pcm_s16le", "pcm_s16be", "pcm_s24le", "pcm_s24be", "pcm_s32le"),
+    *("pcm_s32be", "pcm_f32le", "pcm_f32be", "pcm_f64le", "pcm_f64be", "pcm_alaw", "pcm_mulaw"),
+    *("flac", "alac", "vorbis", "opus", "mp3", "mp3float", "aac"),
+)
+"""By the names of FFmpeg. No decoder of pictures is among them."""
+_CODECS = "PCM, FLAC, ALAC, Vorbis, Opus, MP3 and AAC"
+_MISSING_S = 0.1
+"""By how many seconds a file may be shorter than it states: encoders count what they cut off."""
+_MAX_REASON_CHARS = 200
+"""Longest part of a message of FFmpeg that is shown: it may have bytes of the file in it."""
+
+
+def make_reader(sampling_rate: int, max_seconds: float) -> Callable[[MediaSource], EncoderInput]:
+    """Return the job of processes that read files of sound: `samples` are the only tensor.
+
+    Args:
+        sampling_rate, max_seconds: as for `read_sound`.
+    """
+    with suppress(ImportError):  # then each file is refused, with what to install
+        import av  # noqa: F401  # for the children of this process
+
+    def read(source: MediaSource) -> EncoderInput:
+        samples = read_sound(source, sampling_rate=sampling_rate, max_seconds=max_seconds)
+        return EncoderInput({"samples": samples}, ())
+
+    return read
+
+
+def read_sound(source: MediaSource, *, sampling_rate: int, max_seconds: float) -> Samples:
+    """Return the samples [n] of a sound of a request, from -1 to 1, n > 0.
+
+    The channels of a file are averaged. Of a file with several sounds, or with pictures, it is the
+    first sound.
+
+    Args:
+        source: has the content of a file, or samples.
+        sampling_rate: samples per second that are returned; others are resampled.
+        max_seconds: limit of its length.
+
+    Raises:
+        RequestError: the format is not accepted, the file is damaged or incomplete, the sound is
+            empty or too long or has infinite values or NaN, or PyAV is not installed.
+    """
+    where = source.where
+    if source.data is None:
+        assert source.samples is not None and source.sampling_rate is not None
+        samples = checked(source.samples, where)
+        return resample(samples, source.sampling_rate, sampling_rate, max_seconds, where)
+    parts = _decode_file(source.data, where, sampling_rate, max_seconds)
+    return checked(np.concatenate([np.empty(0, np.float32), *parts]), where)
+
+
+def resample(
+    samples: Samples, rate: int, sampling_rate: int, max_seconds: float, where: str
+) -> Samples:
+    """Return samples of one channel at another rate.
+
+    Args:
+        samples: [n], n > 0.
+        rate: that they have, per second.
+        sampling_rate: that they get.
+        max_seconds: limit of their length.
+        where: name of the sound in error messages.
+
+    Raises:
+        RequestError: the rate is not accepted, they are too long, or PyAV is not installed.
+    """
+    _check_rate(rate, where)
+    if len(samples) > max_seconds * rate:
+        raise _too_long(max_seconds, where)
+    if rate == sampling_rate:
+        return samples
+    frame = _import_av().AudioFrame.from_ndarray(samples[None], "fltp", "mono")
+    frame.sample_rate = rate
+    resampler = _Resampler(sampling_rate)
+    return np.concatenate([*resampler.add(frame), *resampler.end()])
+
+
+def checked(samples: Samples, where: str) -> Samples:
+    """Return samples that a model can read.
+
+    Raises:
+        RequestError: there are none, or they have values that are infinite, NaN or too large.
+    """
+    if not len(samples):
+        raise refuse(where, "it has no samples. Send a sound that is longer than 0 s")
+    if not np.abs(samples).max() <= _LARGEST:  # NaN as well
+        raise refuse(
+            where,
+            "its samples must be from -1 to 1, got values that are infinite, NaN or too large",
+        )
+    return samples
+
+
+# ---- files -----------------------------------------------------------------------------------
+
+
+def _decode_file(
+    data: bytes, where: str, sampling_rate: int, max_seconds: float
+) -> Iterator[Samples]:
+    name = sniff(data)
+    if name not in FFMPEG_NAMES:
+        what = (
+            "an empty file"
+            if not data
+            else f"a file of the format {name}"
+            if name
+            else "of an unknown format"
+        )
+        raise refuse(where, f"it is {what}; accepted are {ACCEPTED}")
+    av = _import_av()
+    with _decoding(name, where):
+        check_complete(name, data)
+        with av.open(
+            io.BytesIO(data),
+            format=FFMPEG_NAMES[name],
+            options={"codec_whitelist": ",".join(_DECODERS)},
+            metadata_errors="ignore",
+        ) as container:
+            if not container.streams.audio:
+                raise refuse(where, f"it is a {name} file without sound; accepted are {ACCEPTED}")
+            stream = container.streams.audio[0]
+            _check_codec(stream, where)
+            stated_s = _stated_seconds(stream) if states_length(name, data) else 0.0
+            num_samples, most = 0, max_seconds * sampling_rate
+            for part in _decode(container, stream, sampling_rate, where):
+                num_samples += len(part)
+                if num_samples > most:
+                    raise _too_long(max_seconds, where)
+                yield part
+        seconds = num_samples / sampling_rate
+        if seconds < stated_s - _MISSING_S:
+            raise IncompleteError(
+                f"it must have {stated_s:.2f} s of sound, as it states, got {seconds:.2f} s"
+            )
+
+
+def _decode(
+    container: "InputContainer", stream: "AudioStream", sampling_rate: int, where: str
+) -> Iterator[Samples]:
+    """Yield the samples of a stream, at most as many at a time as `MIN_RATE` makes of a frame."""
+    resampler = _Resampler(sampling_rate)
+    for frame in container.decode(stream):
+        _check_rate(frame.sample_rate, where)
+        num_channels = len(frame.layout.channels)
+        if num_channels > MAX_CHANNELS:
+            raise refuse(where, f"it has {num_channels} channels, more than {MAX_CHANNELS}")
+        yield from resampler.add(frame)
+    yield from resampler.end()
+
+
+def _check_codec(stream: "AudioStream", where: str) -> None:
+    found = stream.codec_context
+    name = "" if found is None else found.codec.name
+    if name not in _DECODERS:
+        named = f"the codec {name}" if name else "an unknown codec"
+        raise refuse(where, f"its sound has {named}; accepted are {_CODECS}")
+    assert found is not None
+    found.thread_count = 1  # each thread would take memory of the process for its stack
+
+
+def _stated_seconds(stream: "AudioStream") -> float:
+    if stream.duration is None or stream.time_base is None:
+        return 0.0
+    return float(stream.duration * stream.time_base)
+
+
+class _Resampler:
+    """Makes one channel of a rate out of frames, whose own rate and channels may change.
+
+    Args:
+        rate: samples per second that it returns.
+    """
+
+    def __init__(self, rate: int) -> None:
+        self._rate = rate
+        self._form: tuple[Any, ...] = ()
+        self._resampler: Any = None
+
+    def add(self, frame: "AudioFrame") -> Iterator[Samples]:
+        """Yield the samples that can be known with this frame."""
+        form = (frame.format.name, frame.layout.name, frame.sample_rate)
+        if form != self._form:
+            yield from self.end()
+            self._form = form
+            self._resampler = _import_av().AudioResampler("fltp", frame.layout, self._rate)
+        frame.pts = None  # gaps between the times of frames are no samples
+        yield from self._run(frame)
+
+    def end(self) -> Iterator[Samples]:
+        """Yield the samples that are left."""
+        if self._resampler is not None:
+            yield from self._run(None)
+
+    def _run(self, frame: "AudioFrame | None") -> Iterator[Samples]:
+        for each in self._resampler.resample(frame):
+            yield each.to_ndarray().mean(0, dtype=np.float32)
+
+
+def _import_av() -> Any:
+    try:
+        import av
+    except ImportError:
+        raise RequestError(
+            "sound needs PyAV, which is not installed: pip install 'vllm[audio]'"
+        ) from None
+    return av
+
+
+def _check_rate(rate: int, where: str) -> None:
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise refuse(
+            where, f"it has {rate} samples per second; accepted are {MIN_RATE} to {MAX_RATE}"
+        )
+
+
+def _too_long(max_seconds: float, where: str) -> RequestError:
+    return refuse(
+        where,
+        f"it is longer than {max_seconds:g} s, the limit of VLLM_MAX_AUDIO_DECODE_DURATION_S. "
+        f"Send it in parts",
+    )
+
+
+@contextmanager
+def _decoding(name: str, where: str) -> Iterator[None]:
+    """Report what a decoder raises as an error of the request."""
+    try:
+        yield
+    except (RequestError, GeneratorExit):
+        raise
+    except IncompleteError as error:
+        raise refuse(where, f"this {name} file is damaged or incomplete: {error}") from None
+    except MemoryError:
+        raise refuse(where, "there is not enough memory to decode it. Send a shorter one") from None
+    except Exception as error:  # a damaged file makes PyAV raise anything
+        what = getattr(error, "strerror", None) or str(error)
+        raise refuse(
+            where,
+            f"this {name} file cannot be decoded: {what[:_MAX_REASON_CHARS]}. Send a complete, "
+            f"undamaged file",
+        ) from error

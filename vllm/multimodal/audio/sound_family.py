@@ -1,0 +1,80 @@
+"""The common part of families whose encoder is the one of Whisper. Knows no model."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.errors import RequestError
+from vllm.multimodal.audio.features import LogMelFeatures
+from vllm.multimodal.audio.settings import SAMPLING_RATE, check_feature_settings
+from vllm.multimodal.audio.whisper_config import WhisperEncoderConfig
+from vllm.multimodal.interface.family import EncoderInput, Expansion, MediaFamily, TokenLookup
+
+
+class SoundFamily(MediaFamily):
+    """Sounds as log-mel features.
+
+    Attributes:
+        encoder: its sizes.
+        sizes: of the features.
+    """
+
+    modalities: ClassVar[tuple[str, ...]] = ("audio",)
+    sampling_rate: ClassVar[int] = SAMPLING_RATE
+    max_chunks: ClassVar[int] = 1
+    """Pieces of a sound, each as long as the encoder takes at a time."""
+
+    def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        super().__init__(config, settings)
+        self.encoder = self.read_encoder(config)
+        self.sizes = check_feature_settings(settings)
+        self.encoder.check_features(self.sizes)
+        self.features = LogMelFeatures(self.sizes)
+
+    @staticmethod
+    @abstractmethod
+    def read_encoder(config: Mapping[str, Any]) -> WhisperEncoderConfig:
+        """Return the sizes of the encoder.
+
+        Args:
+            config: config.json of the whole model.
+
+        Raises:
+            ConfigError: a size cannot be used.
+        """
+
+    @abstractmethod
+    def encoder_input(self, samples: npt.NDArray[np.float32]) -> EncoderInput:
+        """Return the features of a sound whose length is accepted. The grid is the number of its
+        tokens."""
+
+    @property
+    def min_samples(self) -> int:
+        """Samples of the shortest sound that is accepted."""
+        return 1
+
+    def process_audio(self, samples: npt.NDArray[np.float32]) -> EncoderInput:
+        shortest, longest = self.min_samples, self.max_chunks * self.sizes.chunk_samples
+        if not shortest <= len(samples) <= longest:
+            rate, other = self.sampling_rate, "shorter" if len(samples) > longest else "longer"
+            raise RequestError(
+                f"the sound has {len(samples)} samples ({len(samples) / rate:.4g} s), and this "
+                f"model reads sounds of {shortest} to {longest} samples ({shortest / rate:.2g} to "
+                f"{longest / rate:g} s). Send a {other} one"
+            )
+        if not np.isfinite(samples).all():
+            raise RequestError("the sound has samples that are not finite; they must be -1 to 1")
+        return self.encoder_input(samples)
+
+    def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
+        (num_tokens,) = grid
+        return Expansion([token_id(self.placeholder)] * num_tokens, [True] * num_tokens)
+
+    def small(self) -> EncoderInput:
+        return self.process_audio(np.zeros(self.min_samples, np.float32))
+
+    def largest(self) -> EncoderInput:
+        return self.encoder_input(np.zeros(self.max_chunks * self.sizes.chunk_samples, np.float32))

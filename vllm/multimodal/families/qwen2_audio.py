@@ -1,0 +1,55 @@
+"""Qwen2-Audio (Chu et al. 2024, arXiv 2407.10759): each token is 40 ms of a sound."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.multimodal.audio.settings import FeatureSettings
+from vllm.multimodal.audio.sound_family import SoundFamily
+from vllm.multimodal.audio.whisper_config import LARGE, WhisperEncoderConfig, read_whisper_config
+from vllm.multimodal.interface.checks import config_object
+from vllm.multimodal.interface.family import EncoderInput
+
+_SHORTEST = 3
+"""Frames of the shortest sound that has a token."""
+
+
+class Qwen2AudioFamily(SoundFamily):
+    """Sounds of up to 30 s. Silence that fills the rest is neither encoded nor seen.
+
+    The tensors are `features` [num_mel_bins, F], of which the encoder needs F frames, and
+    `num_states`, the hidden states of the sound before two of them are joined.
+    """
+
+    placeholder = "<|AUDIO|>"
+    text_of_image = "<|audio_bos|><|AUDIO|><|audio_eos|>\n"
+
+    @staticmethod
+    def read_encoder(config: Mapping[str, Any]) -> WhisperEncoderConfig:
+        return read_whisper_config(config_object(config, "audio_config"), LARGE, "audio_config.")
+
+    @property
+    def min_samples(self) -> int:
+        return (_SHORTEST - 1) * self.sizes.hop_length + 1
+
+    def encoder_input(self, samples: npt.NDArray[np.float32]) -> EncoderInput:
+        num_states = _num_states(len(samples), self.sizes)
+        features = self.features(samples, self.sizes.chunk_samples)
+        needed = min(2 * (num_states + 1), features.shape[1])
+        tensors: dict[str, npt.NDArray[Any]] = {
+            "features": np.ascontiguousarray(features[:, :needed]),
+            "num_states": np.array([num_states], np.int32),
+        }
+        return EncoderInput(tensors, (num_states // 2,))
+
+
+def _num_states(num_samples: int, sizes: FeatureSettings) -> int:
+    """Return the hidden states of a sound: one for each two of its frames, of which the last may be
+    missing."""
+    num_frames = -(-num_samples // sizes.hop_length)
+    return (num_frames + 1) // 2
+
+
+Family = Qwen2AudioFamily

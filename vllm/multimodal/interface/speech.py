@@ -1,0 +1,137 @@
+"""Transcription: prompts, languages and time stamps of a family of models. Knows no families.
+
+A sound is cut into pieces that the model reads one by one. For each piece the caller generates from
+`SpeechRules.prompt` with the piece as `multi_modal_data={"audio": ...}`, and gives the tokens of
+the output to `SpeechRules.segments`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm.errors import RequestError
+from vllm.messages import OutputRules
+from vllm.multimodal.interface.languages import find_language
+
+Task = Literal["transcribe", "translate"]
+"""Write what is said in its own language, or in English."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpokenSegment:
+    """Words between two time stamps."""
+
+    start_s: float
+    """Seconds from the beginning of the piece."""
+    end_s: float
+    first: int
+    """Index in the output of its first token; time stamps count."""
+    last: int
+    """Index behind its last token. The mean of the log-probabilities of these tokens is its
+    avg_logprob."""
+    token_ids: tuple[int, ...]
+    """Tokens of its text, without time stamps."""
+    is_finished: bool
+    """The model has written its end. Otherwise the piece may end within the words."""
+
+
+class SpeechRules(ABC):
+    """Prompts and outputs of one model that transcribes.
+
+    Attributes:
+        seconds_per_piece: longest sound of a prompt.
+        sampling_rate: samples per second that the model reads; others are resampled.
+        languages: codes of the languages that it transcribes; one, "en", if it knows no other.
+        max_previous_tokens: how many tokens of earlier text `prompt` keeps.
+        no_speech_token: its probability as the next token after `start_prompt` says how likely it
+            is that nobody speaks. None: the model does not say it.
+    """
+
+    seconds_per_piece: float
+    sampling_rate: int
+    languages: tuple[str, ...]
+    max_previous_tokens: int = 0
+    no_speech_token: int | None = None
+
+    @property
+    def is_multilingual(self) -> bool:
+        """Whether the model knows more than one language, translates and detects languages."""
+        return len(self.languages) > 1
+
+    def language_code(self, language: str) -> str:
+        """Return the code of a language that a client names, by its code or its English name.
+
+        Raises:
+            RequestError: the model does not know it.
+        """
+        code = find_language(language)
+        if code is None or code not in self.languages:
+            accepted = ", ".join(sorted(self.languages))
+            raise RequestError(
+                f"language {language!r}: this model does not know it. It knows {accepted}",
+                param="language",
+            )
+        return code
+
+    @abstractmethod
+    def prompt(
+        self,
+        *,
+        language: str | None,
+        task: Task = "transcribe",
+        with_times: bool = False,
+        previous: Sequence[int] = (),
+    ) -> list[int]:
+        """Return the tokens of a prompt.
+
+        Args:
+            language: code of the language that is spoken. None is accepted of a model that is not
+                multilingual, or that needs no language.
+            task: of the model.
+            with_times: the output has time stamps.
+            previous: tokens of text before this piece, or of words to expect; the last
+                `max_previous_tokens` are used.
+
+        Raises:
+            RequestError: the model does not know the language or the task.
+        """
+
+    @abstractmethod
+    def start_prompt(self) -> list[int]:
+        """Return the prompt whose next token is the language, or says that nobody speaks."""
+
+    @abstractmethod
+    def language_tokens(self) -> Mapping[int, str]:
+        """Return token -> code of its language, of a model that detects languages; else {}.
+
+        Generate one token after `start_prompt` with these as `allowed_token_ids`.
+        """
+
+    @abstractmethod
+    def segments(self, token_ids: Sequence[int], piece_s: float) -> list[SpokenSegment]:
+        """Return the segments of an output, with the last one if its end is missing.
+
+        Args:
+            token_ids: of the output; time stamps and end tokens may be among them.
+            piece_s: seconds of sound in the piece, without padding.
+        """
+
+    @abstractmethod
+    def output_rules(self, prompt_token_ids: Sequence[int]) -> OutputRules | None:
+        """Return what the output after a prompt must obey; None: anything is possible."""
+
+
+def seconds_read(segments: Sequence[SpokenSegment], piece_s: float) -> float:
+    """Return where the next piece of a long sound begins, in seconds from the start of this one.
+
+    Words whose end is missing are read again with the next piece, unless they are all there is.
+    The caller leaves their segment out in that case.
+
+    Args:
+        segments: of the output for a piece.
+        piece_s: seconds of sound in the piece.
+    """
+    if len(segments) > 1 and not segments[-1].is_finished:
+        return segments[-2].end_s
+    return piece_s

@@ -1,0 +1,53 @@
+"""The settings of the processor of a model: of its images, or of its sounds where it has none."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm.multimodal.audio import settings as sounds
+from vllm.multimodal.images import settings as images
+from vllm.multimodal.interface.family import MediaFamily
+
+
+def read_settings(family: type[MediaFamily], folder: Path | str) -> dict[str, Any]:
+    """Return the settings in the folder of a model of a family.
+
+    Raises:
+        ConfigError: there are none, or they cannot be used.
+    """
+    if _has_images(family):
+        return images.read_processor_settings(folder)
+    return sounds.read_feature_settings(folder)
+
+
+def has_settings(family: type[MediaFamily], folder: Path | str) -> bool:
+    """Return whether the folder of a model of a family has settings, whatever they are.
+
+    Raises:
+        ConfigError: a file is damaged.
+    """
+    if _has_images(family):
+        return images.has_processor_settings(folder)
+    return sounds.has_feature_settings(folder)
+
+
+def override_settings(
+    family: type[MediaFamily], settings: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return settings, some of them replaced by `mm_processor_kwargs`.
+
+    Args:
+        family: of the model.
+        settings: as `read_settings` returns them.
+        overrides: by key.
+
+    Raises:
+        ConfigError: there is no setting of this name.
+    """
+    if _has_images(family):
+        return images.override_settings(settings, overrides)
+    return sounds.override_feature_settings(settings, overrides)
+
+
+def _has_images(family: type[MediaFamily]) -> bool:
+    return "image" in family.modalities

@@ -1,0 +1,132 @@
+"""Rules of a model for its outputs: tokens that it never writes, and the order of time stamps.
+
+They belong to the distribution of the model: logits of tokens that may not come are -inf before
+any sampling parameter is applied. The rules of time stamps are those of Whisper (Radford et al.
+2022, arXiv 2212.04356).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.messages import IntArray, OutputRules
+from vllm.sample.masks import WORD_BITS, TokenMasks, num_words
+
+
+class RowRules:
+    """Which tokens may come next in the output of one request.
+
+    Args:
+        rules: of the request.
+        output_token_ids: generated so far.
+        vocab_size: of the logits.
+
+    Attributes:
+        first_time: the first token of time stamps; None: there are no rules for them.
+    """
+
+    def __init__(
+        self, rules: OutputRules, output_token_ids: Sequence[int], vocab_size: int
+    ) -> None:
+        self._rules = rules
+        self._vocab_size = vocab_size
+        self.first_time = rules.first_time
+        self._usual = self._mask(rules.never)
+        first = () if rules.written else rules.not_first
+        self._first = self._mask((*rules.never, *first))
+        self._output = [*rules.written, *output_token_ids] if self.needs_output else []
+
+    @property
+    def needs_output(self) -> bool:
+        """Whether `record` must be called."""
+        return self.first_time is not None
+
+    def record(self, token_id: int) -> None:
+        """Record a generated token."""
+        if self.needs_output:
+            self._output.append(token_id)
+
+    def allowed(self, num_output_tokens: int, ahead: Sequence[int] = ()) -> IntArray:
+        """Return the mask [W] of the next token; only read.
+
+        Args:
+            num_output_tokens: generated so far.
+            ahead: the last of them, if they are not recorded yet.
+        """
+        usual = self._usual if num_output_tokens else self._first
+        if self.first_time is None:
+            return usual
+        found = usual.copy()
+        for start, end in self._forbidden([*self._output, *ahead], self.first_time):
+            found &= ~_range_mask(start, end, len(found))
+        return found
+
+    def _forbidden(self, output: Sequence[int], first_time: int) -> list[tuple[int, int]]:
+        """Return ranges of tokens that may not follow an output."""
+        rules, size = self._rules, self._vocab_size
+        found = [(rules.end_of_times, size)]
+        if not output:
+            return [(0, first_time), (rules.end_of_first_times, size)]
+        was_time = output[-1] >= first_time
+        opens_pair = was_time and (len(output) < 2 or output[-2] >= first_time)
+        newest = next((token for token in reversed(output) if token >= first_time), None)
+        if newest is not None:
+            closes_text = was_time and not opens_pair
+            found.append((first_time, newest if closes_text else newest + 1))
+        if opens_pair:
+            found.append((first_time, size))
+        elif was_time:
+            found.append((0, rules.end))
+        return found
+
+    def _mask(self, forbidden: Sequence[int]) -> IntArray:
+        bits = np.ones(num_words(self._vocab_size) * WORD_BITS, np.uint8)
+        bits[np.array(forbidden, np.int64)] = 0
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _range_mask(start: int, end: int, num: int) -> IntArray:
+    """Return [num] words with the bits of tokens from `start` to before `end`."""
+    bits = np.zeros(num * WORD_BITS, np.uint8)
+    bits[start:end] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+@dataclass(frozen=True)
+class LogitRules:
+    """The rules of m rows of a launch."""
+
+    masks: TokenMasks
+    """Tokens that may come."""
+    first_time: int | None = None
+    """The first token of time stamps; None: no row has rules for them."""
+    has_times: Tensor | None = None
+    """[m] bool on the device: rows in which a time stamp comes if all of them together are likelier
+    than every other token."""
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return logits [n, V] with -inf for tokens that may not come."""
+        changed = logits.clone()
+        self.masks.apply(changed)
+        if self.first_time is None or self.has_times is None:
+            return changed
+        rows = self.masks.device_rows
+        if rows is None:
+            rows = torch.from_numpy(self.masks.rows).to(logits.device)
+        chosen = changed.index_select(0, rows)
+        wins = self.has_times & _times_win(chosen.float(), self.first_time)
+        is_text = torch.arange(chosen.shape[-1], device=logits.device) < self.first_time
+        chosen = chosen.masked_fill(wins[:, None] & is_text, -np.inf)
+        changed.index_copy_(0, rows, chosen)
+        return changed
+
+
+def _times_win(logits: Tensor, first_time: int) -> Tensor:
+    """Return [m] whether the tokens from `first_time` on are together likelier than each before."""
+    text, times = logits[:, :first_time].amax(-1), logits[:, first_time:]
+    most = torch.maximum(text, times.amax(-1))
+    total = torch.exp(times - most[:, None]).sum(-1)
+    return total > torch.exp(text - most)

@@ -1,0 +1,233 @@
+"""Items that cross-attention layers read: the pool of their keys and values, and the rows that see
+them. Model files do not know of slots.
+"""
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vllm.attention import LaunchParts, RaggedItems, SeenRun
+from vllm.config import VllmConfig
+from vllm.errors import ConfigError
+from vllm.messages import (
+    END_OF_REQUEST,
+    EngineRequest,
+    IntArray,
+    MediaItem,
+    NewRequest,
+    SchedulerOutput,
+)
+from vllm.model_executor.layers.cross_attention import (
+    CrossAttention,
+    cross_attention_layers,
+    slot_bytes,
+)
+from vllm.model_executor.models.interface import LayeredModel
+from vllm.platforms.interface import Platform
+from vllm.worker.batch.launch import Launch
+from vllm.worker.parts.encoded_media import EncodedMedia, ModuleEncoder
+from vllm.worker.parts.row_parts import RowPart
+
+_SHARE = 4
+"""One part of so many of the free memory is for items at most, if one of them fits."""
+_NO_SLOTS: IntArray = np.empty(0, np.int32)
+
+
+class ItemPool:
+    """Keys and values of items in all cross-attention layers of a model, by the key of the item.
+
+    As the memory of an `EncodedMedia` it takes hidden states and gives back slots. All ranks give
+    the same slots to an item, as they keep the same items.
+
+    Args:
+        layers: of the model.
+    """
+
+    def __init__(self, layers: Sequence[CrossAttention]) -> None:
+        self._layers = layers
+        self._slots: dict[str, Tensor] = {}
+        self._is_free = np.empty(0, np.bool_)
+
+    def allocate(self, num_slots: int, platform: Platform, dtype: torch.dtype) -> None:
+        """Allocate so many slots in all layers."""
+        self._is_free = np.ones(num_slots, np.bool_)
+        for layer in self._layers:
+            shape = (num_slots, layer.num_kv_heads, layer.head_size)
+            layer.bind_pool(*(platform.allocate_cache(shape, dtype) for _ in range(2)))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._slots
+
+    def get(self, key: str) -> Tensor | None:
+        """Return the slots [n] int32 of an item; None: it is not there."""
+        return self._slots.get(key)
+
+    def pop(self, key: str, default: Tensor | None = None) -> Tensor | None:
+        """Free the slots of an item."""
+        slots = self._slots.pop(key, default)
+        if slots is not None:
+            self._is_free[slots.numpy()] = True
+        return slots
+
+    @torch.inference_mode()
+    def __setitem__(self, key: str, states: Tensor) -> None:
+        """Compute and keep keys and values of an item with hidden states [n, state_size].
+
+        Raises:
+            ValueError: there are not so many free slots.
+        """
+        found = np.flatnonzero(self._is_free)[: len(states)].astype(np.int32)
+        if len(found) < len(states):
+            raise ValueError(f"{len(states)} hidden states need slots, and {len(found)} are free")
+        slots = torch.from_numpy(found)
+        for layer in self._layers:
+            layer.store(states, slots)
+        self._is_free[found] = False
+        self._slots[key] = slots
+
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """The slots that the tokens of a row see. They change at some indices."""
+
+    starts: IntArray
+    """[k] indices from which tokens see other items; the first is 0."""
+    slots: tuple[IntArray, ...]
+    """k arrays of slots."""
+
+    def runs(self, first: int, count: int, token: int) -> Iterable[SeenRun]:
+        """Yield what some tokens see.
+
+        Args:
+            first: index of the first one in its request.
+            count: of tokens.
+            token: index of the first one in the launch.
+        """
+        at = int(np.searchsorted(self.starts, first, side="right")) - 1
+        end, begin = first + count, first
+        while begin < end:
+            is_last = at + 1 == len(self.starts)
+            stop = end if is_last else min(end, int(self.starts[at + 1]))
+            if len(self.slots[at]):
+                yield SeenRun(token + begin - first, token + stop - first, self.slots[at])
+            begin, at = stop, at + 1
+
+
+class ItemRows(RowPart):
+    """The items of the requests in the batch, by row.
+
+    Args:
+        media: encodes items, and keeps them in `pool`.
+        pool: of the model.
+    """
+
+    def __init__(self, media: EncodedMedia, pool: ItemPool) -> None:
+        self._media, self.pool = media, pool
+        self._views: dict[int, _Views] = {}
+        self._new: list[tuple[int, EngineRequest]] = []
+
+    def prepare(self, request: EngineRequest) -> Future[str] | None:
+        return self._media.prepare(request)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        self._media.release(request_ids)
+
+    def add(self, new: NewRequest) -> None:
+        if new.request.media:
+            self._media.add(new.row, new.request)
+            self._new.append((new.row, new.request))
+
+    def remove(self, row: int) -> None:
+        self._views.pop(row, None)
+        self._media.remove(row)
+
+    def begin(self, step: SchedulerOutput) -> None:
+        """Drop and encode the items that the step names, and look up the items of new rows."""
+        self._media.update(step)
+        first_of = dict(zip(step.rows.tolist(), step.num_computed_tokens.tolist(), strict=True))
+        for row, request in self._new:
+            # Items that only computed tokens see may not be there.
+            items = [item for item in request.media if item.end > first_of[row]]
+            self._views[row] = self._views_of(row, items)
+        self._new.clear()
+
+    def _views_of(self, row: int, items: Sequence[MediaItem]) -> _Views:
+        edges = {edge for item in items for edge in item.seen_by}
+        starts = np.array(sorted({0, *edges} - {END_OF_REQUEST}), np.int32)
+        slots = []
+        for start in starts.tolist():
+            seen = [item for item in items if item.start <= start < item.end]
+            found = [self._media.find(row, item) for item in seen]
+            if any(each is None for each in found):  # `errors_of` has the reason
+                slots.append(_NO_SLOTS)
+                continue
+            slots.append(
+                np.concatenate([_NO_SLOTS, *(each.numpy() for each in found if each is not None)])
+            )
+        return _Views(starts, tuple(slots))
+
+    def errors_of(self, rows: IntArray) -> dict[int, str]:
+        return self._media.errors_of(rows)
+
+    def part_of(self, launch: Launch) -> LaunchParts:
+        if not self._views:
+            return {}
+        runs: list[SeenRun] = []
+        token = 0
+        for row, first, count in zip(
+            launch.rows.tolist(),
+            launch.num_computed_tokens.tolist(),
+            launch.num_scheduled_tokens.tolist(),
+            strict=True,
+        ):
+            if (views := self._views.get(row)) is not None:
+                runs += views.runs(first, count, token)
+            token += count
+        return {"items": RaggedItems(token, tuple(runs))} if runs else {}
+
+
+def item_rows(model: LayeredModel) -> ItemRows | None:
+    """Return the part for items of a model on the CPU; None: it reads none by cross-attention.
+
+    Args:
+        model: loaded.
+    """
+    encoder, layers = model.media_encoder, cross_attention_layers(model)
+    if encoder is None or not layers:
+        return None
+    pool = ItemPool(layers)
+    return ItemRows(EncodedMedia(ModuleEncoder(encoder), layers[0].state_size, pool), pool)
+
+
+def count_item_states(
+    config: VllmConfig, model: nn.Module, free_bytes: int
+) -> tuple[int, int] | None:
+    """Return how many hidden states of items are kept, and their bytes; None: the model has no
+    cross-attention, or no encoder.
+
+    Args:
+        config: limits.
+        model: loaded.
+        free_bytes: of this rank, before KV blocks are counted.
+
+    Raises:
+        ConfigError: the largest item does not fit.
+    """
+    encoder = model.media_encoder if isinstance(model, LayeredModel) else None
+    if encoder is None or not encoder.max_states:
+        return None
+    each, largest = slot_bytes(model, encoder.dtype), encoder.max_states
+    if largest * each > free_bytes:
+        raise ConfigError(
+            f"not enough memory for cross-attention: an image or sound of {largest} hidden states "
+            f"takes {largest * each} bytes, and {free_bytes} are free. Use more ranks "
+            f"(--tensor-parallel-size), or a smaller model"
+        )
+    # A request may have several, also where few requests run at a time.
+    most = max(config.scheduler.max_num_seqs, *config.multimodal.counts.values()) * largest
+    count = min(most, max(largest, free_bytes // _SHARE // each))
+    return count, count * each
