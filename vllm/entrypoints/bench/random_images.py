@@ -25,7 +25,7 @@ _QUALITY = 85
 
 @dataclass(frozen=True, kw_only=True)
 class RandomImageArgs:
-    """How many pictures each request has, and their sizes.
+    """Number and sizes of the pictures of each request.
 
     Raises:
         ConfigError: a number is out of its range.

@@ -66,7 +66,7 @@ def _make_requests(llm: "LLM", dataset: DatasetArgs) -> list[BenchRequest]:
         ids: Sequence[int] = range(min(16, vocab_size - 1), vocab_size)
         if dataset.images is not None:
             _check_reads_images(llm)
-            ids = ordinary_ids(llm.get_tokenizer())  # others may stand for pictures
+            ids = ordinary_ids(llm.get_tokenizer())  # others represent pictures
         return with_images(dataset, random_requests(dataset, ids))
     return file_requests(dataset, llm.get_tokenizer(), config.scheduler.max_model_len)
 
