@@ -232,7 +232,7 @@ def count_item_states(
     """
     encoder = model.media_encoder if isinstance(model, LayeredModel) else None
     if not isinstance(encoder, MediaEncoder) or not encoder.max_states:
-        return None
+        return None  # without an encoder, or another stage has it
     each, largest = slot_bytes(model, encoder.dtype), encoder.max_states
     if largest * each > free_bytes:
         raise ConfigError(
