@@ -2,6 +2,7 @@
 them. Model files do not know of slots.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.attention import LaunchParts, RaggedItems, SeenRun
+from vllm.bucketing import format_bytes
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 from vllm.messages import (
@@ -95,8 +97,8 @@ class ItemPool:
 class _Views:
     """The slots that the tokens of a row see. They change at some indices."""
 
-    starts: IntArray
-    """[k] indices from which tokens see other items; the first is 0."""
+    starts: tuple[int, ...]
+    """k indices from which tokens see other items, ascending; the first is 0."""
     slots: tuple[IntArray, ...]
     """k arrays of slots."""
 
@@ -108,11 +110,11 @@ class _Views:
             count: of tokens.
             token: index of the first one in the launch.
         """
-        at = int(np.searchsorted(self.starts, first, side="right")) - 1
+        at = bisect_right(self.starts, first) - 1
         end, begin = first + count, first
         while begin < end:
             is_last = at + 1 == len(self.starts)
-            stop = end if is_last else min(end, int(self.starts[at + 1]))
+            stop = end if is_last else min(end, self.starts[at + 1])
             if len(self.slots[at]):
                 yield SeenRun(token + begin - first, token + stop - first, self.slots[at])
             begin, at = stop, at + 1
@@ -165,9 +167,9 @@ class ItemRows(RowPart):
 
     def _views_of(self, row: int, items: Sequence[MediaItem]) -> _Views:
         edges = {edge for item in items for edge in item.seen_by}
-        starts = np.array(sorted({0, *edges} - {END_OF_REQUEST}), np.int32)
+        starts = tuple(sorted({0, *edges} - {END_OF_REQUEST}))
         slots = []
-        for start in starts.tolist():
+        for start in starts:
             seen = [item for item in items if item.start <= start < item.end]
             found = [self._media.find(row, item) for item in seen]
             if any(each is None for each in found):  # `errors_of` has the reason
@@ -234,8 +236,8 @@ def count_item_states(
     if largest * each > free_bytes:
         raise ConfigError(
             f"not enough memory for cross-attention: an image or sound of {largest} hidden states "
-            f"takes {largest * each} bytes, and {free_bytes} are free. Use more ranks "
-            f"(--tensor-parallel-size), or a smaller model"
+            f"takes {format_bytes(largest * each)}, and {format_bytes(free_bytes)} are free. Use "
+            f"more ranks (--tensor-parallel-size), or a smaller model"
         )
     # A request may have several, also where few requests run at a time.
     most = max(config.scheduler.max_num_seqs, *config.multimodal.counts.values()) * largest
