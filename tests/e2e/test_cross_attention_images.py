@@ -10,10 +10,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.quantized_checkpoints import write as write_quantized
-from tests.reach import scheduler_of
+from tests.reach import scheduler_of, worker_of
 from tests.tiny_images import draw_image, expected_outputs, make_tiny_images
 from vllm import LLM, SamplingParams
 from vllm.errors import RequestError
+from vllm.model_executor.layers.cross_attention import cross_attention_layers
 
 pillow = pytest.importorskip("PIL.Image", reason="images need Pillow")
 
@@ -192,6 +193,20 @@ def test_without_images_the_model_reads_text(folder, expected, tmp_path):
     assert tokens_of(outputs) == [expected[index] for index in texts]
     with pytest.raises(RequestError, match="reads text only"):
         llm.generate(REQUESTS[0], GREEDY)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_after_a_sleep_images_are_encoded_again(folder, expected, level):
+    llm = LLM(str(folder), **ENGINE, enable_sleep_mode=True)
+    pools = [layer.item_keys for layer in cross_attention_layers(worker_of(llm).model)]
+    assert tokens_of(llm.generate(REQUESTS, GREEDY)) == expected
+    assert all(pool.any() for pool in pools)
+    llm.sleep(level=level)
+    assert not any(pool.any() for pool in pools), "the memory of pools is released"
+    llm.wake_up()
+    if level == 2:
+        llm.collective_rpc("reload_weights")
+    assert tokens_of(llm.generate(REQUESTS, GREEDY)) == expected
 
 
 @pytest.mark.parametrize("name", ["ct-fp8-dynamic", "ct-w8a16-int8"])
