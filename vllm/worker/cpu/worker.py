@@ -13,6 +13,7 @@ from vllm.distributed.meeting import ARENA_BUFFER_BYTES, ARENA_HEADER_BYTES
 from vllm.kv_cache_spec import KVCacheLayout
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
+from vllm.model_executor.layers.cross_attention import cross_attention_layers
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.model_memory import model_storages
 from vllm.model_executor.models.interface import CausalLM, LayeredModel, PoolingModel
@@ -326,13 +327,14 @@ class CPUWorker(WorkerBase):
         can_sleep = self.config.model.enable_sleep_mode
         folder = self.config.model.path or ""
         weights = HostWeights(self.model, folder, self._build_model, can_sleep=can_sleep)
+        pools = [each for x in cross_attention_layers(self.model) for each in x.pool_tensors]
         if drafter is None:
-            self._set_memory(weights, HostCache(layers))
+            self._set_memory(weights, HostCache(layers, pools))
             return
         folder, build = drafter.config.model.path or "", self._build_drafter
         self._set_memory(
             weights,
-            HostCache([*layers, *drafter.attention_layers], drafter.kept_states),
+            HostCache([*layers, *drafter.attention_layers], [*drafter.kept_states, *pools]),
             HostWeights(self._draft_model, folder, build, can_sleep=can_sleep),
         )
 
