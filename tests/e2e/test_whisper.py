@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.multimodal.sound_models import make_sound
+from tests.quantized_checkpoints import write as write_quantized
 from tests.reach import runner_of, scheduler_of
 from tests.tiny_speech import RATE, TRANSCRIBE, WITH_TIMES, Reference, make_tiny_whisper
 from vllm import LLM, SamplingParams
@@ -364,6 +365,23 @@ def test_quantized_weights_stay_near(folder, reference, quantization):
     ids = [*output.prompt_token_ids, *tokens_of(output)]
     logprobs = reference.followed(SOUNDS[0], ids, len(output.prompt_token_ids))
     assert 0 < np.abs(logprobs_of(output) - logprobs).max() < 0.5
+
+
+@pytest.mark.parametrize("kind", ["gptq-4", "fp8-static"])
+def test_a_quantized_decoder_has_the_values_of_its_checkpoint(kind, tmp_path):
+    sizes = {"d_model": 64, "decoder_ffn_dim": 128}
+    folder = make_tiny_whisper(tmp_path / "dense", **sizes)
+    found = []
+    for copy in write_quantized(kind, tmp_path, folder, skipped=("model.encoder",)):
+        for file in folder.iterdir():
+            if not (copy / file.name).exists():
+                shutil.copy(file, copy)
+        (output,) = LLM(str(copy), **ENGINE).generate(ask(SOUNDS[0]), GREEDY)
+        found.append((tokens_of(output), logprobs_of(output)))
+    (tokens, logprobs), (dense_tokens, dense_logprobs) = found
+    assert tokens == dense_tokens
+    # On the CPU, inputs of int4 matmuls are rounded.
+    assert np.abs(logprobs - dense_logprobs).max() < (0.1 if kind == "gptq-4" else LIMIT)
 
 
 def test_bfloat16_is_as_near_as_transformers(folder, reference):
