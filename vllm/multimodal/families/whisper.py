@@ -135,8 +135,8 @@ class WhisperSpeech(SpeechRules):
             return None
         from_end = list(reversed(prompt_token_ids)).index(self._start)
         after = list(prompt_token_ids[len(prompt_token_ids) - from_end :])
-        header = {*self._languages.values(), *self._tasks.values(), self._no_times}
-        size = next((i for i, token in enumerate(after) if token not in header), len(after))
+        is_output = [token <= self._end or token in self._times for token in after]
+        size = is_output.index(True) if True in is_output else len(after)
         if self._tasks and not set(self._tasks.values()) & set(after[:size]):
             return None
         has_times = self._no_times not in after[:size]
