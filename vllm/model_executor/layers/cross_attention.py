@@ -1,7 +1,7 @@
 """Cross-attention: tokens read the hidden states of the images, sounds or videos of their requests.
 
-Keys and values of an item are computed once, when it has been encoded, and stay in a pool of the
-layer while requests need them. Knows no requests and no families.
+Keys and values of an item are computed once, when it has been encoded. A pool of the layer holds
+them while requests need them. Knows no requests and no families.
 """
 
 from collections.abc import Callable

@@ -240,7 +240,7 @@ def count_item_states(
             f"takes {format_bytes(largest * each)}, and {format_bytes(free_bytes)} are free. Use "
             f"more ranks (--tensor-parallel-size), or a smaller model"
         )
-    # A request may have several, also where few requests run at a time.
+    # One request may have several items, even where few requests run at a time.
     most = max(config.scheduler.max_num_seqs, *config.multimodal.counts.values()) * largest
     count = min(most, max(largest, free_bytes // _SHARE // each))
     return count, count * each
