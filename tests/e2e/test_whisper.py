@@ -86,7 +86,7 @@ def test_kinds_of_prompts_share_a_batch(llm, reference):
         [ask(sound, text) for sound, text in zip(SOUNDS, texts, strict=True)], GREEDY
     )
     assert_equal(outputs[:2], SOUNDS[:2], reference)
-    # Text behind the task is the beginning of the output.
+    # Text after the task is the beginning of the output.
     size = len(llm.get_tokenizer()(TRANSCRIBE, add_special_tokens=False)["input_ids"])
     for output, sound in zip(outputs[2:], SOUNDS[2:], strict=True):
         ids = output.prompt_token_ids

@@ -85,6 +85,13 @@ def test_a_model_of_english_needs_no_language():
     assert ENGLISH.prompt(language="english", with_times=True) == [START]
 
 
+def test_a_model_of_one_other_language_need_not_be_told():
+    rules = make_rules(lang_to_id={"<|xx|>": DE})
+    assert rules.languages == ("xx",) and not rules.is_multilingual
+    for language in (None, "xx", "XX"):
+        assert rules.prompt(language=language) == [START, DE, TRANSCRIBE, NO_TIMES]
+
+
 @pytest.mark.parametrize(
     ("rules", "asked", "message"),
     [

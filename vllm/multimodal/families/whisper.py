@@ -79,6 +79,8 @@ class WhisperSpeech(SpeechRules):
             found = [before, *previous[-self.max_previous_tokens :]]
         found.append(self._start)
         if self._languages:
+            if not self.is_multilingual:
+                language = language or self.languages[0]
             if language is None:
                 raise RequestError(
                     "language: this model needs the language that is spoken, or to detect it",
@@ -161,8 +163,8 @@ class WhisperSpeech(SpeechRules):
     def _token(self, key: str, text: str) -> int:
         """Return a token of generation_config.json or config.json, or of the vocabulary."""
         value = self._values.get(key)
-        if isinstance(value, list) and len(value) == 1:
-            (value,) = value
+        if isinstance(value, list) and value:
+            value = value[0]
         if value is None:
             return self._token_id(text)
         self._check(key, value)
