@@ -1,5 +1,6 @@
 """Whisper: tokens and log-probabilities of transformers, whatever shares the batch."""
 
+import asyncio
 import json
 import shutil
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from tests.quantized_checkpoints import write as write_quantized
 from tests.reach import runner_of, scheduler_of
 from tests.tiny_speech import RATE, TRANSCRIBE, WITH_TIMES, Reference, make_tiny_whisper
 from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.async_llm_engine import AsyncLLM
+from vllm.engine.input.media_lane import MediaLane
 from vllm.errors import ConfigError, RequestError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams
@@ -277,6 +281,35 @@ def test_other_engines_give_the_same(folder, reference, text, settings):
     outputs = llm.generate([ask(sound, text) for sound in SOUNDS], params)
     for output, sound in zip(outputs, SOUNDS, strict=True):
         assert tokens_of(output) == reference.greedy(sound, output.prompt_token_ids, NUM_TOKENS)[0]
+
+
+def test_a_server_joins_both_prompts_before_it_reads_media(llm):
+    lane = MediaLane(lambda: llm.llm_engine.input_processor)
+    prompt = {"encoder_prompt": {"prompt": "", "cache_salt": "a"}, "decoder_prompt": [1, 2]}
+    found = asyncio.run(lane.read(prompt))
+    lane.shutdown()
+    assert found == {"cache_salt": "a", "prompt_token_ids": [1, 2]}
+
+
+@pytest.mark.exhaustive
+def test_the_engine_of_a_server_gives_the_same(folder, reference):
+    async def run():
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **ENGINE))
+
+        async def one(index, prompt):
+            return [o async for o in engine.generate(prompt, GREEDY, str(index))][-1]
+
+        encoder = {"prompt": "", "multi_modal_data": {"audio": (SOUNDS[0], RATE)}}
+        prompts = [
+            {"encoder_prompt": encoder, "decoder_prompt": WITH_TIMES},
+            *(ask(sound, WITH_TIMES) for sound in SOUNDS[1:]),
+        ]
+        try:
+            return await asyncio.gather(*(one(*each) for each in enumerate(prompts)))
+        finally:
+            engine.shutdown()
+
+    assert_equal(asyncio.run(run()), SOUNDS, reference)
 
 
 def write_adapter(folder, modules, reference):
