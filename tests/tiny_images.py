@@ -88,7 +88,7 @@ class TinyImages:
     config: dict[str, Any] = field(default_factory=dict)
     """Other values of config.json, where a text is the token whose id it is."""
     is_in_head: bool = True
-    """The output head has the token of an image; False: it is the first one behind it."""
+    """The output head has the token of an image; False: its id is the size of the vocabulary."""
 
 
 def _grid(
