@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.tiny_images import FAMILIES, make_tiny_images
-from vllm.config import MultiModalConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.text_of_images import make_encoder
 from vllm.multimodal.job import family_of_model

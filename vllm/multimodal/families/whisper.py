@@ -248,8 +248,7 @@ class WhisperFamily(SoundFamily):
             )
         return super().process_audio(samples)
 
-    def encoder_input(self, samples: npt.NDArray[np.float32]) -> EncoderInput:
-        features = self.features(samples, self.sizes.chunk_samples)
+    def encoder_input(self, features: npt.NDArray[np.float32], num_samples: int) -> EncoderInput:
         return EncoderInput({"features": features}, ())
 
     def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
