@@ -259,6 +259,19 @@ FAMILIES = {
         in_text="<|image|>",
         is_in_head=False,
     ),
+    "gemma3": TinyImages(
+        "Gemma3ForConditionalGeneration",
+        {**_TOWER, "model_type": "siglip_vision_model", "patch_size": 4},
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32}},
+        {"model_type": "gemma3_text", "head_dim": 12, "sliding_window": 20}
+        | {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 12},
+        "<start_of_image>",
+        ("<image_soft_token>", "<end_of_image>"),
+        "<start_of_image>",
+        "image_token_id",
+        {"mm_tokens_per_image": 16, "image_token_id": "<image_soft_token>"}
+        | {"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"},
+    ),
     "mistral3": _pixtral("mistral3", head_dim=12),
     "llava with the tower of Pixtral": _pixtral("pixtral", head_dim=12),
 }
@@ -362,6 +375,8 @@ def expected_outputs(
             if "num_tiles" in given:
                 given["cross_attention_mask"] = seen_tiles(token_ids, given.pop("num_tiles"))
                 hide_images_before_the_first(model)
+            if given.pop("num_crops", None) is not None:
+                given["token_type_ids"] = (ids == image_token).int()
         if films:
             given |= _given_videos(config, processor, films)
         if ("image_grid_thw" in given or films) and not is_version_4():

@@ -48,6 +48,8 @@ VLLM_STRUCT(AttentionArgs,
   CacheType cache_type = CacheType::kSame;
   const int32_t* query_start_loc;  // [num_requests + 1], for prefill only
   int64_t num_tokens;              // for prefill only
+  const int32_t* last_keys;        // [num_tokens], for prefill only: index of the last key that a
+                                   // query sees, its own or a later one; null: its own
 );
 
 }  // namespace vllm_cpu

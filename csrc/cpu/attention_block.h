@@ -25,8 +25,10 @@ struct RowBlock {
   float* sinks;     // [1]
   int32_t* positions;   // [1], in the request
   int32_t* first_keys;  // [1]: the first key that the row sees
+  int32_t* last_keys;   // [1]: the last one
   int64_t num_rows;
   int64_t first_position, last_position;  // of its rows
+  int64_t all_see, any_sees;  // the smallest and the largest of last_keys
 };
 
 // sums[c][v] += words of kVectors vectors of rows * the numbers of kColumns columns.
@@ -137,9 +139,11 @@ VLLM_INLINE Ints distance(const RowBlock& block, int v, int64_t key) {
 
 // All ones where a row sees a key.
 VLLM_INLINE Ints sees(const RowBlock& block, int v, int64_t key) {
-  Ints first_keys;
+  Ints first_keys, last_keys;
   __builtin_memcpy(&first_keys, block.first_keys + v * kLanes, sizeof first_keys);
-  return (distance(block, v, key) >= 0) & (first_keys <= static_cast<int32_t>(key));
+  __builtin_memcpy(&last_keys, block.last_keys + v * kLanes, sizeof last_keys);
+  const int32_t at = static_cast<int32_t>(key);
+  return (first_keys <= at) & (last_keys >= at);
 }
 
 // Turns products into scores, and returns the largest of each row (-inf when it sees no key).
@@ -234,7 +238,7 @@ inline void attend_block(const RowBlock& block, const TileScratch& tile,
                          const ScoreOptions& options, int64_t begin, int64_t num_keys,
                          int64_t head_size, int64_t value_size) {
   const bool is_masked =
-      begin + num_keys - 1 > block.first_position ||
+      begin + num_keys - 1 > block.all_see ||
       options.sight.first_key(block.last_position) > begin;
   score_block<Dot, kVectors>(block, tile.keys, tile.key_stride,
                              (head_size + Dot::kInputs - 1) / Dot::kInputs, num_keys, tile.scores);
@@ -262,7 +266,7 @@ template <class Dot>
 inline void attend_tile(const RowBlock& block, const TileScratch& tile,
                         const ScoreOptions& options, int64_t begin, int64_t num_keys,
                         int64_t head_size, int64_t value_size) {
-  const int64_t visible = block.last_position + 1 - begin;
+  const int64_t visible = block.any_sees + 1 - begin;
   const int64_t last_key = begin + num_keys - 1;
   const bool is_forgotten = options.sight.first_key(block.first_position) > last_key;
   if (visible <= 0 || is_forgotten) return;

@@ -14,7 +14,7 @@
 
 namespace VLLM_ISA {
 
-constexpr int64_t kRowNumbers = 6;  // arrays of a block with one number per row
+constexpr int64_t kRowNumbers = 7;  // arrays of a block with one number per row
 constexpr int64_t kItemRows = 192;  // a multiple of kQueryRows for every instruction set
 
 template <typename T>
@@ -25,11 +25,31 @@ struct PrefillCall : vllm_cpu::AttentionArgs<T> {
   }
   Sight sight() const { return {this->sliding_window, this->chunk_size}; }
   int64_t context_len(int64_t b) const { return this->seq_lens[b] - query_len(b); }
+  // The last key that a token of request b sees.
+  int64_t last_key(int64_t b, int64_t token) const {
+    if (this->last_keys == nullptr) return context_len(b) + token;
+    return this->last_keys[this->query_start_loc[b] + token];
+  }
+  // The last key that any of tokens [begin, end) of request b sees.
+  int64_t last_key_of(int64_t b, int64_t begin, int64_t end) const {
+    int64_t last = last_key(b, end - 1);
+    for (int64_t token = begin; this->last_keys != nullptr && token < end; ++token) {
+      if (last_key(b, token) > last) last = last_key(b, token);
+    }
+    return last;
+  }
   // True when what the caller says of request b fits its table and the query.
   bool is_valid(int64_t b) const {
     return this->query_start_loc[b] >= 0 && query_len(b) >= 0 && context_len(b) >= 0 &&
            this->query_start_loc[b + 1] <= this->num_tokens &&
-           this->seq_lens[b] <= this->max_blocks * this->block_size;
+           this->seq_lens[b] <= this->max_blocks * this->block_size && are_last_keys_valid(b);
+  }
+  bool are_last_keys_valid(int64_t b) const {
+    for (int64_t token = 0; this->last_keys != nullptr && token < query_len(b); ++token) {
+      const int64_t last = last_key(b, token);
+      if (last < context_len(b) + token || last >= this->seq_lens[b]) return false;
+    }
+    return true;
   }
 };
 
@@ -120,6 +140,9 @@ class PrefillScratch {
             floats + 3 * kQueryRows,
             reinterpret_cast<int32_t*>(rows + 4 * kQueryRows),
             reinterpret_cast<int32_t*>(rows + 5 * kQueryRows),
+            reinterpret_cast<int32_t*>(rows + 6 * kQueryRows),
+            0,
+            0,
             0,
             0,
             0};
@@ -171,6 +194,10 @@ inline void start_block(const PrefillCall<T>& call, const PrefillItem& item, int
     block.sinks[r] = call.sinks != nullptr ? call.sinks[head] : 0;
     block.positions[r] = static_cast<int32_t>(context_len + token);
     block.first_keys[r] = static_cast<int32_t>(call.sight().first_key(context_len + token));
+    const int64_t last_key = call.last_key(item.b, token);
+    block.last_keys[r] = static_cast<int32_t>(last_key);
+    block.all_see = r == 0 || last_key < block.all_see ? last_key : block.all_see;
+    block.any_sees = r == 0 || last_key > block.any_sees ? last_key : block.any_sees;
     queries[r] = call.query + (first_token + token) * call.query_stride + head * head_size;
     prefetch_row(reinterpret_cast<const char*>(queries[r]), head_size * int64_t{sizeof(T)});
   });
@@ -296,7 +323,8 @@ inline bool attend_item(const PrefillCall<T>& call, const PrefillItem& item,
   const int64_t context_len = call.context_len(item.b), group = call.group();
   const int64_t first_seen = options.sight.first_key(context_len + item.begin / group);
   const int64_t begin = first_seen / kPrefillKeys * kPrefillKeys;
-  const int64_t end = context_len + (item.end - 1) / group + 1;
+  const int64_t end =
+      call.last_key_of(item.b, item.begin / group, (item.end - 1) / group + 1) + 1;
   TileRows rows[2];  // of the even tiles, and of the odd ones
   if (!find_tile(call, item, begin, end, rows[begin / kPrefillKeys % 2])) return false;
 

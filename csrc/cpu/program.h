@@ -254,6 +254,7 @@ class ProgramPass {
       auto args = attention_args(op, num_decodes, num_prefills);
       args.query_start_loc = launch_.query_start_loc + num_decodes;
       args.num_tokens = launch_.num_tokens;
+      args.last_keys = launch_.last_keys;
       report(paged_attention_prefill(args, num_threads_), num_decodes);
     }
     if (num_decodes > 0) {

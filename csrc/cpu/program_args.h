@@ -96,6 +96,7 @@ VLLM_STRUCT(ProgramLaunch,
                                    // table_stride apart
   const int32_t* seq_lens;         // [B]
   const int32_t* query_start_loc;  // [B + 1]; unused when all requests are decodes
+  const int32_t* last_keys;        // [T] as in AttentionArgs; null: the own key of each token
   const int64_t* replaced;         // [T]: row of `embeddings` that takes the place of a token's own,
                                    // or -1; null: none does
   const void* embeddings;          // [rows, width of a row that replace changes]

@@ -19,6 +19,8 @@ from vllm.attention.backends.padded import PaddedPrefill, fit_kernel, layer_kind
 from vllm.attention.backends.prompt_masks import Sight, SlicedMask
 from vllm.attention.backends.sdpa import FusedSDPA, bridge_sdpa
 from vllm.config.hpu import UNSLICED, HPUConfig, PromptSlicing
+from vllm.ops.attention_options import AttentionTensors
+from vllm.ops.native.operators import NativeOps
 
 pytestmark = needs_simulated_device
 
@@ -52,7 +54,14 @@ class Layer:
 class Launch:
     """A prefill with random tokens."""
 
-    def __init__(self, context: int, options: dict[str, Any], *, is_merged: bool = False) -> None:
+    def __init__(
+        self,
+        context: int,
+        options: dict[str, Any],
+        *,
+        is_merged: bool = False,
+        image: tuple[int, int] | None = None,
+    ) -> None:
         torch.manual_seed(0)
         contexts = np.array([context, context // 2, context], np.int32)
         cache = random_cache((contexts + LENS).tolist(), KV_HEADS, HEAD_SIZE, BLOCK_SIZE)
@@ -66,7 +75,14 @@ class Launch:
             build, num_tokens = build_prefill_metadata, len(LENS) * QUERY_LEN
             sizes = (len(LENS), QUERY_LEN, -(-context // BLOCK_SIZE))
             self.is_real = (np.arange(QUERY_LEN) < LENS[:, None]).ravel()
-        self.metadata = build(cache.tables, contexts, LENS, *sizes, BLOCK_SIZE).to("hpu")
+        self.cache, self.last_keys, later_keys = cache, None, None
+        if image is not None:
+            self.last_keys = last_keys_of(contexts, image)
+            later_keys = np.zeros_like(self.is_real, np.int32)
+            later_keys[self.is_real] = self.last_keys
+            later_keys = later_keys.reshape(1 if is_merged else len(LENS), -1)
+        self.metadata = build(cache.tables, contexts, LENS, *sizes, BLOCK_SIZE, later_keys)
+        self.metadata = self.metadata.to("hpu")
         query = torch.randn(num_tokens, HEADS, HEAD_SIZE) * 2
         self.inputs = [x.to("hpu") for x in (query, *torch.randn(2, num_tokens, 2, HEAD_SIZE))]
 
@@ -77,6 +93,19 @@ class Launch:
         derive = PaddedPrefill.derive_merged if self.is_merged else PaddedPrefill.derive
         launch = derive(self.metadata, kinds, BLOCK_SIZE, kernel)
         return launch, launch.attend(self.layer, *self.inputs).cpu()[self.is_real]
+
+
+def last_keys_of(contexts: np.ndarray, image: tuple[int, int]) -> np.ndarray:
+    """The last key that each new token sees; the tokens of each prompt from one index to another,
+    if it has so many, see each other."""
+    found = []
+    for context, num_new in zip(contexts, LENS, strict=True):
+        last_keys = np.arange(context, context + num_new, dtype=np.int32)
+        first, end = image
+        if end <= context + num_new:
+            last_keys[max(first - context, 0) : max(end - context, 0)] = end - 1
+        found.append(last_keys)
+    return np.concatenate(found)
 
 
 @pytest.fixture
@@ -126,6 +155,45 @@ def test_slices_give_what_all_queries_give_at_once(name, context, is_merged, mas
         assert max(widths[1:] if not context else widths[2:]) <= SLICE + 40 - 1
     else:
         assert widths[0] == num_context + SLICE
+
+
+@pytest.mark.parametrize("is_merged", [False, True], ids=["rows", "merged"])
+@pytest.mark.parametrize(("context", "image"), [(0, (20, 90)), (200, (150, 290))])
+@pytest.mark.parametrize("name", ["plain", "window", "short window", "sinks"])
+def test_tokens_see_all_of_their_image(name, context, image, is_merged):
+    """At once and in slices, also where the image begins in the context."""
+    release = (1, 24) if name == "sinks" else (1, 21)
+    bridge = SimBridge("gaudi2", is_lazy=True, is_strict=True, release=release)
+    launch = Launch(context, LAYERS[name], is_merged=is_merged, image=image)
+    found = [launch.run(bridge, slicing)[1] for slicing in (UNSLICED, SLICING)]
+    # By the rule for all tokens of each prompt: those of the context are cached, the others new.
+    assert launch.last_keys is not None
+    layer, cache = launch.layer, launch.cache
+    query, key, value = (x.cpu()[launch.is_real] for x in launch.inputs)
+    slots = [
+        slot
+        for table, seq_len, num_new in zip(cache.tables, cache.seq_lens, LENS, strict=True)
+        for position in range(seq_len - num_new, seq_len)
+        for slot in [table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE]
+    ]
+    for new, stored in ((key, cache.keys), (value, cache.values)):
+        stored.flatten(0, 1)[slots] = new
+    sinks = None if layer.sinks is None else layer.sinks.cpu()
+    want = NativeOps().paged_attention_prefill(
+        query,
+        cache.keys,
+        cache.values,
+        torch.from_numpy(cache.tables),
+        np.cumsum([0, *LENS]),
+        cache.seq_lens,
+        layer.options,
+        AttentionTensors(sinks=sinks),
+        launch.last_keys,
+    )
+    causal = Launch(context, LAYERS[name], is_merged=is_merged).run(bridge, UNSLICED)[1]
+    assert not torch.allclose(causal, want, rtol=1e-3, atol=1e-3)
+    for got in found:
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_short_prompts_are_not_sliced(masks):

@@ -100,9 +100,9 @@ class Page:
         self.wait_for(f"{found} && {found}.innerText.includes({json.dumps(text)})")
 
     def wait_for(self, expression: str) -> None:
-        """Until a JavaScript expression is true."""
+        """Until a JavaScript expression, or its promise, is true."""
         deadline = time.monotonic() + _TIMEOUT_S
-        while not self.evaluate(f"Boolean({expression})"):
+        while not self.evaluate(f"Promise.resolve({expression}).then(Boolean)"):
             assert time.monotonic() < deadline, f"{expression}: {self.text('body')}"
             time.sleep(0.05)
 

@@ -64,6 +64,9 @@ def page(browser: Page):
     """The tab. No test may leave an exception, blocked content or anything stored behind."""
     browser.complaints.clear()
     yield browser
-    browser.evaluate("sessionStorage.clear(); localStorage.clear()")
+    browser.evaluate(
+        "sessionStorage.clear(); localStorage.clear(); indexedDB.databases().then("
+        "  (all) => { for (const { name } of all) indexedDB.deleteDatabase(name); })"
+    )
     # Pages go on asking while the server of their test ends.
     assert [line for line in browser.complaints if "ERR_CONNECTION_REFUSED" not in line] == []

@@ -18,6 +18,7 @@ from vllm.engine.process.startup_state import StartupState
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.entrypoints.shared.server_args import ServerArgs
+from vllm.multimodal.interface.family import EncoderInput, Expansion, MediaFamily, TokenLookup
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -34,11 +35,32 @@ class _Release:
             await asyncio.sleep(0.005)
 
 
+class ReadsMedia(MediaFamily):
+    """A family whose items are never processed.
+
+    Args:
+        modalities: that the model reads.
+    """
+
+    placeholder = text_of_image = "<image>"
+
+    def __init__(self, modalities: tuple[str, ...]) -> None:
+        super().__init__({}, {})
+        self.modalities = modalities  # type: ignore[misc]
+
+    def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
+        raise NotImplementedError
+
+    def largest(self) -> EncoderInput:
+        raise NotImplementedError
+
+
 class TalkingEngine:
     """Gives one piece of text per step, each with one token, then ends; in another thread than the
     test's. Pieces may be any text, which no tokenizer has as a token.
 
     Attributes:
+        images: content of the images of each chat request, in the order of the requests.
         error: raised instead of the piece with number `error_at`.
         is_held: a request stops after its first piece until `release` is set.
         requests: (prompt text, params) by request id.
@@ -54,6 +76,7 @@ class TalkingEngine:
         self.is_held = False
         self.release = _Release()
         self.requests: dict[str, tuple[str, SamplingParams]] = {}
+        self.images: list[list[bytes]] = []
         self.aborted: list[str] = []
         self.startup = StartupState()
         self.refusal = None
@@ -68,10 +91,23 @@ class TalkingEngine:
     def errored(self) -> bool:
         return False
 
+    @property
+    def is_loaded(self) -> bool:
+        return True
+
+    def read_media(self, *modalities: str) -> None:
+        """From now on, be an engine whose model reads these modalities and text."""
+        media = self.input_processor.media
+        media.family = ReadsMedia(modalities) if modalities else None
+        media.limits = dict.fromkeys(modalities, 16)
+
     async def tokenize(
         self, prompt: Any, *, is_long: bool = False, max_tokens: int | None = None
     ) -> Any:
-        return self.input_processor.prompts.tokenize(prompt, max_tokens=max_tokens)
+        found = prompt.get("multi_modal_data", {}).get("image", [])
+        self.images.append([each.data for each in found])
+        text = {key: prompt[key] for key in prompt if "multi_modal" not in key}
+        return self.input_processor.prompts.tokenize(text, max_tokens=max_tokens)
 
     async def in_slow_lane(self, work: Any, num_chars: int = 0) -> Any:
         return work(self.input_processor)

@@ -3,8 +3,10 @@
 import copy
 import json
 from dataclasses import replace
+from io import BytesIO
 
 import pytest
+from PIL import Image
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tests.e2e.browser import CHROMIUM, Page
@@ -37,6 +39,8 @@ def engine(talk):
     engine.say("ok")
     engine.error = None
     engine.requests.clear()
+    engine.images.clear()
+    engine.read_media()
     faulty.answer = None
     return engine
 
@@ -77,6 +81,16 @@ def press(page: Page, role: str, label: str) -> None:
     page.evaluate(
         f"[...[...document.querySelectorAll('.{role}')].at(-1).querySelectorAll('button')]"
         f".find((button) => button.textContent === {label!r}).click()"
+    )
+
+
+def import_chats(page: Page, text: str) -> None:
+    """Import the content of a file of conversations."""
+    page.evaluate(
+        "(() => { const files = new DataTransfer();"
+        f"files.items.add(new File([{json.dumps(text)}], 'chats.json'));"
+        "const input = document.querySelector('#import-file'); input.files = files.files;"
+        "input.dispatchEvent(new Event('change')); })()"
     )
 
 
@@ -313,6 +327,163 @@ def test_markdown_is_shown_as_it_is_meant(chat, engine):
         assert chat.text(f"{ANSWER} .markdown {selector}") == text
 
 
+# ---- pictures -----------------------------------------------------------------------------------
+
+GIVE = """(async () => {
+  const canvas = new OffscreenCanvas(%d, %d), context = canvas.getContext('2d');
+  context.fillStyle = 'teal';
+  context.fillRect(0, 0, canvas.width / 2, canvas.height);
+  const files = new DataTransfer();
+  files.items.add(new File([await canvas.convertToBlob()], %s, {type: %s}));
+  const how = %s, input = document.querySelector('#picture-files');
+  if (how === 'choose') {
+    input.files = files.files;
+    input.dispatchEvent(new Event('change'));
+  } else if (how === 'paste') {
+    document.dispatchEvent(new ClipboardEvent('paste', {clipboardData: files, cancelable: true}));
+  } else {
+    document.querySelector('#log').dispatchEvent(
+      new DragEvent('drop', {dataTransfer: files, bubbles: true, cancelable: true}));
+  }
+})()"""
+"""Gives the page a file with a picture that is half transparent."""
+GIVEN = "#attachments li"
+
+
+def give(page: Page, name: str, width: int = 60, height: int = 40, how: str = "choose", **more):
+    kind = more.get("kind", "image/png")
+    page.evaluate(GIVE % (width, height, json.dumps(name), json.dumps(kind), json.dumps(how)))
+
+
+@pytest.fixture
+def seeing(engine, talk, page):
+    """The page of a model that reads pictures, ready to talk."""
+    engine.read_media("image")
+    return open_chat(page, talk[2])
+
+
+def sizes(files):
+    return [(image.size, image.format) for image in map(Image.open, map(BytesIO, files))]
+
+
+def test_pictures_are_chosen_pasted_and_dropped_and_can_be_removed(seeing, engine):
+    for how in ("choose", "paste", "drop"):
+        give(seeing, f"{how}.png", how=how)
+        seeing.wait_for_text("#attachments ul", f"{how}.png, 60 × 40")
+        assert not seeing.evaluate("document.querySelector('#send').disabled")
+    seeing.click("[aria-label='Remove paste.png, 60 × 40']")
+    assert "paste" not in seeing.text(GIVEN)
+    assert seeing.evaluate("document.activeElement.ariaLabel").startswith("Remove drop.png")
+    send(seeing, "What are these?")
+    wait_for_answer(seeing, "ok")
+    assert not seeing.is_shown("#attachments ul")
+    assert seeing.evaluate("[...document.querySelectorAll('.user img')].map((i) => i.alt)") == [
+        "choose.png, 60 × 40",
+        "drop.png, 60 × 40",
+    ]
+    assert engine.prompts == ["<user><image>\n<image>\nWhat are these?<assistant>"]
+    assert sizes(engine.images[0]) == [((60, 40), "PNG")] * 2
+
+
+def test_a_large_picture_is_scaled_down_and_the_user_is_told(seeing, engine):
+    give(seeing, "wide.png", 4096, 1024)
+    seeing.wait_for_text(GIVEN, "wide.png, 2048 × 512, scaled down from 4096 × 1024")
+    seeing.click("#send")  # a picture needs no text
+    wait_for_answer(seeing, "ok")
+    assert sizes(engine.images[0]) == [((2048, 512), "JPEG")]
+    pixels = Image.open(BytesIO(engine.images[0][0]))
+    left, right = pixels.getpixel((9, 9)), pixels.getpixel((2000, 9))
+    assert left[0] < 10 and min(right) > 250  # transparent pixels are white
+
+
+def test_pictures_are_kept_for_later_turns_edits_and_other_days(seeing, engine, talk):
+    for name in ("one.png", "two.png"):
+        give(seeing, name)
+        seeing.wait_for_text("#attachments ul", name)
+    send(seeing, "Look")
+    wait_for_answer(seeing, "ok")
+    open_chat(seeing, talk[2])
+    seeing.wait_for("document.querySelector('.user img').naturalWidth === 60")
+    send(seeing, "And now?")
+    seeing.wait_for("document.querySelectorAll('.assistant .actions').length === 2")
+    assert [len(files) for files in engine.images] == [2, 2]
+    seeing.click(".user .actions button:nth-child(2)")  # Edit, of the first message
+    seeing.click(".edit [aria-label^='Remove one.png']")
+    seeing.click(".edit > button")
+    wait_for_answer(seeing, "ok")
+    assert len(engine.images[-1]) == 1
+    assert seeing.evaluate("document.querySelectorAll('.user img').length") == 1
+    assert "2 of 2" in seeing.text(".user")
+
+
+def test_deleted_pictures_leave_the_browser_unless_they_are_wanted_back(seeing, engine, talk):
+    number = "new Promise((resolve) => { indexedDB.open('vllm-chat', 1).onsuccess = (event) => {" \
+             "const table = event.target.result.transaction('media').objectStore('media');" \
+             "table.count().onsuccess = (found) => {" \
+             "  event.target.result.close(); resolve(found.target.result); }; }; })"  # fmt: skip
+    give(seeing, "one.png")
+    seeing.wait_for_text(GIVEN, "one.png")
+    send(seeing, "Look")
+    wait_for_answer(seeing, "ok")
+    open_chat(seeing, talk[2])
+    assert seeing.evaluate(number) == 1
+    seeing.click("#delete-all")
+    seeing.wait_for(f"{number}.then((n) => n === 0)")
+    seeing.click("#undo")
+    seeing.wait_for(f"{number}.then((n) => n === 1)")
+    seeing.evaluate("URL.createObjectURL = (blob) => { window.exported = blob; return 'blob:x'; };"
+                    "HTMLAnchorElement.prototype.click = () => {}")  # fmt: skip
+    seeing.click("#export")
+    seeing.wait_for("window.exported")
+    exported = seeing.evaluate("exported.text()")
+    seeing.click("#delete-all")
+    seeing.wait_for(f"{number}.then((n) => n === 0)")
+    open_chat(seeing, talk[2])
+    import_chats(seeing, exported)
+    seeing.wait_for_text("#conversations", "Look")
+    seeing.click("#conversations .title")
+    seeing.wait_for("document.querySelector('.user img')?.naturalWidth === 60")
+    assert seeing.evaluate(number) == 1
+
+
+def test_a_picture_that_the_server_refuses_is_not_lost(seeing, engine, talk):
+    give(seeing, "one.png")
+    seeing.wait_for_text(GIVEN, "one.png")
+    talk[1].answer = flat_error(413, "1 MiB at most")
+    send(seeing, "Look")
+    wait_for_answer(seeing, "larger than the server takes: 1 MiB at most.")
+    talk[1].answer = None
+    press(seeing, "assistant", "Retry")
+    wait_for_answer(seeing, "ok")
+    assert sizes(engine.images[-1]) == [((60, 40), "PNG")]
+    seeing.complaints[:] = [line for line in seeing.complaints if "status of" not in line]
+
+
+def test_a_file_that_is_no_picture_is_refused_by_name(seeing):
+    give(seeing, "notes.txt", kind="text/plain")
+    seeing.wait_for_text("#notice", "notes.txt is no picture")
+    seeing.evaluate("OffscreenCanvas.prototype.convertToBlob = async () => new Blob(['no'])")
+    give(seeing, "broken.png")
+    seeing.wait_for_text("#notice", "broken.png cannot be read as a picture")
+    assert not seeing.is_shown("#attachments ul")
+
+
+def test_a_model_that_reads_text_alone_is_offered_no_pictures(seeing, engine, talk):
+    give(seeing, "one.png")
+    seeing.wait_for_text(GIVEN, "one.png")
+    send(seeing, "Look")
+    wait_for_answer(seeing, "ok")
+    engine.read_media()
+    open_chat(seeing, talk[2])
+    assert not seeing.is_shown("#attachments")
+    for how in ("paste", "drop"):
+        give(seeing, "two.png", how=how)
+    assert "does not read is not sent" in seeing.text(".user .content")
+    send(seeing, "And now?")
+    seeing.wait_for("document.querySelectorAll('.assistant .actions').length === 2")
+    assert engine.prompts[-1] == "<user>Look<assistant>ok<user>And now?<assistant>"
+
+
 # ---- faults --------------------------------------------------------------------------------------
 
 
@@ -535,6 +706,7 @@ def test_conversations_are_exported_and_imported(chat):
     chat.evaluate("URL.createObjectURL = (blob) => { window.exported = blob; return 'blob:x'; };"
                   "HTMLAnchorElement.prototype.click = () => {}")  # fmt: skip
     chat.click("#export")
+    chat.wait_for("window.exported")
     exported = chat.evaluate("exported.text()")
     assert [m["content"] for m in json.loads(exported)["conversations"][0]["messages"]] == [
         "to be kept",
@@ -542,22 +714,14 @@ def test_conversations_are_exported_and_imported(chat):
     ]
     chat.click("#delete-all")
 
-    def import_text(text):
-        chat.evaluate(
-            "(() => { const files = new DataTransfer();"
-            f"files.items.add(new File([{json.dumps(text)}], 'chats.json'));"
-            "const input = document.querySelector('#import-file'); input.files = files.files;"
-            "input.dispatchEvent(new Event('change')); })()"
-        )
-
     for text, problem in (
         ("{", "cannot be imported"),
         ("{}", "it was not exported by this page"),
         ('{"format": "vllm-chat", "conversations": [{"messages": [{"role": "x"}]}]}', "a role"),
     ):
-        import_text(text)
+        import_chats(chat, text)
         chat.wait_for_text("#notice", problem)
-    import_text(exported)
+    import_chats(chat, exported)
     chat.wait_for_text("#conversations", "to be kept")
 
 
@@ -578,9 +742,15 @@ def test_a_storage_that_is_full_is_told(chat):
 def test_nothing_overflows_and_all_text_can_be_read(chat, engine, talk, width, height, scheme):
     engine.say("# Head\n\nText [link](https://a.example) `code`\n\n```py\n" + "x" * 200 + "\n```\n"
                "|a|b|\n|-|-|\n|" + "y" * 300 + "|2|\n\n> quote")  # fmt: skip
+    engine.read_media("image")
     open_chat(chat, talk[2], width=width, height=height, scheme=scheme)
+    give(chat, "a.png", 1500, 700)
+    chat.wait_for_text(GIVEN, "a.png")
     send(chat, "A question " + "z" * 200)
     wait_for_answer(chat, "quote")
+    for name in ("b" * 60, "c"):
+        give(chat, f"{name}.png", 3000, 500)
+        chat.wait_for_text("#attachments ul", f"{name}.png")
     assert chat.evaluate("document.documentElement.scrollWidth") == width
     assert chat.evaluate("document.querySelector('#log').scrollWidth") <= width
     bottom = chat.evaluate("document.querySelector('#composer').getBoundingClientRect().bottom")

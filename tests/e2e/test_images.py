@@ -60,8 +60,9 @@ def test_tokens_are_those_of_transformers(family, tmp_path):
     expected = expected_outputs(folder, prompts, GREEDY.max_tokens)
     assert tokens_of(outputs) == expected
     assert len({tuple(tokens) for tokens in expected}) > 3, "images make no difference"
-    # in pieces that end inside of images
-    llm = LLM(str(folder), **ENGINE, max_num_batched_tokens=8)
+    # in pieces that end inside of images, where their tokens see no later ones
+    num_tokens = 23 if family == "gemma3" else 8
+    llm = LLM(str(folder), **ENGINE, max_num_batched_tokens=num_tokens)
     assert tokens_of(llm.generate(requests_of(family), GREEDY)) == expected
     assert not scheduler_of(llm).media.holders
 

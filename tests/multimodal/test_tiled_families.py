@@ -272,6 +272,8 @@ def test_pixels_and_tokens_are_those_of_the_processor(name):
         theirs = theirs.reshape(ours.shape)
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
         tokens = tokens_of(family, got.grid, processor.tokenizer)
+        around = [processor.tokenizer(text)["input_ids"] for text in family.text_around]
+        tokens = [*around[0], *tokens, *around[1]]
         assert want["input_ids"][0].tolist()[1:-1] == tokens, (height, width)
     assert max(found) == largest
 

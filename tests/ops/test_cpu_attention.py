@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -75,9 +76,14 @@ class Prompts:
         return slots.flatten()[: self.seq_lens[b]]
 
     def prefill(
-        self, ops: Ops, chunks: list[tuple[int, int, int]], options: dict[str, Any] = NO_OPTIONS
+        self,
+        ops: Ops,
+        chunks: list[tuple[int, int, int]],
+        options: dict[str, Any] = NO_OPTIONS,
+        last_keys: list[Tensor] | None = None,
     ) -> list[Tensor]:
-        """One launch; chunks: (request, first token, end). [tokens, H, D] of each."""
+        """One launch; chunks: (request, first token, end). [tokens, H, D] of each. last_keys: by
+        request, of all of its tokens."""
         lens = [end - begin for _, begin, end in chunks]
         starts = [0, *torch.tensor(lens).cumsum(0).tolist()]
         padding = torch.full_like(self.queries[0][:1], float("nan"))
@@ -90,6 +96,7 @@ class Prompts:
             starts,
             [end for _, _, end in chunks],
             *operator_options(**options),
+            None if last_keys is None else last_keys_of(chunks, last_keys),
         )
         assert not out[starts[-1] :].any(), "padding rows are zero"
         return list(out[: starts[-1]].split(lens))
@@ -120,6 +127,7 @@ class Prompts:
         logits_soft_cap: float | None = None,
         sinks: Tensor | None = None,
         chunk_size: int | None = None,
+        last_keys: Tensor | None = None,
     ) -> Tensor:
         """[end - begin, H, D]: these tokens of request b."""
         heads = self.heads
@@ -139,7 +147,9 @@ class Prompts:
         distance = position[begin:, None] - position
         if alibi_slopes is not None:
             scores = scores - alibi_slopes.double()[:, None, None] * distance
-        is_seen = (distance >= 0) & (distance < (sliding_window or 10**9))
+        last_keys = position if last_keys is None else last_keys[:end]
+        is_seen = position <= last_keys[begin:, None]
+        is_seen &= distance < (sliding_window or 10**9)
         if chunk_size is not None:
             is_seen &= position // chunk_size == (position[begin:] // chunk_size)[:, None]
         scores = scores.masked_fill(~is_seen, float("-inf"))
@@ -243,6 +253,68 @@ def test_prefill_has_the_same_bits_in_any_chunks_in_any_batch_on_any_threads(
         assert torch.equal(torch.cat(alone), whole)
         together = prompts.prefill(ops, [(1, 3, 40), *chunks, (1, 0, 3)], options)
         assert torch.equal(torch.cat(together[1:-1]), whole)
+
+
+def last_keys_of(chunks: list[tuple[int, int, int]], last_keys: list[Tensor]) -> np.ndarray:
+    parts = [last_keys[b][begin:end] for b, begin, end in chunks]
+    return torch.cat([*parts, torch.zeros(1)]).int().numpy()  # and a row of padding
+
+
+def with_images(num_tokens: int, *images: tuple[int, int]) -> Tensor:
+    """The last key that each token sees, where those of images (first, end) see each other."""
+    last_keys = torch.arange(num_tokens)
+    for first, end in images:
+        last_keys[first:end] = end - 1
+    return last_keys
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("option", OPTIONS[:-2])
+def test_tokens_of_images_see_all_of_their_image_and_no_more(ops, option, dtype):
+    prompts = Prompts([300, 65, 7, 129], Heads(6, 2, 40, 16, dtype))
+    images = [[(5, 70), (72, 90), (130, 299)], [(0, 65)], [], [(100, 101), (101, 129)]]
+    last_keys = [with_images(n, *of) for n, of in zip(prompts.seq_lens, images, strict=True)]
+    options = options_of(option, 6)
+    for cuts in ([300], [72, 299, 300], [72, 130, 299, 300]):
+        chunks = [(0, begin, end) for begin, end in pairwise([0, *cuts])]
+        chunks += [(1, 40, 65), (2, 0, 7), (3, 115, 129)]
+        for implementation in (ops, NativeOps()):
+            got = prompts.prefill(implementation, chunks, options, last_keys)
+            for (b, begin, end), part in zip(chunks, got, strict=True):
+                want = prompts.formula(b, begin, end, **options, last_keys=last_keys[b])
+                torch.testing.assert_close(part, want, **TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 3])
+def test_tokens_of_images_have_the_same_bits_in_any_chunks(ops, group, dtype, restore_threads):
+    prompts = Prompts([300, 40], Heads(2 * group, 2, 64, 16, dtype))
+    last_keys = [with_images(300, (60, 200)), torch.arange(40)]
+    (whole,) = prompts.prefill(ops, [(0, 0, 300)], NO_OPTIONS, last_keys)
+    for num_threads, begin in [(1, 0), (2, 61), (3, 130), (1, 199)]:
+        torch.set_num_threads(num_threads)
+        chunks = [(1, 3, 40), (0, begin, 210), (0, 210, 300)]
+        got = prompts.prefill(ops, chunks, NO_OPTIONS, last_keys)
+        assert torch.equal(torch.cat(got[1:]), whole[begin:])
+
+
+def test_last_keys_that_do_not_fit_are_refused(ops):
+    prompts = Prompts([20, 20], Heads())
+    chunks = [(0, 0, 20), (1, 10, 20)]
+    for implementation in (ops, NativeOps()):
+        for token, last in [(0, -1), (3, 20), (5, 4)]:
+            last_keys = [torch.arange(20), torch.arange(20)]
+            last_keys[1][10 + token] = last
+            with pytest.raises(ValueError, match="last keys of the tokens 10 to 19 of request 1"):
+                prompts.prefill(implementation, chunks, NO_OPTIONS, last_keys)
+    arguments = (torch.randn(20, 4, 64), prompts.keys, prompts.values, prompts.tables[:1], [0, 20])
+    for last_keys, message in [
+        (np.arange(20), r"last_keys is int64 \[20\]"),
+        (np.arange(19, dtype=np.int32), r"last_keys is int32 \[19\]"),
+        (np.arange(40, dtype=np.int32)[::2], "last_keys is not dense"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ops.paged_attention_prefill(*arguments, [20], *operator_options(), last_keys)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

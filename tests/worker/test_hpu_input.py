@@ -132,6 +132,7 @@ def test_a_prefill_with_context_and_padding():
         [5, 0, 0],  # context lengths
         [4, 6, 0, 0, 0, 0, 0, 0, 0],  # context blocks
         [25, 26, 27, 20, 0, 12, 13, 14, 0, 1, 2, 3, 0, 1, 2],  # slots; padding in the null block
+        [],  # no token sees a later one
         [7, PADDING_ROW, PADDING_ROW],
     ]
     assert sampled == [0]
@@ -151,6 +152,7 @@ def test_a_merged_prefill_has_all_prompts_in_one_row():
         [0, 0, -1],
         [0, 4, 0],  # position of their first slot
         [4, 1, 0],  # tokens in them
+        [],  # no token sees a later one
         [7, PADDING_ROW, PADDING_ROW],
     ]
     assert sampled == [0]
@@ -173,9 +175,9 @@ def test_pieces_of_a_prompt_in_one_launch_sample_once():
             (3, 3, 3, 3, 3, 11, 11, 11, 3, 3),
         ),
         (PaddedShape(decode(3, 8, 2)), (6, 3, 6, 3, 8, 8, 8, 8, 6, 6)),
-        (PaddedShape(prefill(2, 8)), (16, 2, 16, 2, 2, 2, 0, 16, 2)),
-        (PaddedShape(prefill(2, 8, 5)), (16, 2, 16, 2, 2, 2, 10, 16, 2)),
-        (PaddedShape(prefill(1, 8, 5), merged_prompts=3), (8, 0, 8, 8, 8, 3, 5, 5, 5, 5, 3)),
+        (PaddedShape(prefill(2, 8)), (16, 2, 16, 2, 2, 2, 0, 16, 0, 2)),
+        (PaddedShape(prefill(2, 8, 5)), (16, 2, 16, 2, 2, 2, 10, 16, 0, 2)),
+        (PaddedShape(prefill(1, 8, 5), merged_prompts=3), (8, 0, 8, 8, 8, 3, 5, 5, 5, 5, 0, 3)),
     ],
 )
 def test_sizes_depend_on_the_shape_and_padding_alone_is_a_launch(shape, sizes):
@@ -315,4 +317,5 @@ def test_a_merged_prefill_is_split_into_its_parts():
         "context_groups": [0, 0, -1],
         "context_starts": [0, 4, 0],
         "context_usage": [4, 1, 0],
+        "last_keys": [],
     }

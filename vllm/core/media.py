@@ -102,8 +102,8 @@ class EncoderCache:
         if self._most_whole is not None and longest > self._most_whole:
             raise CapacityError(
                 f"an image must have at most {self._most_whole} tokens, as they are computed in "
-                f"one step (--disable-chunked-mm-input), got {longest}. Send a smaller image, or "
-                f"start the engine with a larger --max-num-batched-tokens"
+                f"one step (the model or --disable-chunked-mm-input asks for it), got {longest}. "
+                f"Send a smaller image, or start the engine with a larger --max-num-batched-tokens"
             )
         if self._largest is not None and largest > self._largest:
             raise CapacityError(

@@ -488,7 +488,8 @@ def _encoder_cache(
     if arch is None or arch.media_config is None:
         return None
     limits = config.scheduler
-    is_whole = config.multimodal.disable_chunked_mm_input and limits.enable_chunked_prefill
+    wants_whole = config.multimodal.disable_chunked_mm_input or arch.media_sees_ahead
+    is_whole = wants_whole and limits.enable_chunked_prefill
     return EncoderCache(
         limits.encoder_cache_size if num_states is None else num_states,
         limits.encoder_budget,

@@ -141,12 +141,22 @@ def _import_processors(rules: MediaFamily) -> None:
             rules.process_video(VideoFrames(np.stack([black] * 2), np.arange(2) / 2))
 
 
+def num_embeddings(rules: MediaFamily, given: EncoderInput) -> int:
+    """Return how many embeddings or hidden states the encoder makes of an item.
+
+    Args:
+        rules: of the model.
+        given: of the item.
+    """
+    found = rules.expand(given.grid, _AnyTokens())
+    return sum(found.is_embedding) + found.num_states
+
+
 def _cost(rules: MediaFamily, modality: str, choice: FrameChoice) -> tuple[int, int]:
     """Return the most embeddings that an item can have, and the most bytes of its tensors."""
     largest = rules.largest_of(modality, choice.num_frames)
-    found = rules.expand(largest.grid, _AnyTokens())
     num_bytes = sum(tensor.nbytes for tensor in largest.tensors.values())
-    return sum(found.is_embedding) + found.num_states, num_bytes
+    return num_embeddings(rules, largest), num_bytes
 
 
 class _AnyTokens:

@@ -159,6 +159,7 @@ class AttentionOps(ABC):
         seq_lens: Sequence[int] | np.ndarray,
         options: AttentionOptions,
         tensors: AttentionTensors = NO_TENSORS,
+        last_keys: np.ndarray | None = None,
     ) -> Tensor:
         """Causal attention of several new tokens per request, ragged.
 
@@ -175,13 +176,16 @@ class AttentionOps(ABC):
             seq_lens: [B], on the host: context and new tokens.
             options: of the layer.
             tensors: of the layer.
+            last_keys: [T] int32, on the host: the last key that each query sees, as an index in its
+                request: its own or a later one of the request. A window is counted back from its
+                own key, whatever this says. None: its own.
 
         Returns:
             [T, H, V], new and dense. Rows from query_start_loc[B] on (padding) are zero.
 
         Raises:
-            ValueError: H is not a multiple of G, a request has more new tokens than tokens, or
-                a table is too short.
+            ValueError: H is not a multiple of G, a request has more new tokens than tokens, a
+                table is too short, or a last key is before the own one or not in its request.
         """
 
     @abstractmethod

@@ -101,6 +101,7 @@ def test_the_chat_page_is_told_what_the_model_can_do():
     engine.model_defaults = {"temperature": 0.6, "eos_token_ids": [3]}
     about = client_of(engine).get("/chat.json").json()
     assert (about["refusal"], about["has_chat_template"]) == (None, True)
+    assert about["modalities"] == ["text"]
     assert (about["max_model_len"], about["has_auto_tool_choice"]) == (128, False)
     defaults = about["sampling_defaults"]
     assert (defaults["temperature"], defaults["top_p"]) == (0.6, 1.0)

@@ -274,9 +274,10 @@ def prefill_mask(
 
     Returns:
         [B, 1, Q, K] bool; with ALiBi [B, H, Q, K] to be added. None when plain causality says it
-        all: no context, no window, padding on the right.
+        all: no context, no window, no token that sees later ones, padding on the right.
     """
-    is_plain = options.sees_all and alibi_slopes is None
+    sees_ahead = metadata.last_keys.shape[0] > 0
+    is_plain = options.sees_all and alibi_slopes is None and not sees_ahead
     if metadata.context_blocks.shape[1] == 0 and is_plain:
         return None
     return derive_sight(metadata, block_size).mask(options, alibi_slopes, dtype)
@@ -289,7 +290,8 @@ def derive_sight(metadata: HPUPrefillMetadata[Tensor], block_size: int) -> Sight
     column = torch.arange(num_context * block_size, dtype=torch.int32, device=device)
     query_pos = context_lens + torch.arange(query_len, dtype=torch.int32, device=device)
     context_pos = torch.where(column < context_lens, column, _NEVER)
-    return Sight(query_pos, torch.cat((context_pos, query_pos), dim=1))
+    key_pos = torch.cat((context_pos, query_pos), dim=1)
+    return Sight.of(query_pos, key_pos, metadata.last_keys)
 
 
 def _context(

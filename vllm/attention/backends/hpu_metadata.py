@@ -72,6 +72,9 @@ class HPUPrefillMetadata(Generic[Array]):
     """[B, C] where they are; NULL_BLOCK_ID for padding. C is 0 in a launch without context."""
     slot_mapping: Array = packed("B Q")
     """[B, Q] where new keys and values go; slots of padding are in the null block."""
+    last_keys: Array = packed("F Q")
+    """[B, Q] the last key that each token sees, as an index in its request, where it is not its
+    own; else 0. F is 0 for models whose tokens see no later ones."""
 
     def to(self, device: torch.device | str) -> "HPUPrefillMetadata[Tensor]":
         """A copy on the device of what is on the host."""
@@ -182,6 +185,7 @@ def build_prefill_metadata(
     padded_query_len: int,
     padded_context_blocks: int,
     block_size: int,
+    last_keys: IntArray | None = None,
 ) -> HPUPrefillMetadata[IntArray]:
     """Pad the rows of a prefill.
 
@@ -193,6 +197,7 @@ def build_prefill_metadata(
         padded_query_len: Q.
         padded_context_blocks: C; 0 for a launch in which no row has context.
         block_size: S.
+        last_keys: see `HPUPrefillMetadata`; None: F is 0.
 
     Raises:
         ValueError: the rows do not fit the padded sizes or their tables.
@@ -225,6 +230,7 @@ def build_prefill_metadata(
         context_lens=_padded(padded_batch, 0, np.arange(num_rows), contexts),
         context_blocks=context_blocks,
         slot_mapping=slots,
+        last_keys=np.empty((0, padded_query_len), np.int32) if last_keys is None else last_keys,
     )
 
 

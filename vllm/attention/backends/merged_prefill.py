@@ -52,6 +52,8 @@ class MergedPrefillMetadata(Generic[Array]):
     """[C] position of the first slot of the block in its prompt; 0 for padding."""
     context_usage: Array = packed("C")
     """[C] tokens of the context in the block; 0 for padding."""
+    last_keys: Array = packed("F Q")
+    """[1, Q] as in `HPUPrefillMetadata`."""
 
     def to(self, device: torch.device | str) -> "MergedPrefillMetadata[Tensor]":
         """A copy on the device of what is on the host."""
@@ -66,6 +68,7 @@ def build_merged_prefill_metadata(
     padded_tokens: int,
     padded_context_blocks: int,
     block_size: int,
+    last_keys: IntArray | None = None,
 ) -> MergedPrefillMetadata[IntArray]:
     """Lay the prompts of a prefill end to end.
 
@@ -77,6 +80,7 @@ def build_merged_prefill_metadata(
         padded_tokens: Q, at least the sum of `query_lens`.
         padded_context_blocks: C, at least the blocks with context of all prompts.
         block_size: S.
+        last_keys: see `HPUPrefillMetadata`; None: F is 0.
 
     Raises:
         ValueError: a prompt has no new token, or they do not fit the padded sizes or their tables.
@@ -117,6 +121,7 @@ def build_merged_prefill_metadata(
         context_usage=_fill(
             padded_context_blocks, 0, np.minimum(contexts[group] - start, block_size)
         ),
+        last_keys=np.empty((0, padded_tokens), np.int32) if last_keys is None else last_keys,
     )
 
 
@@ -132,7 +137,9 @@ def derive_merged_sight(metadata: MergedPrefillMetadata[Tensor], block_size: int
         context_positions = metadata.context_starts[:, None] + slot
         key_ids = torch.cat((context_ids.flatten(), ids))
         key_positions = torch.cat((context_positions.flatten(), positions))
-    return Sight(positions[None], key_positions[None], (ids[None], key_ids[None]))
+    return Sight.of(
+        positions[None], key_positions[None], metadata.last_keys, (ids[None], key_ids[None])
+    )
 
 
 def is_context_hidden(metadata: MergedPrefillMetadata[Tensor], block_size: int) -> Tensor:

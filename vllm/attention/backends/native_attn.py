@@ -34,6 +34,9 @@ class RaggedMetadata:
     """[B + 1] on the host: the tokens of request b are query_start_loc[b] up to [b + 1]."""
     host_seq_lens: IntArray
     """[B] `seq_lens` on the host."""
+    last_keys: IntArray | None = None
+    """[T] on the host: the last key that each token sees, as an index in its request; None: its
+    own."""
     more_groups: tuple[tuple[Tensor, Tensor], ...] = ()
     """`slot_mapping` and `block_tables` of each further group of layers."""
 
@@ -74,6 +77,7 @@ class RaggedMetadata:
                 )
             )
         if len(self.host_seq_lens) > num_decodes:
+            last_keys = None if self.last_keys is None else self.last_keys[num_decodes:]
             outputs.append(
                 ops.paged_attention_prefill(
                     query[num_decodes:],
@@ -83,6 +87,7 @@ class RaggedMetadata:
                     self.query_start_loc[num_decodes:] - num_decodes,
                     self.host_seq_lens[num_decodes:],
                     *options,
+                    last_keys,
                 )
             )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -111,6 +111,7 @@ def _masks(
     at_once = query_len
     if isinstance(kernel, FusedSDPA):
         at_once = kernel.slicing.queries_at_once(query_len, key_len)
+    is_causal = is_causal and sight.last_keys is None
     masks: dict[LayerKind, PromptMask] = {}
     for kind, layer in kinds.items():
         options, slopes = layer.options, layer.alibi_slopes

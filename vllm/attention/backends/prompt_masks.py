@@ -24,6 +24,30 @@ class Sight:
     ids: tuple[Tensor, Tensor] | None = None
     """[B, Q] and [B, K] int32: the prompt that each query and key belongs to; None: a row is one
     prompt."""
+    last_keys: Tensor | None = None
+    """[B, Q] int32: position of the last key that each query sees; None: its own."""
+
+    @classmethod
+    def of(
+        cls,
+        query_positions: Tensor,
+        key_positions: Tensor,
+        later_keys: Tensor,
+        ids: tuple[Tensor, Tensor] | None = None,
+    ) -> "Sight":
+        """Return the sight of a launch.
+
+        Args:
+            query_positions: [B, Q]
+            key_positions: [B, K]
+            later_keys: [B, Q] the last key that a query sees where it is after its own; [0, Q]: no
+                query sees a later key.
+            ids: as above.
+        """
+        last_keys = None
+        if later_keys.shape[0]:
+            last_keys = torch.where(later_keys > query_positions, later_keys, query_positions)
+        return cls(query_positions, key_positions, ids, last_keys)
 
     def mask(
         self,
@@ -52,6 +76,9 @@ class Sight:
         positions = self.query_positions[:, queries, None]
         age = (positions - self.key_positions[:, None, keys])[:, None]  # [B, 1, Q, K]
         mask = age >= 0
+        if self.last_keys is not None:
+            last_keys = self.last_keys[:, queries, None]
+            mask = (self.key_positions[:, None, keys] <= last_keys)[:, None]
         if self.ids is not None:
             query_ids, key_ids = self.ids
             mask = mask & (query_ids[:, queries, None] == key_ids[:, None, keys])[:, None]
@@ -92,17 +119,20 @@ class SlicedMask:
         parts = []
         for start in range(0, num_queries, self.num_queries):
             end = min(start + self.num_queries, num_queries)
-            queries, keys = slice(start, end), self._keys(start, end, num_keys - num_queries)
+            queries, keys = slice(start, end), self._keys(start, end, num_keys, num_queries)
             mask = self.sight.mask(self.options, self.alibi_slopes, queries=queries, keys=keys)
             given = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
             parts.append(kernel(*given, mask, scale, None))
         return torch.cat(parts, dim=2)
 
-    def _keys(self, start: int, end: int, num_context: int) -> slice:
-        """Return the keys that the new tokens from `start` to `end` may see: none after them, and
-        where they see only a number of recent tokens, none before these. Any of several prompts in
-        a row may see its context, which comes before the tokens of all of them."""
-        reach = self.options.reach
+    def _keys(self, start: int, end: int, num_keys: int, num_queries: int) -> slice:
+        """Return the keys that the new tokens from `start` to `end` may see: none after them,
+        unless tokens see later ones, and where they see only a number of recent tokens, none before
+        these.
+        Any of several prompts in a row may see its context, which comes before the tokens of all of
+        them."""
+        reach, num_context = self.options.reach, num_keys - num_queries
         first = start + 1 - (end if reach is None else reach)
         sees_all = first <= 0 or (self.sight.ids is not None and num_context > 0)
-        return slice(0 if sees_all else num_context + first, num_context + end)
+        stop = num_context + end if self.sight.last_keys is None else num_keys
+        return slice(0 if sees_all else num_context + first, stop)

@@ -165,8 +165,14 @@ class ModelArch:
 
     @property
     def num_embeddings(self) -> int:
-        """Number of tokens that a prompt may have: the vocabulary, and tokens that no output has."""
+        """Size of the table of embeddings: the vocabulary, and tokens that no output has."""
         return self.vocab_size + family_of_architecture(self.architecture).num_unsampled_tokens
+
+    @property
+    def media_sees_ahead(self) -> bool:
+        """Whether a token of an image also sees the later tokens of its image."""
+        reads_images = self.media_config is not None
+        return reads_images and family_of_architecture(self.architecture).media_sees_ahead
 
     @property
     def rope(self) -> RopeConfig | None:

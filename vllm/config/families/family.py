@@ -156,6 +156,8 @@ class Family:
     num_unsampled_tokens: int = 0
     """Rows of the table of embeddings after the vocabulary, for tokens of prompts that the output
     head does not have."""
+    media_sees_ahead: bool = False
+    """A token of an image also sees the later tokens of its image."""
     step_token_id: int | None = None
     """Token that ends a step, of models that reward steps (`ForProcessRewardModel`)."""
 

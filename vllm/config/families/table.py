@@ -1106,6 +1106,8 @@ _WITH_MEDIA = (
         module="text_of_images",
         architectures=("Gemma3ForConditionalGeneration",),
         text_type="gemma3_text",
+        media="gemma3",
+        media_sees_ahead=True,
         tokenizer="GemmaTokenizer",
     ),
     Family(

@@ -202,6 +202,10 @@ class InputProcessor:
         items = self.media.read(given) if given.get("multi_modal_data") is not None else []
         if any(key in given for key in MEDIA_KEYS):
             prompt = cast(PromptType, {k: v for k, v in given.items() if k not in MEDIA_KEYS})
+        has_tokens, text = given.get("prompt_token_ids") is not None, given.get("prompt")
+        if items and isinstance(text, str) and not has_tokens:
+            around = self.media.surround_text(text, given.get("literal_placeholders", ()))
+            prompt = cast(PromptType, {**cast(Mapping[str, Any], prompt), "prompt": around})
         tokenized = self.prompts.tokenize(prompt, max_tokens=max_tokens)
         if (known := given.get("media")) is not None:
             return replace(tokenized, media=known.followed_by(tokenized.token_ids))
@@ -209,9 +213,12 @@ class InputProcessor:
             return tokenized
         is_text = isinstance(prompt, str) or given.get("prompt") is not None
         literal = given.get("literal_placeholders", () if items else None)
-        media = self.media.place(
-            tokenized.token_ids, items, self.tokenizer, is_text=is_text, literal=literal
-        )
+        token_ids = tokenized.token_ids
+        if has_tokens:
+            token_ids = self.media.surround_tokens(token_ids, items, self.tokenizer)
+        elif isinstance(text, str):
+            tokenized = replace(tokenized, text=text)
+        media = self.media.place(token_ids, items, self.tokenizer, is_text=is_text, literal=literal)
         if media is None:
             return tokenized
         return replace(tokenized, token_ids=media.token_ids, media=media)

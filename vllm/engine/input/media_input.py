@@ -21,6 +21,7 @@ from vllm.errors import ConfigError, RequestError
 from vllm.inputs import PromptType, plural
 from vllm.messages import CacheKey, MediaItem
 from vllm.multimodal.given import as_list, as_source, kind_of
+from vllm.multimodal.images.surrounding_text import surround_in_text, surround_in_tokens
 from vllm.multimodal.interface.family import (
     EncoderInput,
     Expansion,
@@ -233,6 +234,45 @@ class MediaInput:
             ReadMedia(source.modality, media_key(source, salt), self._job(source))
             for source in self.sources(prompt)
         ]
+
+    def surround_text(self, text: str, literal: Sequence[int]) -> str:
+        """Return the text of a prompt with what belongs around its images.
+
+        Args:
+            text: of a prompt with images.
+            literal: see `place`.
+        """
+        family = self.family
+        assert family is not None
+        if not any(family.text_around):
+            return text
+        return surround_in_text(text, family.placeholder, family.text_around, literal)
+
+    def surround_tokens(
+        self,
+        token_ids: list[int],
+        items: Sequence[ReadMedia],
+        tokenizer: "PreTrainedTokenizerBase | None",
+    ) -> list[int]:
+        """Return tokens with those of the text that belongs around images, unless these are
+        expanded already.
+
+        Args:
+            token_ids: of a prompt that was given as tokens.
+            items: its images.
+            tokenizer: of the model.
+        """
+        family = self.family
+        assert family is not None
+        if not any(family.text_around) or not items:
+            return token_ids
+        lookup = _Vocabulary(tokenizer)
+        _, inside, *_ = family.expand(items[0].given.grid, lookup).token_ids
+        if inside in token_ids:
+            return token_ids
+        assert tokenizer is not None
+        placeholder = lookup(family.placeholder)
+        return surround_in_tokens(token_ids, tokenizer, placeholder, family.text_around)
 
     def place(
         self,

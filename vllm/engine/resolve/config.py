@@ -41,7 +41,7 @@ from vllm.engine.resolve.hpu import (
     refuse_variables,
     resolve_hpu_config,
 )
-from vllm.engine.resolve.media import resolve_media
+from vllm.engine.resolve.media import check_images_fit, resolve_media
 from vllm.engine.resolve.model_options import (
     check_connector,
     for_states,
@@ -108,7 +108,9 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         check_simulation(config.hpu)
         config = fit_token_budget(config, is_given=settings["max_num_batched_tokens"] is not None)
     check_speculator(config)
-    return _with_weights(config, values["asked_load"])
+    config = _with_weights(config, values["asked_load"])
+    check_images_fit(config)
+    return config
 
 
 def _asked_load(given: Mapping[str, Any]) -> LoadConfig:

@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm.config import LoadConfig, ModelArch
+from vllm.config import LoadConfig, ModelArch, VllmConfig
 from vllm.config.families import TEXT_TYPES, family_of_architecture
+from vllm.errors import ConfigError
 from vllm.inputs import plural
 from vllm.logger import init_logger
 from vllm.multimodal.images.tower_config import TOWER_PARTS
 from vllm.multimodal.interface.checks import SETTINGS_FILE
-from vllm.multimodal.job import family_class
+from vllm.multimodal.job import family_class, family_of_model, num_embeddings
 from vllm.multimodal.processor_settings import has_settings
 from vllm.transformers_utils.weight_headers import names_of_tensors
 
@@ -65,6 +66,35 @@ def resolve_media(
         reason,
     )
     return replace(arch, media_config=None)
+
+
+def check_images_fit(config: VllmConfig) -> None:
+    """Refuse an engine whose steps have no room for an image of a model whose images run in one
+    step.
+
+    Raises:
+        ConfigError: says how much room there is, and what to raise.
+    """
+    limits = config.scheduler
+    if not config.model.resolved_arch.media_sees_ahead or not limits.enable_chunked_prefill:
+        return
+    family = family_of_model(config)
+    assert family is not None
+    num_tokens = num_embeddings(family, family.largest())
+    if num_tokens <= limits.longest_chunk:
+        return
+    settings, fix = "long_prefill_token_threshold or max_num_partial_prefills", "Change these"
+    if num_tokens <= limits.prefill_chunk_limit:
+        settings = (
+            f"max_num_batched_tokens ({limits.max_num_batched_tokens}), when the other ones of "
+            f"max_num_seqs ({limits.max_num_seqs}) have their token"
+        )
+        fix = f"Raise max_num_batched_tokens to {num_tokens + limits.max_num_seqs - 1}"
+    raise ConfigError(
+        f"an image of this model has {num_tokens} tokens, which have to run in one step, and a "
+        f"step has room for {limits.longest_chunk} of one prompt by {settings}. {fix}, or serve "
+        f"text only: limit_mm_per_prompt image=0"
+    )
 
 
 def _reason_for_text(

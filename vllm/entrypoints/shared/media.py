@@ -41,6 +41,17 @@ def media_rules(processor: "InputProcessor", *, is_local: bool = False) -> Media
     return MediaRules(texts=texts, limits=limits, is_local=is_local)
 
 
+def modalities_of(processor: "InputProcessor") -> list[str]:
+    """Return what the model of an engine reads: "text", then "image", "audio" and "video".
+
+    Args:
+        processor: of the engine.
+    """
+    family, limits = processor.media.family, processor.media.limits
+    read = () if family is None else family.modalities
+    return ["text", *(each for each in read if limits.get(each))]
+
+
 class MediaSources(Protocol):
     """Allowed sources of media: a config, or the arguments of an engine."""
 

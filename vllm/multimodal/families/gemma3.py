@@ -40,6 +40,7 @@ class Gemma3Family(TiledFamily):
 
     placeholder = "<start_of_image>"
     text_of_image = "<start_of_image>"
+    text_around = ("\n\n", "\n\n")
     towers: ClassVar[tuple[str, ...]] = TOWERS
 
     def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
@@ -54,12 +55,9 @@ class Gemma3Family(TiledFamily):
 
     def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
         (num_tokens,) = grid
-        before = [token_id("\n\n"), token_id(self.placeholder)]
-        after = [token_id("<end_of_image>"), token_id("\n\n")]
-        return Expansion(
-            [*before, *[token_id("<image_soft_token>")] * num_tokens, *after],
-            [False] * len(before) + [True] * num_tokens + [False] * len(after),
-        )
+        first, last = token_id(self.placeholder), token_id("<end_of_image>")
+        soft = [token_id("<image_soft_token>")] * num_tokens
+        return Expansion([first, *soft, last], [False, *[True] * num_tokens, False])
 
     def largest(self) -> EncoderInput:
         return self.encoder_input(self.black_tiles(1), self._grid)

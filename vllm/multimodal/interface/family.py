@@ -106,6 +106,8 @@ class MediaFamily(ABC):
     it is expanded, such as `<image>`."""
     text_of_image: ClassVar[str]
     """Text that represents one such item in a message, for chat templates that take strings."""
+    text_around: ClassVar[tuple[str, str]] = ("", "")
+    """Text before and after an image, which the tokenizer reads with the text of the prompt."""
     sampling_rate: ClassVar[int] = 16_000
     """Samples per second of sound that the model reads."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.attention_options import NO_TENSORS, AttentionOptions, AttentionTensors
-from vllm.ops.native.attention import check_attention
+from vllm.ops.native.attention import check_attention, check_last_keys
 
 _NO_MEMORY = -2
 _MAX_WINDOW = 2**31 - 1
@@ -115,6 +115,7 @@ def paged_attention_prefill(
     seq_lens: Sequence[int] | np.ndarray,
     options: AttentionOptions,
     tensors: AttentionTensors,
+    last_keys: np.ndarray | None = None,
 ) -> Tensor:
     """See `Ops.paged_attention_prefill`; kernels: those for the dtype of query.
 
@@ -144,9 +145,11 @@ def paged_attention_prefill(
         *(options, tensors),
     )
     args.query_start_loc, args.num_tokens = address, num_tokens
+    if last_keys is not None:
+        args.last_keys = last_keys_address(last_keys, num_tokens)
     bad = kernels.paged_attention_prefill(ctypes.byref(args), torch.get_num_threads())
     if bad != -1:
-        _refuse_chunk(bad, starts, lens, num_tokens, block_tables, key_cache)
+        _refuse_chunk(bad, starts, lens, num_tokens, block_tables, key_cache, last_keys)
     return out
 
 
@@ -257,6 +260,18 @@ def _scales_address(scales: Tensor | None, num_kv_heads: int) -> int | None:
     return scales.data_ptr()
 
 
+def last_keys_address(last_keys: np.ndarray, num_tokens: int) -> int:
+    """Return where the last keys are that the tokens of a launch see."""
+    if last_keys.shape != (num_tokens,) or last_keys.dtype != np.int32:
+        raise ValueError(
+            f"last_keys is {last_keys.dtype} {list(last_keys.shape)}, it must be int32 "
+            f"[{num_tokens}]"
+        )
+    if not last_keys.flags.c_contiguous:
+        raise ValueError("last_keys is not dense")
+    return int(last_keys.ctypes.data)
+
+
 def _refuse_strides(name: str, x: Tensor) -> NoReturn:
     raise ValueError(f"{name} is not dense: shape {list(x.shape)}, strides {list(x.stride())}")
 
@@ -268,6 +283,7 @@ def _refuse_chunk(
     num_tokens: int,
     block_tables: Tensor,
     key_cache: Tensor,
+    last_keys: np.ndarray | None,
 ) -> NoReturn:
     """Say what is wrong with request b of a prefill."""
     if b != _NO_MEMORY:
@@ -280,6 +296,8 @@ def _refuse_chunk(
                 f"request {b} has {end - start} new tokens of {seq_len} in all, and a table of "
                 f"{max_blocks} blocks of {block_size}"
             )
+        if last_keys is not None:
+            check_last_keys(b, last_keys[start:end], seq_len)
     _refuse_request(b, lens, block_tables, key_cache)
 
 

@@ -96,6 +96,7 @@ class NativeAttention(Ops):
         seq_lens: Sequence[int] | np.ndarray,
         options: AttentionOptions,
         tensors: AttentionTensors = NO_TENSORS,
+        last_keys: np.ndarray | None = None,
     ) -> Tensor:
         check_attention(query, key_cache, value_cache, tensors)
         # Numbers of an fp8 cache times their scales would be rounded in bfloat16.
@@ -125,7 +126,11 @@ class NativeAttention(Ops):
                     (value_cache, tensors.value_scales),
                 )
             )
-            attended = attend_prompt(q, k, v, options, tensors)
+            ends: Tensor | None = None
+            if last_keys is not None:
+                checked = check_last_keys(b, last_keys[start:end], seq_len)
+                ends = torch.from_numpy(checked).to(query.device)
+            attended = attend_prompt(q, k, v, options, tensors, ends)
             out[start:end] = attended[0].transpose(0, 1)
         return out
 
@@ -205,19 +210,39 @@ def _read_blocks(cache: Tensor, block_ids: Tensor) -> Tensor:
     return cache.view(torch.uint8)[block_ids].view(cache.dtype)
 
 
+def check_last_keys(b: int, last_keys: np.ndarray, seq_len: int) -> np.ndarray:
+    """Return the last keys [Q] that the queries of request b see.
+
+    Raises:
+        ValueError: one is before the own key of its query, or not in the request.
+    """
+    own = np.arange(seq_len - len(last_keys), seq_len)
+    if (last_keys < own).any() or (last_keys >= seq_len).any():
+        raise ValueError(
+            f"last keys of the tokens {own[0]} to {own[-1]} of request {b} must be their own or "
+            f"later ones of its {seq_len}, got {last_keys.tolist()}"
+        )
+    return last_keys
+
+
 def _prefill_mask(
-    query_len: int, seq_len: int, options: AttentionOptions, device: torch.device
+    query_len: int,
+    seq_len: int,
+    options: AttentionOptions,
+    device: torch.device,
+    last_keys: Tensor | None,
 ) -> tuple[Tensor | None, bool]:
     """(attn_mask, is_causal) of one request; the mask is bool [query_len, seq_len]."""
     hides_keys = options.reach is not None and options.reach < seq_len
-    if query_len == seq_len and not hides_keys:
+    if query_len == seq_len and not hides_keys and last_keys is None:
         return None, True
     if query_len == 1 and not hides_keys:
         return None, False
     # Bottom right: the last query sees the last key.
     query_pos = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
-    age = query_pos - torch.arange(seq_len, device=device)
-    mask = age >= 0
+    key_pos = torch.arange(seq_len, device=device)
+    age = query_pos - key_pos
+    mask = age >= 0 if last_keys is None else key_pos <= last_keys[:, None]
     seen = options.sees(age, query_pos)
     if seen is not None:
         mask &= seen
@@ -225,13 +250,18 @@ def _prefill_mask(
 
 
 def attend_prompt(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, tensors: AttentionTensors
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    tensors: AttentionTensors,
+    last_keys: Tensor | None = None,
 ) -> Tensor:
     """[1, H, Q, V]: the last Q tokens of one request; q [1, H, Q, D], k [1, G, K, D], v
-    [1, G, K, V]."""
+    [1, G, K, V], last_keys [Q] as in `Ops.paged_attention_prefill`."""
     query_len, seq_len, scale = q.shape[2], k.shape[2], options.scale_of(q.shape[3])
     slopes, sinks = tensors.alibi_slopes, tensors.sinks
-    mask, is_causal = _prefill_mask(query_len, seq_len, options, q.device)
+    mask, is_causal = _prefill_mask(query_len, seq_len, options, q.device, last_keys)
     if slopes is None and sinks is None and not options.adjusts_scores:
         return F.scaled_dot_product_attention(
             q,

@@ -14,6 +14,7 @@ from vllm.attention import (
     StateCopies,
     StateLaunch,
 )
+from vllm.messages import IntArray
 from vllm.utils.ragged import positions_within
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch, LaunchInput
@@ -45,6 +46,7 @@ def build_ragged_input(
     parts: LaunchParts = NO_PARTS,
     *,
     has_states: bool = False,
+    last_keys: IntArray | None = None,
 ) -> ModelInput:
     """Flatten the scheduled tokens of the rows, in order of the rows.
 
@@ -55,6 +57,7 @@ def build_ragged_input(
         device: for the tensors.
         parts: what the rows bring to the tokens.
         has_states: layers of the model keep states of the rows.
+        last_keys: [T] the last key that each token sees; None: its own.
     """
     rows, start, count = launch.rows, launch.num_computed_tokens, launch.num_scheduled_tokens
     seq_lens = start + count
@@ -82,6 +85,7 @@ def build_ragged_input(
         seq_lens=torch.from_numpy(seq_lens).to(device),
         query_start_loc=query_start_loc,
         host_seq_lens=seq_lens,
+        last_keys=last_keys,
         more_groups=tuple(groups[1:]),
     )
     states = None

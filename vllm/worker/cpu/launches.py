@@ -33,6 +33,7 @@ from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch
 from vllm.worker.batch.model_input import ModelInput, build_ragged_input
 from vllm.worker.drafts.stage_drafts import InnerLayers
+from vllm.worker.parts.image_sight import ImageSight
 from vllm.worker.parts.position_rows import PositionRows
 from vllm.worker.parts.row_parts import RowParts
 
@@ -129,6 +130,7 @@ class RaggedLaunches:
         return self._build(launch)
 
     def _build_decoder_input(self, launch: Launch) -> ModelInput:
+        sight = self._parts.find(ImageSight)
         return build_ragged_input(
             self._batch,
             launch,
@@ -136,6 +138,7 @@ class RaggedLaunches:
             self._device,
             self._parts.of_launch(launch),
             has_states=self._has_states,
+            last_keys=None if sight is None else sight.last_keys(launch),
         )
 
     def run(self, given: ModelInput) -> RaggedOutput:
@@ -185,6 +188,7 @@ class RaggedLaunches:
             metadata.num_decodes,
             embeddings,
             adapted_rows(context.adapters),
+            metadata.last_keys,
         )
         return RaggedOutput(result, inner + program.tapped)
 

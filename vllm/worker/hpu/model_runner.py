@@ -33,6 +33,7 @@ from vllm.worker.model_runner import Drafter, ModelRunner, sampling_rows
 from vllm.worker.parts.adapters import adapter_reader
 from vllm.worker.parts.embedding_rows import takes_embeddings
 from vllm.worker.parts.encoded_media import EncodedMedia
+from vllm.worker.parts.image_sight import ImageSight
 from vllm.worker.parts.position_rows import PositionRows
 from vllm.worker.parts.prompt_logprobs import PromptLogprobs
 from vllm.worker.parts.row_parts import OutputHead, RowPart, RowParts
@@ -101,6 +102,8 @@ class HPUModelRunner(ModelRunner):
                 yield DeviceEmbeddings(first, config, bridge, media)
             if model.arch.num_positions:
                 yield PositionRows(model.arch, config.scheduler.max_num_seqs, bridge.device)
+            if model.arch.media_sees_ahead:
+                yield ImageSight(config.scheduler.max_num_seqs)
             if config.lora.enable_lora:
                 # Every launch would pay for adapted experts, also without an adapter.
                 reader = adapter_reader(config, model, has_experts=False)
@@ -110,13 +113,14 @@ class HPUModelRunner(ModelRunner):
         embeddings, adapters = parts.find(DeviceEmbeddings), parts.find(DeviceRows)
         positions = parts.find(PositionRows)
         num_positions = 0 if positions is None else positions.num_positions
+        sees_ahead = model.arch.media_sees_ahead
         block_size = config.cache.block_size
         # In a pipeline the stage that makes drafts is not the one that verifies them.
         has_drafter = config.speculative.draft_model is not None and model.stage.count == 1
         max_drafts = config.scheduler.max_draft_tokens if has_drafter else 0
         limits = config.scheduler
         self.resident = ResidentTokens(
-            limits.max_num_seqs, bridge.device, max_drafts, num_positions
+            limits.max_num_seqs, bridge.device, max_drafts, num_positions, sees_ahead=sees_ahead
         )
         padded = HPUModel(
             model,
@@ -127,6 +131,7 @@ class HPUModelRunner(ModelRunner):
             None if adapters is None else adapters.slots,
             getattr(torch, config.model.dtype_name),
             num_positions,
+            sees_ahead=sees_ahead,
         )
         padded.inner_layers = InnerLayers.of(config, model.stage)
         padded.embeddings = None if embeddings is None else embeddings.table
@@ -137,6 +142,7 @@ class HPUModelRunner(ModelRunner):
             has_resident_drafts=max_drafts > 0,
             embeddings=embeddings,
             positions=positions,
+            sight=parts.find(ImageSight),
         )
         layers = layers_with_cache(model)
         with_states = [layer for layer in layers if isinstance(layer, StateLayer)]

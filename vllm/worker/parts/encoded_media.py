@@ -35,8 +35,8 @@ class Encodes(Protocol):
 
 
 class KeepsMedia(Protocol):
-    """Memory for the results of an encoder, by the key of the image: a dictionary, or one that gives
-    something else back."""
+    """Memory for the results of an encoder, by the key of the image: a dictionary, or one that
+    gives something else back."""
 
     def __contains__(self, key: str) -> bool: ...
 

@@ -8,9 +8,14 @@ function modeOf(settings, server) {
   return settings.mode === "completion" ? "completion" : "chat";
 }
 
-// {path, body, isJson}: the request for an answer behind the messages of a path. Throws an Error
-// that says which setting is wrong.
-function makeRequest(path, settings, server) {
+// Kinds of pictures and recordings that a request may have: "image" and "audio".
+function kindsOf(settings, server) {
+  return modeOf(settings, server) === "chat" ? (server.modalities ?? []).filter((each) => each !== "text") : [];
+}
+
+// {path, body, isJson}: the request for an answer behind the messages of a path. `media` has loaded
+// what the messages have. Throws an Error that says which setting is wrong.
+function makeRequest(path, settings, server, media) {
   const isChat = modeOf(settings, server) === "chat", schema = Settings.schema(settings);
   const body = {model: settings.model, stream: true,
     stream_options: {include_usage: true, continuous_usage_stats: true}};
@@ -23,7 +28,7 @@ function makeRequest(path, settings, server) {
       : {type: "json_schema", json_schema: {name: "answer", schema, strict: true}};
   }
   if (isChat) {
-    body.messages = messagesOf(path, settings);
+    body.messages = messagesOf(path, settings, server, media);
     addTools(body, settings, server);
   } else {
     body.prompt = path.map((message) => message.content).join("");
@@ -33,8 +38,8 @@ function makeRequest(path, settings, server) {
   return {path: isChat ? "v1/chat/completions" : "v1/completions", body, isJson: Boolean(schema)};
 }
 
-function messagesOf(path, settings) {
-  const messages = [];
+function messagesOf(path, settings, server, media) {
+  const messages = [], kinds = kindsOf(settings, server);
   if (settings.system) messages.push({role: "system", content: settings.system});
   for (const message of path) {
     if (message.role === "assistant") {
@@ -48,9 +53,22 @@ function messagesOf(path, settings) {
       messages.push(said);
     } else if (message.role === "tool") {
       messages.push({role: "tool", tool_call_id: message.toolCallId, name: message.name, content: message.content});
-    } else messages.push({role: "user", content: message.content});
+    } else messages.push({role: "user", content: contentOf(message, kinds, media)});
   }
   return messages;
+}
+
+// The text of a message, or a list of parts if it has something that the model reads.
+function contentOf(message, kinds, media) {
+  const parts = (message.media ?? []).filter((item) => kinds.includes(item.kind)).map((item) => {
+    const url = media.get(item.key);
+    if (url === undefined) {
+      throw new Error(`${item.label} is no longer kept by this browser: edit the message, and remove it there.`);
+    }
+    return {type: "image_url", image_url: {url}};
+  });
+  if (!parts.length) return message.content;
+  return message.content ? [...parts, {type: "text", text: message.content}] : parts;
 }
 
 function addTools(body, settings, server) {

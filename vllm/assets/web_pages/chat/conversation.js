@@ -1,7 +1,8 @@
 // A conversation: a tree of messages, since an edit or a retry keeps what was there before. One path
 // through it is shown; `leaf` is its end.
 //
-// A message: {id, parent, role, content, ...}. Roles are user, assistant and tool. An answer may
+// A message: {id, parent, role, content, ...}. Roles are user, assistant and tool. One of the user may
+// have media [{kind, label, key}], whose content is in `MediaStore`. An answer may
 // have reasoning, toolCalls [{id, name, arguments}], isJson, model, and how it went: finishReason,
 // isStopped, error, promptTokens, outputTokens, firstTokenMs, tokensPerSecond, thoughtMs.
 
@@ -24,7 +25,8 @@ class Conversation {
 
   // What was said first, as a line.
   get title() {
-    const text = (this.messages[0]?.content || "New chat").replace(/\s+/g, " ").trim();
+    const first = this.messages[0];
+    const text = (first?.content || first?.media?.[0].label || "New chat").replace(/\s+/g, " ").trim();
     const isLong = text.length > Conversation.MAX_TITLE_CHARS;
     return isLong ? `${text.slice(0, Conversation.MAX_TITLE_CHARS)}…` : text;
   }
@@ -38,6 +40,11 @@ class Conversation {
     const byNumber = new Map(this.messages.map((message) => [message.id, message])), path = [];
     for (let at = byNumber.get(this.leaf); at; at = byNumber.get(at.parent)) path.unshift(at);
     return path;
+  }
+
+  // The keys of all pictures and recordings, of all versions.
+  get mediaKeys() {
+    return this.messages.flatMap((message) => (message.media ?? []).map((item) => item.key));
   }
 
   // Adds a message behind another one, and shows it.
@@ -111,11 +118,19 @@ class Conversation {
     for (const [kind, names] of Object.entries(kinds)) {
       for (const name of names) if (typeof data[name] === kind) message[name] = data[name];
     }
+    if (Array.isArray(data.media) && data.media.length) message.media = data.media.map(Conversation.mediaFromJson);
     if (Array.isArray(data.toolCalls)) {
       message.toolCalls = data.toolCalls.map((call) => ({
         id: String(call?.id ?? ""), name: String(call?.name ?? ""), arguments: String(call?.arguments ?? ""),
       }));
     }
     return message;
+  }
+
+  static mediaFromJson(data) {
+    if (!["image", "audio"].includes(data?.kind) || !MediaStore.KEY.test(data.key)) {
+      throw new Error("a message has a picture or a recording without its kind or key");
+    }
+    return {kind: data.kind, label: String(data.label ?? data.kind), key: data.key};
   }
 }

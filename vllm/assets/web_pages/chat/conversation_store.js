@@ -10,6 +10,7 @@ class ConversationStore {
     this.onProblem = onProblem;
     this.all = new Map();
     this.settings = {};
+    this.media = new MediaStore(onProblem);
     this.load();
   }
 
@@ -54,13 +55,20 @@ class ConversationStore {
     }
   }
 
-  delete(id) {
-    this.all.delete(id);
+  delete(conversation) {
+    this.all.delete(conversation.id);
+    this.media.delete(conversation);
     try {
-      localStorage.removeItem(ConversationStore.PREFIX + id);
+      localStorage.removeItem(ConversationStore.PREFIX + conversation.id);
     } catch {
       this.onProblem("This browser did not delete the stored conversation.");
     }
+  }
+
+  // Brings back what was deleted.
+  restore(conversation) {
+    this.media.restore(conversation);
+    this.save(conversation);
   }
 
   // Another tab has changed an entry: the id of its conversation, or null when it is none.
@@ -72,8 +80,10 @@ class ConversationStore {
     return id;
   }
 
-  toJson() {
-    return {format: "vllm-chat", version: 1, conversations: this.list().map((each) => each.toJson())};
+  async toJson() {
+    const conversations = this.list();
+    return {format: "vllm-chat", version: 1, conversations: conversations.map((each) => each.toJson()),
+      media: await this.media.toJson(conversations)};
   }
 
   // Takes over what `toJson` gave; the number of conversations. Throws an Error.
@@ -87,6 +97,7 @@ class ConversationStore {
       this.all.set(conversation.id, conversation);
       this.write(ConversationStore.PREFIX + conversation.id, conversation.toJson());
     }
+    this.media.import(data.media, read);
     return read.length;
   }
 }

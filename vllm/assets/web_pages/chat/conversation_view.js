@@ -34,15 +34,16 @@ class ConversationView {
   make(conversation, message, before) {
     const isPlain = this.chat.isCompletion(conversation), maxModelLen = this.chat.server.max_model_len;
     const versions = conversation.versions(message).map((other) => other.id);
-    const key = [isPlain, maxModelLen, ...versions].join(); // a view with another one looks otherwise
+    const kinds = this.chat.kinds(conversation), key = [isPlain, maxModelLen, ...kinds, ...versions].join(); // a view with another one looks otherwise
     const drawn = before.get(message);
     if (drawn?.options.key === key && !drawn.isEdited) {
       this.views.set(message, drawn);
       return drawn;
     }
     const view = new MessageView(message, {
-      key, isPlain, maxModelLen, versions,
+      key, isPlain, maxModelLen, versions, kinds,
       isStreaming: this.chat.isRunning(conversation, message),
+      media: this.chat.store.media,
       showVersion: (id) => this.chat.showVersion(conversation, id),
       actions: () => this.actions(conversation, message),
       onDrawn: () => this.follow(),
@@ -58,7 +59,7 @@ class ConversationView {
       return [copy, {label: "Edit", run: edit("Send", (text) => chat.editResult(conversation, message, text))}];
     }
     if (message.role === "user") {
-      return [copy, {label: "Edit", run: edit("Send", (text) => chat.editQuestion(conversation, message, text))},
+      return [copy, {label: "Edit", run: edit("Send", (text, items) => chat.editQuestion(conversation, message, text, items))},
         {label: "Retry", run: () => chat.answer(conversation, message.id)}];
     }
     const retry = {label: "Retry", run: () => chat.retry(conversation, message)};

@@ -1,7 +1,8 @@
 // One message as it is shown. Text of an answer grows in place.
 
 class MessageView {
-  // options: isPlain shows text as it is, without Markdown; isStreaming: more text will come;
+  // options: isPlain shows text as it is, without Markdown; isStreaming: more text will come; media:
+  // the store of pictures; kinds: what the model reads of them;
   // maxModelLen: tokens that fit; versions: ids of all versions of the message; showVersion(id);
   // actions(): buttons [{label, run(button)}]; onDrawn(): it may be higher now.
   constructor(message, options) {
@@ -18,7 +19,16 @@ class MessageView {
     this.footer = element("footer");
     this.node.append(this.title, this.content, this.footer);
     this.showVersions();
+    this.showMedia();
     this.draw();
+  }
+
+  showMedia() {
+    const {media, kinds, onDrawn} = this.options, items = this.message.media ?? [];
+    if (!items.length) return;
+    const unread = items.some((item) => !kinds.includes(item.kind));
+    this.content.append(element("div", {className: "media-row"}, ...items.map((item) => mediaNode(item, media, onDrawn))));
+    if (unread) this.content.append(element("p", {className: "note"}, "What this model does not read is not sent to it."));
   }
 
   // The message has changed: it is drawn soon.
@@ -159,9 +169,11 @@ class MessageView {
     return parts.join(" · ");
   }
 
-  // Shows a form in place of the content: run(text) when it is sent.
+  // Shows a form in place of the content: run(text, items of its media) when it is sent.
   edit(label, run) {
     const input = element("textarea", {value: this.message.content, ariaLabel: "Edited text", rows: 3});
+    const list = new MediaList("Sent with the message", this.options.media);
+    list.add(...this.message.media ?? []);
     const cancel = () => {
       form.replaceWith(this.content);
       this.footer.hidden = this.isEdited = false;
@@ -171,14 +183,14 @@ class MessageView {
       className: "edit",
       onsubmit: (event) => {
         event.preventDefault();
-        run(input.value);
+        run(input.value, list.items);
       },
       onkeydown: (event) => {
         if (event.key !== "Escape") return;
         event.stopPropagation();
         cancel();
       },
-    }, input, element("button", {}, label),
+    }, list.node, input, element("button", {}, label),
     element("button", {type: "button", className: "quiet", onclick: cancel}, "Cancel"));
     this.isEdited = true;
     this.content.replaceWith(form);

@@ -12,6 +12,7 @@ class Chat {
     this.dialog = new SettingsDialog(() => this.onSettings());
     this.view = new ConversationView(this);
     this.sidebar = new Sidebar(this);
+    this.attachments = new Attachments(this, this.store.media);
     this.listen();
     this.open(this.store.list()[0] ?? this.fresh());
     this.link.watch();
@@ -108,6 +109,11 @@ class Chat {
     return this.server.state === "ready" && modeOf(conversation.settings, this.server) === "completion";
   }
 
+  // What the model of a conversation reads in addition to text.
+  kinds(conversation) {
+    return this.server.state === "ready" ? kindsOf(conversation.settings, this.server) : [];
+  }
+
   // ---- conversations ---------------------------------------------------------------------------
 
   fresh() {
@@ -159,12 +165,12 @@ class Chat {
   remove(conversations, text) {
     for (const each of conversations) {
       this.answers.get(each.id)?.stop();
-      this.store.delete(each.id);
+      this.store.delete(each);
     }
     if (conversations.includes(this.current)) this.open(this.store.list()[0] ?? this.fresh());
     this.refresh();
     this.notice(text, () => {
-      for (const each of conversations) this.store.save(each);
+      for (const each of conversations) this.store.restore(each);
       this.open(conversations[0]);
     });
   }
@@ -194,8 +200,10 @@ class Chat {
 
   onInput() {
     const isRunning = this.isRunning(this.current), input = byId("input");
-    const hasText = input.value.trim() || (this.isCompletion(this.current) && !this.current.isEmpty);
-    byId("send").disabled = !this.canAnswer || !hasText;
+    const isCompletion = this.isCompletion(this.current);
+    if (this.canAnswer) this.attachments.offer(this.kinds(this.current)); // what is attached stays through a restart
+    const hasContent = input.value.trim() || this.attachments.items.length || (isCompletion && !this.current.isEmpty);
+    byId("send").disabled = !this.canAnswer || !hasContent || this.attachments.isReading;
     byId("send").hidden = isRunning;
     byId("stop").hidden = !isRunning;
     fitHeight(input);
@@ -207,9 +215,16 @@ class Chat {
   send() {
     if (byId("send").disabled || this.isRunning(this.current)) return;
     const text = byId("input").value, conversation = this.current;
-    if (text) conversation.add({role: "user", content: text});
+    const items = this.attachments.take();
+    if (text || items.length) conversation.add({role: "user", content: text, media: this.keep(conversation, items)});
     byId("input").value = "";
     this.answer(conversation, conversation.leaf);
+  }
+
+  // Keeps what is sent with a message; the media of the message, undefined if there are none.
+  keep(conversation, items) {
+    const keys = this.store.media.add(conversation.id, items.map((item) => item.url));
+    return items.length ? items.map(({kind, label}, i) => ({kind, label, key: keys[i]})) : undefined;
   }
 
   // Whether a conversation can go on now; if not, the user is told why.
@@ -219,9 +234,9 @@ class Chat {
     return false;
   }
 
-  editQuestion(conversation, message, text) {
+  editQuestion(conversation, message, text, items) {
     if (!this.mayAsk(conversation)) return;
-    const added = conversation.add({role: "user", content: text}, message.parent);
+    const added = conversation.add({role: "user", content: text, media: items.length ? items : undefined}, message.parent);
     this.answer(conversation, added.id);
   }
 
@@ -278,7 +293,8 @@ class Chat {
     this.answers.set(conversation.id, Object.assign(answer, {conversation}));
     try {
       const path = conversation.path.slice(0, -1);
-      const request = makeRequest(path, conversation.settings, this.server);
+      await this.store.media.load(path.flatMap((each) => (each.media ?? []).map((item) => item.key)));
+      const request = makeRequest(path, conversation.settings, this.server, this.store.media);
       message.isJson = request.isJson;
       this.save(conversation);
       if (conversation === this.current) this.view.show(conversation);

@@ -50,8 +50,8 @@ class Sidebar {
     }));
   }
 
-  export() {
-    const file = new Blob([JSON.stringify(this.chat.store.toJson(), null, 1)], {type: "application/json"});
+  async export() {
+    const file = new Blob([JSON.stringify(await this.chat.store.toJson(), null, 1)], {type: "application/json"});
     const link = element("a", {href: URL.createObjectURL(file), download: "vllm-chats.json"});
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 60_000);

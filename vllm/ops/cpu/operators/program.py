@@ -9,9 +9,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.ops.cpu.attention import last_keys_address
 from vllm.ops.cpu.library import require_cpu_kernels
 from vllm.ops.cpu.low_rank import PackedRows
 from vllm.ops.cpu.operators.recorder import ON_PARTS_OF_HEADS, Operand, Operation, Recorder
@@ -148,6 +150,7 @@ class Program:
         num_decodes: int,
         replaced: tuple[Tensor, Tensor] | None = None,
         adapted: AdaptedRows | None = None,
+        last_keys: np.ndarray | None = None,
     ) -> Tensor:
         """One ragged launch of T tokens of B requests, decodes of one token first.
 
@@ -164,6 +167,8 @@ class Program:
             num_decodes: requests that are decodes; their tokens are the first.
             replaced: tokens [m] int64, and the embeddings [m, W] that take the place of theirs.
             adapted: the adapters of the T tokens; None: no token has one.
+            last_keys: [T] int32: the last key that each token sees, see
+                `Ops.paged_attention_prefill`; None: its own.
 
         Returns:
             [T, width]
@@ -218,6 +223,9 @@ class Program:
         launch.max_blocks = block_tables.shape[2]
         if num_tokens > self._scratch_for[0] or num_threads != self._scratch_for[1]:
             self._grow(num_tokens, num_threads)
+        launch.last_keys = None
+        if last_keys is not None:
+            launch.last_keys = last_keys_address(last_keys, num_tokens)
         launch.replaced = launch.embeddings = None
         if replaced is not None:
             sources, embeddings = self._sources(num_tokens, *replaced)

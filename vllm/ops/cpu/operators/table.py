@@ -413,10 +413,11 @@ class CPUOps(NativeOps):
         seq_lens: Sequence[int] | np.ndarray,
         options: AttentionOptions,
         tensors: AttentionTensors = NO_TENSORS,
+        last_keys: np.ndarray | None = None,
     ) -> Tensor:
         kernels = self._kernels.get(query.dtype)
         caches = (key_cache, value_cache, block_tables)
-        args = (query, *caches, query_start_loc, seq_lens, options, tensors)
+        args = (query, *caches, query_start_loc, seq_lens, options, tensors, last_keys)
         if kernels is None:
             return super().paged_attention_prefill(*args)
         return paged_attention_prefill(kernels, *args)

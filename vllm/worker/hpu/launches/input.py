@@ -32,6 +32,7 @@ from vllm.messages import IntArray
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.hpu.launches.embeddings import DeviceEmbeddings
 from vllm.worker.hpu.launches.planner import PaddedLaunch, PaddedShape
+from vllm.worker.parts.image_sight import ImageSight
 from vllm.worker.parts.position_rows import PositionRows
 
 BoolArray = npt.NDArray[np.bool_]
@@ -99,14 +100,18 @@ _PREFILL: PackedFields[PrefillInput[Any]] = PackedFields(PrefillInput)
 _MERGED: PackedFields[MergedInput[Any]] = PackedFields(MergedInput)
 
 
-def padded_sizes(shape: PaddedShape, num_positions: int = 0) -> dict[str, int]:
+def padded_sizes(
+    shape: PaddedShape, num_positions: int = 0, *, sees_ahead: bool = False
+) -> dict[str, int]:
     """Return the sizes that fields are made of, by the letters in their shapes.
 
     Args:
         shape: of the launch.
         num_positions: that requests may give for each token of their prompts; 0: none.
+        sees_ahead: tokens of images see later ones.
     """
     bucket = shape.bucket
+    num_rows = 1 if shape.merged_prompts else bucket.batch
     return {
         "B": bucket.batch,
         "Q": bucket.query_len,
@@ -118,6 +123,7 @@ def padded_sizes(shape: PaddedShape, num_positions: int = 0) -> dict[str, int]:
         "L": shape.num_rows,
         "X": num_positions or 1,
         "Y": num_positions,
+        "F": num_rows if sees_ahead else 0,
     }
 
 
@@ -134,17 +140,17 @@ def unpack_decode(buffer: Tensor, shape: PaddedShape) -> DecodeInput[Tensor]:
 
 
 def unpack_prefill(
-    buffer: Tensor, shape: PaddedShape, num_positions: int = 0
+    buffer: Tensor, shape: PaddedShape, num_positions: int = 0, *, sees_ahead: bool = False
 ) -> PrefillInput[Tensor]:
     """Return views of the parts of a packed prefill."""
-    return _PREFILL.unpack(buffer, padded_sizes(shape, num_positions))
+    return _PREFILL.unpack(buffer, padded_sizes(shape, num_positions, sees_ahead=sees_ahead))
 
 
 def unpack_merged(
-    buffer: Tensor, shape: PaddedShape, num_positions: int = 0
+    buffer: Tensor, shape: PaddedShape, num_positions: int = 0, *, sees_ahead: bool = False
 ) -> MergedInput[Tensor]:
     """Return views of the parts of a packed merged prefill."""
-    return _MERGED.unpack(buffer, padded_sizes(shape, num_positions))
+    return _MERGED.unpack(buffer, padded_sizes(shape, num_positions, sees_ahead=sees_ahead))
 
 
 class HPUInputBuilder:
@@ -158,6 +164,7 @@ class HPUInputBuilder:
         has_resident_drafts: drafts are made on the card, too.
         embeddings: that requests bring in place of tokens; None: none may.
         positions: that requests bring instead of indices; None: none may.
+        sight: how far forward tokens see; None: to themselves.
     """
 
     tokens_ahead: ClassVar[int] = 0
@@ -172,8 +179,9 @@ class HPUInputBuilder:
         has_resident_drafts: bool = False,
         embeddings: DeviceEmbeddings | None = None,
         positions: PositionRows | None = None,
+        sight: ImageSight | None = None,
     ) -> None:
-        self._embeddings, self._positions = embeddings, positions
+        self._embeddings, self._positions, self._sight = embeddings, positions, sight
         self._num_positions = 0 if positions is None else positions.num_positions
         self._batch = batch
         self._has_resident_drafts = has_resident_drafts
@@ -212,7 +220,8 @@ class HPUInputBuilder:
         sample_rows = self._padded(launch.shape.num_rows, self.padding_row)
         sample_rows[sampled * np.int32(launch.tokens_with_logits)] = launch.rows[sampled]
         given = self._input(launch, seq_lens, sample_rows)
-        sizes = padded_sizes(launch.shape, self._num_positions)
+        sees_ahead = self._sight is not None
+        sizes = padded_sizes(launch.shape, self._num_positions, sees_ahead=sees_ahead)
         return self._fields(launch.shape).pack(given, sizes), sampled
 
     def _on_device(self, launch: PaddedLaunch) -> BoolArray:
@@ -279,6 +288,7 @@ class HPUInputBuilder:
             bucket.query_len,
             bucket.blocks,
             self._block_size,
+            self._later_keys(launch, bucket.batch),
         )
         token_ids = np.zeros((bucket.batch, bucket.query_len), np.int32)
         positions = np.zeros_like(token_ids)
@@ -309,6 +319,7 @@ class HPUInputBuilder:
             bucket.query_len,
             bucket.blocks,
             self._block_size,
+            self._later_keys(launch, 1),
         )
         num_tokens = int(launch.num_scheduled_tokens.sum())
         index, position = metadata.sequence_ids[:num_tokens], metadata.positions[:num_tokens]
@@ -321,6 +332,15 @@ class HPUInputBuilder:
         if self._positions is not None:
             positions = self._positions_of(launch, metadata.positions)
         return MergedInput(token_ids, positions, metadata, slots, sample_rows)
+
+    def _later_keys(self, launch: PaddedLaunch, num_rows: int) -> IntArray | None:
+        """Return the last keys [rows, Q] that the tokens of a prefill see where they are later
+        ones; None: no model of such tokens runs."""
+        if self._sight is None:
+            return None
+        last_keys = np.zeros(num_rows * launch.bucket.query_len, np.int32)
+        self._sight.lengthen(launch, last_keys)
+        return last_keys.reshape(num_rows, -1)
 
     def _offsets(self, rows: IntArray) -> IntArray | None:
         """Return what is added to the indices of tokens after prompts; None: nothing."""

@@ -32,6 +32,7 @@ from vllm.worker.hpu.launches.planner import (
 )
 from vllm.worker.hpu.launches.step_report import StepReport
 from vllm.worker.hpu.launches.trace import trace_launch
+from vllm.worker.parts.image_sight import ImageSight
 from vllm.worker.parts.row_parts import RowParts
 
 _MAX_MERGED_PROMPTS = 64
@@ -150,6 +151,7 @@ class PaddedLaunches:
                 f"VLLM_PROMPT_SEQ_BUCKET_MAX={max_model_len}, or lower --max-model-len"
             )
         self._limits = limits
+        sight = self._parts.find(ImageSight)
         self.planner = HPULaunchPlanner(
             catalog,
             limits,
@@ -157,6 +159,7 @@ class PaddedLaunches:
             self._merged_prompts,
             self._parts.needs_prefill,
             has_states=self._config.model.resolved_arch.has_states,
+            piece_end=None if sight is None else sight.piece_end,
             late=self._late,
         )
         for launches in self.beside:

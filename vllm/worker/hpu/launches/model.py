@@ -189,6 +189,7 @@ class HPUModel(LaunchModel):
         resident: the newest tokens of the rows, which were sampled on the device. None: nothing is
             sampled.
         num_positions: that requests may give for each token of their prompts; 0: none.
+        sees_ahead: tokens of images see later ones.
 
     Attributes:
         keeper: takes the hidden states of all tokens; None: nothing does.
@@ -211,9 +212,11 @@ class HPUModel(LaunchModel):
         adapters: DeviceSlots | None = None,
         dtype: torch.dtype | None = None,
         num_positions: int = 0,
+        *,
+        sees_ahead: bool = False,
     ) -> None:
         super().__init__(model, block_size, kernel, adapters, dtype)
-        self._num_positions = num_positions
+        self._num_positions, self._sees_ahead = num_positions, sees_ahead
         self.keeper: StateKeeper | None = None
         self.embeddings: Tensor | None = None
         self.inner_layers = InnerLayers()
@@ -325,7 +328,7 @@ class HPUModel(LaunchModel):
         )
 
     def _prepare_prefill(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
-        given = unpack_prefill(packed, shape, self._num_positions)
+        given = unpack_prefill(packed, shape, self._num_positions, sees_ahead=self._sees_ahead)
         token_ids, replaced = self._separate(given.token_ids)
         attention = PaddedPrefill.derive(
             given.metadata, self._kinds, self._block_size, self._kernel
@@ -347,7 +350,7 @@ class HPUModel(LaunchModel):
         )
 
     def _prepare_merged(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
-        given = unpack_merged(packed, shape, self._num_positions)
+        given = unpack_merged(packed, shape, self._num_positions, sees_ahead=self._sees_ahead)
         token_ids, replaced = self._separate(given.token_ids)
         metadata = given.metadata
         attention = PaddedPrefill.derive_merged(

@@ -163,6 +163,9 @@ class _Rows(NamedTuple):
         return _Rows(*(column[is_chosen] for column in self))
 
 
+PieceEnd = Callable[[int, int, int], int]
+"""Row, index of the first token of a piece, and the index where it should end -> where it ends; see
+`ImageSight.piece_end`."""
 NeedsPrefill = Callable[[IntArray, IntArray], npt.NDArray[np.bool_] | None]
 """Rows and positions of n single tokens -> [n] bool; see `RowPart.needs_prefill`."""
 
@@ -179,6 +182,7 @@ class HPULaunchPlanner:
         has_states: a launch takes the state of a row as the launch before it has left it, so that
             it runs one piece of a prompt only.
         needs_prefill: which single tokens may not run as decodes; None: all may.
+        piece_end: where prompts may be divided; None: anywhere.
         late: shapes that were compiled at their first use.
     """
 
@@ -191,8 +195,10 @@ class HPULaunchPlanner:
         needs_prefill: NeedsPrefill | None = None,
         *,
         has_states: bool = False,
+        piece_end: PieceEnd | None = None,
         late: LateShapes[PaddedShape] | None = None,
     ) -> None:
+        self._piece_end = piece_end
         self.catalog = catalog
         self._late = LateShapes[PaddedShape]() if late is None else late
         self._needs_prefill = needs_prefill
@@ -338,6 +344,8 @@ class HPULaunchPlanner:
         longest = self._limits.max_query_len
         if not len(rows.ids) or rows.scheduled.max() <= longest:
             return rows
+        if self._piece_end is not None:
+            return rows.cut(set(self._ends_of_pieces(rows, longest, self._piece_end)))
         counts = _num_blocks(rows.scheduled, longest)
         index = np.repeat(np.arange(len(counts)), counts)
         piece = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -348,6 +356,18 @@ class HPULaunchPlanner:
             np.minimum(rows.scheduled[index] - done, longest).astype(np.int32),
             rows.drafts[index],
         )
+
+    @staticmethod
+    def _ends_of_pieces(
+        rows: _Rows, longest: int, piece_end: PieceEnd
+    ) -> Iterator[tuple[int, int]]:
+        """Yield row and index of the end of each piece but the last ones."""
+        columns = (rows.ids.tolist(), rows.computed.tolist(), rows.scheduled.tolist())
+        for row, start, count in zip(*columns, strict=True):
+            end = start + count
+            while end - start > longest:
+                start = piece_end(row, start, start + longest)
+                yield row, start
 
     def _group_prefills(self, rows: _Rows) -> list[tuple[_Rows, Bucket]]:
         """Launches of neighbours, in the order of the rows, that cost the least together, what they

@@ -24,6 +24,7 @@ class ResidentTokens:
         device: the card.
         max_drafts: k, drafts of a row that are made on the card; 0: none are.
         num_positions: that requests may give for each token of their prompts; 0: none.
+        sees_ahead: tokens of images see later ones.
 
     Attributes:
         newest: [R] int32, the newest token of each row.
@@ -42,8 +43,11 @@ class ResidentTokens:
         device: torch.device,
         max_drafts: int = 0,
         num_positions: int = 0,
+        *,
+        sees_ahead: bool = False,
     ) -> None:
         self.max_drafts, self._num_positions = max_drafts, num_positions
+        self._sees_ahead = sees_ahead
         self.beside: list[ResidentTokens] = []
         self.newest = _zeros(num_rows + 1, device)
         if max_drafts:
@@ -114,11 +118,11 @@ class ResidentTokens:
     def _prompts(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
         """[L] rows of the logits of a prefill, and the indices of what they sample."""
         if shape.merged_prompts:
-            merged = unpack_merged(packed, shape, self._num_positions)
+            merged = unpack_merged(packed, shape, self._num_positions, sees_ahead=self._sees_ahead)
             metadata = merged.metadata
             last = metadata.positions.index_select(0, metadata.last_token_indices)
             return merged.sample_rows, last + 1
-        given = unpack_prefill(packed, shape, self._num_positions)
+        given = unpack_prefill(packed, shape, self._num_positions, sees_ahead=self._sees_ahead)
         return given.sample_rows, given.metadata.context_lens + given.metadata.query_lens
 
     def _keep(self, rows: Tensor, token_ids: Tensor, counts: Tensor, ends: Tensor) -> None:

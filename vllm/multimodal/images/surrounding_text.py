@@ -1,0 +1,76 @@
+"""Text that belongs around the tokens of an image. A tokenizer joins it with the text before and
+after it: most vocabularies have one token for two line breaks and one for three.
+"""
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def surround_in_text(
+    text: str, placeholder: str, around: tuple[str, str], literal: Collection[int]
+) -> str:
+    """Return a text with more text around the placeholders of images.
+
+    Args:
+        text: of a prompt.
+        placeholder: of one image.
+        around: what belongs before and after an image.
+        literal: which of the placeholders, in order, are no images.
+
+    >>> surround_in_text("a<i>b<i>", "<i>", ("(", ")"), {1})
+    'a(<i>)b<i>'
+    """
+    before, after = around
+    first, *others = text.split(placeholder)
+    found = [first]
+    for number, part in enumerate(others):
+        is_image = number not in literal
+        found += [before, placeholder, after, part] if is_image else [placeholder, part]
+    return "".join(found)
+
+
+def surround_in_tokens(
+    token_ids: list[int],
+    tokenizer: "PreTrainedTokenizerBase",
+    placeholder: int,
+    around: tuple[str, str],
+) -> list[int]:
+    """Return a prompt with the tokens of more text around the placeholders of images.
+
+    A token next to a placeholder is replaced where the tokenizer joins its text with the new one.
+
+    Args:
+        token_ids: of a prompt whose images are not expanded.
+        tokenizer: of the model.
+        placeholder: of one image.
+        around: what belongs before and after an image.
+    """
+    places = [index for index, token in enumerate(token_ids) if token == placeholder]
+    found: list[int] = []
+    start = 0
+    for place in places:
+        left = around[1] if start else ""
+        found += [*_between(tokenizer, token_ids[start:place], left, around[0]), placeholder]
+        start = place + 1
+    return found + _between(tokenizer, token_ids[start:], around[1] if start else "", "")
+
+
+def _between(
+    tokenizer: "PreTrainedTokenizerBase", token_ids: list[int], left: str, right: str
+) -> list[int]:
+    """Return tokens with text on their left and right."""
+
+    def encode(text: str) -> list[int]:
+        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        return found
+
+    if len(token_ids) > 1:
+        first, last = _between(tokenizer, token_ids[:1], left, ""), token_ids[-1:]
+        return [*first, *token_ids[1:-1], *_between(tokenizer, last, "", right)]
+    text = str(tokenizer.decode(token_ids)) if left + right else ""
+    if encode(text) == token_ids:  # and no half of a character
+        return encode(left + text + right)
+    return [*encode(left), *token_ids, *encode(right)]
