@@ -309,7 +309,7 @@ def test_a_token_sees_the_tiles_that_transformers_says(prompt):
         ranges = get_cross_attention_token_mask(ids, image)
         (theirs,) = convert_sparse_cross_attention_mask_to_dense([ranges], [tiles], 4, length)
     np.testing.assert_array_equal(ours[:length], theirs)
-    # What is generated sees what the last token of the prompt does.
+    # Generated tokens see the same tiles as the last token of the prompt.
     np.testing.assert_array_equal(ours[length:], np.repeat(theirs[-1:], 3, 0))
 
 

@@ -17,7 +17,7 @@ _LIMIT_KEYS = {
 }
 """Keys of the limits of each kind. Each has a reader."""
 _WHITE = (255, 255, 255)
-_MOST_FRAMES = 4096
+_MOST_FRAMES = 768
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,10 @@ class MultiModalConfig:
     limit_mm_per_prompt: Mapping[str, Any] = field(default_factory=dict)
     """Maximum number of items of each kind in one request: image=4,video=1, or as JSON
     {"image": 4} or {"image": {"count": 4, "width": 1024, "height": 768},
-    "video": {"count": 1, "num_frames": 16}}. Width and height are the largest image to expect: a
-    card prepares for it and refuses images that need more. num_frames limits the frames of a
-    video. A number without a name limits the images. Not set: 16 images, 16 sounds, 4 videos;
-    with image=0 no videos."""
+    "video": {"count": 1, "num_frames": 16}}. Width and height are the largest image to expect:
+    images that become more embeddings are refused, and a card prepares for no others. num_frames
+    limits the frames of a video. A number without a name limits the images. Not set: 16 images, 16
+    sounds, 4 videos; with image=0 no videos."""
 
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the image processor that replace the settings of the checkpoint (JSON), such as
@@ -113,6 +113,14 @@ class MultiModalConfig:
         return ItemLimit(**{"count": usual, **given})
 
     @property
+    def largest_image(self) -> tuple[int, int] | None:
+        """Width and height of the largest image that is expected; None: any."""
+        limit = self.limit("image")
+        if limit.width is None or limit.height is None:
+            return None
+        return limit.width, limit.height
+
+    @property
     def counts(self) -> dict[str, int]:
         """Maximum number of items in one request, by modality."""
         return {modality: self.limit(modality).count for modality in MODALITIES}
@@ -162,6 +170,8 @@ def _check_limit(kind: str, value: object) -> None:
                 f"{name} must be an integer of at least {smallest}, or an object such as "
                 f"{{{example}}}; got {value!r}"
             )
+    if ("width" in counts) != ("height" in counts):
+        raise ConfigError(f"{name} must have both width and height, or neither; got {value!r}")
 
 
 def _check_media_io(given: Mapping[str, Any]) -> None:

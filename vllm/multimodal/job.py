@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -54,6 +55,7 @@ def job_arguments(config: VllmConfig) -> dict[str, Any]:
             "max_given": config.multimodal.max_frames,
             "max_pixels": envs.get().VLLM_MAX_IMAGE_PIXELS,
         },
+        "largest_image": config.multimodal.largest_image,
     }
 
 
@@ -73,6 +75,7 @@ def make_job(
     background: Color,
     max_seconds: float,
     video: Mapping[str, Any],
+    largest_image: tuple[int, int] | None = None,
 ) -> Job:
     """Return the function that reads an image, sound or video for one model.
 
@@ -84,6 +87,8 @@ def make_job(
         background: colour of transparent pixels.
         max_seconds: limit of a sound.
         video: fields of a `FrameChoice`.
+        largest_image: width and height of the largest image that is expected; None: any. Images
+            that become more embeddings are refused.
 
     Raises:
         ConfigError: the family does not accept the config or the settings.
@@ -93,11 +98,15 @@ def make_job(
     _import_processors(usual)
     choice = FrameChoice(**video)
     most = {modality: _cost(usual, modality, choice) for modality in rules.modalities}
+    limit = None if largest_image is None else ImageLimit.of(usual, *largest_image)
 
     def process(own: MediaFamily, source: MediaSource) -> EncoderInput:
         if source.modality == "image":
             pixels = image_pixels(source, max_pixels=max_pixels, background=background)
-            return own.process(pixels)
+            given = own.process(pixels)
+            if limit is not None:
+                limit.check(num_embeddings(own, given))
+            return given
         if source.modality == "audio":
             rate = own.sampling_rate
             return own.process_audio(
@@ -150,6 +159,34 @@ def num_embeddings(rules: MediaFamily, given: EncoderInput) -> int:
     """
     found = rules.expand(given.grid, _AnyTokens())
     return sum(found.is_embedding) + found.num_states
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimit:
+    """The largest image that is expected: `limit_mm_per_prompt` with width and height."""
+
+    width: int
+    height: int
+    num_embeddings: int
+
+    @classmethod
+    def of(cls, rules: MediaFamily, width: int, height: int) -> "ImageLimit":
+        """Return the limit for images of a model."""
+        image = rules.process(np.zeros((height, width, 3), np.uint8))
+        return cls(width, height, num_embeddings(rules, image))
+
+    def check(self, count: int) -> None:
+        """Refuse an image that becomes more embeddings.
+
+        Raises:
+            RequestError: names both numbers.
+        """
+        if count > self.num_embeddings:
+            raise RequestError(
+                f"it must become at most {self.num_embeddings} embeddings, as an image of "
+                f"{self.width} x {self.height} pixels does, got {count}. Send a smaller image, or "
+                f"start the engine with a larger width and height (--limit-mm-per-prompt)"
+            )
 
 
 def _cost(rules: MediaFamily, modality: str, choice: FrameChoice) -> tuple[int, int]:
