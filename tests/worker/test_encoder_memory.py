@@ -40,12 +40,18 @@ def test_an_item_has_room_in_a_prompt_and_a_step_encodes_several(tmp_path):
         folder = make_tiny_images(family, tmp_path / family)
         for limit in (32, 128):
             flags = {"max_model_len": limit, "max_num_batched_tokens": limit}
-            config = make_config(folder, **flags)
-            encoder = make_encoder(config.model.resolved_arch)
-            sizes[family, limit] = encoder_bytes(config, encoder)
+            for videos in (0, 1):
+                counts = {"limit_mm_per_prompt": {"video": videos}}
+                config = make_config(folder, **flags, **counts)
+                encoder = make_encoder(config.model.resolved_arch)
+                sizes[family, limit, videos] = encoder_bytes(config, encoder)
     # 69 tokens in the first model, of which 32 fit; images of 16 in the second, two in a step.
-    assert sizes["qwen2_vl", 32] == pytest.approx(sizes["qwen2_vl", 128] * 32 / 69, rel=1e-6)
-    assert sizes["llava", 128] == 4 * sizes["llava", 32]
+    whole = sizes["qwen2_vl", 128, 0]
+    assert sizes["qwen2_vl", 32, 0] == pytest.approx(whole * 32 / 69, rel=1e-6)
+    # A video has as many as fit.
+    assert sizes["qwen2_vl", 128, 1] == pytest.approx(whole * 128 / 69, rel=1e-6)
+    assert sizes["qwen2_vl", 32, 1] == sizes["qwen2_vl", 32, 0]
+    assert sizes["llava", 128, 0] == sizes["llava", 128, 1] == 4 * sizes["llava", 32, 0]
 
 
 def test_freed_tensors_are_not_counted():

@@ -17,7 +17,7 @@ _LIMIT_KEYS = {
 }
 """Keys of the limits of each kind. Each has a reader."""
 _WHITE = (255, 255, 255)
-_MOST_FRAMES = 4096
+_MOST_FRAMES = 768
 
 
 @dataclass(frozen=True, kw_only=True)
