@@ -125,7 +125,6 @@ class LogitRules:
             if is_asked and _times_win(logits[row : row + 1].float(), first_time):
                 logits[row, :first_time] = -np.inf
 
-
     def _apply_on_card(self, logits: Tensor, first_time: int, has_times: Tensor) -> None:
         """The same, by operators whose shapes do not depend on values."""
         rows = self.masks.device_rows

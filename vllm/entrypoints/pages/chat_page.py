@@ -12,7 +12,7 @@ from starlette.responses import Response
 from vllm.engine.input.pooling_input import refuse_generation
 from vllm.entrypoints.pages.server_state import describe_server, fresh_json
 from vllm.entrypoints.shared.context import ServerContext, get_context
-from vllm.entrypoints.shared.images import modalities_of
+from vllm.entrypoints.shared.media import modalities_of
 from vllm.errors import RequestError
 from vllm.sampling_params import Door, numbers_at
 
