@@ -63,7 +63,7 @@ def make_tiny_whisper(
             "encoder_attention_heads": 4,
             "encoder_ffn_dim": 64,
             "decoder_layers": 2,
-            "decoder_attention_heads": 3,
+            "decoder_attention_heads": 4,
             "decoder_ffn_dim": 80,
             "decoder_start_token_id": ids["<|startoftranscript|>"],
             "bos_token_id": end,
