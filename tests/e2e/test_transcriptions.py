@@ -1,7 +1,7 @@
 """A server with a small Whisper, and the official client: every format, streams, refusals, and a
 client that leaves.
 
-The model is random and reads 2 s at a time. What it has to write is computed with transformers.
+The model is random and reads 2 s at a time. The expected text is computed with transformers.
 """
 
 import os
@@ -69,7 +69,7 @@ def file_of(samples: Samples, form: str = "wav-float") -> tuple[str, bytes]:
 
 
 class Expected:
-    """What a Whisper of transformers writes for the pieces of a recording."""
+    """Outputs of a Whisper of transformers for the pieces of a recording."""
 
     def __init__(self, folder: Path) -> None:
         self.reference = Reference(folder)
