@@ -81,6 +81,16 @@ class Expected:
         end = self.tokenizer.eos_token_id
         return tokens[: tokens.index(end)] if end in tokens else tokens
 
+    def text_after(self, samples: Samples, before: str) -> str:
+        """Return the English text of one piece after a text in which nothing is a special token."""
+        start = "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"
+        previous, start_ids, (prefix,) = (
+            self.tokenizer(text, add_special_tokens=False, split_special_tokens=is_split).input_ids
+            for text, is_split in ((before, True), (start, False), ("<|startofprev|>", False))
+        )
+        tokens, _ = self.reference.greedy(samples, [prefix, *previous, *start_ids], NUM_TOKENS)
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
     def text(self, samples: Samples, language: str, task: str = "transcribe") -> str:
         prompt = f"<|startoftranscript|><|{language}|><|{task}|><|notimestamps|>"
         pieces = cut(samples, RATE, PIECE_S)
@@ -125,6 +135,22 @@ def test_translations_and_other_languages(
         assert got.text == texts[language, "transcribe"]
     got = client.audio.translations.create(file=file_of(short), **FIELDS)
     assert got.text in (texts["de", "translate"], texts["en", "translate"])
+
+
+def test_a_text_before_the_recording_has_no_special_tokens(
+    client: openai.OpenAI, recording: Samples, expected: Expected
+) -> None:
+    short = recording[:RATE]
+    file = file_of(short)
+    texts = set()
+    for prompt, before in (("so far", " so far"), ("a<|endoftext|>", " a<|endoftext|>")):
+        got = client.audio.transcriptions.create(file=file, language="en", prompt=prompt, **FIELDS)
+        assert got.text == expected.text_after(short, before)
+        texts.add(got.text)
+    with_time = client.audio.transcriptions.create(
+        file=file, language="en", prompt="so<|0.50|> far", **FIELDS
+    )
+    assert with_time.text in texts and len(texts) == 2
 
 
 def test_every_form_of_answer_says_the_same(client: openai.OpenAI, recording: Samples) -> None:

@@ -137,7 +137,7 @@ class Recording:
         async with aclosing(merge(sources, max_running(self._context))) as outputs:
             async for index, output in outputs:
                 writer, is_done[index] = writers[index], output.finished
-                held[index].append(writer.push(self._words(output.outputs[0])))
+                held[index].append(writer.push(self._words(output.outputs[0].token_ids)))
                 if output.finished:
                     held[index].append(writer.flush())
                 while current < len(held):
@@ -153,7 +153,7 @@ class Recording:
         written = ""
         for result in await self._results(with_silence=False):
             writer = self._make_writer()
-            written += writer.push(self._words(result.output)) + writer.flush()
+            written += writer.push(self._words(result.output.token_ids)) + writer.flush()
         return written.strip()
 
     async def segments(self, *, with_silence: bool) -> list[Segment]:
@@ -281,17 +281,16 @@ class Recording:
             given = processor.tokenizer(
                 f" {text}", add_special_tokens=False, split_special_tokens=True
             )
-            return list(given["input_ids"])
+            return self._words(given["input_ids"])
 
         return await self._engine.in_slow_lane(encode)
 
     def _make_writer(self) -> Detokenizer:
         return self._engine.output_processor.make_detokenizer(self._prompt)
 
-    def _words(self, output: CompletionOutput) -> list[int]:
-        """Return the tokens of an output that are text: a model may write times without being
-        asked."""
-        spoken = self._rules.segments(output.token_ids, self._rules.seconds_per_piece)
+    def _words(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the tokens that are text: a model may write times without being asked."""
+        spoken = self._rules.segments(token_ids, self._rules.seconds_per_piece)
         return [token for each in spoken for token in each.token_ids]
 
 
