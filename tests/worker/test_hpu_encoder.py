@@ -121,7 +121,7 @@ def test_the_expected_size_of_images_limits_what_a_card_prepares_for(qwen):
         llm = LLM(qwen, **ENGINE, limit_mm_per_prompt=limit, enforce_eager=True)
         assert runner_of(llm).encoder.sizes[-1] == 32  # 6 x 4 patches, of multiples of 16
         assert llm.generate(prompt_of((56, 84)), GREEDY)
-        with pytest.raises(RequestError, match="at most 6 embeddings.*84 x 56 pixels.*got 16"):
+        with pytest.raises(RequestError, match=r"at most 6 embeddings.*84 x 56 pixels.*got 16"):
             llm.generate(prompt_of((112, 112)), GREEDY)
 
 
@@ -129,7 +129,7 @@ def test_the_expected_size_of_images_is_a_limit_on_the_cpu(qwen):
     limit = {"image": {"width": 84, "height": 56}}
     llm = LLM(qwen, **ENGINE, limit_mm_per_prompt=limit, device="cpu")
     assert llm.generate(prompt_of((56, 84)), GREEDY)
-    with pytest.raises(RequestError, match="at most 6 embeddings.*84 x 56 pixels.*got 16"):
+    with pytest.raises(RequestError, match=r"at most 6 embeddings.*84 x 56 pixels.*got 16"):
         llm.generate(prompt_of((112, 112)), GREEDY)
 
 
