@@ -315,7 +315,7 @@ def test_a_quantized_language_model_has_a_dense_encoder(name, tmp_path):
             assert own.keys() == dense.keys()
             assert len(tokens_of(llm.generate(ask("<image>", IMAGE), GREEDY))[0]) == 12
             continue
-        with pytest.raises(WeightLoadError, match="encoders are not read from quantized.*to 0$"):
+        with pytest.raises(WeightLoadError, match=r"encoders are not read from quantized.*to 0$"):
             LLM(str(stored), **ENGINE)
         llm = LLM(str(stored), **ENGINE, limit_mm_per_prompt={"image": 0})
         assert len(tokens_of(llm.generate("No picture", GREEDY))[0]) == 12

@@ -58,7 +58,8 @@ class MultiModalConfig:
     {"image": 4} or {"image": {"count": 4, "width": 1024, "height": 768},
     "video": {"count": 1, "num_frames": 16}}. Width and height are the largest image to expect:
     images that become more embeddings are refused, and a card prepares for no others. num_frames
-    limits the frames of a video. A number without a name limits the images. Not set: 16 images, 16 sounds, 4 videos."""
+    limits the frames of a video. A number without a name limits the images. Not set: 16 images, 16
+    sounds, 4 videos."""
 
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the image processor that replace the settings of the checkpoint (JSON), such as
