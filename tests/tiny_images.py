@@ -115,7 +115,7 @@ class TinyImages:
     names: dict[str, str] = field(default_factory=dict)
     """Attributes of the tokenizer, for the Processor of transformers."""
     is_in_head: bool = True
-    """The output head has the token of an image; False: it is the first one behind it."""
+    """The output head has the token of an image; False: its id is the size of the vocabulary."""
 
 
 def _grid(
@@ -344,6 +344,22 @@ def make_tiny_images(family: str, folder: Path, *, seed: int = 0, **text: Any) -
     return folder
 
 
+def _given_videos(
+    config: dict[str, Any], processor: Any, films: Sequence[tuple[np.ndarray, float]]
+) -> dict[str, torch.Tensor]:
+    """Return the videos of one prompt for a model of transformers."""
+    from tests.tiny_videos import expected_patches
+
+    found = [expected_patches(processor, frames) for frames, _ in films]
+    given = {
+        "pixel_values_videos": torch.cat([patches for patches, _ in found]),
+        "video_grid_thw": torch.tensor([grid for _, grid in found]),
+    }
+    if "tokens_per_second" in config["vision_config"]:
+        given["second_per_grid_ts"] = torch.tensor([2 / rate for _, rate in films])
+    return given
+
+
 def draw_image(seed: int, height: int = 40, width: int = 48) -> np.ndarray:
     """Return a picture of random blocks and a gradient, [height, width, 3] in RGB."""
     generator = np.random.default_rng(seed)
@@ -354,13 +370,17 @@ def draw_image(seed: int, height: int = 40, width: int = 48) -> np.ndarray:
 
 @torch.inference_mode()
 def expected_outputs(
-    folder: Path, prompts: Sequence[tuple[list[int], list[np.ndarray]]], max_tokens: int
+    folder: Path,
+    prompts: Sequence[tuple[list[int], list[np.ndarray]]],
+    max_tokens: int,
+    videos: Sequence[Sequence[tuple[np.ndarray, float]]] = (),
 ) -> list[list[int]]:
     """Return the greedy outputs of transformers.
 
     Args:
         folder: of a model.
-        prompts: tokens, with the tokens of all images, and the images.
+        prompts: tokens, with the tokens of all images and videos, and the images.
+        videos: for each prompt, frames and their number in a second. Empty: no prompt has videos.
         max_tokens: of each output.
     """
     config = json.loads((folder / "config.json").read_text())
@@ -376,7 +396,7 @@ def expected_outputs(
     processor = processor_class(**settings)
     image_token = config.get("image_token_id", config.get("image_token_index"))
     outputs = []
-    for token_ids, images in prompts:
+    for (token_ids, images), films in zip(prompts, videos or [()] * len(prompts), strict=True):
         ids = torch.tensor([token_ids])
         given = {}
         if images:
@@ -389,8 +409,11 @@ def expected_outputs(
                 hide_images_before_the_first(model)
             if given.pop("num_crops", None) is not None:
                 given["token_type_ids"] = (ids == image_token).int()
-            if "image_grid_thw" in given and not is_version_4():
-                given["mm_token_type_ids"] = (ids == image_token).int()
+        if films:
+            given |= _given_videos(config, processor, films)
+        if ("image_grid_thw" in given or films) and not is_version_4():
+            is_video = ids == config.get("video_token_id")
+            given["mm_token_type_ids"] = (ids == image_token).int() + 2 * is_video.int()
         out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),

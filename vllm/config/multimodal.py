@@ -43,11 +43,6 @@ class VideoSettings:
     fps: float = -1.0
     """Maximum number of frames for each second of the video. -1: no other limit than num_frames."""
 
-    @property
-    def max_frames(self) -> int:
-        """Maximum number of frames that a model gets."""
-        return _MOST_FRAMES if self.num_frames == -1 else self.num_frames
-
 
 @dataclass(frozen=True, kw_only=True)
 class MultiModalConfig:
@@ -59,7 +54,7 @@ class MultiModalConfig:
     "video": {"count": 1, "num_frames": 16}}. Width and height are the largest image to expect:
     images that become more embeddings are refused, and a card prepares for no others. num_frames
     limits the frames of a video. A number without a name limits the images. Not set: 16 images, 16
-    sounds, 4 videos."""
+    sounds, 4 videos; with image=0 no videos."""
 
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the image processor that replace the settings of the checkpoint (JSON), such as
@@ -112,7 +107,10 @@ class MultiModalConfig:
         given = self.limit_mm_per_prompt.get(modality, {})
         if not isinstance(given, Mapping):
             return ItemLimit(count=given)
-        return ItemLimit(**{"count": _USUAL_COUNTS[modality], **given})
+        usual = _USUAL_COUNTS[modality]
+        if modality == "video" and self.limit("image").count == 0:
+            usual = 0
+        return ItemLimit(**{"count": usual, **given})
 
     @property
     def largest_image(self) -> tuple[int, int] | None:
@@ -128,13 +126,16 @@ class MultiModalConfig:
         return {modality: self.limit(modality).count for modality in MODALITIES}
 
     @property
+    def max_frames(self) -> int:
+        """Maximum number of frames of a video that a model gets."""
+        return self.limit("video").num_frames or _MOST_FRAMES
+
+    @property
     def video(self) -> VideoSettings:
-        """Settings for the choice of frames from videos."""
+        """Settings for the choice of frames from videos, in which -1 frames are a number."""
         settings = VideoSettings(**self.media_io_kwargs.get("video", {}))
-        limit = self.limit("video").num_frames
-        if limit is None:
-            return settings
-        return replace(settings, num_frames=min(limit, settings.max_frames))
+        wanted = _MOST_FRAMES if settings.num_frames == -1 else settings.num_frames
+        return replace(settings, num_frames=min(wanted, self.max_frames))
 
     @property
     def background(self) -> tuple[int, int, int]:
