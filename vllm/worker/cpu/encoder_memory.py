@@ -104,7 +104,9 @@ def encoder_bytes(config: VllmConfig, encoder: MediaEncoder) -> int:
         peak = peak * most_units // num_units  # larger images have no room in a prompt
     num_items = 1
     if encoder.unit != "patches":  # a step encodes such items together
-        num_items = max(1, config.scheduler.encoder_budget // max(1, num_embeddings(family, largest)))
+        num_items = max(
+            1, config.scheduler.encoder_budget // max(1, num_embeddings(family, largest))
+        )
     logger.info(
         "start: the encoder needs up to %s for %s; counting took %.2f s",
         format_bytes(num_items * peak),
