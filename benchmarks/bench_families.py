@@ -169,6 +169,8 @@ class Steps:
             position_offsets=np.zeros(n, np.int32),
             end_tokens=np.full((n, 1), -1, np.int32),
             block_tables=np.repeat(tables, max(programs[0].num_groups, 1), 0),
+            item_slots=np.zeros(n, np.int64),
+            num_item_slots=np.zeros(n, np.int32),
             features=np.zeros(n, np.int32),
             params=np.zeros((8, n), np.float32),
             keys=np.zeros(n, np.uint64),

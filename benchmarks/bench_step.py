@@ -51,7 +51,7 @@ def measure(num_seqs: int, args: argparse.Namespace) -> dict[str, Any]:
         engine.step()
 
     timers = Timers()
-    fused = runner.launches.decode_step
+    fused = runner.launches.decode_steps.without
     for owner, name, part in (
         (engine, "step", "step"),
         (core.scheduler, "schedule", "schedule"),

@@ -5,6 +5,8 @@ An engine is an `LLM`, an `LLMEngine` or an `EngineCore` whose worker is in this
 
 from typing import Any
 
+from vllm.worker.cpu.launches import ByItems
+
 
 def core_of(engine: Any) -> Any:
     """Return the engine core."""
@@ -60,14 +62,14 @@ def connector_of(engine: Any) -> Any:
 
 def program_of(runner: Any) -> Any:
     """Return the fused program of a model on the CPU, or None."""
-    return runner.launches.program
+    return runner.launches.programs.without
 
 
 def leave_modules_alone(runner: Any) -> None:
     """Let a runner on the CPU run the modules of its model, not their fused program."""
-    runner.launches.program = runner.launches.decode_step = None
+    runner.launches.programs = runner.launches.decode_steps = ByItems(None, None)
 
 
 def decode_step_of(runner: Any) -> Any:
     """Return the decode step in one call of a runner on the CPU, or None."""
-    return runner.launches.decode_step
+    return runner.launches.decode_steps.without

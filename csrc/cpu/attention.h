@@ -23,6 +23,10 @@ struct DecodeCall : vllm_cpu::AttentionArgs<T> {
   const float* sink(int64_t head) const {
     return this->sinks == nullptr ? nullptr : this->sinks + head;
   }
+  const int32_t* table_of(int64_t b) const {
+    return this->own_tables != nullptr ? this->own_tables[b]
+                                       : this->block_tables + b * this->table_stride;
+  }
   bool has_one_cache() const { return this->value_cache == this->key_cache; }
   // Keys [first_key, end_key) are visible to request b.
   int64_t end_key(int64_t b) const { return this->seq_lens[b]; }
@@ -107,7 +111,7 @@ struct DecodeRows {
 template <typename T>
 inline bool find_rows(const DecodeCall<T>& call, int64_t b, int64_t first, int64_t end,
                       DecodeRows& rows) {
-  const int32_t* table = call.block_tables + b * call.table_stride + first / call.block_size;
+  const int32_t* table = call.table_of(b) + first / call.block_size;
   const int64_t token_stride = call.num_kv_heads * call.head_size;
   rows.num_keys = end - first < kTileKeys ? end - first : kTileKeys;
   rows.distance = call.end_key(b) - 1 - first;

@@ -32,6 +32,8 @@ VLLM_STRUCT(AttentionArgs,
   const void* key_cache;        // [num_blocks, block_size, num_kv_heads, head_size], dense
   const void* value_cache;      // value_size numbers each, as far apart as the keys
   const int32_t* block_tables;  // [num_requests, max_blocks], requests table_stride apart
+  const int32_t* const* own_tables;  // [num_requests] the block table of each; null:
+                                     // block_tables has them. For decode only
   const int32_t* seq_lens;      // [num_requests]
   const float* alibi_slopes;    // [num_heads], or null
   const float* sinks;           // [num_heads]: score of a key without a value, or null

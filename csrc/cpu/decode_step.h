@@ -44,6 +44,8 @@ struct DecodeStepBuffers {
   float* params;       // [8, T]
   uint64_t* keys;      // [T]
   int64_t* draws;      // [T]
+  const int32_t** item_slots;  // [T], where the decoder reads images and sounds
+  int32_t* num_item_slots;     // [T]
   int32_t* valid_ids;  // [T] of the newest decode, 0 where there is no token
   int32_t* sampled;    // [decodes, T] -1 where there is no token
   int64_t bytes;
@@ -69,6 +71,8 @@ struct DecodeStepBuffers {
     take(params, kNumParams * num_tokens);
     take(keys, num_tokens);
     take(draws, num_tokens);
+    take(item_slots, decoder.item_elements > 0 ? num_tokens : 0);
+    take(num_item_slots, decoder.item_elements > 0 ? num_tokens : 0);
     take(valid_ids, num_tokens);
     take(sampled, num_decodes * num_tokens);
   }
@@ -171,6 +175,10 @@ class DecodeStep {
     forward_.out = hidden();
     forward_.taps = launch_.taps;
     forward_.adapted = launch_.adapted;
+    if (decoder_.item_elements > 0) {
+      forward_.item_slots = buffers_.item_slots;
+      forward_.num_item_slots = buffers_.num_item_slots;
+    }
     forward_.scratch = buffers_.program;
     forward_.num_positions = 1;
     forward_.num_tokens = num_tokens;
@@ -186,6 +194,10 @@ class DecodeStep {
     buffers_.positions[t] = index + rows_.position_offsets[row];
     for (int64_t g = 0; g < decoder_.num_groups; ++g) {
       buffers_.slots[g * num_tokens + t] = table_of(g, row)[index / size] * size + index % size;
+    }
+    if (decoder_.item_elements > 0) {
+      buffers_.item_slots[t] = rows_.item_slots[row];
+      buffers_.num_item_slots[t] = rows_.num_item_slots[row];
     }
     if (!is_random_) return;
     for (int64_t p = 0; p < kNumParams; ++p) {

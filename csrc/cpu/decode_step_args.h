@@ -16,6 +16,8 @@ VLLM_STRUCT(DecodeStepRows,
   const int32_t* position_offsets;   // [num_rows] position minus index of tokens after the prompt
   const int32_t* end_tokens;  // [num_rows, num_ends] tokens that end a row; -1: none
   const int32_t* block_tables;  // [groups of the decoder, num_rows, max_blocks]
+  const int32_t* const* item_slots;  // [num_rows] slots of images and sounds that the output sees
+  const int32_t* num_item_slots;     // [num_rows] how many; read by decoders with attend_items
   const int32_t* features;     // [num_rows] bits: what a row wants of the sampler
   const float* params;         // [8, num_params] in the order of Param; num_params >= num_rows
   const uint64_t* keys;        // [num_rows] of the random numbers

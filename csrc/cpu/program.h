@@ -33,10 +33,14 @@ inline bool is_cached(const Program& program) {
 // Whether one thread is done before another would pay for being woken: at most some 100 us.
 inline bool is_small(const Program& program, const ProgramLaunch& launch) {
   int64_t num_keys = 0;
+  int64_t num_items = 0;
   for (int64_t b = 0; b < launch.num_requests; ++b) num_keys += launch.seq_lens[b];
+  for (int64_t t = 0; launch.num_item_slots != nullptr && t < launch.num_tokens; ++t) {
+    num_items += launch.num_item_slots[t];
+  }
   // Cycles, about: as share_out counts them; attention reads a vector of a key and a value.
   return program.weight_bytes / (4 * kPanel) * (8 + 4 * launch.num_tokens) +
-             num_keys * program.attended_elements / 16 <
+             (num_keys * program.attended_elements + num_items * program.item_elements) / 16 <
          400000;
 }
 
@@ -67,8 +71,7 @@ class ProgramPass {
     const Operation* op = program_.operations;
     while (op < end && status_ == ProgramStatus::kDone) {
       if (takes_all_rows(*op)) {
-        OperationKind(op->kind) == OperationKind::attend ? attend(*op) : exchange(*op);
-        ++op;
+        share_all_rows(*op++);
         continue;
       }
       const Operation* const first = op;
@@ -82,8 +85,15 @@ class ProgramPass {
   // Whether it is no part of a run.
   static bool takes_all_rows(const Operation& op) {
     const OperationKind kind = OperationKind(op.kind);
-    return kind == OperationKind::attend || kind == OperationKind::all_reduce ||
-           kind == OperationKind::all_gather;
+    return kind == OperationKind::attend || kind == OperationKind::attend_items ||
+           kind == OperationKind::all_reduce || kind == OperationKind::all_gather;
+  }
+
+  void share_all_rows(const Operation& op) {
+    const OperationKind kind = OperationKind(op.kind);
+    if (kind == OperationKind::attend) return attend(op);
+    if (kind == OperationKind::attend_items) return attend_items(op);
+    exchange(op);
   }
 
   // From any thread; the last one stays.
@@ -260,6 +270,25 @@ class ProgramPass {
     if (num_decodes > 0) {
       report(paged_attention_decode(attention_args(op, 0, num_decodes), num_threads_), 0);
     }
+  }
+
+  // Every token is a decode of its own: it sees all of its slots, which are blocks of one key.
+  void attend_items(const Operation& op) {
+    auto args = attention_args(op, 0, launch_.num_tokens);
+    if (launch_.num_item_slots == nullptr) {
+      const int64_t size = launch_.num_tokens * op.num_heads * op.value_size;
+      __builtin_memset(args.out, 0, size * int64_t{sizeof(T)});
+      return;
+    }
+    args.block_tables = nullptr;
+    args.own_tables = launch_.item_slots;
+    args.seq_lens = launch_.num_item_slots;
+    args.num_blocks = op.num_rows;
+    args.block_size = 1;
+    args.max_blocks = INT32_MAX;
+    const int64_t bad = paged_attention_decode(args, num_threads_);
+    if (bad == -2) fail(ProgramStatus::kNoMemory, 0);
+    if (bad >= 0) fail(ProgramStatus::kBadItem, bad);
   }
 
   // Rows are dense: a result has a buffer of its own.

@@ -38,7 +38,8 @@ VLLM_STRUCT(Operation,
   const float* value_scales;   // number / scale; null where cache_type is kSame
   const Experts* experts;      // of experts
   const Arena* arena;          // of all_reduce and all_gather
-  void* key_cache;             // [num_blocks, block_size, num_kv_heads, head_size], dense
+  void* key_cache;             // [num_blocks, block_size, num_kv_heads, head_size], dense; of
+                               // attend_items: [slots, num_kv_heads, head_size]
   void* value_cache;           // the same. Of attend: key_cache where values are the first numbers
                                // of keys; of write_cache: null there
   int64_t num_heads, head_size, num_kv_heads;
@@ -46,6 +47,7 @@ VLLM_STRUCT(Operation,
   int64_t is_float;        // of route: 1 where rows x are floats, whatever T is
   int64_t num_rows;        // of a lookup: rows of the table, where ids outside are those of other
                            // ranks and give zeros; 0: there are none
+                           // of attend_items: slots of the caches
   int64_t option;          // lookup, lookup_position: what is added to an id; rotate: rot_dim;
                            // gelu_and_mul: 1 for tanh; scale_rows: 1 for the sigmoid;
                            // layer_norm: 1 where each head has a weight of its own;
@@ -83,6 +85,7 @@ VLLM_STRUCT(Program,
   int64_t largest_run_bytes;  // weights of the linear layers of a run (program.h)
   int64_t weight_bytes;       // of all linear layers
   int64_t attended_elements;  // num_heads * head_size of all attentions
+  int64_t item_elements;      // the same of all attend_items
 );
 
 constexpr int64_t kMaxBuffers = 64;
@@ -101,6 +104,8 @@ VLLM_STRUCT(ProgramLaunch,
                                    // or -1; null: none does
   const void* embeddings;          // [rows, width of a row that replace changes]
   const AdaptedRows* adapted;      // adapters of the tokens; null: none has one
+  const int32_t* const* item_slots;  // [T]: slots of images and sounds that each token sees
+  const int32_t* num_item_slots;     // [T]: how many; null: no token sees any
   const void* given;  // [T, width of the buffer]; null where the program has no such buffer
   void* out;          // [T, width of the buffer]
   void* const* taps;  // [T, width of the buffer] each: further results, by ProgramBuffer::tap
@@ -120,6 +125,7 @@ VLLM_ENUM(ProgramStatus,
   kNoMemory,
   kBadStart,     // the first prefill does not begin behind the decodes
   kBadAdapter,
+  kBadItem,      // slots that a token sees
   kNotReduced,   // an all_reduce or an all_gather between the ranks has failed
   kNotGathered
 );

@@ -20,6 +20,7 @@
   X(lookup, 10)                \
   X(lookup_position, 10)       \
   X(replace, 1)                \
+  X(clear_unseeing, 1)         \
   X(rms_norm, 2)               \
   X(add_rms_norm, 2)           \
   X(layer_norm, 3)             \
@@ -45,7 +46,7 @@
 namespace vllm_cpu {
 
 #define VLLM_KIND(name, cost) name,
-VLLM_ENUM(OperationKind, VLLM_ROW_OPERATIONS(VLLM_KIND) linear, head_linear, low_rank, attend, experts,
+VLLM_ENUM(OperationKind, VLLM_ROW_OPERATIONS(VLLM_KIND) linear, head_linear, low_rank, attend, attend_items, experts,
           all_reduce, all_gather);
 #undef VLLM_KIND
 
@@ -140,6 +141,16 @@ void lookup(const RowCall<T>& rows) {
 template <typename T>
 void lookup_position(const RowCall<T>& rows) {
   rows.copy_rows(rows.launch.positions);
+}
+
+// Zeros for tokens that see no image and no sound, in place.
+template <typename T>
+void clear_unseeing(const RowCall<T>& rows) {
+  const int32_t* const counts = rows.launch.num_item_slots;
+  const int64_t bytes = rows.op.num_heads * rows.op.head_size * int64_t{sizeof(T)};
+  for (int64_t i = 0; i < rows.count; ++i) {
+    if (counts == nullptr || counts[rows.begin + i] == 0) __builtin_memset(rows.out[i], 0, bytes);
+  }
 }
 
 // In place.

@@ -1,5 +1,7 @@
 """Images that layers of cross-attention read: no setting of the engine changes a token."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,10 @@ from tests.reach import runner_of, scheduler_of, worker_of
 from tests.tiny_images import make_tiny_images
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
+from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.operators.decode_step import FusedDecodeStep
+from vllm.ops.cpu.operators.program import Program
+from vllm.worker.cpu import launches as cpu_launches
 from vllm.worker.parts.item_rows import ItemRows
 
 pytest.importorskip("PIL", reason="images need Pillow")
@@ -113,15 +119,66 @@ def test_on_a_card_text_is_read(folder, expected):
 def test_memory_is_divided_between_items_and_blocks(llm, monkeypatch):
     worker = worker_of(llm)
     largest = worker.model.media_encoder.max_states
-    # float32 keys and values of 2 heads of 12 elements in 2 layers
+    # Items of one request: 16. Float32 keys and values of 2 heads of 12 elements in 2 layers.
     each = 2 * 2 * 12 * 2 * 4
-    for free, count in ((2**30, 8 * largest), (each * largest * 5, largest * 5 // 4)):
+    # A request may have 16 images, which is more than there are requests.
+    for free, count in ((2**30, 16 * largest), (each * largest * 5, largest * 5 // 4)):
         monkeypatch.setattr(type(worker.platform), "free_memory_bytes", lambda _, free=free: free)
         report = worker.measure()
         assert report.num_item_states == count
         assert report.free_bytes == free - count * each
-    monkeypatch.setattr(type(worker.platform), "free_memory_bytes", lambda _: each * largest - 1)
+    monkeypatch.setattr(type(worker.platform), "free_memory_bytes", lambda _: 1000)
     with pytest.raises(
-        ConfigError, match=f"{largest} hidden states.*{each * largest - 1} are free"
+        ConfigError, match=rf"{largest} hidden states takes .*, and 1000 B are free"
     ):
         worker.measure()
+
+
+@pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+def test_a_program_gives_the_bits_of_the_modules(folder, monkeypatch):
+    """Recorded programs run what they can; each has a part with cross-attention and one without."""
+    settings = ENGINE | {"dtype": "bfloat16"}
+    runs = Counter()
+    for name, kind in (("run", FusedDecodeStep), ("forward", Program)):
+        original = getattr(kind, name)
+
+        def counted(self, *args, method=original, name=name, **options):
+            runs[name] += 1
+            return method(self, *args, **options)
+
+        monkeypatch.setattr(kind, name, counted)
+    params = [
+        SamplingParams(
+            temperature=0.8 * (i % 2), seed=i, max_tokens=12, ignore_eos=True, logprobs=0
+        )
+        if i == 3
+        else SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=12, ignore_eos=True)
+        for i in range(5)
+    ]
+
+    def found(**more):
+        llm = LLM(str(folder), **settings, **more)
+        runs.clear()
+        outputs = [
+            *llm.generate(requests_of(FAMILY)[:3], params[:3]),
+            *llm.generate(requests_of(FAMILY), params),
+            *llm.generate(requests_of(FAMILY)[2:3], params[:1]),
+        ]
+        if "tensor_parallel_size" not in more:
+            launches = runner_of(llm).launches
+            assert all(launches.programs) == all(launches.decode_steps) == bool(runs)
+            assert len(runs) in (0, 2)
+        return [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs]
+
+    for more in (
+        {},
+        {"num_scheduler_steps": 3},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        {"tensor_parallel_size": 2},
+    ):
+        got = found(**more)
+        assert runs or "tensor_parallel_size" in more
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_launches, "fuse", lambda *args, **options: None)
+            assert got == found(**more)
+            assert not runs

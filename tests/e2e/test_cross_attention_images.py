@@ -89,7 +89,7 @@ def test_a_batch_of_texts_and_images_gives_the_tokens_of_transformers(llm, expec
     for output, (text, numbers) in zip(outputs, PROMPTS, strict=True):
         assert len(output.prompt_token_ids) == len(text.replace(IMAGE, "I"))
         assert output.prompt_token_ids.count(image_id) == len(numbers)
-    # once more, behind cached prefixes and in another order
+    # once more, after cached prefixes and in another order
     again = llm.generate(REQUESTS[::-1], GREEDY)[::-1]
     assert tokens_of(again) == expected
     assert any(output.num_cached_tokens for output in again)

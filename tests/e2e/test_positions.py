@@ -13,7 +13,7 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 from tests.e2e.test_pipeline_parallel import in_stages
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
-from tests.reach import executor_of, runner_of, scheduler_of, stats_of
+from tests.reach import executor_of, program_of, runner_of, scheduler_of, stats_of
 from tests.reference_model import load_reference
 from tests.speculators import make_speculator, make_target
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model, spelled
@@ -280,7 +280,7 @@ def test_logprobs_equal_transformers(folders, wanted):
 def test_modules_give_the_same(folders, wanted):
     llm = LLM(str(folders[3]), **ENGINE | CHUNKS)
     check(llm, 3, wanted)
-    assert runner_of(llm).launches.program is None
+    assert program_of(runner_of(llm)) is None
 
 
 def test_stages_give_the_same(folders, wanted, packed, monkeypatch):

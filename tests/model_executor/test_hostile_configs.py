@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from benchmarks.check_model_configs import read_configs
 from vllm.config import ModelArch
+from vllm.config.arch.model_arch import WHOLE_CONFIG
 from vllm.config.arch.sizes import check_kinds
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
@@ -27,6 +28,7 @@ HOSTILE: tuple[Any, ...] = (
 )
 FEW = (
     *("Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration"),
+    "MllamaForConditionalGeneration",
     *("Ernie4_5_MoeForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
     *("Llama4ForConditionalGeneration", "KimiLinearForCausalLM", "HunYuanMoEV1ForCausalLM"),
     *("FalconForCausalLM", "MPTForCausalLM", "Exaone4ForCausalLM", "SmolLM3ForCausalLM"),
@@ -62,13 +64,27 @@ def build(config: dict[str, Any], architecture: str) -> None:
     build_model(arch.for_length(64), TPGroup(), torch.bfloat16)
 
 
-def wrong_values(config: dict[str, Any], architecture: str, shift: int) -> list[str]:
-    """Give each key another one of the hostile values, and return what was not refused well."""
+def wrong_values(
+    config: dict[str, Any], architecture: str, shift: int, is_tower: bool = False
+) -> list[str]:
+    """Give each key another one of the hostile values, and return what was not refused well.
+
+    Args:
+        config: complete.
+        architecture: of the model.
+        shift: which value the first key gets.
+        is_tower: the keys are in `vision_config`.
+    """
     faults = []
-    for index, key in enumerate(sorted(config.keys() - _OF_ALL)):
+    whole = config.get(WHOLE_CONFIG)
+    values = whole["vision_config"] if whole and is_tower else config
+    for index, key in enumerate(sorted(values.keys() - _OF_ALL)):
         value = HOSTILE[(index + shift) % len(HOSTILE)]
+        changed = {**values, key: value}
+        if whole and is_tower:
+            changed = {**config, WHOLE_CONFIG: {**whole, "vision_config": changed}}
         try:
-            build({**config, key: value}, architecture)
+            build(changed, architecture)
         except ConfigError as error:
             if "\n" in str(error):
                 faults.append(f"{key}={value!r}: several lines: {error}")
@@ -84,6 +100,15 @@ def test_a_wrong_value_of_a_key_is_a_config_error(architecture, tmp_path):
     build(whole, architecture)
     for shift in (0, 5, 10):
         assert wrong_values(whole, architecture, shift) == []
+
+
+def test_a_wrong_value_of_a_tower_is_a_config_error(tmp_path):
+    architecture = "MllamaForConditionalGeneration"
+    whole = completed(PUBLISHED[architecture][1], tmp_path)
+    assert whole[WHOLE_CONFIG]["vision_config"]
+    build(whole, architecture)
+    for shift in range(len(HOSTILE)):
+        assert wrong_values(whole, architecture, shift, is_tower=True) == []
 
 
 @pytest.mark.exhaustive
@@ -108,6 +133,7 @@ def test_all_wrong_values_of_all_keys_are_config_errors(architecture, tmp_path):
         ("HunYuanMoEV1ForCausalLM", "moe_topk", [2], "each of the 2 layers, got 1"),
         ("Llama4ForConditionalGeneration", "no_rope_layers", [1], "each of the 4 layers, got 1"),
         ("Llama4ForConditionalGeneration", "moe_layers", "x", "a list of layers"),
+        ("MllamaForConditionalGeneration", "cross_attention_layers", [4], "of the 4 layers"),
         ("MPTForCausalLM", "attn_config", [1], "an object"),
         ("MiniCPMForCausalLM", "num_experts", 8, "experts of MiniCPM-MoE are not supported"),
         ("MiMoV2FlashForCausalLM", "v_head_dim", 64, "at most head_dim"),

@@ -354,7 +354,7 @@ def test_values_that_the_encoder_of_internvl_cannot_use(change, message):
         ({"intermediate_layers_indices": []}, r"indices is \[\]; .*of the 3 layers"),
         ({"intermediate_layers_indices": 3}, "indices is 3; .*in ascending order"),
         ({"num_global_layers": 0}, "num_global_layers is 0; it must be an integer from 1"),
-        ({"max_num_tiles": -1}, "max_num_tiles is -1; it must be an integer from 1 to 64"),
+        ({"max_num_tiles": -1}, "max_num_tiles is -1; it must be an integer from 1 to 16"),
         ({"supported_aspect_ratios": [[1, 1], 2]}, r"ratios is .*\[\[1, 1\], \[1, 2\]"),
         ({"attention_heads": 5}, r"hidden_size is 32.*multiple of attention_heads \(5\)"),
         ({"norm_eps": 0}, "norm_eps is 0; it must be a positive number"),

@@ -122,6 +122,8 @@ def make_setting(num_random: int = 3) -> Setting:
             position_offsets=np.zeros(NUM_ROWS, np.int32),
             end_tokens=np.full((NUM_ROWS, 4), -1, np.int32),
             block_tables=blocks.reshape(1, NUM_ROWS, MAX_BLOCKS).astype(np.int32),
+            item_slots=np.zeros(NUM_ROWS, np.int64),
+            num_item_slots=np.zeros(NUM_ROWS, np.int32),
             features=features,
             params=np.ascontiguousarray(params.T),
             keys=rng.integers(0, 2**63, NUM_ROWS + 1, np.uint64),
@@ -314,7 +316,7 @@ def test_what_does_not_fit_is_refused():
             part = [array[..., :3], np.asfortranarray(array[:, ::2])]
         else:
             part = [array[:, :3], array[..., ::2], array[0]]
-        for wrong in (array.astype(np.int64), *part):
+        for wrong in (array.astype(np.float64), *part):
             arrays = dataclasses.replace(setting.arrays, **{name: wrong})
             with pytest.raises(ValueError, match=f"^{name} "):
                 dataclasses.replace(setting, arrays=arrays).step()

@@ -3,18 +3,22 @@
 import itertools
 import logging
 import random
+from copy import deepcopy
 
 import pytest
 import torch
 
+from tests.engine.test_resolve_config import resolve
 from tests.hpu import FEW_BUCKETS, captured_log, simulated_hpu
 from tests.reach import runner_of
 from tests.tiny_images import FAMILIES, draw_image, make_tiny_images
 from vllm import LLM, SamplingParams
-from vllm.errors import CapacityError
+from vllm.distributed import TPGroup
+from vllm.errors import CapacityError, RequestError
+from vllm.model_executor.loader.model_loader import load_model
 from vllm.multimodal.job import family_of_model
 from vllm.utils import startup_progress
-from vllm.worker.hpu.encoder import _as_tensors
+from vllm.worker.hpu.encoder import CardEncoder, _as_tensors
 from vllm.worker.hpu.warmup import warmup_estimate
 
 pytest.importorskip("PIL", reason="images need Pillow")
@@ -121,8 +125,16 @@ def test_the_expected_size_of_images_limits_what_a_card_prepares_for(qwen):
         llm = LLM(qwen, **ENGINE, limit_mm_per_prompt=limit, enforce_eager=True)
         assert runner_of(llm).encoder.sizes[-1] == 32  # 6 x 4 patches, of multiples of 16
         assert llm.generate(prompt_of((56, 84)), GREEDY)
-        with pytest.raises(CapacityError, match="at most 8 embeddings"):
+        with pytest.raises(RequestError, match=r"at most 6 embeddings.*84 x 56 pixels.*got 16"):
             llm.generate(prompt_of((112, 112)), GREEDY)
+
+
+def test_the_expected_size_of_images_is_a_limit_on_the_cpu(qwen):
+    limit = {"image": {"width": 84, "height": 56}}
+    llm = LLM(qwen, **ENGINE, limit_mm_per_prompt=limit, device="cpu")
+    assert llm.generate(prompt_of((56, 84)), GREEDY)
+    with pytest.raises(RequestError, match=r"at most 6 embeddings.*84 x 56 pixels.*got 16"):
+        llm.generate(prompt_of((112, 112)), GREEDY)
 
 
 def test_sizes_that_the_card_does_not_hold_are_given_up(qwen):
@@ -178,3 +190,26 @@ def test_an_encoder_that_has_slept_encodes_as_before_and_compiles_nothing(level,
         for own, other in zip(before, encoder.encode(items), strict=True):
             assert torch.equal(own, other)
         assert bridge.counters().compilations == compilations
+
+
+@pytest.mark.parametrize("is_lazy", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
+def test_an_encoder_with_masks_compiles_nothing_after_the_warm_up(is_lazy, tmp_path):
+    folder, rng = make_tiny_images("mllama", tmp_path), random.Random(1)
+    config = resolve(model=str(folder), device="cpu", dtype="float32")
+    on_cpu = load_model(config, TPGroup(), torch.device("cpu")).media_encoder
+    family = family_of_model(config)
+    items = items_of(config, [[rng.randint(8, 300) for _ in range(2)] for _ in range(20)])
+    with torch.inference_mode():
+        want = on_cpu(items)
+    with simulated_hpu(PT_HPU_LAZY_MODE=is_lazy, **FEW_BUCKETS) as bridge:
+        on_card = deepcopy(on_cpu).to(bridge.device)
+        encoder = CardEncoder(config, on_card, family, bridge, is_here=True)
+        assert encoder.sizes == (1, 2, 4, 8)
+        for size in encoder.sizes:
+            encoder.warm_up(size)
+        compilations, found = bridge.counters().compilations, []
+        while len(found) < len(items):
+            found += encoder.encode(items[len(found) : len(found) + rng.randint(1, 9)])
+        assert bridge.counters().compilations == compilations
+    for ours, theirs in zip(found, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)

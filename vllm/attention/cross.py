@@ -15,8 +15,13 @@ from torch import Tensor
 from vllm.messages import IntArray
 from vllm.ops import get_ops
 from vllm.ops.attention_options import AttentionOptions, AttentionTensors
+from vllm.ops.item_slots import ItemSlots
 
 _NO_TENSORS = AttentionTensors()
+
+MOST_SINGLE = 8
+"""Tokens of a run up to which each is computed by itself: a longer run is one matmul. A recorded
+program computes every token by itself, so that a run has the same bits there."""
 
 
 class ReadsItems(Protocol):
@@ -59,7 +64,12 @@ class SeenRun:
     end: int
     """Index after the last one."""
     slots: IntArray
-    """[n] at least one."""
+    """[n] at least one, dense."""
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its tokens are computed together."""
+        return self.end - self.begin > MOST_SINGLE
 
 
 @dataclass(frozen=True)
@@ -75,16 +85,28 @@ class RaggedItems:
         assert layer.item_keys is not None and layer.item_values is not None
         pools = layer.item_keys[:, None], layer.item_values[:, None]  # blocks of one slot
         out = torch.zeros_like(query)
-        single = [run for run in self.runs if run.end - run.begin == 1]
+        single = [run for run in self.runs if not run.is_long]
         if single:
             tokens, tables, lens = _tables(single, query.device)
             out[tokens] = get_ops().paged_attention_decode(
                 query[tokens], *pools, tables, lens, layer.item_options, _NO_TENSORS
             )
         for run in self.runs:
-            if run.end - run.begin > 1:
+            if run.is_long:
                 out[run.begin : run.end] = _attend_run(layer, query[run.begin : run.end], run.slots)
         return out
+
+    @property
+    def has_long_runs(self) -> bool:
+        """Whether the tokens of some run are computed together."""
+        return any(run.is_long for run in self.runs)
+
+    def by_token(self) -> ItemSlots:
+        """Return the slots that each token sees."""
+        found = ItemSlots.empty(self.num_tokens)
+        for run in self.runs:
+            found.put(slice(run.begin, run.end), run.slots)
+        return found
 
     def clear_unseeing(self, x: Tensor) -> Tensor:
         if sum(run.end - run.begin for run in self.runs) == self.num_tokens:
@@ -96,13 +118,21 @@ class RaggedItems:
 
 
 def _tables(runs: Sequence[SeenRun], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens [n], slots [n, longest] and numbers of slots [n] of runs of one token."""
-    lens = np.array([len(run.slots) for run in runs], np.int32)
-    tables = np.zeros((len(runs), int(lens.max())), np.int32)
-    for table, run in zip(tables, runs, strict=True):
-        table[: len(run.slots)] = run.slots
-    tokens = torch.tensor([run.begin for run in runs], device=device)
-    return tokens, torch.from_numpy(tables).to(device), torch.from_numpy(lens).to(device)
+    """Return the tokens [n] of some runs, and for each token its slots [n, longest] and their
+    number [n]."""
+    tokens = [token for run in runs for token in range(run.begin, run.end)]
+    lens = np.array([len(run.slots) for run in runs for _ in range(run.begin, run.end)], np.int32)
+    tables = np.zeros((len(tokens), int(lens.max())), np.int32)
+    row = 0
+    for run in runs:
+        end = row + run.end - run.begin
+        tables[row:end, : len(run.slots)] = run.slots
+        row = end
+    return (
+        torch.tensor(tokens, device=device),
+        torch.from_numpy(tables).to(device),
+        torch.from_numpy(lens).to(device),
+    )
 
 
 def _attend_run(layer: ReadsItems, query: Tensor, slots: IntArray) -> Tensor:

@@ -5,9 +5,9 @@ whose tokens need them, within a budget of its own, so that running requests wai
 time. Embeddings stay after their prompt, least recently used ones leave first: an image that is
 sent again is not encoded again.
 
-Items that cross-attention layers read are kept here, too, in hidden states instead of embeddings. A
-request holds all of its items from its admission until it leaves the batch, and is admitted when
-all of them are there or can be made, so that no two requests wait for each other.
+Items that cross-attention layers read are counted in the same way, in hidden states instead of
+embeddings. A request holds all of its items from its admission until it leaves the batch, and is
+admitted when all of them are there or can be made, so that no two requests wait for each other.
 """
 
 from collections import OrderedDict

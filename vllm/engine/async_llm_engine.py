@@ -380,7 +380,7 @@ class AsyncLLM:
         return await self._preparation.tokenize(prompt, is_long=is_long, max_tokens=max_tokens)
 
     async def read_sound(self, source: MediaSource, sampling_rate: int) -> Samples:
-        """Samples of a file of sound; see `SoundLane.read`."""
+        """Return the samples of a file of sound; see `SoundLane.read`."""
         return await self._preparation.sound.read(source, sampling_rate)
 
     async def in_slow_lane(

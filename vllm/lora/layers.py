@@ -80,7 +80,7 @@ class AdapterLayers:
     def _add_linear_layers(self, launch: ContextHolder) -> None:
         places = self.places
         for path, layer in self.model.named_modules():
-            if not isinstance(layer, ParallelLinear) or layer.is_held:
+            if not isinstance(layer, ParallelLinear) or layer.is_held or layer.is_of_items:
                 continue
             if ".experts." in f".{path}." or layer.weight_dtype:
                 continue  # adapters are of the model's dtype

@@ -27,7 +27,9 @@ _lock = threading.Lock()
 """Held while the operator table of the process records."""
 
 
-def fuse(model: CausalLM, inner_layers: Sequence[int] = ()) -> Program | None:
+def fuse(
+    model: CausalLM, inner_layers: Sequence[int] = (), *, reads_items: bool = False
+) -> Program | None:
     """The forward pass of a model whose weights are packed and whose caches are bound.
 
     A stage of a pipeline is a program of its own: one after the first takes hidden states in place
@@ -36,6 +38,7 @@ def fuse(model: CausalLM, inner_layers: Sequence[int] = ()) -> Program | None:
     Args:
         model: to run.
         inner_layers: whose inputs a launch returns, too; see `CausalLM.forward_and_inputs`.
+        reads_items: for launches whose tokens see items by cross-attention.
 
     Returns:
         None when modules have to run it. Otherwise results have the same bits as those of
@@ -47,7 +50,11 @@ def fuse(model: CausalLM, inner_layers: Sequence[int] = ()) -> Program | None:
         positions: Any = Ids(recorder, is_position=True)
         launch: Any = recorder  # whatever a launch replaces, and whatever adapters it has
         context = LaunchContext(
-            attention=recorder, positions=positions, replaced=launch, adapters=launch
+            attention=recorder,
+            positions=positions,
+            replaced=launch,
+            adapters=launch,
+            items=launch if reads_items else None,
         )
         with _recording(recorder), share_context(model).running(context):
             given: Any = None

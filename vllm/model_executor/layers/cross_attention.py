@@ -67,6 +67,7 @@ class CrossAttention(nn.Module, ReadsContext):
         self.q_proj = ColumnParallelLinear(hidden_size, {"": q_size}, tp, bias=qvo_bias)
         self.k_proj = ColumnParallelLinear(*of_states, bias=k_bias)
         self.v_proj = ColumnParallelLinear(*of_states, bias=qvo_bias)
+        self.k_proj.is_of_items = self.v_proj.is_of_items = True
         self.o_proj = RowParallelLinear(q_size, hidden_size, tp, bias=qvo_bias)
         self.q_norm = None if head_norm is None else head_norm()
         self.k_norm = None if head_norm is None else head_norm()

@@ -21,7 +21,7 @@ from vllm.multimodal.interface.family import EncoderInput, Expansion, TokenLooku
 TOWERS = ("mllama_vision_model",)
 """`model_type` of the tower of Llama 3.2 Vision."""
 
-_MAX_TILES = 2**6
+_MAX_TILES = 2**4
 _WITHIN = "vision_config."
 
 

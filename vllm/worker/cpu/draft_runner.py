@@ -75,7 +75,7 @@ class DraftRunner(DraftMaker):
     def _run_newest(self, rows: IntArray, place: int) -> None:
         newest = self.batch.num_tokens[rows] - 1
         ones = np.ones_like(newest)
-        step = self.launches.decode_step if self._are_known(rows, newest) else None
+        step = self.launches.decode_steps.without if self._are_known(rows, newest) else None
         if step is not None and step.run(rows, newest, ones) is not None:
             self._keep_in_vocabulary(rows)
             return

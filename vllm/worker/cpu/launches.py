@@ -4,7 +4,7 @@ one call of C++ if the model allows it.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vllm.attention import (
     LaunchAdapters,
+    RaggedItems,
     RaggedMetadata,
     ReplacedTokens,
     StateLayer,
@@ -25,6 +26,7 @@ from vllm.model_executor.fusion import fuse, fuse_head
 from vllm.model_executor.models.interface import CausalLM, LayeredModel
 from vllm.ops.cpu.operators.decode_step import FusedDecodeStep, RowArrays
 from vllm.ops.cpu.operators.program import Program
+from vllm.ops.item_slots import ItemSlots
 from vllm.ops.low_rank import AdaptedRows
 from vllm.sample.features import DISTRIBUTION, Feature
 from vllm.sample.metadata import FeatureArray
@@ -34,6 +36,7 @@ from vllm.worker.batch.launch import Launch
 from vllm.worker.batch.model_input import ModelInput, build_ragged_input
 from vllm.worker.drafts.stage_drafts import InnerLayers
 from vllm.worker.parts.image_sight import ImageSight
+from vllm.worker.parts.item_rows import ItemRows
 from vllm.worker.parts.position_rows import PositionRows
 from vllm.worker.parts.row_parts import RowParts
 
@@ -62,6 +65,24 @@ class RaggedOutput(NamedTuple):
     """[T, hidden] each: inputs of inner layers, up to the last one of this stage."""
 
 
+FusedT = TypeVar("FusedT")
+
+
+class ByItems(NamedTuple, Generic[FusedT]):
+    """Code for launches without items that cross-attention reads, and for launches with some."""
+
+    without: FusedT | None
+    reading: FusedT | None
+
+    def of(self, items: object | None) -> FusedT | None:
+        """Return the code for a launch; None: there is none.
+
+        Args:
+            items: of the launch; None: no token sees any.
+        """
+        return self.without if items is None else self.reading
+
+
 class RaggedLaunches:
     """Builds and runs the launches of one model, one for each step, without padding.
 
@@ -75,8 +96,8 @@ class RaggedLaunches:
 
     Attributes:
         stage: of the model.
-        program: runs the model in one call; None: modules run it.
-        decode_step: runs a step of decodes in one call; None: nothing does.
+        programs: each runs the model in one call; None: modules run it.
+        decode_steps: each runs a step of decodes in one call; None: nothing does.
         is_fused: whether `fuse` has found out what these are.
         reader: takes the hidden states of all launches; None: nothing does.
     """
@@ -91,8 +112,8 @@ class RaggedLaunches:
         build: Callable[[Launch], ModelInput] | None = None,
     ) -> None:
         self.stage = model.stage
-        self.program: Program | None = None
-        self.decode_step: FusedDecodeStep | None = None
+        self.programs = ByItems[Program](None, None)
+        self.decode_steps = ByItems[FusedDecodeStep](None, None)
         self.is_fused = False
         self.reader: StateReader | None = None
         self._model, self._device, self._batch, self._parts = model, device, batch, parts
@@ -144,12 +165,13 @@ class RaggedLaunches:
     def run(self, given: ModelInput) -> RaggedOutput:
         """Run a launch, and give its hidden states to the reader."""
         metadata, adapters = given.context.attention, given.context.adapters
+        items, program = given.context.items, self.programs.of(given.context.items)
         by_modules = need_modules(adapters) or given.context.added is not None
-        by_modules |= given.context.items is not None
-        if self.program is None or type(metadata) is not RaggedMetadata or by_modules:
+        by_modules |= isinstance(items, RaggedItems) and items.has_long_runs
+        if program is None or type(metadata) is not RaggedMetadata or by_modules:
             output = self.run_modules(given)
         else:
-            output = self._run_program(self.program, given, metadata)
+            output = self._run_program(program, given, metadata)
         if self.reader is not None:
             self.reader.read(given.launch, output.hidden_states, output.inner)
         return output
@@ -189,6 +211,7 @@ class RaggedLaunches:
             embeddings,
             adapted_rows(context.adapters),
             metadata.last_keys,
+            context.items.by_token() if isinstance(context.items, RaggedItems) else None,
         )
         return RaggedOutput(result, inner + program.tapped)
 
@@ -236,34 +259,46 @@ class RaggedLaunches:
         self.is_fused = True
         model, batch = self._model, self._batch
         assert isinstance(model, CausalLM)
-        self.program = fuse(model, self._inner_layers.own)
-        if self.program is None or not self.stage.is_last or self._inner_layers.num_before:
+        items = self._parts.find(ItemRows)
+        inner = self._inner_layers.own
+        self.programs = ByItems(
+            fuse(model, inner), None if items is None else fuse(model, inner, reads_items=True)
+        )
+        if not self.stage.is_last or self._inner_layers.num_before:
             return  # only the last stage samples; hidden states bring inputs of inner layers
-        head = fuse_head(model, self.program)
-        if head is None:
-            return
         _, params, keys = sampling.row_arrays
         positions = self._parts.find(PositionRows)
-        self.decode_step = FusedDecodeStep(
-            self.program,
-            head,
-            RowArrays(
-                token_ids=batch.token_ids,
-                num_tokens=batch.num_tokens,
-                num_prompt_tokens=batch.num_prompt_tokens,
-                position_offsets=(
-                    np.zeros_like(batch.num_tokens) if positions is None else positions.offsets
-                ),
-                end_tokens=batch.end_tokens,
-                block_tables=batch.block_tables,
-                features=row_features,
-                params=params,
-                keys=keys,
+        slots = ItemSlots.empty(len(batch.num_tokens)) if items is None else items.of_output
+        arrays = RowArrays(
+            token_ids=batch.token_ids,
+            num_tokens=batch.num_tokens,
+            num_prompt_tokens=batch.num_prompt_tokens,
+            position_offsets=(
+                np.zeros_like(batch.num_tokens) if positions is None else positions.offsets
             ),
-            known_features=DISTRIBUTION,
-            random_feature=Feature.RANDOM,
-            gives_hidden=self.reader is not None,
+            end_tokens=batch.end_tokens,
+            block_tables=batch.block_tables,
+            item_slots=slots.addresses,
+            num_item_slots=slots.counts,
+            features=row_features,
+            params=params,
+            keys=keys,
         )
+
+        def make_step(program: Program | None) -> FusedDecodeStep | None:
+            head = None if program is None else fuse_head(model, program)
+            if program is None or head is None:
+                return None
+            return FusedDecodeStep(
+                program,
+                head,
+                arrays,
+                known_features=DISTRIBUTION,
+                random_feature=Feature.RANDOM,
+                gives_hidden=self.reader is not None,
+            )
+
+        self.decode_steps = ByItems(*map(make_step, self.programs))
 
 
 def need_modules(adapters: LaunchAdapters | None) -> bool:

@@ -91,7 +91,7 @@ class CPUModelRunner(ModelRunner):
             if model.stage.is_first and takes_embeddings(config):
                 media = encoded_media(model)
                 yield EmbeddingRows(model, config.scheduler.max_num_seqs, device, media)
-            if (items := item_rows(model)) is not None:
+            if (items := item_rows(model, config.scheduler.max_num_seqs)) is not None:
                 yield items
             if model.arch.num_positions:
                 yield PositionRows(model.arch, config.scheduler.max_num_seqs, device)
@@ -113,14 +113,15 @@ class CPUModelRunner(ModelRunner):
 
     def _decode(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run a step of decodes in one call. None: it has to be launched."""
-        launches, decode_step = self.launches, self.launches.decode_step
-        if decode_step is None or step.new_requests:
+        launches = self.launches
+        if step.new_requests or not any(launches.decode_steps):
             return None
         rows, counts, num_drafts = step.rows, step.num_scheduled_tokens, 0
         if step.draft_token_ids is not None:
             num_drafts = len(step.draft_token_ids)
         parts = self.parts.of_launch(Launch(rows, step.num_computed_tokens, counts))
-        if parts and not self._runs_in_one_call(parts, rows):
+        decode_step = launches.decode_steps.of(parts.get("items"))
+        if decode_step is None or (parts and not self._runs_in_one_call(parts, rows)):
             return None
         given = None
         if not self.stage.is_first:
@@ -141,9 +142,10 @@ class CPUModelRunner(ModelRunner):
             launches.keep_received(given)
             return None
         self.batch.note_values(rows)
-        if launches.reader is not None and launches.program is not None:
+        program = launches.programs.of(parts.get("items"))
+        if launches.reader is not None and program is not None:
             for launch in launches.plan(step):
-                launches.reader.read(launch, decode_step.hidden, launches.program.tapped)
+                launches.reader.read(launch, decode_step.hidden, program.tapped)
         if step.num_decodes > 1:
             self._skip_decodes(step, decode_step.num_done)
         token_ids, num_tokens_of = found
@@ -162,5 +164,5 @@ class CPUModelRunner(ModelRunner):
 
     def _runs_in_one_call(self, parts: LaunchParts, rows: IntArray) -> bool:
         """Return whether a step of decodes in one call takes what these rows bring."""
-        has_others = "replaced" in parts or "items" in parts or need_modules(parts.get("adapters"))
+        has_others = "replaced" in parts or need_modules(parts.get("adapters"))
         return not has_others and not self.parts.of_head(rows)

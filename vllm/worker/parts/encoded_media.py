@@ -92,7 +92,7 @@ def embedding_width(model: LayeredModel) -> int:
     """Return the width of the embeddings of images, with everything that `MediaEncoder.num_added`
     says; 0: the model, or this stage of it, makes none."""
     encoder = model.media_encoder
-    if encoder is None or encoder.max_states or not model.stage.is_first:
+    if encoder is None or not model.stage.is_first or encoder.max_states:
         return 0
     return model.embedding.embedding_dim * (1 + encoder.num_added)
 

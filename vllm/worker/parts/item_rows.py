@@ -2,6 +2,7 @@
 them. Model files do not know of slots.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.attention import LaunchParts, RaggedItems, SeenRun
+from vllm.bucketing import format_bytes
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 from vllm.messages import (
@@ -26,7 +28,9 @@ from vllm.model_executor.layers.cross_attention import (
     cross_attention_layers,
     slot_bytes,
 )
+from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.model_executor.models.interface import LayeredModel
+from vllm.ops.item_slots import ItemSlots
 from vllm.platforms.interface import Platform
 from vllm.worker.batch.launch import Launch
 from vllm.worker.parts.encoded_media import EncodedMedia, ModuleEncoder
@@ -94,8 +98,8 @@ class ItemPool:
 class _Views:
     """The slots that the tokens of a row see. They change at some indices."""
 
-    starts: IntArray
-    """[k] indices from which tokens see other items; the first is 0."""
+    starts: tuple[int, ...]
+    """k indices from which tokens see other items, ascending; the first is 0."""
     slots: tuple[IntArray, ...]
     """k arrays of slots."""
 
@@ -107,11 +111,11 @@ class _Views:
             count: of tokens.
             token: index of the first one in the launch.
         """
-        at = int(np.searchsorted(self.starts, first, side="right")) - 1
+        at = bisect_right(self.starts, first) - 1
         end, begin = first + count, first
         while begin < end:
             is_last = at + 1 == len(self.starts)
-            stop = end if is_last else min(end, int(self.starts[at + 1]))
+            stop = end if is_last else min(end, self.starts[at + 1])
             if len(self.slots[at]):
                 yield SeenRun(token + begin - first, token + stop - first, self.slots[at])
             begin, at = stop, at + 1
@@ -123,10 +127,15 @@ class ItemRows(RowPart):
     Args:
         media: encodes items, and keeps them in `pool`.
         pool: of the model.
+        num_rows: of the batch.
+
+    Attributes:
+        of_output: by row, the slots that tokens of the output see. The arrays are never replaced.
     """
 
-    def __init__(self, media: EncodedMedia, pool: ItemPool) -> None:
+    def __init__(self, media: EncodedMedia, pool: ItemPool, num_rows: int) -> None:
         self._media, self.pool = media, pool
+        self.of_output = ItemSlots.empty(num_rows)
         self._views: dict[int, _Views] = {}
         self._new: list[tuple[int, EngineRequest]] = []
 
@@ -142,8 +151,9 @@ class ItemRows(RowPart):
             self._new.append((new.row, new.request))
 
     def remove(self, row: int) -> None:
-        self._views.pop(row, None)
         self._media.remove(row)
+        if self._views.pop(row, None) is not None:
+            self.of_output.put(row, _NO_SLOTS)
 
     def begin(self, step: SchedulerOutput) -> None:
         """Drop and encode the items that the step names, and look up the items of new rows."""
@@ -152,14 +162,15 @@ class ItemRows(RowPart):
         for row, request in self._new:
             # Items that only computed tokens see may not be there.
             items = [item for item in request.media if item.end > first_of[row]]
-            self._views[row] = self._views_of(row, items)
+            self._views[row] = views = self._views_of(row, items)
+            self.of_output.put(row, views.slots[-1])
         self._new.clear()
 
     def _views_of(self, row: int, items: Sequence[MediaItem]) -> _Views:
         edges = {edge for item in items for edge in item.seen_by}
-        starts = np.array(sorted({0, *edges} - {END_OF_REQUEST}), np.int32)
+        starts = tuple(sorted({0, *edges} - {END_OF_REQUEST}))
         slots = []
-        for start in starts.tolist():
+        for start in starts:
             seen = [item for item in items if item.start <= start < item.end]
             found = [self._media.find(row, item) for item in seen]
             if any(each is None for each in found):  # `errors_of` has the reason
@@ -190,17 +201,19 @@ class ItemRows(RowPart):
         return {"items": RaggedItems(token, tuple(runs))} if runs else {}
 
 
-def item_rows(model: LayeredModel) -> ItemRows | None:
+def item_rows(model: LayeredModel, num_rows: int) -> ItemRows | None:
     """Return the part for items of a model on the CPU; None: it reads none by cross-attention.
 
     Args:
         model: loaded.
+        num_rows: of the batch.
     """
     encoder, layers = model.media_encoder, cross_attention_layers(model)
     if encoder is None or not layers:
         return None
     pool = ItemPool(layers)
-    return ItemRows(EncodedMedia(ModuleEncoder(encoder), layers[0].state_size, pool), pool)
+    media = EncodedMedia(ModuleEncoder(encoder), layers[0].state_size, pool)
+    return ItemRows(media, pool, num_rows)
 
 
 def count_item_states(
@@ -218,14 +231,14 @@ def count_item_states(
         ConfigError: the largest item does not fit.
     """
     encoder = model.media_encoder if isinstance(model, LayeredModel) else None
-    if encoder is None or not encoder.max_states:
-        return None
+    if not isinstance(encoder, MediaEncoder) or not encoder.max_states:
+        return None  # without an encoder, or another stage has it
     each, largest = slot_bytes(model, encoder.dtype), encoder.max_states
     if largest * each > free_bytes:
         raise ConfigError(
             f"not enough memory for cross-attention: an image or sound of {largest} hidden states "
-            f"takes {largest * each} bytes, and {free_bytes} are free. Use more ranks "
-            f"(--tensor-parallel-size), or a smaller model"
+            f"takes {format_bytes(largest * each)}, and {format_bytes(free_bytes)} are free. Use "
+            f"more ranks (--tensor-parallel-size), or a smaller model"
         )
     # A request may have several, also where few requests run at a time.
     most = max(config.scheduler.max_num_seqs, *config.multimodal.counts.values()) * largest

@@ -227,7 +227,7 @@ class MllamaTower(nn.Module):
         self.global_transformer = _Layers(tower, num_global_layers, is_gated=True)
 
     def forward(self, pixels: Tensor, layouts: Tensor, sequences: Sequences) -> Tensor:
-        """Return the last hidden state and those that are wanted, [B, num_first, C * several].
+        """Return the last hidden state and the wanted ones, [B, num_first, C * several].
 
         Args:
             pixels: [B, T, 3, H, W], normalised; 0 in tiles that an image does not fill.

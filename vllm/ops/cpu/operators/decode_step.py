@@ -38,6 +38,10 @@ class RowArrays:
     """[R, E] tokens that end a row; -1: none."""
     block_tables: IntArray
     """[G, R, max_blocks], for G groups of layers."""
+    item_slots: npt.NDArray[np.int64]
+    """[R] address of the slots that the output of each row sees by cross-attention."""
+    num_item_slots: IntArray
+    """[R] how many; 0: none."""
     features: IntArray
     """[R or more] bits that say what a row wants of the sampler."""
     params: npt.NDArray[np.float32]
@@ -245,6 +249,8 @@ _ARRAY_DTYPES: dict[str, type[np.generic]] = {
     "position_offsets": np.int32,
     "end_tokens": np.int32,
     "block_tables": np.int32,
+    "item_slots": np.int64,
+    "num_item_slots": np.int32,
     "features": np.int32,
     "params": np.float32,
     "keys": np.uint64,

@@ -20,6 +20,7 @@ from vllm.ops.cpu.operators.recorder import ON_PARTS_OF_HEADS, Operand, Operatio
 from vllm.ops.cpu.symbols import Buffer, NotFusibleError, Rows
 from vllm.ops.cpu.weights.linear import PackedWeight
 from vllm.ops.cpu.weights.moe import PackedExperts
+from vllm.ops.item_slots import ItemSlots
 from vllm.ops.low_rank import AdaptedRows
 
 _num_threads = torch.get_num_threads
@@ -116,6 +117,7 @@ class Program:
             largest_run_bytes=max(runs),
             weight_bytes=sum(runs),
             attended_elements=sum(o.out.buffer.width for o in operations if o.kind == "attend"),
+            item_elements=sum(o.out.buffer.width for o in operations if o.kind == "attend_items"),
         )
         self._out_width = result.buffer.width
         self._launch = kernels.ProgramLaunch()
@@ -151,6 +153,7 @@ class Program:
         replaced: tuple[Tensor, Tensor] | None = None,
         adapted: AdaptedRows | None = None,
         last_keys: np.ndarray | None = None,
+        items: ItemSlots | None = None,
     ) -> Tensor:
         """One ragged launch of T tokens of B requests, decodes of one token first.
 
@@ -167,6 +170,7 @@ class Program:
             num_decodes: requests that are decodes; their tokens are the first.
             replaced: tokens [m] int64, and the embeddings [m, W] that take the place of theirs.
             adapted: the adapters of the T tokens; None: no token has one.
+            items: the slots that the T tokens see by cross-attention; None: no token sees any.
             last_keys: [T] int32: the last key that each token sees, see
                 `Ops.paged_attention_prefill`; None: its own.
 
@@ -232,6 +236,12 @@ class Program:
             launch.replaced, launch.embeddings = sources.data_ptr(), embeddings.data_ptr()
         packed = self.pack_rows(adapted, num_tokens)
         launch.adapted = None if packed is None else packed.address
+        launch.item_slots = launch.num_item_slots = None
+        if items is not None:
+            if not len(items.addresses) == len(items.counts) == num_tokens:
+                raise ValueError(f"items must be of {num_tokens} tokens, got {len(items.counts)}")
+            launch.item_slots = items.addresses.ctypes.data
+            launch.num_item_slots = items.counts.ctypes.data
         taps = self.take_taps(num_tokens)
         launch.taps = ctypes.addressof(taps)
         status = self._forward(*self._addresses, num_threads)
@@ -320,6 +330,8 @@ class Program:
             num_slots = program.num_blocks * program.block_size
             slots = ", ".join(str(slot) for slot in slot_mapping[:, bad].tolist())
             raise IndexError(f"slot_mapping[{bad}] is {slots} of {num_slots} slots")
+        if status == known.kBadItem:
+            raise IndexError(f"token {bad} sees a slot of an image or a sound that is not there")
         if status == known.kBadAdapter:
             raise IndexError(f"token {bad} has an adapter that is not there")
         tables = ", ".join(str(table) for table in block_tables[:, bad].tolist())
@@ -330,7 +342,7 @@ class Program:
         )
 
 
-_ALL_ROWS = ("attend", "all_reduce", "all_gather")
+_ALL_ROWS = ("attend", "attend_items", "all_reduce", "all_gather")
 """Operations that take the rows of all tokens at once: a run of others ends there."""
 
 

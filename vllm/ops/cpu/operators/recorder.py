@@ -397,6 +397,38 @@ class Recorder(CPUOps):
             **numbers,
         )
 
+    def attend_to_items(self, layer: Any, query: Any) -> Rows:
+        """Attend to the slots that each token of a launch sees."""
+        keys, values = layer.item_keys, layer.item_values
+        if not isinstance(keys, Tensor) or not isinstance(query, Rows):
+            raise NotFusibleError("the pool of a layer of cross-attention is not bound")
+        num_slots, num_kv_heads, head_size = keys.shape
+        if len(query.sizes) != 2 or query.sizes[1] != head_size or query.sizes[0] % num_kv_heads:
+            raise NotFusibleError(
+                f"queries must fit keys of {list(keys.shape)}, got rows of {query.sizes}"
+            )
+        numbers: dict[str, Any] = option_fields(layer.item_options, head_size)
+        return self._rows(
+            "attend_items",
+            query.sizes,
+            query,
+            operands={
+                "key_cache": self._dense(keys, *keys.shape),
+                "value_cache": self._dense(values, *keys.shape),
+            },
+            head_size=head_size,
+            value_size=head_size,
+            num_kv_heads=num_kv_heads,
+            num_rows=num_slots,
+            scalar=numbers.pop("scale"),
+            **numbers,
+        )
+
+    def clear_unseeing(self, x: Any) -> Any:
+        """Put zeros into the rows of tokens that see nothing."""
+        self._in_place("clear_unseeing", x)
+        return x
+
     def _embedding(self, ids: Any, weight: Any, *args: Any, **options: Any) -> Rows:
         if not isinstance(ids, Ids) or options.get("max_norm") is not None:
             raise NotFusibleError("an embedding is looked up by ids alone")
