@@ -168,7 +168,8 @@ class WhisperSpeech(SpeechRules):
         if value is None:
             return self._token_id(text)
         self._check(key, value)
-        return int(value)
+        found: int = value
+        return found
 
     def _tokens(self, key: str) -> tuple[int, ...]:
         value = self._values.get(key)
