@@ -26,7 +26,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.model_executor.models.text_of_images import make_encoder
-from vllm.multimodal.job import family_of_model, num_embeddings
+from vllm.multimodal.job import family_of_model, largest_image, num_embeddings
 from vllm.ops import get_ops, set_ops
 from vllm.ops.native.operators import NativeOps
 
@@ -85,7 +85,7 @@ def encoder_bytes(config: VllmConfig, encoder: MediaEncoder) -> int:
     family = family_of_model(config)
     assert family is not None
     began = time.monotonic()
-    largest = family.largest()
+    largest = largest_image(family, config.multimodal.largest_image)
     item = {name: torch.from_numpy(array) for name, array in largest.tensors.items()}
     parts = encoder.divide(item)
     given = encoder.prepare(parts)
