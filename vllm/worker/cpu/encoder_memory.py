@@ -40,6 +40,10 @@ class PeakBytes(TorchDispatchMode):
         self._num_bytes = 0
         self._alive: dict[int, weakref.ref[Any]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in it
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],
