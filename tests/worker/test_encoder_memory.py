@@ -41,7 +41,8 @@ def test_the_peak_is_that_of_a_real_forward_pass(family, tmp_path):
     assert get_ops() is ops
     with torch.inference_mode(), PeakBytes() as real:
         encoder.run(**given)
-    assert found == real.peak + sum(each.nbytes for each in given.values())
+    of_real = real.peak + sum(each.nbytes for each in given.values())
+    assert found == pytest.approx(of_real, rel=0.05)
 
 
 def test_an_item_has_room_in_a_prompt_and_a_step_encodes_several(tmp_path):
