@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from tokenizers import pre_tokenizers
 from transformers.generation import logits_process
 
 from tests.multimodal.sound_models import SETTINGS
-from tests.tiny_images import make_tokenizer
 from tests.tiny_models import randomize
 
 SPECIAL = (
@@ -26,6 +26,18 @@ TRANSCRIBE = "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"
 WITH_TIMES = "<|startoftranscript|><|en|><|transcribe|>"
 
 
+def _make_tokenizer() -> transformers.WhisperTokenizer:
+    """Return a tokenizer of bytes with the special tokens of Whisper."""
+    vocabulary = [*sorted(pre_tokenizers.ByteLevel.alphabet()), SPECIAL[0]]
+    tokenizer = transformers.WhisperTokenizer(
+        vocab={token: index for index, token in enumerate(vocabulary)}, merges=[]
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL[1:])})
+    tokenizer.add_tokens([f"<|{step * 0.02:.2f}|>" for step in range(NUM_TIMES)])
+    tokenizer.set_prefix_tokens(language="english", task="transcribe")
+    return tokenizer
+
+
 def make_tiny_whisper(
     folder: Path, *, seed: int = 0, is_english: bool = False, **values: Any
 ) -> Path:
@@ -37,11 +49,9 @@ def make_tiny_whisper(
         is_english: it knows no other language.
         values: of config.json, instead of the usual ones.
     """
-    times = [f"<|{step * 0.02:.2f}|>" for step in range(NUM_TIMES)]
-    tokenizer = make_tokenizer(*SPECIAL, *times)
+    tokenizer = _make_tokenizer()
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
     end = ids["<|endoftext|>"]
-    tokenizer.eos_token = "<|endoftext|>"
     config = transformers.WhisperConfig(
         **{
             "vocab_size": len(tokenizer),
@@ -53,7 +63,7 @@ def make_tiny_whisper(
             "encoder_attention_heads": 4,
             "encoder_ffn_dim": 64,
             "decoder_layers": 2,
-            "decoder_attention_heads": 3,
+            "decoder_attention_heads": 4,
             "decoder_ffn_dim": 80,
             "decoder_start_token_id": ids["<|startoftranscript|>"],
             "bos_token_id": end,
@@ -68,7 +78,7 @@ def make_tiny_whisper(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     generation = {
-        "begin_suppress_tokens": [tokenizer("a")["input_ids"][-1], end],
+        "begin_suppress_tokens": [tokenizer.convert_tokens_to_ids("a"), end],
         "bos_token_id": end,
         "decoder_start_token_id": ids["<|startoftranscript|>"],
         "eos_token_id": end,

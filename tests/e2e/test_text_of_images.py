@@ -1,4 +1,4 @@
-"""Models with a part for images serve text: tokens of transformers, in both layouts of names."""
+"""Models with a part for images or sounds serve text: tokens of transformers, with all names."""
 
 import json
 from pathlib import Path
@@ -19,6 +19,7 @@ from tests.e2e.test_positions import ENGINE as WITH_POSITIONS
 from tests.e2e.test_positions import check as check_positions
 from tests.e2e.test_positions import one as greedy_of
 from tests.e2e.test_positions import requests_of
+from tests.multimodal.sound_models import QWEN2_AUDIO, VOXTRAL
 from tests.reference_model import load_reference
 from tests.tiny_models import (
     _DECODER,
@@ -168,6 +169,16 @@ _WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         _DECODER | {"model_type": "llama"},
         {"vision_config": _VISION | {"model_type": "clip_vision_model"}},
     ),
+    "Qwen2AudioForConditionalGeneration": (
+        "qwen2_audio",
+        _DECODER | {"model_type": "qwen2"},
+        {"audio_config": QWEN2_AUDIO},
+    ),
+    "VoxtralForConditionalGeneration": (
+        "voxtral",
+        _DECODER | {"model_type": "llama", "head_dim": 16},
+        {"audio_config": VOXTRAL},
+    ),
 }
 """Architecture -> model type of the whole, config of its language model, the rest."""
 _MINISTRAL = {
@@ -192,6 +203,7 @@ _OTHER_TEXTS = {
         | {"moe_intermediate_size": 32},
     ),
     "InternVL of Llama": ("InternVLForConditionalGeneration", {"model_type": "llama"}),
+    "Voxtral of Mistral": ("VoxtralForConditionalGeneration", {"model_type": "mistral"}),
     "LLaVA-NeXT of Granite": ("LlavaNextForConditionalGeneration", {"model_type": "granite"}),
 }
 """Architectures with language models of other types."""
@@ -229,7 +241,10 @@ def whole(tmp_path_factory):
     return of
 
 
-_PARTS = ("language_model", "vision_tower", "vision_model", "visual", "multi_modal_projector")
+_PARTS = (
+    *("language_model", "vision_tower", "vision_model", "visual", "audio_tower"),
+    "multi_modal_projector",
+)
 
 
 def with_names(folder: Path, target: Path, layout: str) -> Path:
@@ -329,7 +344,8 @@ def test_text_gives_the_tokens_of_transformers(name, model_impl, whole, tmp_path
         assert_all_greedy(outputs, prompts, params, reference)
     lines = [r.getMessage() for r in caplog.records if "serves text input only" in r.getMessage()]
     architecture, _ = _OTHER_TEXTS.get(name, (name, None))
-    rest = "serves text input only: the part of the checkpoint for images is not loaded"
+    items = "sounds" if "audio_config" in _WHOLE[architecture][2] else "images"
+    rest = f"serves text input only: the part of the checkpoint for {items} is not loaded"
     assert len(lines) == (1 if name in ONLY_SINCE else 2)
     assert all(line.startswith(f"{architecture} {rest}, because ") for line in lines)
 

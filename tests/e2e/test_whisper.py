@@ -1,17 +1,21 @@
 """Whisper: tokens and log-probabilities of transformers, whatever shares the batch."""
 
+import json
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.multimodal.sound_models import make_sound
 from tests.reach import runner_of, scheduler_of
 from tests.tiny_speech import RATE, TRANSCRIBE, WITH_TIMES, Reference, make_tiny_whisper
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError, RequestError
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams
 from vllm.worker.parts.item_rows import ItemRows
 
@@ -82,7 +86,7 @@ def test_kinds_of_prompts_share_a_batch(llm, reference):
     )
     assert_equal(outputs[:2], SOUNDS[:2], reference)
     # Text behind the task is the beginning of the output.
-    size = len(llm.get_tokenizer()(TRANSCRIBE)["input_ids"])
+    size = len(llm.get_tokenizer()(TRANSCRIBE, add_special_tokens=False)["input_ids"])
     for output, sound in zip(outputs[2:], SOUNDS[2:], strict=True):
         ids = output.prompt_token_ids
         begin = size if output is outputs[2] else size - 1
@@ -226,7 +230,7 @@ ENCODER = {"prompt": "", "multi_modal_data": {"audio": (SOUND, RATE)}}
         ({"prompt": TRANSCRIBE, "multi_modal_data": {"audio": (SOUND, 0)}}, r"of float32, 0\)$"),
         (
             {"prompt": TRANSCRIBE, "multi_modal_data": {"audio": (SOUND, "x")}},
-            r"\[1\] must be .*got str",
+            "got str$",
         ),
         (ask(SOUND, ""), "prompt is empty"),
         ({"encoder_prompt": ENCODER, "decoder_prompt": None}, "decoder_prompt must be .*missing"),
@@ -253,6 +257,64 @@ def test_two_sounds_are_refused(folder):
     prompt = {"prompt": TRANSCRIBE, "multi_modal_data": {"audio": [(SOUND, RATE)] * 2}}
     with pytest.raises(RequestError, match=r"one item of 'audio' .*, got 2"):
         llm.generate(prompt, GREEDY)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_scheduler_steps": 4},
+        {"enforce_eager": True, "async_scheduling": False},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+@pytest.mark.parametrize("text", [TRANSCRIBE, WITH_TIMES], ids=["text", "times"])
+def test_other_engines_give_the_same(folder, reference, text, settings):
+    llm = LLM(str(folder), **ENGINE, **settings)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    outputs = llm.generate([ask(sound, text) for sound in SOUNDS], params)
+    for output, sound in zip(outputs, SOUNDS, strict=True):
+        assert tokens_of(output) == reference.greedy(sound, output.prompt_token_ids, NUM_TOKENS)[0]
+
+
+def write_adapter(folder, modules, reference):
+    """Write an adapter, and return it with what it adds to each weight."""
+    generator, tensors, added = torch.Generator().manual_seed(1), {}, {}
+    for name in modules:
+        outputs, inputs = reference.model.get_submodule(name).weight.shape
+        a, b = (
+            torch.randn(shape, generator=generator) * 0.2 for shape in ((4, inputs), (outputs, 4))
+        )
+        prefix = f"base_model.model.{name}.lora_"
+        tensors |= {f"{prefix}A.weight": a, f"{prefix}B.weight": b}
+        added[name] = b @ a
+    names = sorted({name.rpartition(".")[2] for name in modules})
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": names}
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return LoRARequest("adapter", 1, str(folder)), added
+
+
+def test_adapters_change_the_decoder_and_not_what_requests_share(folder, tmp_path):
+    reference, layer = Reference(folder), "model.decoder.layers.1"
+    llm = LLM(str(folder), **ENGINE, enable_lora=True)
+    own = ("self_attn.v_proj", "self_attn.out_proj", "encoder_attn.q_proj", "encoder_attn.out_proj")
+    names = [f"{layer}.{name}" for name in (*own, "fc1", "fc2")]
+    adapter, added = write_adapter(tmp_path / "own", names, reference)
+    plain, adapted = llm.generate([ask(SOUNDS[0])] * 2, GREEDY, lora_request=[None, adapter])
+    assert_equal([plain], SOUNDS[:1], reference)
+    for name, more in added.items():
+        reference.model.get_submodule(name).weight.data += more
+    assert_equal([adapted], SOUNDS[:1], reference)
+    assert tokens_of(plain) != tokens_of(adapted)
+    for index, name in enumerate(
+        (f"{layer}.encoder_attn.k_proj", "model.encoder.layers.0.self_attn.q_proj")
+    ):
+        shared, _ = write_adapter(tmp_path / str(index), [name], reference)
+        with pytest.raises(RequestError, match=f"{name} does not belong to a layer"):
+            llm.generate(ask(SOUNDS[0]), GREEDY, lora_request=shared)
 
 
 @dataclass(frozen=True)
@@ -319,9 +381,19 @@ def test_bfloat16_is_as_near_as_transformers(folder, reference):
     ("settings", "message"),
     [
         ({"max_model_len": 97}, "max_model_len"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: .* an encoder"),
+        ({"limit_mm_per_prompt": {"audio": 0}}, "no text without sounds: limit_mm_per_prompt"),
+        ({"hf_overrides": {"d_model": 50}}, "hidden_size|d_model"),
     ],
 )
 def test_an_engine_that_cannot_run_says_why(folder, settings, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         LLM(str(folder), **ENGINE, **settings)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_folder_without_settings_of_features_is_refused(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "preprocessor_config.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no settings of a feature extractor"):
+        LLM(str(copy), **ENGINE)

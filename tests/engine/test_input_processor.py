@@ -87,7 +87,7 @@ def test_the_cache_salt_goes_along():
             {"prompt": "a", "multi_modal_data": {"image": 1}},
             "multi_modal_data: the model 'stdlib' reads text only",
         ),
-        ({"encoder_prompt": "a", "decoder_prompt": None}, "models with an encoder"),
+        ({"encoder_prompt": "a", "decoder_prompt": None}, "encoder_prompt: this model has no"),
         ([1, "b"], "token ids must be integers, got str 'b' at position 1"),
         ([1, 2.0], "token ids must be integers, got float 2.0 at position 1"),
         ([True], "token ids must be integers, got bool True at position 0"),

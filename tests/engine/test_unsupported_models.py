@@ -76,13 +76,14 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
         r"thinker_config, talker_config",
     ),
     (
-        _named("Qwen2AudioForConditionalGeneration", "qwen2_audio", audio_config={})
+        _named("AudioFlamingo3ForConditionalGeneration", "audioflamingo3", audio_config={})
         | {"text_config": {"model_type": "qwen2"}},
         r"nearest: Qwen2ForCausalLM",
     ),
     (
-        _named("VoxtralForConditionalGeneration", "voxtral", audio_config={}, text_config=_LLAMA),
-        r"nearest: LlamaForCausalLM",
+        _named("GraniteSpeechForConditionalGeneration", "granite_speech", encoder_config={})
+        | {"text_config": {"model_type": "granite"}},
+        r"nearest: GraniteForCausalLM",
     ),
     (_with_parts("CLIPModel", "clip", {"model_type": "clip_text_model"}), _PARTS),
     (_with_parts("SiglipModel", "siglip", {"model_type": "siglip_text_model"}), _PARTS),
@@ -95,7 +96,6 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (_named("MBartForConditionalGeneration", "mbart", is_encoder_decoder=True), _BOTH),
     (_named("M2M100ForConditionalGeneration", "m2m_100", is_encoder_decoder=True), _BOTH),
     (_named("PegasusForConditionalGeneration", "pegasus", is_encoder_decoder=True), _BOTH),
-    (_named("WhisperForConditionalGeneration", "whisper", is_encoder_decoder=True), _BOTH),
     (
         _named("T5GemmaForConditionalGeneration", "t5gemma", is_encoder_decoder=True)
         | {"encoder": {}, "decoder": {}},

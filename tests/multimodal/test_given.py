@@ -70,15 +70,15 @@ def test_several_items_are_a_list():
     [
         ("audio", np.zeros((2, 2, 2)), "ndarray [2, 2, 2] of float64"),
         ("audio", np.zeros(0, np.float32), "ndarray [0] of float32"),
-        ("audio", np.full(3, np.nan), "ndarray [3] of float64"),
+        ("audio", np.full(3, np.nan), "ndarray [3] of float64 with NaN or infinite values"),
         ("audio", np.zeros(3, np.int64), "ndarray [3] of int64"),
         ("audio", np.zeros((40, 40)), "ndarray [40, 40] of float64"),
-        ("audio", (TONE, 0), "tuple"),
+        ("audio", (TONE, 0), "(ndarray [80] of float32, 0)"),
         ("audio", "a.wav", "str"),
         ("video", FRAMES[0], "ndarray [4, 5, 3] of uint8"),
         ("video", [FRAMES[0], FRAMES[0][:2]], "list"),
         ("video", [], "list"),
-        ("video", (FRAMES, {"fps": 0}), "tuple"),
+        ("video", (FRAMES, {"fps": 0}), "{'fps': 0})"),
         ("video", FRAMES.astype(np.int32) - 1, "ndarray [3, 4, 5, 3] of int32"),
     ],
 )

@@ -12,12 +12,14 @@ from transformers.generation.logits_process import (
     WhisperTimeStampLogitsProcessor,
 )
 
+from gaudi_sim.bridge import SimBridge
 from vllm.messages import EngineRequest, OutputRules
 from vllm.sample.cpu_sampler import CPUSampler, make_sampler
 from vllm.sample.metadata import SamplingMetadata
 from vllm.sample.output_rules import RowRules
 from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState
+from vllm.sample.warmup import stages_of
 from vllm.sampling_params import SamplingParams
 
 VOCAB, END, FIRST_TIME, NUM_TIMES, MAX_FIRST = 150, 80, 90, 60, 20
@@ -125,6 +127,28 @@ def test_tokens_and_log_probabilities_follow_the_rules(sampler_type, dtype):
         assert torch.allclose(logprobs, expected[ids.long()], atol=1e-5)
     state.remove(2)
     assert state.metadata(rows[1:2], np.zeros(1, np.int32)).rules is None
+
+
+@torch.inference_mode()
+def test_a_card_forbids_the_same_tokens():
+    bridge = SimBridge("gaudi2", is_lazy=True, is_strict=True)
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(4, VOCAB, generator=generator)
+    logits[:, FIRST_TIME:] -= 2.5
+    card = SamplingState(4, VOCAB, bridge.device, static_shapes=True)
+    host = make_state(4)
+    outputs = [[FIRST_TIME, 4], [], [FIRST_TIME, 4, 6]]
+    for row, rules in enumerate((WITH_TIMES, WITHOUT_TIMES, WITH_TIMES)):
+        for state in (card, host):
+            state.add(row, make_request(rules, temperature=0), outputs[row])
+    rows, num_output = np.arange(3, dtype=np.int32), np.array([2, 0, 3], np.int32)
+    found = card.metadata(rows, num_output, padded_size=4)
+    assert ("rules", 4, True) in stages_of(found)
+    expected = host.metadata(rows, num_output).rules.apply(logits)
+    assert torch.equal(found.rules.apply(logits.to(bridge.device)).cpu(), expected)
+    sampler = Sampler(pass_elements=None, end_stage=bridge.mark_step)
+    tokens = sampler(logits.to(bridge.device), found).token_ids.cpu()
+    assert tokens[:3].tolist() == expected[:3].argmax(-1).tolist()
 
 
 def test_drafts_are_followed():

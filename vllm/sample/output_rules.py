@@ -1,8 +1,8 @@
 """Rules of a model for its outputs: tokens that it never writes, and the order of time stamps.
 
 They belong to the distribution of the model: logits of tokens that may not come are -inf before
-any sampling parameter is applied. The rules of time stamps are those of Whisper (Radford et al.
-2022, arXiv 2212.04356).
+any sampling parameter is applied. Time stamps follow the rules of Whisper (Radford et al. 2022,
+arXiv 2212.04356).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from vllm.sample.masks import WORD_BITS, TokenMasks, num_words
 
 
 class RowRules:
-    """Which tokens may come next in the output of one request.
+    """The rules of one request, and the output so far, from which the next tokens follow.
 
     Args:
         rules: of the request.
@@ -113,15 +113,27 @@ class LogitRules:
         self.masks.apply(changed)
         if self.first_time is None or self.has_times is None:
             return changed
+        if logits.is_cpu:
+            self._apply_on_host(changed, self.first_time, self.has_times)
+            return changed
+        self._apply_on_card(changed, self.first_time, self.has_times)
+        return changed
+
+    def _apply_on_host(self, logits: Tensor, first_time: int, has_times: Tensor) -> None:
+        """Forbid text where a time stamp comes, in place: no row is copied."""
+        for row, is_asked in zip(self.masks.rows.tolist(), has_times.tolist(), strict=True):
+            if is_asked and _times_win(logits[row : row + 1].float(), first_time):
+                logits[row, :first_time] = -np.inf
+
+    def _apply_on_card(self, logits: Tensor, first_time: int, has_times: Tensor) -> None:
+        """The same, by operators whose shapes do not depend on values."""
         rows = self.masks.device_rows
         if rows is None:
             rows = torch.from_numpy(self.masks.rows).to(logits.device)
-        chosen = changed.index_select(0, rows)
-        wins = self.has_times & _times_win(chosen.float(), self.first_time)
-        is_text = torch.arange(chosen.shape[-1], device=logits.device) < self.first_time
-        chosen = chosen.masked_fill(wins[:, None] & is_text, -np.inf)
-        changed.index_copy_(0, rows, chosen)
-        return changed
+        chosen = logits.index_select(0, rows)
+        wins = has_times & _times_win(chosen.float(), first_time)
+        is_text = torch.arange(chosen.shape[-1], device=logits.device) < first_time
+        logits.index_copy_(0, rows, chosen.masked_fill(wins[:, None] & is_text, -np.inf))
 
 
 def _times_win(logits: Tensor, first_time: int) -> Tensor:

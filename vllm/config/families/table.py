@@ -1237,6 +1237,7 @@ _WITH_MEDIA = (
             "max_target_positions": "max_position_embeddings",
         },
         media="whisper",
+        media_is_cpu_only=True,
         has_positions=False,
         tokenizer="WhisperTokenizer",
         has_complete_prompts=True,

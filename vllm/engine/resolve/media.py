@@ -50,15 +50,21 @@ def resolve_media(
         load: how the weights are loaded.
         max_items: of a request, by modality; None: it is a draft model, which reads only tokens.
         device: name of the platform.
+
+    Raises:
+        ConfigError: the encoder cannot run, and every prompt needs it.
     """
     name = str(arch.hf_config["architectures"][0])
-    if name not in TEXT_TYPES:
+    family = family_of_architecture(arch.architecture)
+    if name not in TEXT_TYPES and not family.decoder_keys:
         return arch
-    media = family_of_architecture(arch.architecture).media
+    media = family.media
     kind = _SOUNDS if media and "image" not in family_class(media).modalities else _IMAGES
     reason = _reason_for_text(arch, folder, load, max_items, device, kind)
     if reason is None:
         return arch
+    if family.decoder_keys:
+        raise ConfigError(f"{name} reads no text without {kind.name}: {reason}")
     logger.info(
         "%s serves text input only: the part of the checkpoint for %s is not loaded, because %s",
         name,
@@ -125,7 +131,7 @@ def _reason_for_text(
         return f"{folder} has no settings of {kind.processor} ({SETTINGS_FILE})"
     if find_spec(kind.package) is None:
         return f"{kind.library} is not installed: pip install 'vllm[{kind.extra}]'"
-    if load.load_format == "dummy":
+    if load.load_format == "dummy" or family.decoder_keys:
         return None
     names = names_of_tensors(folder, load.load_format)
     if names and not any(set(TOWER_PARTS) & set(name.split(".")[:2]) for name in names):

@@ -86,6 +86,10 @@ class MethodLayer(SlicedModule):
     is_held: bool = False
     """The layer only loads: another one takes its parameters over."""
 
+    is_of_items: bool = False
+    """Its inputs are hidden states of images or sounds, which requests with different adapters
+    share."""
+
     method: WeightMethod[Any]
     tp: TPGroup
     """The ranks that share the layer: those of the model, or none but this one."""

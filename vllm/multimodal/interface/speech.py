@@ -28,7 +28,7 @@ class SpokenSegment:
     first: int
     """Index in the output of its first token; time stamps count."""
     last: int
-    """Index behind its last token. The mean of the log-probabilities of these tokens is its
+    """Index after its last token. The mean of the log-probabilities of these tokens is its
     avg_logprob."""
     token_ids: tuple[int, ...]
     """Tokens of its text, without time stamps."""

@@ -81,10 +81,11 @@ class CardEncoder:
     def _largest_size(self, config: VllmConfig, family: MediaFamily) -> int:
         """Return the units of the largest image that is expected and that a prompt has room for."""
         encoder, max_model_len = self._encoder, config.scheduler.max_model_len
-        expected = config.multimodal.limit("image")
+        expected = config.multimodal.largest_image
         image = family.largest()
-        if expected.width is not None and expected.height is not None:
-            image = family.process(np.zeros((expected.height, expected.width, 3), np.uint8))
+        if expected is not None:
+            width, height = expected
+            image = family.process(np.zeros((height, width, 3), np.uint8))
         parts = encoder.divide(_as_tensors(image.tensors))
         largest = max(encoder.size_of(part) for part in parts)
         most = encoder.most_units(max_model_len)
