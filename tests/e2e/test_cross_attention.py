@@ -11,6 +11,7 @@ from tests.reach import runner_of, scheduler_of, worker_of
 from tests.tiny_images import make_tiny_images
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
+from vllm.lora.methods import WithAdapters
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.operators.decode_step import FusedDecodeStep
 from vllm.ops.cpu.operators.program import Program
@@ -183,3 +184,19 @@ def test_a_program_gives_the_bits_of_the_modules(folder, monkeypatch):
             patch.setattr(cpu_launches, "fuse", lambda *args, **options: None)
             assert got == found(**more)
             assert not runs
+
+
+def test_adapters_change_what_launches_run_and_not_what_items_are_made_of(folder, expected):
+    llm = LLM(str(folder), **ENGINE, enable_lora=True)
+    modules = dict(worker_of(llm).model.model.named_modules())
+    adapted = {name for name, module in modules.items() if has_adapters(module)}
+    of_items = {name for name in modules if name.endswith(("attn.k_proj", "attn.v_proj"))}
+    assert of_items and adapted.isdisjoint(of_items)
+    assert {name.rpartition(".")[0] for name in of_items} == {
+        name.rpartition(".")[0] for name in adapted if name.endswith("attn.q_proj")
+    }
+    assert tokens_of(llm.generate(requests_of(FAMILY), GREEDY)) == expected
+
+
+def has_adapters(module):
+    return isinstance(getattr(module, "method", None), WithAdapters)
