@@ -38,15 +38,38 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(*special: str, chat_image: str = "<image>") -> PreTrainedTokenizerFast:
-    """Return a tokenizer of bytes, with some more tokens."""
+LINE_BREAKS = (("Ċ", "Ċ"), ("ĊĊ", "Ċ"), ("ĊĊ", "ĊĊ"))
+"""Merges of up to four line breaks to a token."""
+
+
+def make_tokenizer(
+    *special: str,
+    chat_image: str = "<image>",
+    merges: Sequence[tuple[str, str]] = (),
+    names: dict[str, str] | None = None,
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes, with some more tokens.
+
+    Args:
+        special: tokens of images.
+        chat_image: an image in the chat template.
+        merges: of bytes, to a token each.
+        names: attributes of the tokenizer with such tokens.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    merged = list(map("".join, merges))
+    tokens = ["<pad>", "<s>", "</s>", *alphabet, *merged]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
+    # Without its regular expression, which separates the last line break from a word.
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not merges)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        **({"extra_special_tokens": names} if names else {}),
     )
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
     tokenizer.chat_template = CHAT_TEMPLATE.replace("IMAGE", chat_image)
@@ -87,6 +110,10 @@ class TinyImages:
     """Key of config.json with the id of the token of an image."""
     config: dict[str, Any] = field(default_factory=dict)
     """Other values of config.json, where a text is the token whose id it is."""
+    merges: Sequence[tuple[str, str]] = ()
+    """Of the tokenizer."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Attributes of the tokenizer, for the Processor of transformers."""
     is_in_head: bool = True
     """The output head has the token of an image; False: its id is the size of the vocabulary."""
 
@@ -271,6 +298,9 @@ FAMILIES = {
         "image_token_id",
         {"mm_tokens_per_image": 16, "image_token_id": "<image_soft_token>"}
         | {"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"},
+        LINE_BREAKS,
+        {"image_token": "<image_soft_token>"}
+        | {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
     ),
     "mistral3": _pixtral("mistral3", head_dim=12),
     "llava with the tower of Pixtral": _pixtral("pixtral", head_dim=12),
@@ -287,7 +317,9 @@ def make_tiny_images(family: str, folder: Path, *, seed: int = 0, **text: Any) -
         text: values of `text_config` instead of the family's.
     """
     made = FAMILIES[family]
-    tokenizer = make_tokenizer(made.image, *made.others, chat_image=made.image)
+    tokenizer = make_tokenizer(
+        made.image, *made.others, chat_image=made.image, merges=made.merges, names=made.names
+    )
     vocabulary, vocab_size = tokenizer.get_vocab(), len(tokenizer)
     if not made.is_in_head:
         vocab_size = vocabulary[made.image]
@@ -312,6 +344,22 @@ def make_tiny_images(family: str, folder: Path, *, seed: int = 0, **text: Any) -
     return folder
 
 
+def _given_videos(
+    config: dict[str, Any], processor: Any, films: Sequence[tuple[np.ndarray, float]]
+) -> dict[str, torch.Tensor]:
+    """Return the videos of one prompt for a model of transformers."""
+    from tests.tiny_videos import expected_patches
+
+    found = [expected_patches(processor, frames) for frames, _ in films]
+    given = {
+        "pixel_values_videos": torch.cat([patches for patches, _ in found]),
+        "video_grid_thw": torch.tensor([grid for _, grid in found]),
+    }
+    if "tokens_per_second" in config["vision_config"]:
+        given["second_per_grid_ts"] = torch.tensor([2 / rate for _, rate in films])
+    return given
+
+
 def draw_image(seed: int, height: int = 40, width: int = 48) -> np.ndarray:
     """Return a picture of random blocks and a gradient, [height, width, 3] in RGB."""
     generator = np.random.default_rng(seed)
@@ -322,13 +370,17 @@ def draw_image(seed: int, height: int = 40, width: int = 48) -> np.ndarray:
 
 @torch.inference_mode()
 def expected_outputs(
-    folder: Path, prompts: Sequence[tuple[list[int], list[np.ndarray]]], max_tokens: int
+    folder: Path,
+    prompts: Sequence[tuple[list[int], list[np.ndarray]]],
+    max_tokens: int,
+    videos: Sequence[Sequence[tuple[np.ndarray, float]]] = (),
 ) -> list[list[int]]:
     """Return the greedy outputs of transformers.
 
     Args:
         folder: of a model.
-        prompts: tokens, with the tokens of all images, and the images.
+        prompts: tokens, with the tokens of all images and videos, and the images.
+        videos: for each prompt, frames and their number in a second. Empty: no prompt has videos.
         max_tokens: of each output.
     """
     config = json.loads((folder / "config.json").read_text())
@@ -344,7 +396,7 @@ def expected_outputs(
     processor = processor_class(**settings)
     image_token = config.get("image_token_id", config.get("image_token_index"))
     outputs = []
-    for token_ids, images in prompts:
+    for (token_ids, images), films in zip(prompts, videos or [()] * len(prompts), strict=True):
         ids = torch.tensor([token_ids])
         given = {}
         if images:
@@ -357,8 +409,11 @@ def expected_outputs(
                 hide_images_before_the_first(model)
             if given.pop("num_crops", None) is not None:
                 given["token_type_ids"] = (ids == image_token).int()
-            if "image_grid_thw" in given and not is_version_4():
-                given["mm_token_type_ids"] = (ids == image_token).int()
+        if films:
+            given |= _given_videos(config, processor, films)
+        if ("image_grid_thw" in given or films) and not is_version_4():
+            is_video = ids == config.get("video_token_id")
+            given["mm_token_type_ids"] = (ids == image_token).int() + 2 * is_video.int()
         out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),

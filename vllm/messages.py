@@ -468,6 +468,10 @@ class RunnerStats(msgspec.Struct, frozen=True, kw_only=True):
     """First launches of a shape that was not warmed up."""
     num_late_compilations: int = 0
     """Graphs compiled after the warm-up."""
+    num_encoded_items: int = 0
+    """Images that the encoder has encoded."""
+    encode_seconds: float = 0.0
+    """Seconds of the encoder."""
 
 
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):

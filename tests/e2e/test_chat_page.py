@@ -403,7 +403,7 @@ def test_pictures_are_kept_for_later_turns_edits_and_other_days(seeing, engine, 
     send(seeing, "Look")
     wait_for_answer(seeing, "ok")
     open_chat(seeing, talk[2])
-    seeing.wait_for("document.querySelector('.user img').naturalWidth === 60")
+    seeing.wait_for("document.querySelector('.user img')?.naturalWidth === 60")
     send(seeing, "And now?")
     seeing.wait_for("document.querySelectorAll('.assistant .actions').length === 2")
     assert [len(files) for files in engine.images] == [2, 2]

@@ -1,14 +1,16 @@
 """Images together with every other feature of requests, and what is refused."""
 
 import io
+import shutil
 
 import numpy as np
 import pytest
 
-from tests.reach import scheduler_of
+from tests.quantized_checkpoints import write as write_quantized
+from tests.reach import scheduler_of, worker_of
 from tests.tiny_images import draw_image, make_tiny_images
 from vllm import LLM, SamplingParams
-from vllm.errors import RequestError
+from vllm.errors import RequestError, WeightLoadError
 from vllm.sampling_params import BeamSearchParams
 
 pillow = pytest.importorskip("PIL.Image", reason="images need Pillow")
@@ -290,6 +292,33 @@ def test_an_aborted_request_lets_go_of_its_images(plain, expected, num_steps):
         finished.update((each.request_id, each) for each in engine.step() if each.finished)
     assert tokens_of([finished["kept"]]) == [expected[1]]
     assert not scheduler_of(plain).media.holders
+
+
+@pytest.mark.parametrize("name", ["ct-w8a8", "bnb-nf4"])
+def test_a_quantized_language_model_has_a_dense_encoder(name, tmp_path):
+    sizes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
+    source = make_tiny_images("llava", tmp_path / "dense", **sizes)
+    for skipped in (("vision_tower", "multi_modal_projector"), ()):
+        made = tmp_path / f"{len(skipped)} skipped"
+        made.mkdir()
+        stored, _ = write_quantized(name, made, source, skipped)
+        for path in source.iterdir():
+            if not (stored / path.name).exists():
+                shutil.copy(path, stored)
+        if skipped:
+            llm = LLM(str(stored), **ENGINE)
+            encoders = [
+                worker_of(each).model.media_encoder for each in (LLM(str(source), **ENGINE), llm)
+            ]
+            dense, own = (dict(encoder.named_parameters()) for encoder in encoders)
+            assert all(torch.equal(own[key], dense[key]) for key in dense)
+            assert own.keys() == dense.keys()
+            assert len(tokens_of(llm.generate(ask("<image>", IMAGE), GREEDY))[0]) == 12
+            continue
+        with pytest.raises(WeightLoadError, match=r"encoders are not read from quantized.*to 0$"):
+            LLM(str(stored), **ENGINE)
+        llm = LLM(str(stored), **ENGINE, limit_mm_per_prompt={"image": 0})
+        assert len(tokens_of(llm.generate("No picture", GREEDY))[0]) == 12
 
 
 def test_emptying_the_prefix_cache_drops_embeddings_of_images(folder):

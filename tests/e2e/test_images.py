@@ -125,7 +125,7 @@ def test_requests_whose_image_fails_end_and_leave_nothing_to_others(
         *(
             pytest.param(family, mode, marks=pytest.mark.exhaustive)
             for mode in ("lazy", "torch.compile", "eager")
-            for family in ("llava", "qwen2_vl")
+            for family in ("llava", "qwen2_vl", "gemma3")
         ),
         *(
             pytest.param(family, "HPU graphs", marks=pytest.mark.exhaustive)

@@ -15,6 +15,8 @@ CASES = [
     ("llava_next", {"tensor_parallel_size": 2}, "lazy"),
     ("llava", {"pipeline_parallel_size": 2}, "torch.compile"),
     ("llava", {"tensor_parallel_size": 2}, "eager"),
+    ("gemma3", {"pipeline_parallel_size": 2}, "lazy"),
+    ("gemma3", {"tensor_parallel_size": 2}, "HPU graphs"),
 ]
 
 

@@ -91,9 +91,6 @@ def test_tokens_and_logprobs_are_those_of_transformers(folder, expected):
     [
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
         {"max_num_batched_tokens": 40, "block_size": 4, "num_gpu_blocks_override": 480},
-        # These preempt.
-        {"enable_prefix_caching": False, "max_model_len": 96, "num_gpu_blocks_override": 13},
-        {"max_num_batched_tokens": 30, "max_model_len": 96, "num_gpu_blocks_override": 13},
         {"enforce_eager": True},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
         {"num_scheduler_steps": 4, "async_scheduling": False},
@@ -108,7 +105,21 @@ def test_settings_of_the_engine_change_no_token(folder, expected, settings):
         assert tokens_of(llm.generate(requests_of("gemma3"), GREEDY)) == expected
     if "tensor_parallel_size" not in settings:
         assert not scheduler_of(llm).media.holders
-        assert "max_model_len" not in settings or scheduler_of(llm).num_preemptions
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_preempted_requests_read_their_image_again(folder, enable_prefix_caching):
+    prompts = [ask(f"{number} {IMAGE}?", draw_image(number)) for number in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    want = LLM(str(folder), **ENGINE).generate(prompts, params)
+    llm = LLM(
+        str(folder),
+        **{**ENGINE, "max_model_len": 96, "block_size": 8, "num_gpu_blocks_override": 40},
+        max_num_batched_tokens=30,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    assert tokens_of(llm.generate(prompts, params)) == tokens_of(want)
+    assert scheduler_of(llm).num_preemptions
 
 
 def test_a_cached_prefix_may_end_at_any_block_of_an_image(tmp_path):
@@ -146,6 +157,37 @@ def test_a_cached_prefix_of_windows_may_end_inside_of_an_image(folder, expected)
         # behind the image: its end and two line breaks
         ends.add(len(found[2].prompt_token_ids) - 3 - found[2].num_cached_tokens)
     assert ends == set(range(-2, 6))
+
+
+def test_line_breaks_around_images_are_joined_with_the_text(folder):
+    """As the Processor of transformers joins them, in texts and in tokens."""
+    llm = LLM(str(folder), **ENGINE)
+    tokenizer = llm.get_tokenizer()
+    name = "Gemma3ImageProcessor" if is_version_4() else "Gemma3ImageProcessorPil"
+    processor = transformers.Gemma3Processor(
+        getattr(transformers, name)(size={"height": 32, "width": 32}),
+        tokenizer,
+        image_seq_length=NUM_TOKENS,
+    )
+    one = SamplingParams(max_tokens=1)
+    for text in (
+        *(f"a{IMAGE}b", f"a\n{IMAGE}\nb", f"a {IMAGE} b", IMAGE, f"\n\n{IMAGE}{IMAGE}\n"),
+        *(f"{IMAGE}\n{IMAGE}\n\n", f"é{IMAGE}é\n", f"{IMAGE}a{IMAGE}\n\n\n{IMAGE}\n\n\n\nb"),
+    ):
+        images = [draw_image(n) for n in range(text.count(IMAGE))]
+        want = processor(images=images, text=text, input_data_format="channels_last")
+        (want_ids,) = want["input_ids"]
+        (found,) = llm.generate(ask(text, *images), one, use_tqdm=False)
+        assert (found.prompt, found.prompt_token_ids) == (text, want_ids)
+        for token_ids in (tokenizer(text)["input_ids"], want_ids):
+            prompt = {**ask(text, *images), "prompt_token_ids": token_ids}
+            (found,) = llm.generate(prompt, one, use_tqdm=False)
+            assert found.prompt_token_ids == want_ids
+    content = [{"type": "image", "image": draw_image(1)}, {"type": "text", "text": "\nWhat?"}]
+    (found,) = llm.chat([{"role": "user", "content": content}], one, use_tqdm=False)
+    text = f"USER: {IMAGE}\nWhat?\nASSISTANT:"
+    want = processor(images=[draw_image(1)], text=text, input_data_format="channels_last")
+    assert found.prompt_token_ids == want["input_ids"][0]
 
 
 def test_another_image_behind_the_same_text_shares_nothing_of_it(folder):

@@ -14,8 +14,10 @@ from tests.entrypoints.openai.observed_server import (
     served,
 )
 from vllm.config import PoolerConfig
+from vllm.engine.metrics.media_metrics import MediaReadStats
 from vllm.entrypoints.shared.card_telemetry import CardTelemetry
-from vllm.messages import SchedulerStats
+from vllm.messages import MediaStats, RunnerStats, SchedulerStats
+from vllm.multimodal.interface.media_times import MediaTimes
 from vllm.platforms.card_reading import CardReading
 
 pytestmark = [
@@ -110,6 +112,37 @@ def test_cards_are_listed_where_they_can_be_read(page):
         assert " ".join(second.split()) == "– – – – – of – GiB"
         cards.clear()
         page.wait_for("document.querySelector('#cards').hidden")
+
+
+def test_media_are_shown_of_models_that_read_them(page):
+    engine = ready_engine()
+    read = MediaReadStats(MediaTimes(), num_cache_queries=8, num_cache_hits=2)
+
+    def encode(seconds):
+        media = MediaStats(num_queries=8, num_hits=4)
+        runner = RunnerStats(num_encoded_items=4, encode_seconds=seconds)
+        engine.work(stats=SchedulerStats(num_running=1, media=media, runner=runner))
+
+    encode(0.0)
+    app = make_app(engine)
+    with served(app) as url:
+        page.open(url + "/status")
+        page.wait_for_text("#running", "1")
+        assert not page.is_shown(".of-media")
+        for _ in range(6):
+            read.read.add("image", 0.1)
+        fetched = app.state.context.media_fetcher.times
+        for seconds in (0.25, 0.75):
+            fetched.add("image", seconds)
+        engine.metrics = replace(engine.metrics, read_media=lambda: read)
+        page.wait_for_text(".of-media", "6 image; fetched in 500 ms each, decoded in 100 ms")
+        shown = [" ".join(page.text(f"#{name}").split()) for name in ("read-hits", "encoded-hits")]
+        assert shown == ["25.0", "50.0"]
+        encode(0.2)
+        page.wait_for("parseFloat(document.querySelector('#encoder-share').textContent) > 0")
+        assert page.text("#encode-time") == "50 ms"
+        assert page.evaluate("document.querySelector('#encoder-meter').value") > 0
+        assert page.evaluate(NAMELESS) == []
 
 
 def test_the_phases_of_a_start_are_listed(page):

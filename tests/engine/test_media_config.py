@@ -46,7 +46,7 @@ def test_every_family_reads_text_only_for_these_reasons(family, folders, tmp_pat
     if family in SOUND_FAMILIES:
         modality, items, processor = "audio", "sounds", "a feature extractor"
     limit = {"limit_mm_per_prompt": {modality: 0}}
-    assert reason(folder, **limit) == f"limit_mm_per_prompt allows no {items}"
+    assert reason(folder, **limit).startswith(f"limit_mm_per_prompt allows no {items}")
     assert not any("has no effect" in record.getMessage() for record in caplog.records)
 
     for path in folder.iterdir():

@@ -254,13 +254,18 @@ def test_blocks_outside_of_the_cache_are_counted_over_restarts_and_replicas():
 
 def test_images_are_counted_over_restarts_and_replicas(metrics):
     first, second = (
-        SchedulerStats(media=MediaStats(num_queries=queries, num_hits=hits))
-        for queries, hits in ((5, 2), (3, 1))
+        SchedulerStats(
+            media=MediaStats(num_queries=queries, num_hits=hits),
+            runner=RunnerStats(num_encoded_items=queries - hits, encode_seconds=seconds),
+        )
+        for queries, hits, seconds in ((5, 2, 0.75), (3, 1, 0.5))
     )
     for stats in (first, second):
         metrics.record_output(stats, NOTHING)
     together = MediaStats(num_queries=8, num_hits=3)
     assert metrics.totals.media == together == sum_stats([first, second]).media
+    encoded = RunnerStats(num_encoded_items=5, encode_seconds=1.25)
+    assert metrics.totals.runner == encoded == sum_stats([first, second]).runner
 
 
 def test_only_the_last_requests_are_remembered(metrics):

@@ -239,6 +239,20 @@ def test_the_content_of_a_data_url_is_not_shown():
     assert show_url("http://a/" + "b" * 300) == "http://a/" + "b" * 191 + "..."
 
 
+def test_fetches_are_counted_with_those_that_fail():
+    async def run():
+        fetcher = make_fetcher()
+        await fetcher.fetch("data:,a", "image", "x")
+        with pytest.raises(RequestError):
+            await fetcher.fetch("http://10.0.0.1/a", "audio", "x")
+        fetcher.close()
+        return fetcher.times
+
+    times = asyncio.run(run())
+    assert times.num_items == {"image": 1, "audio": 1}
+    assert times.total_seconds == sum(times.seconds.values()) > 0
+
+
 def test_data_urls_are_decoded_without_a_network():
     fetcher = make_fetcher(["other.test"])
     small, large = " data:,abc\n", "data:," + "x" * 2**21

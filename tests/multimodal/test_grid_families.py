@@ -83,7 +83,7 @@ def test_positions_are_those_of_the_model(name):
         items, kinds = [], [0] * texts[0]
         for grid, behind in zip(grids, texts[1:], strict=True):
             count = grid[1] * grid[2] // 4
-            items.append(PlacedItem(len(kinds), count, grid))
+            items.append(PlacedItem(len(kinds), count, grid, ((len(kinds), count),)))
             kinds += [1] * count + [0] * behind
         wanted, delta = known.model.model.get_rope_index(
             torch.zeros(1, len(kinds), dtype=torch.long),
@@ -97,7 +97,7 @@ def test_positions_are_those_of_the_model(name):
 
 def test_images_next_to_each_other_follow_each_other():
     family = grid_model("qwen2_vl").make_family()
-    items = [PlacedItem(0, 2, (1, 2, 4)), PlacedItem(2, 1, (1, 2, 2))]
+    items = [PlacedItem(0, 2, (1, 2, 4), ((0, 2),)), PlacedItem(2, 1, (1, 2, 2), ((2, 1),))]
     found = family.positions(4, items)
     assert found.tolist() == [[0, 0, 2, 3], [0, 0, 2, 3], [0, 1, 2, 3]]
 
@@ -115,7 +115,7 @@ def test_rows_of_an_image_end_with_a_token(name):
         found = family.process(image)
         height, width = (int(n) for n in wanted["image_sizes"][0])
         assert found.grid == (1, height // 8, width // 8)
-        assert family.positions(100, [PlacedItem(3, 50, found.grid)]) is None
+        assert family.positions(100, [PlacedItem(3, 50, found.grid, ())]) is None
         tensors = tensors_of(found)
         mean, deviation = tensors["statistics"][:, :, None]
         scaled = (tensors["pixels"].unflatten(1, (3, -1)).float() - mean) / deviation

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 BLOCK = 28 * 28
+VIDEO = {"num_frames": 4, "fps": -1.0, "max_given": 8, "max_pixels": 10**6}
 PIXELS = np.zeros((300, 300, 3), np.uint8)
 TILE = {"image_size": 24, "patch_size": 8, "model_type": "clip_vision_model"}
 
@@ -38,7 +39,7 @@ def llava_next():
 
 def read(family, made, **overrides):
     config, settings = made
-    job = make_job(family, config, with_defaults(settings), 10**6, (255, 255, 255), 600)
+    job = make_job(family, config, with_defaults(settings), 10**6, (255, 255, 255), 600, VIDEO)
     return job(MediaSource(modality="image", where="here", pixels=PIXELS, overrides=overrides))
 
 

@@ -172,7 +172,11 @@ def test_requests_of_the_async_engine_close_their_files(folder, monkeypatch):
             assert shown["vllm:encoder_cache_queries_total"] == media.num_queries
             await engine.reset_mm_cache()
             assert await tokens_of(engine, "again", prompt(1, 2)) == found[0]
-            assert engine.metrics.of_all()["vllm:mm_items"][1] == 4
+            read = engine.metrics.read_media().read
+            assert read.num_items == {"image": 4} and read.total_seconds > 0
+            runner = engine.metrics.totals.runner
+            assert runner.num_encoded_items == media.num_queries - media.num_hits
+            assert runner.encode_seconds > 0
             # left by its reader
             long = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
             stream = engine.generate(prompt(3), long, "left")

@@ -296,7 +296,7 @@ def test_a_token_sees_the_tiles_that_transformers_says(prompt):
     family, processor = mllama()
     grids = [(1, 1), (2, 2), (3, 1), (1, 2), (4, 1)]
     starts = [index for index, each in enumerate(ids) if each == image]
-    items = [PlacedItem(start, 1, grids[n % 5]) for n, start in enumerate(starts)]
+    items = [PlacedItem(start, 1, grids[n % 5], ()) for n, start in enumerate(starts)]
     tiles = [rows * columns for rows, columns in (item.grid for item in items)]
     ours = np.zeros((length + 3, len(items), 4), np.int64)
     for n, (begin, end) in enumerate(family.seen_by(items)):

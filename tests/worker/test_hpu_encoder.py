@@ -14,7 +14,7 @@ from tests.reach import runner_of
 from tests.tiny_images import FAMILIES, draw_image, make_tiny_images
 from vllm import LLM, SamplingParams
 from vllm.distributed import TPGroup
-from vllm.errors import CapacityError
+from vllm.errors import CapacityError, RequestError
 from vllm.model_executor.loader.model_loader import load_model
 from vllm.multimodal.job import family_of_model
 from vllm.utils import startup_progress
@@ -125,8 +125,16 @@ def test_the_expected_size_of_images_limits_what_a_card_prepares_for(qwen):
         llm = LLM(qwen, **ENGINE, limit_mm_per_prompt=limit, enforce_eager=True)
         assert runner_of(llm).encoder.sizes[-1] == 32  # 6 x 4 patches, of multiples of 16
         assert llm.generate(prompt_of((56, 84)), GREEDY)
-        with pytest.raises(CapacityError, match="at most 8 embeddings"):
+        with pytest.raises(RequestError, match=r"at most 6 embeddings.*84 x 56 pixels.*got 16"):
             llm.generate(prompt_of((112, 112)), GREEDY)
+
+
+def test_the_expected_size_of_images_is_a_limit_on_the_cpu(qwen):
+    limit = {"image": {"width": 84, "height": 56}}
+    llm = LLM(qwen, **ENGINE, limit_mm_per_prompt=limit, device="cpu")
+    assert llm.generate(prompt_of((56, 84)), GREEDY)
+    with pytest.raises(RequestError, match=r"at most 6 embeddings.*84 x 56 pixels.*got 16"):
+        llm.generate(prompt_of((112, 112)), GREEDY)
 
 
 def test_sizes_that_the_card_does_not_hold_are_given_up(qwen):

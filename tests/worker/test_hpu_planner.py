@@ -1,5 +1,6 @@
 """How a step is split, joined and padded, launch by launch."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,16 @@ from tests.bucketing.helpers import make_limits
 from tests.worker.hpu_helpers import Rows, entries
 from vllm.bucketing import Catalog, Phase
 from vllm.bucketing.bucket import Bucket, decode, prefill
-from vllm.messages import IntArray, SchedulerOutput
+from vllm.messages import IntArray, MediaItem, SchedulerOutput
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.hpu.launches.planner import (
     HPULaunchPlanner,
     PaddedLaunch,
     PaddedShape,
+    PieceEnd,
     launch_shapes,
 )
+from vllm.worker.parts.image_sight import ImageSight
 
 SIZE = 16
 
@@ -29,6 +32,7 @@ def plan(
     merged_prompts: int = 0,
     *,
     has_states: bool = False,
+    piece_end: PieceEnd | None = None,
     kept: list[tuple[int, int, int]] | None = None,
     **limits: Any,
 ) -> list[PaddedLaunch]:
@@ -38,7 +42,7 @@ def plan(
         rows: row, computed tokens and scheduled tokens of each.
         buckets: what there is.
         tables: blocks of rows; only contiguous attention looks at them.
-        merged_prompts, has_states: see HPULaunchPlanner.
+        merged_prompts, has_states, piece_end: see HPULaunchPlanner.
         kept: see `SchedulerOutput.kept_states`.
         limits: of a launch.
     """
@@ -57,6 +61,7 @@ def plan(
         batch,
         merged_prompts,
         has_states=has_states,
+        piece_end=piece_end,
     )
     columns = [np.array(column, np.int32) for column in zip(*rows, strict=True)]
     step = make_step(*columns)
@@ -251,6 +256,40 @@ def test_a_slice_that_never_costs_less_is_not_warmed_up():
 def test_a_prompt_longer_than_a_launch_may_be_runs_in_pieces(rows, pieces):
     launches = plan(rows, [prefill(1, 32, 8)], max_chunk_tokens=32)
     assert shown(launches) == [([piece], prefill(1, 32, 8)) for piece in pieces]
+
+
+@pytest.mark.parametrize(
+    ("images", "rows", "pieces"),
+    [
+        ([], [(0, 0, 70)], [(0, 0, 32), (0, 32, 32), (0, 64, 6)]),
+        # ends at the beginning of an image, and behind one
+        ([(0, 32), (40, 24)], [(0, 0, 70)], [(0, 0, 32), (0, 32, 32), (0, 64, 6)]),
+        ([(30, 20)], [(0, 0, 70)], [(0, 0, 30), (0, 30, 32), (0, 62, 8)]),
+        ([(10, 20), (31, 30)], [(0, 0, 70)], [(0, 0, 31), (0, 31, 32), (0, 63, 7)]),
+        # goes on inside of an image
+        ([(10, 40), (60, 9)], [(0, 20, 60)], [(0, 20, 32), (0, 52, 28)]),
+    ],
+)
+def test_pieces_of_a_prompt_divide_no_image(images, rows, pieces):
+    sight = ImageSight(8)
+    sight.add(with_images(0, images))
+    launches = plan(rows, [prefill(1, 32, 8)], max_chunk_tokens=32, piece_end=sight.piece_end)
+    assert shown(launches) == [([piece], prefill(1, 32, 8)) for piece in pieces]
+
+
+def test_an_image_that_is_longer_than_a_launch_may_be_runs_in_its_own_shape():
+    sight = ImageSight(8)
+    sight.add(with_images(0, [(5, 40)]))
+    rows = [(0, 0, 60)]
+    launches = plan(rows, [prefill(1, 32, 8)], max_chunk_tokens=32, piece_end=sight.piece_end)
+    assert [entries([launch]) for launch in launches] == [[(0, 0, 5)], [(0, 5, 40)], [(0, 45, 15)]]
+    assert launches[1].bucket.query_len == 48
+
+
+def with_images(row: int, runs: list[tuple[int, int]]) -> Any:
+    """A request with images of these tokens, as (first, number)."""
+    items = [MediaItem(modality="image", key="", runs=(run,), tensors=()) for run in runs]
+    return SimpleNamespace(row=row, request=SimpleNamespace(media=items))
 
 
 def test_pieces_of_one_prompt_may_share_a_launch():

@@ -43,11 +43,6 @@ class VideoSettings:
     fps: float = -1.0
     """Maximum number of frames for each second of the video. -1: no other limit than num_frames."""
 
-    @property
-    def max_frames(self) -> int:
-        """Maximum number of frames that a model gets."""
-        return _MOST_FRAMES if self.num_frames == -1 else self.num_frames
-
 
 @dataclass(frozen=True, kw_only=True)
 class MultiModalConfig:
@@ -56,9 +51,10 @@ class MultiModalConfig:
     limit_mm_per_prompt: Mapping[str, Any] = field(default_factory=dict)
     """Maximum number of items of each kind in one request: image=4,video=1, or as JSON
     {"image": 4} or {"image": {"count": 4, "width": 1024, "height": 768},
-    "video": {"count": 1, "num_frames": 16}}. Width and height are the largest image to expect: a
-    card prepares for it and refuses images that need more. num_frames limits the frames of a
-    video. A number without a name limits the images. Not set: 16 images, 16 sounds, 4 videos."""
+    "video": {"count": 1, "num_frames": 16}}. Width and height are the largest image to expect:
+    images that become more embeddings are refused, and a card prepares for no others. num_frames
+    limits the frames of a video. A number without a name limits the images. Not set: 16 images, 16
+    sounds, 4 videos; with image=0 no videos."""
 
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the image processor that replace the settings of the checkpoint (JSON), such as
@@ -111,7 +107,18 @@ class MultiModalConfig:
         given = self.limit_mm_per_prompt.get(modality, {})
         if not isinstance(given, Mapping):
             return ItemLimit(count=given)
-        return ItemLimit(**{"count": _USUAL_COUNTS[modality], **given})
+        usual = _USUAL_COUNTS[modality]
+        if modality == "video" and self.limit("image").count == 0:
+            usual = 0
+        return ItemLimit(**{"count": usual, **given})
+
+    @property
+    def largest_image(self) -> tuple[int, int] | None:
+        """Width and height of the largest image that is expected; None: any."""
+        limit = self.limit("image")
+        if limit.width is None or limit.height is None:
+            return None
+        return limit.width, limit.height
 
     @property
     def counts(self) -> dict[str, int]:
@@ -119,13 +126,16 @@ class MultiModalConfig:
         return {modality: self.limit(modality).count for modality in MODALITIES}
 
     @property
+    def max_frames(self) -> int:
+        """Maximum number of frames of a video that a model gets."""
+        return self.limit("video").num_frames or _MOST_FRAMES
+
+    @property
     def video(self) -> VideoSettings:
-        """Settings for the choice of frames from videos."""
+        """Settings for the choice of frames from videos, in which -1 frames are a number."""
         settings = VideoSettings(**self.media_io_kwargs.get("video", {}))
-        limit = self.limit("video").num_frames
-        if limit is None:
-            return settings
-        return replace(settings, num_frames=min(limit, settings.max_frames))
+        wanted = _MOST_FRAMES if settings.num_frames == -1 else settings.num_frames
+        return replace(settings, num_frames=min(wanted, self.max_frames))
 
     @property
     def background(self) -> tuple[int, int, int]:
@@ -160,6 +170,8 @@ def _check_limit(kind: str, value: object) -> None:
                 f"{name} must be an integer of at least {smallest}, or an object such as "
                 f"{{{example}}}; got {value!r}"
             )
+    if ("width" in counts) != ("height" in counts):
+        raise ConfigError(f"{name} must have both width and height, or neither; got {value!r}")
 
 
 def _check_media_io(given: Mapping[str, Any]) -> None:

@@ -249,7 +249,7 @@ class AsyncLLM:
         self.input_processor = InputProcessor(config, tokenizer, self.generation_defaults)
         name = config.model.served_model_name[0]
         replicas = [EngineMetrics(name, config, replica=n) for n in range(len(self._core))]
-        self.metrics = ReplicaMetrics(replicas, self._preparation.media.counters)
+        self.metrics = ReplicaMetrics(replicas, self._preparation.media.stats)
         recorder = StatsRecorder(*replicas)
         self.output_processor = OutputProcessor(tokenizer, recorder)
         if tokenizer is not None and config.model.pooler is None:
@@ -380,7 +380,7 @@ class AsyncLLM:
         return await self._preparation.tokenize(prompt, is_long=is_long, max_tokens=max_tokens)
 
     async def read_sound(self, source: MediaSource, sampling_rate: int) -> Samples:
-        """Samples of a file of sound; see `SoundLane.read`."""
+        """Return the samples of a file of sound; see `SoundLane.read`."""
         return await self._preparation.sound.read(source, sampling_rate)
 
     async def in_slow_lane(

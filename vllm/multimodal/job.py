@@ -1,6 +1,8 @@
 """The work of a process that reads media: decode, cut and resize images, and so on."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -10,11 +12,13 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError, RequestError
 from vllm.inputs import plural, singular
+from vllm.multimodal.audio.sound import read_sound
 from vllm.multimodal.images.image import Color, image_pixels
 from vllm.multimodal.images.settings import check_resized
 from vllm.multimodal.interface.family import EncoderInput, MediaFamily, VideoFrames
 from vllm.multimodal.interface.source import MediaSource, refuse
 from vllm.multimodal.processor_settings import override_settings, read_settings
+from vllm.multimodal.video.frames import FrameChoice, read_frames
 
 _SIDE = 64
 """Pixels of an image that every family accepts."""
@@ -45,6 +49,13 @@ def job_arguments(config: VllmConfig) -> dict[str, Any]:
         "max_pixels": envs.get().VLLM_MAX_IMAGE_PIXELS,
         "background": config.multimodal.background,
         "max_seconds": envs.get().VLLM_MAX_AUDIO_DECODE_DURATION_S,
+        "video": {
+            "num_frames": config.multimodal.video.num_frames,
+            "fps": config.multimodal.video.fps,
+            "max_given": config.multimodal.max_frames,
+            "max_pixels": envs.get().VLLM_MAX_IMAGE_PIXELS,
+        },
+        "largest_image": config.multimodal.largest_image,
     }
 
 
@@ -63,6 +74,8 @@ def make_job(
     max_pixels: int,
     background: Color,
     max_seconds: float,
+    video: Mapping[str, Any],
+    largest_image: tuple[int, int] | None = None,
 ) -> Job:
     """Return the function that reads an image, sound or video for one model.
 
@@ -73,6 +86,9 @@ def make_job(
         max_pixels: limit of width x height of a file.
         background: colour of transparent pixels.
         max_seconds: limit of a sound.
+        video: fields of a `FrameChoice`.
+        largest_image: width and height of the largest image that is expected; None: any. Images
+            that become more embeddings are refused.
 
     Raises:
         ConfigError: the family does not accept the config or the settings.
@@ -80,16 +96,23 @@ def make_job(
     rules = family_class(family)
     usual = rules(config, settings)
     _import_processors(usual)
-    most = {modality: _cost(usual, modality) for modality in rules.modalities}
+    choice = FrameChoice(**video)
+    most = {modality: _cost(usual, modality, choice) for modality in rules.modalities}
+    limit = None if largest_image is None else ImageLimit.of(usual, *largest_image)
 
     def process(own: MediaFamily, source: MediaSource) -> EncoderInput:
         if source.modality == "image":
             pixels = image_pixels(source, max_pixels=max_pixels, background=background)
-            return own.process(pixels)
-        read_sound = import_module("vllm.multimodal.audio.sound").read_sound
-        return own.process_audio(
-            read_sound(source, sampling_rate=own.sampling_rate, max_seconds=max_seconds)
-        )
+            given = own.process(pixels)
+            if limit is not None:
+                limit.check(num_embeddings(own, given))
+            return given
+        if source.modality == "audio":
+            rate = own.sampling_rate
+            return own.process_audio(
+                read_sound(source, sampling_rate=rate, max_seconds=max_seconds)
+            )
+        return own.process_video(read_frames(source, choice))
 
     def read(source: MediaSource) -> EncoderInput:
         own = usual
@@ -100,7 +123,8 @@ def make_job(
                 own = rules(config, changed)
             except ConfigError as error:
                 raise RequestError(str(error), param="mm_processor_kwargs") from error
-            _check_cost(source.modality, _cost(own, source.modality), most[source.modality])
+            cost = _cost(own, source.modality, choice)
+            _check_cost(source.modality, cost, most[source.modality])
         try:
             return process(own, source)
         except RequestError as error:
@@ -117,7 +141,10 @@ def _import_processors(rules: MediaFamily) -> None:
     for modality in rules.modalities:
         if modality == "image":
             rules.process(black)
-        elif modality == "audio":
+            continue
+        with suppress(ImportError):  # each file is refused then
+            import av  # noqa: F401
+        if modality == "audio":
             rules.process_audio(np.zeros(rules.sampling_rate, np.float32))
         else:
             rules.process_video(VideoFrames(np.stack([black] * 2), np.arange(2) / 2))
@@ -130,16 +157,56 @@ def num_embeddings(rules: MediaFamily, given: EncoderInput) -> int:
         rules: of the model.
         given: of the item.
     """
-    ids: dict[str, int] = {}
-    found = rules.expand(given.grid, lambda token: ids.setdefault(token, len(ids)))
+    found = rules.expand(given.grid, _AnyTokens())
     return sum(found.is_embedding) + found.num_states
 
 
-def _cost(rules: MediaFamily, modality: str) -> tuple[int, int]:
+@dataclass(frozen=True, slots=True)
+class ImageLimit:
+    """The largest image that is expected: `limit_mm_per_prompt` with width and height."""
+
+    width: int
+    height: int
+    num_embeddings: int
+
+    @classmethod
+    def of(cls, rules: MediaFamily, width: int, height: int) -> "ImageLimit":
+        """Return the limit for images of a model."""
+        image = rules.process(np.zeros((height, width, 3), np.uint8))
+        return cls(width, height, num_embeddings(rules, image))
+
+    def check(self, count: int) -> None:
+        """Refuse an image that becomes more embeddings.
+
+        Raises:
+            RequestError: names both numbers.
+        """
+        if count > self.num_embeddings:
+            raise RequestError(
+                f"it must become at most {self.num_embeddings} embeddings, as an image of "
+                f"{self.width} x {self.height} pixels does, got {count}. Send a smaller image, or "
+                f"start the engine with a larger width and height (--limit-mm-per-prompt)"
+            )
+
+
+def _cost(rules: MediaFamily, modality: str, choice: FrameChoice) -> tuple[int, int]:
     """Return the most embeddings that an item can have, and the most bytes of its tensors."""
-    largest = rules.largest_of(modality)
+    largest = rules.largest_of(modality, choice.num_frames)
     num_bytes = sum(tensor.nbytes for tensor in largest.tensors.values())
     return num_embeddings(rules, largest), num_bytes
+
+
+class _AnyTokens:
+    """A vocabulary in which each text is a token."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {}
+
+    def __call__(self, token: str) -> int:
+        return self._ids.setdefault(token, len(self._ids))
+
+    def text(self, text: str) -> list[int]:
+        return [self(text)]
 
 
 def _check_cost(modality: str, cost: tuple[int, int], most: tuple[int, int]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from vllm.multimodal.audio import settings as sounds
 from vllm.multimodal.images import settings as images
 from vllm.multimodal.interface.family import MediaFamily
+from vllm.multimodal.video.settings import read_video_size
 
 
 def read_settings(family: type[MediaFamily], folder: Path | str) -> dict[str, Any]:
@@ -16,7 +17,10 @@ def read_settings(family: type[MediaFamily], folder: Path | str) -> dict[str, An
         ConfigError: there are none, or they cannot be used.
     """
     if _has_images(family):
-        return images.read_processor_settings(folder)
+        settings = images.read_processor_settings(folder)
+        if "video" in family.modalities:
+            settings["video_size"] = read_video_size(folder)
+        return settings
     return sounds.read_feature_settings(folder)
 
 

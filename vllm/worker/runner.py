@@ -189,7 +189,7 @@ class Runner(ABC):
 
     def stats(self) -> RunnerStats:
         """Return the counters since the start."""
-        return self.launches.stats(self._num_steps, self._num_useful_tokens)
+        return self.parts.count(self.launches.stats(self._num_steps, self._num_useful_tokens))
 
     def _needs_tokens(self, step: SchedulerOutput) -> bool:
         """Return whether the host must have the results of the step in flight before this one

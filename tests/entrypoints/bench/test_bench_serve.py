@@ -63,6 +63,22 @@ def test_a_load_is_counted_by_the_servers_usage(capsys):
     assert len(server.requests) == 11
 
 
+def test_pictures_are_sent_to_the_chat_api_and_counted(capsys):
+    chat = ["--backend", "openai-chat", "--tokenizer", str(BUNDLED_MODEL)]
+    mm = ["--dataset-name", "random-mm", "--random-mm-bucket-config", "{(8, 8, 1): 1}"]
+    mm += ["--random-mm-base-items-per-request", "2"]
+    with FakeServer(lambda request: stream(delta("x", "stop"), usage(11, 1))) as server:
+        result, _ = bench(capsys, server, "--num-prompts", "3", *chat, *mm)
+        assert main(flags(server, *mm)) == 2
+    assert "random-mm needs --backend openai-chat" in capsys.readouterr().err
+    assert (result["completed"], result["images_per_request"]) == (3, 2.0)
+    assert result["image_throughput"] == pytest.approx(2 * result["request_throughput"])
+    (message,) = server.requests[-1].body["messages"]
+    first, second, text = message["content"]
+    assert first["image_url"]["url"].startswith("data:image/jpeg;base64,/9j/")
+    assert first != second and text["type"] == "text"
+
+
 def test_a_request_asks_for_ids_a_length_and_usage(capsys):
     extra = ["--ignore-eos", "--top-p", "0.5", "--extra-body", '{"min_p": 0.1}']
     with FakeServer(answer_of(4)) as server:

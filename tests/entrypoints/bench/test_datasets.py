@@ -1,14 +1,23 @@
 import json
+from argparse import ArgumentParser
+from io import BytesIO
 
 import pytest
+from PIL import Image
 
 from vllm.assets import BUNDLED_MODEL
-from vllm.entrypoints.bench.dataset_args import DatasetArgs, dataset_of
+from vllm.entrypoints.bench.dataset_args import (
+    DatasetArgs,
+    add_dataset_flags,
+    dataset_of,
+    read_dataset_flags,
+)
 from vllm.entrypoints.bench.datasets import (
     file_requests,
     ordinary_ids,
     random_requests,
     random_texts,
+    with_images,
 )
 from vllm.errors import ConfigError
 from vllm.transformers_utils.tokenizer import get_tokenizer
@@ -157,7 +166,7 @@ def test_a_file_that_is_not_there_is_named():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "sonnet"}, "dataset must be one of random, sharegpt, jsonl, text"),
+        ({"name": "sonnet"}, "dataset must be one of random, random-mm, sharegpt, jsonl, text"),
         ({"name": "text"}, "dataset text needs a file: give --dataset-path"),
         ({"range_ratio": 1.0}, "random_range_ratio must be at least 0 and below 1"),
         ({"num_prompts": 0}, "num_prompts must be at least 1, got 0"),
@@ -168,3 +177,56 @@ def test_a_file_that_is_not_there_is_named():
 def test_a_dataset_checks_its_numbers(settings, message):
     with pytest.raises(ConfigError, match=message):
         dataset(**settings)
+
+
+# ---- pictures -----------------------------------------------------------------------------
+
+
+def with_flags(*flags, num_prompts=40):
+    parser = ArgumentParser()
+    add_dataset_flags(parser, input_len=4, num_prompts=num_prompts)
+    args = parser.parse_args(["--dataset-name", "random-mm", *flags])
+    args.seed = 1
+    dataset = read_dataset_flags(args)
+    return with_images(dataset, random_requests(dataset, range(100)))
+
+
+def test_pictures_are_drawn_by_number_and_size():
+    sizes = "{(40, 30, 1): 1, (16, 64, 1): 0.5, (720, 1280, 16): 0.0}"
+    flags = ["--random-mm-bucket-config", sizes, "--random-mm-base-items-per-request", "2"]
+    flags += ["--random-mm-num-mm-items-range-ratio", "1"]
+    flags += ["--random-mm-limit-mm-per-prompt", '{"image": 3, "video": 0}']
+    requests = with_flags(*flags)
+    assert requests == with_flags(*flags)
+    assert {len(r.images) for r in requests} == {0, 1, 2, 3}
+    files = [file for r in requests for file in r.images]
+    assert len(set(files)) == len(files)
+    images = [Image.open(BytesIO(file)) for file in files]
+    assert {image.size for image in images} == {(30, 40), (64, 16)}
+    assert {image.format for image in images} == {"JPEG"}
+    assert {len(r.prompt) for r in requests} == {4}
+
+
+def test_pictures_have_usual_sizes_without_flags():
+    images = [Image.open(BytesIO(r.images[0])) for r in with_flags(num_prompts=12)]
+    assert {image.size for image in images} == {(256, 256), (1280, 720)}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("base-items-per-request", "-1", "must be at least 0, got -1"),
+        ("num-mm-items-range-ratio", "2", "must be from 0 to 1, got 2.0"),
+        ("limit-mm-per-prompt", "3", "must be a JSON object such as"),
+        ("limit-mm-per-prompt", '{"image": 0}', "must be at least 1, got 0"),
+        ("limit-mm-per-prompt", '{"video": 2}', "only pictures are drawn, got 2 for 'video'"),
+        ("bucket-config", "{", "must be a dictionary such as"),
+        ("bucket-config", "{(0, 9, 1): 1}", "heights, widths and weights above 0"),
+        ("bucket-config", "{(9, 9): 1}", "must be a dictionary such as"),
+        ("bucket-config", "{(9, 9, 1): 0}", "must be a dictionary such as"),
+        ("bucket-config", "{(9, 9, 4): 1}", r"\(9, 9, 4\) is the size of a video"),
+    ],
+)
+def test_a_flag_of_pictures_that_cannot_be_used_is_refused(flag, value, message):
+    with pytest.raises(ConfigError, match=f"--random-mm-{flag}.*{message}"):
+        with_flags(f"--random-mm-{flag}", value)

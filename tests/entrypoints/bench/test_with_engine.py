@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.e2e.server import start_server
+from tests.tiny_images import make_tiny_images
 from vllm.entrypoints.cli.main import main
 
 pytestmark = pytest.mark.e2e
@@ -36,6 +37,19 @@ def test_throughput_counts_tokens_of_random_prompts(capsys):
     assert (result["num_requests"], result["total_num_tokens"]) == (5, 60)
     assert result["total_output_tokens"] == 20
     assert result["output_tokens_per_second"] == pytest.approx(20 / result["elapsed_time"], rel=0.1)
+
+
+def test_throughput_counts_the_tokens_of_random_pictures(capsys, tmp_path):
+    args = ["throughput", "--dataset-name", "random-mm", "--num-prompts", "3", "--input-len", "8"]
+    args += ["--output-len", "4", "--disable-tqdm", *SMALL]
+    mm = ["--random-mm-base-items-per-request", "2"]
+    mm += ["--random-mm-bucket-config", "{(40, 48, 1): 1}"]
+    model = make_tiny_images("llava", tmp_path)
+    result = bench(capsys, *args, *mm, "--model", str(model))
+    assert (result["num_requests"], result["images_per_request"]) == (3, 2.0)
+    assert result["total_input_tokens"] > 3 * 8 + 3 * 2
+    assert main(["bench", *args]) == 2
+    assert "needs a model that reads images" in capsys.readouterr().err
 
 
 def test_throughput_takes_the_prompts_of_a_file(capsys, tmp_path):

@@ -140,7 +140,9 @@ def make_client(engine: CoreInProcess, **settings: Any) -> TestClient:
 
 
 @contextlib.asynccontextmanager
-async def open_stream(app: FastAPI, path: str, body: bytes) -> AsyncIterator["OpenStream"]:
+async def open_stream(
+    app: FastAPI, path: str, body: bytes, *, content_type: bytes = b"application/json"
+) -> AsyncIterator["OpenStream"]:
     """A POST whose answer is read piece by piece; leaving the block is leaving as a client."""
     stream = OpenStream()
     scope = {
@@ -149,7 +151,7 @@ async def open_stream(app: FastAPI, path: str, body: bytes) -> AsyncIterator["Op
         "path": path,
         "raw_path": path.encode(),
         "query_string": b"",
-        "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))],
+        "headers": [(b"content-type", content_type), (b"content-length", b"%d" % len(body))],
         "client": ("test", 1),
         "server": ("test", 80),
         "scheme": "http",

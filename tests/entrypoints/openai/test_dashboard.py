@@ -11,10 +11,11 @@ from starlette.testclient import TestClient
 
 from tests.entrypoints.openai.observed_server import make_app, ready_engine
 from vllm.config import ConnectorConfig
-from vllm.engine.input.media_lane import MediaLane
 from vllm.engine.metrics.engine_metrics import EngineMetrics, IterationStats
+from vllm.engine.metrics.media_metrics import MediaReadStats, fetch_metrics, read_metrics
 from vllm.entrypoints.shared.card_telemetry import card_metrics
 from vllm.messages import DraftStats, SchedulerStats
+from vllm.multimodal.interface.media_times import MediaTimes
 from vllm.platforms.card_reading import CardReading
 
 ROOT = Path(__file__).parents[3]
@@ -74,11 +75,11 @@ def test_panels_do_not_overlap_and_fill_the_width():
     assert len(ids) == len(set(ids))
 
 
-_OPTIONAL = ("spec_decode", "lora", "external", "transfer", "mm_", "encoder_cache")
+_OPTIONAL = ("spec_decode", "lora", "external", "transfer", "mm_", "encoder_")
 """Parts of the names of metrics that some configs add."""
 
 
-def test_every_metric_of_the_engine_is_documented(exposed, monkeypatch):
+def test_every_metric_of_the_engine_is_documented(exposed):
     page = (ROOT / "docs" / "metrics.md").read_text()
     documented = set(re.findall(r"`((?:vllm:|http_)\w+)", page))
     suffixes = ("_bucket", "_count", "_sum")
@@ -104,9 +105,10 @@ def test_every_metric_of_the_engine_is_documented(exposed, monkeypatch):
     for family in (family for each in metrics.metric_sets() for family in each.collect()):
         if any(part in family.name for part in _OPTIONAL):
             names |= {sample.name for sample in family.samples}
-    lane = MediaLane(lambda: pytest.fail("no image is read"))
-    monkeypatch.setattr(lane, "_workers", object())
-    names |= {f"{name}_total" for name in lane.counters()}
+    times = MediaTimes()
+    times.add("image", 0.5)
+    for made in (read_metrics(MediaReadStats(times, 2, 1), "m"), fetch_metrics(times, "m")):
+        names |= {sample.name for family in made.collect() for sample in family.samples}
     cards = card_metrics([CardReading(0, 0, "HL-225", 400.0, 50.0, 2**30, 2**37, 0.5)])
     names |= {sample.name for family in cards.collect() for sample in family.samples}
     assert names == documented

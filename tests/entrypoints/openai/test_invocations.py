@@ -10,9 +10,7 @@ from starlette.testclient import TestClient
 
 from tests.entrypoints.openai.scripted_engine import ScriptedEngine
 from tests.entrypoints.openai.scripted_engine import make_client as make_server_client
-from vllm.entrypoints.openai.routes import (
-    audio as serving_audio,
-)
+from vllm.entrypoints.openai.audio import serving as serving_audio
 from vllm.entrypoints.openai.routes import (
     invocations as serving_invocations,
 )
@@ -87,9 +85,8 @@ def test_keys_choose_the_route(fields, path):
     assert find_target(json.dumps(fields).encode()) == path
 
 
-@pytest.mark.parametrize("name", ["transcriptions", "translations", "speech"])
-def test_audio_is_refused_in_words(name):
-    answer = make_client().post(f"/v1/audio/{name}", files={"file": b"RIFF"})
+def test_speech_is_refused_in_words():
+    answer = make_client().post("/v1/audio/speech", json={"input": "Hello"})
     assert answer.status_code == 404
     assert answer.json()["error"]["type"] == "not_found_error"
-    assert "audio is not available" in answer.json()["error"]["message"]
+    assert "speech is not available" in answer.json()["error"]["message"]

@@ -27,6 +27,7 @@ from vllm.multimodal.interface.family import (
     Expansion,
     MediaFamily,
     PlacedItem,
+    TokenLookup,
 )
 from vllm.multimodal.interface.source import MediaSource
 from vllm.multimodal.interface.speech import SpeechRules
@@ -120,7 +121,7 @@ class MediaInput:
         if self.family is None:
             return None
         if self._speech is None:
-            self._speech = (speech_of_model(self._engine, _token_lookup(tokenizer)),)
+            self._speech = (speech_of_model(self._engine, _Vocabulary(tokenizer)),)
         return self._speech[0]
 
     def joined(self, prompt: PromptType) -> PromptType:
@@ -265,7 +266,7 @@ class MediaInput:
         assert family is not None
         if not any(family.text_around) or not items:
             return token_ids
-        lookup = _token_lookup(tokenizer)
+        lookup = _Vocabulary(tokenizer)
         _, inside, *_ = family.expand(items[0].given.grid, lookup).token_ids
         if inside in token_ids:
             return token_ids
@@ -303,7 +304,7 @@ class MediaInput:
         self.check_required(len(items))
         if not items and tokenizer is None:
             return None
-        lookup = _token_lookup(tokenizer)
+        lookup = _Vocabulary(tokenizer)
         texts = {kind: family.placeholder_of(kind) for kind in self.limits}
         kind_of = {lookup(text): kind for kind, text in texts.items() if text}
         found_at = [index for index, token in enumerate(token_ids) if token in kind_of]
@@ -334,6 +335,9 @@ class MediaInput:
                 found += _as_text(tokenizer, texts[kind])
                 continue
             each = waiting[kind].popleft()
+            if _is_within(family.around(kind), found, token_ids[before : before + 1], lookup):
+                del found[-1]
+                before += 1
             placed.append((each, len(found)))
             found += each.expansion.token_ids
         return self._placed(found + token_ids[before:], placed)
@@ -350,21 +354,26 @@ class MediaInput:
         family = self.family
         assert family is not None
         items = [
-            PlacedItem(start, len(each.expansion.token_ids), each.item.given.grid)
+            PlacedItem(
+                start,
+                len(each.expansion.token_ids),
+                each.item.given.grid,
+                tuple(_runs(each.expansion.is_embedding, start)),
+            )
             for each, start in placed
         ]
         media = tuple(
             MediaItem(
                 modality=each.item.modality,
                 key=each.item.key,
-                runs=tuple(_runs(each.expansion.is_embedding, start)),
+                runs=item.runs,
                 num_states=each.expansion.num_states,
                 seen_by=seen_by,
                 tensors=inline_tensors(each.item.given.tensors)
                 if each.item.file is None
                 else each.item.file.tensors,
             )
-            for (each, start), seen_by in zip(placed, family.seen_by(items), strict=True)
+            for (each, _), item, seen_by in zip(placed, items, family.seen_by(items), strict=True)
         )
         return PlacedMedia(
             token_ids,
@@ -496,20 +505,47 @@ def _names_of(kind: str, given: Any, count: int) -> Sequence[str | None]:
     return list(given)
 
 
-def _token_lookup(tokenizer: "PreTrainedTokenizerBase | None") -> Any:
-    def lookup(token: str) -> int:
-        if tokenizer is None:
-            raise _refused(
-                "media need a tokenizer, and this engine runs without one (skip_tokenizer_init)"
-            )
-        found = tokenizer.convert_tokens_to_ids(token)
+class _Vocabulary:
+    """The tokens of a tokenizer, for families.
+
+    Args:
+        tokenizer: None: the engine runs without one, and each lookup is refused.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+        self._given = tokenizer
+
+    def __call__(self, token: str) -> int:
+        found = self._tokenizer.convert_tokens_to_ids(token)
         if not isinstance(found, int) or (
-            found == tokenizer.unk_token_id and token != tokenizer.unk_token
+            found == self._tokenizer.unk_token_id and token != self._tokenizer.unk_token
         ):
             raise ConfigError(f"the tokenizer of the model has no token {token!r}")
         return found
 
-    return lookup
+    def text(self, text: str) -> list[int]:
+        found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
+
+    @property
+    def _tokenizer(self) -> "PreTrainedTokenizerBase":
+        if self._given is None:
+            raise _refused(
+                "media need a tokenizer, and this engine runs without one (skip_tokenizer_init)"
+            )
+        return self._given
+
+
+def _is_within(
+    around: tuple[str, str] | None,
+    before: Sequence[int],
+    after: Sequence[int],
+    lookup: TokenLookup,
+) -> bool:
+    """Return whether a placeholder is between two tokens."""
+    if around is None or not before or not after:
+        return False
+    return (before[-1], after[0]) == (lookup(around[0]), lookup(around[1]))
 
 
 def _as_text(tokenizer: "PreTrainedTokenizerBase | None", text: str) -> list[int]:

@@ -22,11 +22,13 @@ from vllm.engine.input.media_input import (
     read_media,
     with_read_media,
 )
+from vllm.engine.metrics.media_metrics import MediaReadStats
 from vllm.errors import ConfigError
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.multimodal import media_file
 from vllm.multimodal.interface.family import EncoderInput
+from vllm.multimodal.interface.media_times import MediaTimes
 from vllm.multimodal.interface.source import MediaSource
 from vllm.multimodal.media_file import MediaFile
 from vllm.multimodal.pool import MediaWorkers
@@ -103,8 +105,7 @@ class MediaLane:
         self._files: WeakValueDictionary[str, MediaFile] = WeakValueDictionary()
         """By key of the item, while requests with it run."""
         self.cache = PixelCache(0)
-        self._num_read = 0
-        self._read_seconds = 0.0
+        self._times = MediaTimes()
 
     def prepare(self) -> None:
         """Start the processes in the background, if the model reads media.
@@ -125,16 +126,11 @@ class MediaLane:
         )
         self._thread.submit(self._start, self._workers)
 
-    def counters(self) -> Mapping[str, tuple[str, float]]:
-        """Return what has been counted: name of the metric -> help and value."""
+    def stats(self) -> MediaReadStats | None:
+        """Return what has been counted; None: the model reads text only."""
         if self._workers is None:
-            return {}
-        return {
-            "vllm:mm_cache_queries": ("Media items looked up.", self.cache.num_queries),
-            "vllm:mm_cache_hits": ("Media items that had been read before.", self.cache.num_hits),
-            "vllm:mm_items": ("Media items that were read.", self._num_read),
-            "vllm:mm_read_seconds": ("Seconds of reading media items.", self._read_seconds),
-        }
+            return None
+        return MediaReadStats(self._times, self.cache.num_queries, self.cache.num_hits)
 
     async def read(self, prompt: PromptType) -> PromptType:
         """Return the prompt with its media read.
@@ -204,7 +200,7 @@ class MediaLane:
         assert self._workers is not None
         task = self._reading.get(key)
         if task is None:
-            task = asyncio.create_task(self._timed(self._workers.run(source)))
+            task = asyncio.create_task(self._timed(source.modality, self._workers.run(source)))
             self._reading[key] = task
             task.add_done_callback(lambda _: self._reading.pop(key, None))
         # Another request may wait for the same item: cancelling one leaves it to the other.
@@ -212,11 +208,10 @@ class MediaLane:
         self.cache.keep(key, given)
         return given
 
-    async def _timed(self, reading: Awaitable[EncoderInput]) -> EncoderInput:
+    async def _timed(self, modality: str, reading: Awaitable[EncoderInput]) -> EncoderInput:
         began = time.monotonic()
         given = await reading
-        self._num_read += 1
-        self._read_seconds += time.monotonic() - began
+        self._times.add(modality, time.monotonic() - began)
         return given
 
     async def _file_of(self, item: ReadMedia) -> MediaFile | None:

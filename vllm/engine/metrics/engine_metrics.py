@@ -9,11 +9,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from operator import add, lt
+from typing import Any
 
 import msgspec
 
 from vllm.config import VllmConfig
 from vllm.engine.metrics.history import RateHistory, Rates
+from vllm.engine.metrics.media_metrics import MediaReadStats, add_encoder_metrics
 from vllm.engine.metrics.registry import Histogram, MetricSet
 from vllm.messages import (
     DraftStats,
@@ -203,6 +205,10 @@ class EngineMetrics:
         """`stats`, with counters over all restarts of the core."""
         return self._counters.totals(self.stats)
 
+    def read_media(self) -> MediaReadStats | None:
+        """Return None: a replica reads no media, as the server does it for all."""
+        return None
+
     def rates(self) -> Rates:
         """Tokens of each second."""
         return self.history.rates()
@@ -241,7 +247,7 @@ class EngineMetrics:
         if self.config.connector.kv_transfer is not None:
             _add_transfer_metrics(metrics, totals.transfer)
         if self.config.model.resolved_arch.media_config is not None:
-            _add_media_metrics(metrics, totals.media)
+            add_encoder_metrics(metrics, totals)
         if self.config.lora.enable_lora:
             _add_adapters(metrics, totals, self.config.lora.num_slots)
         cache = self.config.cache
@@ -375,7 +381,7 @@ class _CoreCounters:
             runner=RunnerStats(**dict(zip(RunnerStats.__struct_fields__, runner, strict=True))),
         )
 
-    def _counters_of(self, stats: SchedulerStats) -> tuple[int, ...]:
+    def _counters_of(self, stats: SchedulerStats) -> tuple[Any, ...]:
         drafts = stats.drafts
         accepted = drafts.accepted or (0,) * self._max_drafts
         return (
@@ -407,14 +413,6 @@ def _add_transfer_metrics(metrics: MetricSet, transfer: TransferStats) -> None:
         ("external_prefix_cache_hits", "Prompt tokens loaded.", transfer.num_hits),
         ("kv_transfer_loaded_bytes", "Bytes of blocks loaded.", transfer.num_loaded_bytes),
         ("kv_transfer_saved_bytes", "Bytes of blocks saved.", transfer.num_saved_bytes),
-    ):
-        metrics.counter(f"vllm:{name}", help).value = value
-
-
-def _add_media_metrics(metrics: MetricSet, media: MediaStats) -> None:
-    for name, help, value in (
-        ("encoder_cache_queries", "Images that requests needed.", media.num_queries),
-        ("encoder_cache_hits", "Images whose embeddings were there.", media.num_hits),
     ):
         metrics.counter(f"vllm:{name}", help).value = value
 

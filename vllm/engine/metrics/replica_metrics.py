@@ -1,7 +1,7 @@
 """The metrics of an engine of several replicas: each replica's own, and sums where one number is
 wanted."""
 
-from collections.abc import Callable, Mapping, Reversible, Sequence
+from collections.abc import Callable, Reversible, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import zip_longest
@@ -12,7 +12,8 @@ import msgspec
 from vllm.config import VllmConfig
 from vllm.engine.metrics.engine_metrics import NUM_RECENT, EngineMetrics, FinishedRequestStats
 from vllm.engine.metrics.history import Rates
-from vllm.engine.metrics.registry import AnyMetrics, MergedMetrics, MetricSet
+from vllm.engine.metrics.media_metrics import MediaReadStats, read_metrics
+from vllm.engine.metrics.registry import AnyMetrics, MergedMetrics
 from vllm.messages import DraftStats, MediaStats, RunnerStats, SchedulerStats, TransferStats
 
 _Counters = TypeVar("_Counters", MediaStats, RunnerStats, TransferStats)
@@ -42,6 +43,8 @@ class ReadableMetrics(Protocol):
     @property
     def totals(self) -> SchedulerStats: ...
 
+    def read_media(self) -> MediaReadStats | None: ...
+
     def rates(self) -> Rates: ...
 
     def metric_sets(self) -> Sequence[AnyMetrics]: ...
@@ -54,9 +57,9 @@ class ReplicaMetrics:
 
     replicas: Sequence[EngineMetrics]
     """At least one."""
-    of_all: Callable[[], Mapping[str, tuple[str, float]]] = dict
-    """Returns counters of what the replicas share: name -> help and value. They have the label of
-    the first replica."""
+    read_media: Callable[[], MediaReadStats | None] = lambda: None
+    """Returns what the server has read of media for all replicas; None: the model reads text only.
+    Its metrics have the label of the first replica."""
 
     @property
     def model_name(self) -> str:
@@ -107,10 +110,10 @@ class ReplicaMetrics:
         """All metrics, for exposition."""
         every = [replica.metric_sets() for replica in self.replicas]
         sets: list[AnyMetrics] = [MergedMetrics(parts) for parts in zip(*every, strict=True)]
-        shared = MetricSet({"model_name": self.model_name, "engine": "0"})
-        for name, (help, value) in self.of_all().items():
-            shared.counter(name, help).value = value
-        return [*sets, shared]
+        media = self.read_media()
+        if media is not None:
+            sets.append(read_metrics(media, self.model_name))
+        return sets
 
 
 def sum_stats(every: Sequence[SchedulerStats]) -> SchedulerStats:

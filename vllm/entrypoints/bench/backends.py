@@ -4,6 +4,7 @@ Counts of tokens are those of `usage`, which the server is asked to send at the 
 pieces of text are not counted as tokens.
 """
 
+import base64
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ class BenchRequest:
     max_tokens: int
     num_prompt_tokens: int | None = None
     """If it is known beforehand; results use the server's count."""
+    images: tuple[bytes, ...] = field(default=(), repr=False)
+    """Files of pictures, for chats."""
 
 
 @dataclass(slots=True)
@@ -144,12 +147,22 @@ class Backend:
 
     def _body(self, request: BenchRequest) -> bytes:
         if self._is_chat:
-            prompt: dict[str, Any] = {"messages": [{"role": "user", "content": request.prompt}]}
+            content = _content(request)
+            prompt: dict[str, Any] = {"messages": [{"role": "user", "content": content}]}
             limit = "max_completion_tokens"
         else:
             prompt = {"prompt": request.prompt}
             limit = "max_tokens"
         return msgspec.json.encode({**prompt, limit: request.max_tokens, **self._fields})
+
+
+def _content(request: BenchRequest) -> Any:
+    """Return the content of a message: a text, or the pictures and the text."""
+    if not request.images:
+        return request.prompt
+    urls = (f"data:image/jpeg;base64,{base64.b64encode(file).decode()}" for file in request.images)
+    parts: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*parts, {"type": "text", "text": request.prompt}]
 
 
 class _StreamReader:

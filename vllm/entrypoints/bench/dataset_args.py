@@ -4,9 +4,16 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm.entrypoints.bench.random_images import (
+    RandomImageArgs,
+    add_image_flags,
+    read_image_flags,
+)
 from vllm.errors import ConfigError
 
-DATASETS = ("random", "sharegpt", "jsonl", "text")
+RANDOM_MM = "random-mm"
+"""Random prompts with random pictures."""
+DATASETS = ("random", RANDOM_MM, "sharegpt", "jsonl", "text")
 
 _BY_SUFFIX = {".json": "sharegpt", ".jsonl": "jsonl"}
 _DATASET_NAMES = {"custom": "jsonl"}
@@ -33,11 +40,13 @@ class DatasetArgs:
     prefix_len: int = 0
     """Tokens that all random prompts begin with, to use the prefix cache."""
     seed: int = 0
+    images: RandomImageArgs | None = None
+    """The pictures of random-mm; None: requests have none."""
 
     def __post_init__(self) -> None:
         if self.name not in DATASETS:
             raise ConfigError(f"dataset must be one of {', '.join(DATASETS)}, got {self.name!r}")
-        if self.name != "random" and self.path is None:
+        if not self.is_random and self.path is None:
             raise ConfigError(f"dataset {self.name} needs a file: give --dataset-path")
         if not 0 <= self.range_ratio < 1:
             raise ConfigError(
@@ -48,6 +57,11 @@ class DatasetArgs:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.output_len is not None and self.output_len < 1:
             raise ConfigError(f"output_len must be at least 1, got {self.output_len}")
+
+    @property
+    def is_random(self) -> bool:
+        """Whether prompts are drawn."""
+        return self.name in ("random", RANDOM_MM)
 
 
 def dataset_of(path: str | None) -> str:
@@ -105,6 +119,7 @@ def add_dataset_flags(parser: argparse.ArgumentParser, *, input_len: int, num_pr
         metavar="N",
         help="tokens of a prefix that all random prompts share (default: 0)",
     )
+    add_image_flags(parser)
 
 
 def read_dataset_flags(args: argparse.Namespace) -> DatasetArgs:
@@ -113,8 +128,9 @@ def read_dataset_flags(args: argparse.Namespace) -> DatasetArgs:
     Raises:
         ConfigError: a flag is out of its range.
     """
+    name = args.dataset_name or dataset_of(args.dataset_path)
     return DatasetArgs(
-        name=args.dataset_name or dataset_of(args.dataset_path),
+        name=name,
         path=args.dataset_path,
         num_prompts=args.num_prompts,
         input_len=args.random_input_len,
@@ -122,4 +138,5 @@ def read_dataset_flags(args: argparse.Namespace) -> DatasetArgs:
         range_ratio=args.random_range_ratio,
         prefix_len=args.random_prefix_len,
         seed=args.seed or 0,
+        images=read_image_flags(args) if name == RANDOM_MM else None,
     )

@@ -1,6 +1,7 @@
 """The requests of a benchmark: random token ids, or prompts of a file.
 
 random    ids drawn from the vocabulary
+random-mm the same, with random pictures
 sharegpt  JSON: [{"conversations": [{"value": question}, {"value": answer}, ...]}, ...]
 jsonl     one object per line: {"prompt": text or ids, "output_len": 128}; output_len is optional
 text      one prompt per line
@@ -9,11 +10,13 @@ text      one prompt per line
 import json
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.entrypoints.bench.backends import BenchRequest
 from vllm.entrypoints.bench.dataset_args import DatasetArgs
+from vllm.entrypoints.bench.random_images import RandomImages
 from vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,6 +67,18 @@ def random_texts(args: DatasetArgs, tokenizer: "PreTrainedTokenizerBase") -> lis
         text, count = _text_of(ids, words, tokenizer, rng)
         requests.append(BenchRequest(text, num_output, count))
     return requests
+
+
+def with_images(args: DatasetArgs, requests: list[BenchRequest]) -> list[BenchRequest]:
+    """Return the requests with their pictures, if the dataset has some.
+
+    Raises:
+        ConfigError: Pillow is not installed.
+    """
+    if args.images is None:
+        return requests
+    images = RandomImages(args.images, args.seed)
+    return [replace(request, images=images.draw()) for request in requests]
 
 
 def ordinary_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:

@@ -20,6 +20,7 @@ from vllm.entrypoints.bench.datasets import (
     ordinary_ids,
     random_requests,
     random_texts,
+    with_images,
 )
 from vllm.entrypoints.bench.http_client import HttpClient
 from vllm.entrypoints.bench.load import LoadProgress, LoadRun, Send, arrival_times, run_load
@@ -115,6 +116,10 @@ async def _measure_with(
         ),
         "server": difference(before, after),
     }
+    if num_images := sum(len(request.images) for request in requests):
+        per_request = num_images / len(requests)
+        result["images_per_request"] = round(per_request, 3)
+        result["image_throughput"] = per_request * result["request_throughput"]
     if math.isfinite(args.request_rate) and args.max_concurrency is None:
         # How late requests were sent: above a few ms, this side was too slow for the load.
         lags_ms = [record.lag_s * 1e3 for record in load.records]
@@ -190,7 +195,9 @@ def _allow_many_sockets() -> None:
 def _make_requests(args: argparse.Namespace, served: ServedModel) -> list[BenchRequest]:
     dataset = read_dataset_flags(args)
     limit = served.max_model_len
-    if dataset.name != "random":
+    if dataset.images is not None and args.backend != "openai-chat":
+        raise ConfigError("--dataset-name random-mm needs --backend openai-chat")
+    if not dataset.is_random:
         is_counting = dataset.name == "sharegpt"
         return file_requests(dataset, _tokenizer(args, served) if is_counting else None, limit)
     if args.backend == "openai-chat":
@@ -205,7 +212,7 @@ def _make_requests(args: argparse.Namespace, served: ServedModel) -> list[BenchR
             f"requests of {longest} tokens do not fit the model's {limit}: lower "
             f"--random-input-len or --random-output-len"
         )
-    return requests
+    return with_images(dataset, requests)
 
 
 def _tokenizer(args: argparse.Namespace, served: ServedModel) -> "PreTrainedTokenizerBase":
@@ -246,6 +253,9 @@ def _rows(result: dict[str, Any], args: argparse.Namespace) -> Iterator[Sequence
         yield "  within the limits", result["request_goodput"]
     yield "input tokens", result["total_input_tokens"]
     yield "output tokens", result["total_output_tokens"]
+    if "images_per_request" in result:
+        yield "images per request", result["images_per_request"]
+        yield "images/s", result["image_throughput"]
     yield "output tokens/s", result["output_throughput"]
     yield "all tokens/s", result["total_token_throughput"]
     names = ["mean", "median", "std", *map(statistics.percentile_name, args.metric_percentiles)]

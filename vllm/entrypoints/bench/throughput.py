@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.bench import offline, report
@@ -10,8 +11,11 @@ from vllm.entrypoints.bench.dataset_args import add_dataset_flags, read_dataset_
 from vllm.entrypoints.bench.datasets import (
     DatasetArgs,
     file_requests,
+    ordinary_ids,
     random_requests,
+    with_images,
 )
+from vllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -37,27 +41,59 @@ def run(args: argparse.Namespace) -> None:
     report.check_writable(args.output_json)
     llm = offline.make_llm(args)
     requests = _make_requests(llm, dataset)
-    prompts: list[Any] = [
-        {"prompt_token_ids": r.prompt} if isinstance(r.prompt, list) else r.prompt for r in requests
-    ]
+    prompts = [_prompt(request, llm) for request in requests]
     params = [offline.sampling(request.max_tokens, args) for request in requests]
     # One short request, so that what happens once does not count.
     llm.generate(prompts[:1], [offline.sampling(2, args)], use_tqdm=False)
     llm.reset_prefix_cache()
+    llm.llm_engine.reset_mm_cache()
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=not args.disable_tqdm)
     result = _summarize(llm, outputs, time.perf_counter() - start)
-    keys = ("elapsed_time", "requests_per_second", "output_tokens_per_second", "tokens_per_second")
-    rows = [(key.replace("_", " "), result[key]) for key in keys]
+    if num_images := sum(len(request.images) for request in requests):
+        result["images_per_request"] = round(num_images / len(requests), 3)
+        result["images_per_second"] = round(num_images / result["elapsed_time"], 3)
+    keys = ["elapsed_time", "requests_per_second", "output_tokens_per_second", "tokens_per_second"]
+    keys += ["images_per_request", "images_per_second"]
+    rows = [(key.replace("_", " "), result[key]) for key in keys if key in result]
     report.emit(result, rows, args.output_json)
 
 
 def _make_requests(llm: "LLM", dataset: DatasetArgs) -> list[BenchRequest]:
     config = llm.llm_engine.vllm_config
-    if dataset.name == "random":
+    if dataset.is_random:
         vocab_size = config.model.resolved_arch.vocab_size
-        return random_requests(dataset, range(min(16, vocab_size - 1), vocab_size))
+        ids: Sequence[int] = range(min(16, vocab_size - 1), vocab_size)
+        if dataset.images is not None:
+            _check_reads_images(llm)
+            ids = ordinary_ids(llm.get_tokenizer())  # others represent pictures
+        return with_images(dataset, random_requests(dataset, ids))
     return file_requests(dataset, llm.get_tokenizer(), config.scheduler.max_model_len)
+
+
+def _check_reads_images(llm: "LLM") -> None:
+    media = llm.llm_engine.input_processor.media
+    if not media.limits.get("image"):
+        raise ConfigError(
+            "--dataset-name random-mm needs a model that reads images: choose random, or another "
+            "model"
+        )
+
+
+def _prompt(request: BenchRequest, llm: "LLM") -> Any:
+    """Return the prompt of a request. Pictures come before its tokens."""
+    if not isinstance(request.prompt, list):
+        return request.prompt
+    if not request.images:
+        return {"prompt_token_ids": request.prompt}
+    family = llm.llm_engine.input_processor.media.family
+    assert family is not None
+    text = family.text_of("image").strip() * len(request.images)
+    ids = llm.get_tokenizer()(text, add_special_tokens=False)["input_ids"]
+    return {
+        "prompt_token_ids": [*ids, *request.prompt],
+        "multi_modal_data": {"image": list(request.images)},
+    }
 
 
 def _summarize(llm: "LLM", outputs: "list[RequestOutput]", elapsed_s: float) -> dict[str, Any]:

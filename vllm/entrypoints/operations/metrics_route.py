@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route, compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm.engine.metrics.media_metrics import fetch_metrics
 from vllm.engine.metrics.registry import MetricSet, expose, process_collectors
 from vllm.engine.metrics.replica_metrics import ReadableMetrics
 from vllm.entrypoints.shared.asgi import route_path
@@ -152,6 +153,8 @@ async def metrics(request: Request) -> Response:
     cards = await context.card_readings()
     http: HttpMetrics | None = request.scope.get(_SCOPE_KEY)
     sets = [] if engine is None else [*engine.metric_sets()]
+    if engine is not None and engine.read_media() is not None:
+        sets.append(fetch_metrics(context.media_fetcher.times, engine.model_name))
     sets += [] if http is None else [http.metrics]
     sets += [card_metrics(cards)] if cards else []
     accept = request.headers.get("accept", "")

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from vllm.engine.input.pooling_input import refuse_generation
 from vllm.entrypoints.pages.server_state import describe_server, fresh_json
 from vllm.entrypoints.shared.context import ServerContext, get_context
-from vllm.entrypoints.shared.media import modalities_of
+from vllm.entrypoints.shared.media import chat_modalities
 from vllm.errors import RequestError
 from vllm.sampling_params import Door, numbers_at
 
@@ -41,7 +41,7 @@ def _describe_model(context: ServerContext) -> dict[str, Any]:
         "refusal": _refusal(context),
         "has_chat_template": bool(args.chat_template or own_template),
         "has_auto_tool_choice": args.enable_auto_tool_choice,
-        "modalities": modalities_of(engine.input_processor),
+        "modalities": chat_modalities(engine.input_processor),
         "max_model_len": config.scheduler.max_model_len,
         "sampling_defaults": _sampling_defaults(engine.generation_defaults),
     }

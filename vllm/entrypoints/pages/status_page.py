@@ -9,10 +9,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from vllm.engine.metrics.engine_metrics import FinishedRequestStats
+from vllm.engine.metrics.media_metrics import MediaReadStats
 from vllm.engine.metrics.replica_metrics import ReadableMetrics
 from vllm.entrypoints.operations.metrics_route import engine_metrics
 from vllm.entrypoints.pages.server_state import describe_server, fresh_json
 from vllm.entrypoints.shared.context import ServerContext, get_context
+from vllm.messages import SchedulerStats
 from vllm.platforms.card_reading import CardReading
 
 router = APIRouter(include_in_schema=False)
@@ -38,7 +40,11 @@ def describe(context: ServerContext, cards: Sequence[CardReading] = ()) -> dict[
         "cards": [asdict(card) for card in cards],
     }
     metrics = engine_metrics(context)
-    return server if metrics is None else server | _describe_engine(metrics)
+    if metrics is None:
+        return server
+    read = metrics.read_media()
+    media = None if read is None else _describe_media(metrics.totals, read, context)
+    return server | _describe_engine(metrics) | {"media": media}
 
 
 def _describe_engine(metrics: ReadableMetrics) -> dict[str, Any]:
@@ -56,7 +62,6 @@ def _describe_engine(metrics: ReadableMetrics) -> dict[str, Any]:
         "kv_usage": round(totals.kv_cache_usage, 4),
         "kv_blocks": totals.num_kv_blocks,
         "prefix_hit_rate": _share(totals.num_prefix_hits, totals.num_prefix_queries),
-        "encoder_hit_rate": _share(totals.media.num_hits, totals.media.num_queries),
         "preemptions": totals.num_preemptions,
         "bucket_hits": runner.num_bucket_hits,
         "bucket_misses": runner.num_bucket_misses,
@@ -71,6 +76,25 @@ def _describe_engine(metrics: ReadableMetrics) -> dict[str, Any]:
         "prompt_rates": rates.prompt,
         "generation_rates": rates.generation,
         "recent": [_describe_request(request) for request in reversed(metrics.recent)],
+    }
+
+
+def _describe_media(
+    totals: SchedulerStats, read: MediaReadStats, context: ServerContext
+) -> dict[str, Any]:
+    """Return counts since the start, and the seconds of all items together."""
+    return {
+        "items": dict(read.read.num_items),
+        "read_s": round(read.read.total_seconds, 4),
+        "fetch_s": round(context.media_fetcher.times.total_seconds, 4),
+        "fetches": sum(context.media_fetcher.times.num_items.values()),
+        "read_cache_queries": read.num_cache_queries,
+        "read_cache_hits": read.num_cache_hits,
+        "encoder_cache_queries": totals.media.num_queries,
+        "encoder_cache_hits": totals.media.num_hits,
+        "encoded": totals.runner.num_encoded_items,
+        "encode_s": round(totals.runner.encode_seconds, 4),
+        "replicas": context.config.parallel.data_parallel_size,
     }
 
 

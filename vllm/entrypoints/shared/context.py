@@ -94,9 +94,9 @@ class ServerContext:
 
         return make_fetcher(self.config.multimodal)
 
-    @cached_property
+    @property
     def speech(self) -> "SpeechRules | None":
-        """How the model writes down sound; None: it does not."""
+        """Rules of the model for transcriptions; None: it makes none."""
         processor = self.engine.input_processor
         return processor.media.speech(processor.tokenizer)
 

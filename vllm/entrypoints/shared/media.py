@@ -41,15 +41,16 @@ def media_rules(processor: "InputProcessor", *, is_local: bool = False) -> Media
     return MediaRules(texts=texts, limits=limits, is_local=is_local)
 
 
-def modalities_of(processor: "InputProcessor") -> list[str]:
-    """Return what the model of an engine reads: "text", then "image", "audio" and "video".
+def chat_modalities(processor: "InputProcessor") -> list[str]:
+    """Return the modalities that messages of a chat may have: "text", and "image", "audio" and
+    "video" if the model of the engine reads them.
 
     Args:
         processor: of the engine.
     """
-    family, limits = processor.media.family, processor.media.limits
-    read = () if family is None else family.modalities
-    return ["text", *(each for each in read if limits.get(each))]
+    rules = media_rules(processor)
+    limits = {} if rules is None else rules.limits
+    return ["text", *(modality for modality, limit in limits.items() if limit)]
 
 
 class MediaSources(Protocol):

@@ -12,8 +12,8 @@ from vllm.attention import ContextHolder, ReadsContext
 from vllm.config import ModelArch
 from vllm.config.families import family_of
 from vllm.distributed import TPGroup
-from vllm.errors import ConfigError
-from vllm.model_executor.layers.slice import Source
+from vllm.errors import ConfigError, WeightLoadError
+from vllm.model_executor.layers.slice import DENSE_DTYPES, Source, dtype_name
 from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.model_executor.models.decoder import DecoderForCausalLM
 from vllm.model_executor.models.fused_weights import split_transposed_experts
@@ -69,7 +69,16 @@ class _LanguageModel(CausalLM):
         if not isinstance(self.media_encoder, MediaEncoder):  # another stage has it
             return ((_ENCODER + name, source),)
         own = self.media_encoder.parameter_name(name.removeprefix("model."))
-        return () if own is None else ((_ENCODER + own, source),)
+        if own is None:
+            return ()
+        if source.dtype not in (*DENSE_DTYPES, None):
+            raise WeightLoadError(
+                f"tensor {name} has the dtype {dtype_name(source.dtype)} in the checkpoint, and "
+                f"encoders are not read from quantized weights. Use a checkpoint whose "
+                f"quantization leaves the encoder out, or serve text only: set the counts of "
+                f"--limit-mm-per-prompt to 0"
+            )
+        return ((_ENCODER + own, source),)
 
     def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
         first, last = super().modules_beside_layers()
@@ -140,7 +149,7 @@ class MllamaForConditionalGeneration(_LanguageModel, MllamaForCausalLM):
 
 
 class Gemma3ForConditionalGeneration(_LanguageModel, Gemma3ForCausalLM):
-    """Gemma 3 4B, 12B and 27B (arXiv 2503.19786), of which text input is served."""
+    """Gemma 3 4B, 12B and 27B (arXiv 2503.19786): tokens of an image see all of it."""
 
 
 class _LanguageModelOfTowers(_LanguageModel):

@@ -1,5 +1,10 @@
-"""Images of Qwen2.5-VL (arXiv 2502.13923), which are as in Qwen2-VL."""
+"""Images and videos of Qwen2.5-VL (arXiv 2502.13923)."""
 
-from vllm.multimodal.families.qwen2_vl import Qwen2VLFamily
+from vllm.multimodal.video.grid_videos import TimedVideoFamily
 
-Family = Qwen2VLFamily
+
+class Qwen2_5VLFamily(TimedVideoFamily):
+    """An image is a grid of patches of 14 pixels, and blocks of 2 x 2 patches are tokens."""
+
+
+Family = Qwen2_5VLFamily

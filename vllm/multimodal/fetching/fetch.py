@@ -10,6 +10,7 @@ import contextvars
 import os
 import socket
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from vllm.multimodal.fetching.addresses import is_public, normalize_host
 from vllm.multimodal.fetching.base64_text import read_data_url
 from vllm.multimodal.fetching.http_get import HTTPError, Target, get
 from vllm.multimodal.fetching.local_file import local_path, read_below
+from vllm.multimodal.interface.media_times import MediaTimes
 from vllm.multimodal.interface.source import refuse
 
 MAX_BYTES = 256 * 2**20
@@ -51,6 +53,9 @@ class MediaFetcher:
         max_redirects: 0: redirects are refused.
         resolve: for tests; None: the resolver of the system.
 
+    Attributes:
+        times: counts all fetches, including failed ones.
+
     Raises:
         ConfigError: the folder does not exist, or a domain is malformed.
     """
@@ -72,6 +77,7 @@ class MediaFetcher:
         self._max_redirects = max_redirects
         self._lookups = ThreadPoolExecutor(_NUM_LOOKUPS, thread_name_prefix="media-dns")
         self._resolve = resolve or self._look_up
+        self.times = MediaTimes()
 
     async def fetch(self, url: str, modality: str, where: str) -> bytes:
         """Return the content of a URL.
@@ -84,7 +90,24 @@ class MediaFetcher:
         Raises:
             RequestError: it is not allowed, cannot be fetched in time, or is too large.
         """
-        url = url.strip()
+        began = time.monotonic()
+        try:
+            return await self._fetch(url.strip(), modality, where)
+        finally:
+            self.times.add(modality, time.monotonic() - began)
+
+    def fetch_sync(self, url: str, modality: str, where: str) -> bytes:
+        """Return the same; blocks. May be called in a program that runs an event loop."""
+        context = contextvars.copy_context()
+        with ThreadPoolExecutor(1, thread_name_prefix="media-fetch") as thread:
+            run = thread.submit(context.run, asyncio.run, self.fetch(url, modality, where))
+            return run.result()
+
+    def close(self) -> None:
+        """Resolve no more names."""
+        self._lookups.shutdown(wait=False, cancel_futures=True)
+
+    async def _fetch(self, url: str, modality: str, where: str) -> bytes:
         shown = show_url(url)
         scheme = url.partition(":")[0].lower() if ":" in url else ""
         if scheme == "data":
@@ -102,17 +125,6 @@ class MediaFetcher:
         else:
             raise refuse(where, f"{shown!r} must begin with http:, https:, data: or file:")
         raise refuse(where, f"cannot fetch {shown!r}: {reason}")
-
-    def fetch_sync(self, url: str, modality: str, where: str) -> bytes:
-        """Return the same; blocks. May be called in a program that runs an event loop."""
-        context = contextvars.copy_context()
-        with ThreadPoolExecutor(1, thread_name_prefix="media-fetch") as thread:
-            run = thread.submit(context.run, asyncio.run, self.fetch(url, modality, where))
-            return run.result()
-
-    def close(self) -> None:
-        """Resolve no more names."""
-        self._lookups.shutdown(wait=False, cancel_futures=True)
 
     async def _read_data_url(self, url: str, where: str) -> bytes:
         if len(url) <= _SMALL_CHARS:

@@ -53,6 +53,7 @@ class GridFamily(MediaFamily):
         if self._processor is None:
             fewest, most = self._limits
             given = {**self.settings, "size": {"shortest_edge": fewest, "longest_edge": most}}
+            given.pop("video_size", None)
             if "min_pixels" in given:  # transformers 4 reads these and ignores the size
                 given |= {"min_pixels": fewest, "max_pixels": most}
             self._processor = HfImageProcessor(given)
@@ -80,18 +81,31 @@ class GridFamily(MediaFamily):
         found = np.empty((3, num_tokens), np.int32)
         end, following = 0, 0
         for item in items:
-            _fill(found[:, end : item.start], following)
-            following += item.start - end
-            end = item.start + item.num_tokens
-            frames, rows, columns = item.grid
-            shape = (frames, rows // self._merge_size, columns // self._merge_size)
-            found[:, item.start : end] = np.indices(shape).reshape(3, -1) + following
-            following += max(shape)
+            frames, rows, columns = item.grid[:3]
+            shape = (
+                frames // len(item.runs),
+                rows // self._merge_size,
+                columns // self._merge_size,
+            )
+            for start, count in item.runs:
+                _fill(found[:, end:start], following)
+                following += start - end
+                end = start + count
+                steps = np.indices(shape).reshape(3, -1)
+                steps[0] = self.time_positions(item, steps[0])
+                found[:, start:end] = steps + following
+                following += int(steps.max()) + 1
         _fill(found[:, end:], following)
         return found
 
+    def time_positions(
+        self, item: PlacedItem, frames: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Return the positions in time of frames, from 0."""
+        return frames
+
     def _num_tokens(self, grid: tuple[int, ...]) -> int:
-        frames, rows, columns = grid
+        frames, rows, columns = grid[:3]
         return frames * rows * columns // self._merge_size**2
 
     def _input(self, pixels: npt.NDArray[np.uint8], grid: npt.NDArray[Any]) -> EncoderInput:

@@ -7,9 +7,9 @@ image processor is imported when an image is processed.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ class EncoderInput:
     encoder does that. All other tensors are small."""
     grid: tuple[int, ...]
     """Decides which tokens represent the item, and their positions. Only the family knows the
-    meaning of the integers; those of a video also tell it from an image."""
+    meaning of the integers; the integers of a video also tell it from an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,8 @@ class PlacedItem:
     num_tokens: int
     """Tokens of its expansion."""
     grid: tuple[int, ...]
+    runs: tuple[tuple[int, int], ...]
+    """(index, n) of the tokens of its expansion that are embeddings, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,16 @@ class VideoFrames:
     """[n]: when each frame is shown, from the beginning of the video."""
 
 
-TokenLookup = Callable[[str], int]
-"""Return the id of a token that the vocabulary has; raise ConfigError if it has not."""
+class TokenLookup(Protocol):
+    """The vocabulary of a model."""
+
+    def __call__(self, token: str) -> int:
+        """Return the id of a token; raise ConfigError if the vocabulary does not have it."""
+        ...
+
+    def text(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        ...
 
 
 _SIDE = 64
@@ -88,7 +98,7 @@ class MediaFamily(ABC):
     """
 
     modalities: ClassVar[tuple[str, ...]] = ("image",)
-    """What the model reads: "image", "audio" and "video"."""
+    """Kinds of media that the model reads: "image", "audio" and "video"."""
     required: ClassVar[str | None] = None
     """Modality of which every prompt must have one item; None: a prompt may be text alone."""
     placeholder: ClassVar[str]
@@ -114,6 +124,11 @@ class MediaFamily(ABC):
         """Return the text that represents one item of a modality in a message, for chat templates
         that take strings."""
         return self.text_of_image
+
+    def around(self, modality: str) -> tuple[str, str] | None:
+        """Return the tokens before and after a placeholder that its expansion replaces as well, if
+        the prompt has both; None: it replaces the placeholder only."""
+        return None
 
     def process(self, pixels: npt.NDArray[np.uint8]) -> EncoderInput:
         """Cut and resize an image as the image processor of transformers does.
@@ -159,8 +174,13 @@ class MediaFamily(ABC):
         """Return a black image that costs the encoder as much as any image can. A model without
         images returns such a sound."""
 
-    def largest_of(self, modality: str) -> EncoderInput:
-        """Return an item of one of the modalities that costs the encoder as much as any can."""
+    def largest_of(self, modality: str, max_frames: int) -> EncoderInput:
+        """Return an item that costs the encoder as much as any can.
+
+        Args:
+            modality: one of the modalities of the model.
+            max_frames: of a video.
+        """
         return self.largest()
 
     def speech(self, generation: Mapping[str, Any], token_id: TokenLookup) -> SpeechRules | None:

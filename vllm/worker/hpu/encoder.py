@@ -82,10 +82,10 @@ class CardEncoder:
     def _largest_size(self, config: VllmConfig, family: MediaFamily) -> int:
         """Return the units of the largest image that is expected and that a prompt has room for."""
         encoder, max_model_len = self._encoder, config.scheduler.max_model_len
-        expected = config.multimodal.limit("image")
+        expected = config.multimodal.largest_image
         image = family.largest()
-        width, height = expected.width, expected.height
-        if "image" in family.modalities and width is not None and height is not None:
+        if expected is not None and "image" in family.modalities:
+            width, height = expected
             image = family.process(np.zeros((height, width, 3), np.uint8))
         parts = encoder.divide(_as_tensors(image.tensors))
         largest = max(encoder.size_of(part) for part in parts)

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,14 @@ from torch import Tensor, nn
 from vllm.attention import AddedStates, LaunchParts, ReplacedTokens
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
-from vllm.messages import EngineRequest, IntArray, NewRequest, SchedulerOutput, TokenEmbeddings
+from vllm.messages import (
+    EngineRequest,
+    IntArray,
+    NewRequest,
+    RunnerStats,
+    SchedulerOutput,
+    TokenEmbeddings,
+)
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.worker.batch.launch import Launch
 from vllm.worker.parts.encoded_media import EncodedMedia, media_runs
@@ -139,6 +147,15 @@ class EmbeddingRows(RowPart):
         """Drop and encode the images that the step names."""
         if self._media is not None:
             self._media.update(step)
+
+    def count(self, stats: RunnerStats) -> RunnerStats:
+        if self._media is None:
+            return stats
+        return msgspec.structs.replace(
+            stats,
+            num_encoded_items=self._media.num_encoded,
+            encode_seconds=self._media.encode_seconds,
+        )
 
     def errors_of(self, rows: IntArray) -> dict[int, str]:
         return {} if self._media is None else self._media.errors_of(rows)

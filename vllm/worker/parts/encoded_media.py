@@ -4,6 +4,7 @@ The scheduler says which images are encoded, and which are dropped. An image tha
 its tokens run is encoded then: a miss costs time and is never an error.
 """
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ def embedding_width(model: LayeredModel) -> int:
     """Return the width of the embeddings of images, with everything that `MediaEncoder.num_added`
     says; 0: the model, or this stage of it, makes none."""
     encoder = model.media_encoder
-    if encoder is None or encoder.max_states or not model.stage.is_first:
+    if encoder is None or not model.stage.is_first or encoder.max_states:
         return 0
     return model.embedding.embedding_dim * (1 + encoder.num_added)
 
@@ -194,7 +195,9 @@ class EncodedMedia:
         if not read:
             return
         try:
+            began = time.monotonic()
             found = self._encoder.encode([tensors for _, _, tensors in read])
+            self.encode_seconds += time.monotonic() - began
             for (_, item, _), embeddings in zip(read, found, strict=True):
                 self._keep(item, embeddings)
         except (RuntimeError, ValueError) as error:

@@ -28,6 +28,7 @@ from vllm.model_executor.layers.cross_attention import (
     cross_attention_layers,
     slot_bytes,
 )
+from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.model_executor.models.interface import LayeredModel
 from vllm.ops.item_slots import ItemSlots
 from vllm.platforms.interface import Platform
@@ -230,8 +231,8 @@ def count_item_states(
         ConfigError: the largest item does not fit.
     """
     encoder = model.media_encoder if isinstance(model, LayeredModel) else None
-    if encoder is None or not encoder.max_states:
-        return None
+    if not isinstance(encoder, MediaEncoder) or not encoder.max_states:
+        return None  # without an encoder, or another stage has it
     each, largest = slot_bytes(model, encoder.dtype), encoder.max_states
     if largest * each > free_bytes:
         raise ConfigError(

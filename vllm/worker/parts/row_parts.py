@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm.attention import LaunchContext, LaunchParts, share_context
-from vllm.messages import EngineRequest, IntArray, NewRequest, SchedulerOutput
+from vllm.messages import EngineRequest, IntArray, NewRequest, RunnerStats, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.state import SamplingState
 from vllm.structured_output.matchers import GrammarMatchers
@@ -79,6 +79,10 @@ class RowPart:
         """Make results from the hidden states [T, hidden] of a launch."""
         return []
 
+    def count(self, stats: RunnerStats) -> RunnerStats:
+        """Return counters of the runner with what this part has counted."""
+        return stats
+
     def errors_of(self, rows: IntArray) -> dict[int, str]:
         """Return why some of these rows have failed, by row."""
         return {}
@@ -106,6 +110,7 @@ class RowParts:
         self._in_launch, self._in_head = self._with("part_of"), self._with("part_of_head")
         self._reading, self._sending = self._with("read"), self._with("send")
         self._choosing, self._beginning = self._with("needs_prefill"), self._with("begin")
+        self._counting = self._with("count")
 
     def _with(self, hook: str) -> tuple[RowPart, ...]:
         default = getattr(RowPart, hook)
@@ -171,6 +176,12 @@ class RowParts:
         for part in self._reading:
             found += part.read(launch, hidden_states)
         return found
+
+    def count(self, stats: RunnerStats) -> RunnerStats:
+        """Return counters of the runner with what the parts have counted."""
+        for part in self._counting:
+            stats = part.count(stats)
+        return stats
 
     def errors_of(self, rows: IntArray) -> dict[int, str]:
         """Join the errors of these rows."""

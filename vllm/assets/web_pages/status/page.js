@@ -1,6 +1,6 @@
 // Asks for status.json once a second while the page is seen, and writes what it says into the page.
 
-const POLL_MS = 1000, TIMEOUT_MS = 5000, RATE_SECONDS = 5;
+const POLL_MS = 1000, TIMEOUT_MS = 5000, RATE_SECONDS = 5, MEDIA_SECONDS = 60;
 const CHARTS = {
   generation: new Chart(byId("generation-chart"), "Generated"),
   prompt: new Chart(byId("prompt-chart"), "Prompt"),
@@ -83,6 +83,33 @@ function showEngine(s) {
   byId("kv-tile").hidden = !s.generates && !s.kv_blocks;
   showRecent(s.recent);
 }
+
+// Where the model reads images, sound or videos.
+const encoderTimes = []; // [time in s, seconds of encoding], of the last minute
+function showMedia(m) {
+  for (const tile of document.querySelectorAll(".of-media")) tile.hidden = !m;
+  if (!m) return;
+  const now = performance.now() / 1000, number = Object.values(m.items).reduce((a, b) => a + b, 0);
+  const kinds = Object.entries(m.items).map(([kind, n]) => `${count(n)} ${kind}`);
+  const each = (total, n) => n ? seconds(total / n) : "–", share = (part, whole) => whole ? part / whole : null;
+  if (encoderTimes.length && m.encode_s < encoderTimes.at(-1)[1]) encoderTimes.length = 0; // another engine
+  encoderTimes.push([now, m.encode_s]);
+  while (now - encoderTimes[0][0] > MEDIA_SECONDS) encoderTimes.shift();
+  const [since, before] = encoderTimes[0];
+  const shares = {"read-hits": share(m.read_cache_hits, m.read_cache_queries),
+    "encoded-hits": share(m.encoder_cache_hits, m.encoder_cache_queries),
+    "encoder-share": share(Math.min((m.encode_s - before) / m.replicas, now - since), now - since)};
+  for (const [id, value] of Object.entries(shares)) {
+    showText(id, percent(value));
+    byId(`${id.replace("-share", "")}-meter`).value = value || 0;
+  }
+  for (const [id, value] of Object.entries({
+    "media-items": count(number), "media-kinds": kinds.join(", ") || "none yet",
+    "fetch-time": each(m.fetch_s, m.fetches), "read-time": each(m.read_s, number),
+    "read-queries": count(m.read_cache_queries), "encoded-queries": count(m.encoder_cache_queries),
+    encoded: count(m.encoded), "encode-time": each(m.encode_s, m.encoded),
+  })) showText(id, value);
+}
 function show(s) {
   showServerState(s);
   showStart(s);
@@ -91,6 +118,7 @@ function show(s) {
   byId("chat-link").hidden = !s.has_chat_page;
   byId("figures").classList.toggle("stale", !("model" in s)); // there are none before the first start
   if ("model" in s) showEngine(s);
+  showMedia(s.media);
   showCards(s.cards);
 }
 

@@ -4,11 +4,12 @@ from collections import defaultdict
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from vllm.entrypoints.openai.protocol.transcription import SpeechFields
 from vllm.errors import RequestError
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=SpeechFields)
 
 FILE = "file"
 _MAX_PARTS = 64

@@ -14,7 +14,7 @@ _WINDOW_S = 0.1
 """A pause between words is at least as long."""
 _STEP_S = 0.02
 _SEARCHED = 1 / 3
-"""Share of the longest piece, at its end, in which a quiet place is searched."""
+"""Share of the longest piece, at its end, in which a pause is searched."""
 _SILENCE = 2.0**-13
 """No sample of silence is above it: a few steps of 16 bits, as a silent microphone gives them."""
 
@@ -25,7 +25,7 @@ class Piece:
 
     Attributes:
         start: index of its first sample.
-        end: index behind its last one.
+        end: index after its last one.
     """
 
     start: int

@@ -204,7 +204,7 @@ async def _stream(recording: Recording) -> AsyncGenerator[bytes, None]:
 
 
 class StrippedText:
-    """A text that comes in parts, without the white space around it.
+    """Joins the parts of a text, without the white space around the whole.
 
     Attributes:
         whole: what has been returned so far.

@@ -96,6 +96,7 @@ from vllm.entrypoints.openai.protocol.tools import (
     FunctionDefinition,
 )
 from vllm.entrypoints.openai.protocol.transcription import (
+    DurationUsage,
     TranscriptionRequest,
     TranscriptionResponse,
     TranscriptionResponseStreamChoice,
@@ -103,6 +104,7 @@ from vllm.entrypoints.openai.protocol.transcription import (
     TranscriptionSegment,
     TranscriptionStreamResponse,
     TranscriptionWord,
+    TranslationRequest,
 )
 
 __all__ = [
@@ -136,6 +138,7 @@ __all__ = [
     "DeltaToolCall",
     "DetokenizeRequest",
     "DetokenizeResponse",
+    "DurationUsage",
     "EmbeddingChatRequest",
     "EmbeddingCompletionRequest",
     "EmbeddingRequest",
@@ -182,6 +185,7 @@ __all__ = [
     "TranscriptionSegment",
     "TranscriptionStreamResponse",
     "TranscriptionWord",
+    "TranslationRequest",
     "UnloadLoRAAdapterRequest",
     "UsageInfo",
 ]

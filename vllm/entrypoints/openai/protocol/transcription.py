@@ -7,7 +7,6 @@ from pydantic import ConfigDict, Field, WithJsonSchema, field_validator, model_v
 from vllm.entrypoints.openai.protocol.base import (
     Int64,
     ListOf,
-    RequestBody,
     ResponseModel,
     UsageInfo,
     field_error,
@@ -23,7 +22,7 @@ _FILE = Annotated[Any, WithJsonSchema({"type": "string", "format": "binary"})]
 _STREAMED_FORMATS = ("json", "text")
 
 
-class SpeechFields(NumberFields, RequestBody):
+class SpeechFields(NumberFields):
     """The fields that transcriptions and translations have in common."""
 
     file: _FILE = Field(description="The sound, as an uploaded file.")
@@ -94,7 +93,7 @@ class TranslationRequest(SpeechFields):
 
 
 class DurationUsage(ResponseModel):
-    """How much sound was read."""
+    """Length of the sound that was read."""
 
     type: Literal["duration"] = "duration"
     seconds: int

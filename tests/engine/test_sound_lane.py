@@ -1,0 +1,54 @@
+"""Files of sound, read in processes that end with the engine."""
+
+import asyncio
+import os
+
+import numpy as np
+import pytest
+
+from tests.sound_files import FORMS, sound_file, tone
+from vllm.engine.input.sound_lane import SoundLane
+from vllm.errors import RequestError
+from vllm.multimodal.interface.source import MediaSource
+
+RATE = 16_000
+
+
+def test_files_are_read_in_processes_that_end() -> None:
+    lane = SoundLane()
+
+    async def read(data: bytes) -> np.ndarray:
+        return await lane.read(MediaSource(modality="audio", where="file", data=data), RATE)
+
+    async def run() -> None:
+        whole = sound_file(FORMS["flac"], tone(1.0))
+        first, second = await asyncio.gather(read(whole), read(whole))
+        assert np.abs(first - tone(1.0)).max() < 1e-4
+        np.testing.assert_array_equal(first, second)
+        with pytest.raises(RequestError, match="this FLAC file"):
+            await read(whole[:-10])
+
+    before = _children()
+    asyncio.run(run())
+    assert _children() > before
+    lane.shutdown()
+    assert _children() == before
+
+
+def test_a_lane_that_read_nothing_has_no_processes() -> None:
+    before = _children()
+    SoundLane().shutdown()
+    assert _children() == before
+
+
+def _children() -> set[int]:
+    found = set()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(fields[1]) == os.getpid() and fields[0] != "Z":
+            found.add(int(name))
+    return found

@@ -1,0 +1,64 @@
+"""The metrics of images, sound and videos: fetched and read by the server, encoded by a worker."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vllm.engine.metrics.registry import MetricSet
+from vllm.messages import SchedulerStats
+from vllm.multimodal.interface.media_times import MediaTimes
+
+MODALITY = "modality"
+"""Label of metrics that distinguish images, sound and videos."""
+
+
+@dataclass(slots=True)
+class MediaReadStats:
+    """Counters of a server that reads media: decodes, cuts and resizes it."""
+
+    read: MediaTimes
+    num_cache_queries: int
+    """Items that were looked up in the cache of items that have been read."""
+    num_cache_hits: int
+
+
+def add_encoder_metrics(metrics: MetricSet, totals: SchedulerStats) -> None:
+    """Add what the workers have counted."""
+    media, runner = totals.media, totals.runner
+    for name, help, value in (
+        ("encoder_cache_queries", "Images that requests needed.", media.num_queries),
+        ("encoder_cache_hits", "Images whose embeddings were there.", media.num_hits),
+        ("encoder_items", "Images that were encoded.", runner.num_encoded_items),
+        ("encoder_seconds", "Seconds of encoding.", runner.encode_seconds),
+    ):
+        metrics.counter(f"vllm:{name}", help).value = value
+
+
+def read_metrics(stats: MediaReadStats, model_name: str) -> MetricSet:
+    """Return the metrics of what the server has read."""
+    metrics = _labelled(model_name)
+    queries = metrics.counter("vllm:mm_cache_queries", "Images looked up.")
+    queries.value = stats.num_cache_queries
+    hits = metrics.counter("vllm:mm_cache_hits", "Images that had been read before.")
+    hits.value = stats.num_cache_hits
+    _add_times(metrics, "mm_items", "Items that were read.", stats.read.num_items)
+    _add_times(metrics, "mm_read_seconds", "Seconds of reading.", stats.read.seconds)
+    return metrics
+
+
+def fetch_metrics(times: MediaTimes, model_name: str) -> MetricSet:
+    """Return the metrics of what the server has fetched."""
+    metrics = _labelled(model_name)
+    _add_times(metrics, "mm_fetches", "Items that were fetched.", times.num_items)
+    _add_times(metrics, "mm_fetch_seconds", "Seconds of fetching.", times.seconds)
+    return metrics
+
+
+def _labelled(model_name: str) -> MetricSet:
+    """Return a set of what the replicas share, with the label of the first one."""
+    return MetricSet({"model_name": model_name, "engine": "0"})
+
+
+def _add_times(metrics: MetricSet, name: str, help: str, values: Mapping[str, float]) -> None:
+    family = metrics.counters(f"vllm:{name}", help, MODALITY)
+    for modality, value in values.items():
+        family.cell(modality).value = value

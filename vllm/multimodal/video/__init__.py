@@ -1,0 +1,1 @@
+"""Videos of requests: formats, and the choice of their frames."""
