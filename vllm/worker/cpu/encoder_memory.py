@@ -102,8 +102,13 @@ def encoder_bytes(config: VllmConfig, encoder: MediaEncoder) -> int:
         return 0
     num_units = sum(encoder.size_of(part) for part in parts)
     most_units = encoder.most_units(config.scheduler.max_model_len)
-    if most_units is not None and most_units < num_units:
-        peak = peak * most_units // num_units  # larger images have no room in a prompt
+    if most_units is not None:
+        # A video may be larger than each image, and a larger item has no room in a prompt.
+        frames = config.multimodal.video.num_frames
+        allowed = [each for each in family.modalities if config.multimodal.counts[each]]
+        counts = [num_embeddings(family, family.largest_of(each, frames)) for each in allowed]
+        largest_units = encoder.most_units(max(counts, default=0)) or num_units
+        peak = peak * min(most_units, largest_units) // num_units
     num_items = 1
     # A step encodes such items together.
     if encoder.unit != "patches" and encoder.most_at_once is None:

@@ -84,7 +84,7 @@ class CardEncoder:
         encoder, max_model_len = self._encoder, config.scheduler.max_model_len
         expected = config.multimodal.largest_image
         image = family.largest()
-        if expected is not None and "image" in family.modalities:
+        if "image" in family.modalities and expected is not None:
             width, height = expected
             image = family.process(np.zeros((height, width, 3), np.uint8))
         parts = encoder.divide(_as_tensors(image.tensors))
