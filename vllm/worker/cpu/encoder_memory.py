@@ -86,6 +86,8 @@ def encoder_bytes(config: VllmConfig, encoder: MediaEncoder) -> int:
     largest = largest_image(family, config.multimodal.largest_image)
     item = {name: torch.from_numpy(array) for name, array in largest.tensors.items()}
     parts = encoder.divide(item)
+    if encoder.most_at_once is not None:
+        parts = (parts * encoder.most_at_once)[: encoder.most_at_once]
     given = encoder.prepare(parts)
     try:
         peak = peak_bytes(config, given)
@@ -102,10 +104,10 @@ def encoder_bytes(config: VllmConfig, encoder: MediaEncoder) -> int:
         largest_units = encoder.most_units(max(counts, default=0)) or num_units
         peak = peak * min(most_units, largest_units) // num_units
     num_items = 1
-    if encoder.unit != "patches":  # a step encodes such items together
-        num_items = max(
-            1, config.scheduler.encoder_budget // max(1, num_embeddings(family, largest))
-        )
+    # A step encodes such items together.
+    if encoder.unit != "patches" and encoder.most_at_once is None:
+        largest_size = max(1, num_embeddings(family, largest))
+        num_items = max(1, config.scheduler.encoder_budget // largest_size)
     logger.info(
         "start: the encoder needs up to %s for %s; counting took %.2f s",
         format_bytes(num_items * peak),
