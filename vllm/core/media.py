@@ -95,20 +95,20 @@ class EncoderCache:
             self._check_together(spec)
         elif largest > self.capacity:
             raise CapacityError(
-                f"an image must become at most {self.capacity} embeddings, which the encoder "
-                f"cache holds, got {largest}. Send a smaller image"
+                f"an item must become at most {self.capacity} embeddings, which the encoder "
+                f"cache holds, got {largest}. Send a smaller one"
             )
         longest = max(0 if item.num_states else item.end - item.start for item in spec.media)
         if self._most_whole is not None and longest > self._most_whole:
             raise CapacityError(
-                f"an image must have at most {self._most_whole} tokens, as they are computed in "
+                f"an item must have at most {self._most_whole} tokens, as they are computed in "
                 f"one step (the model or --disable-chunked-mm-input asks for it), got {longest}. "
-                f"Send a smaller image, or start the engine with a larger --max-num-batched-tokens"
+                f"Send a smaller one, or start the engine with a larger --max-num-batched-tokens"
             )
         if self._largest is not None and largest > self._largest:
             raise CapacityError(
-                f"an image must become at most {self._largest} embeddings, which is what the "
-                f"encoder has memory for, got {largest}. Send a smaller image"
+                f"an item must become at most {self._largest} embeddings, which is what the "
+                f"encoder has memory for, got {largest}. Send a smaller one"
             )
 
     def _check_together(self, spec: EngineRequest) -> None:

@@ -119,7 +119,7 @@ class CardEncoder:
         counts = [self._encoder.size_of(item) for item in items]
         if max(counts) > self.sizes[-1]:
             raise ValueError(
-                f"an image must have at most {self.sizes[-1]} {self._encoder.unit}, as the largest "
+                f"an item must have at most {self.sizes[-1]} {self._encoder.unit}, as the largest "
                 f"forward pass of the encoder, got {max(counts)}"
             )
         found: list[Tensor] = []
