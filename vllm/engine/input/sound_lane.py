@@ -10,9 +10,11 @@ from vllm.multimodal.pool import MediaWorkers
 
 _JOB = "vllm.multimodal.audio.sound:make_reader"
 _NUM_WORKERS = 2
-_TIMEOUT_S = 60.0
-_MEMORY_LIMIT = 2**30
-"""Bytes that one file may take while it is decoded."""
+_TIMEOUT_S, _SPEED = 60.0, 10.0
+"""A file may take this time, or the time of its sound divided by the speed if that is longer."""
+_MEMORY_BYTES, _SAMPLE_BYTES = 2**30, 16
+"""Bytes that a file may take while it is decoded, and for each of its samples: parts, the whole and
+a copy are in memory."""
 
 
 class SoundLane:
@@ -32,15 +34,13 @@ class SoundLane:
             RequestError: it cannot be read; names it.
         """
         if self._workers is None:
+            max_seconds = envs.get().VLLM_MAX_AUDIO_DECODE_DURATION_S
             self._workers = MediaWorkers(
                 _JOB,
-                {
-                    "sampling_rate": sampling_rate,
-                    "max_seconds": envs.get().VLLM_MAX_AUDIO_DECODE_DURATION_S,
-                },
+                {"sampling_rate": sampling_rate, "max_seconds": max_seconds},
                 num_workers=_NUM_WORKERS,
-                memory_limit_bytes=_MEMORY_LIMIT,
-                timeout_s=_TIMEOUT_S,
+                memory_limit_bytes=_MEMORY_BYTES + _SAMPLE_BYTES * sampling_rate * max_seconds,
+                timeout_s=max(_TIMEOUT_S, max_seconds / _SPEED),
             )
         return (await self._workers.run(source)).tensors["samples"]
 

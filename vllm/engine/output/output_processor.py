@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from vllm.engine.output.detokenizer import DetokenizerFactory
+from vllm.engine.output.detokenizer import Detokenizer, DetokenizerFactory
 from vllm.engine.output.logprobs import TextOf
 from vllm.engine.output.output_state import RequestState, SampleState
 from vllm.engine.output.output_text import OutputText
@@ -226,6 +226,12 @@ class OutputProcessor:
             if is_finished or request.is_streamed:
                 outputs.append(request.output())
         return outputs
+
+    def make_detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+        """Return a detokenizer without special tokens, for tokens that follow a prompt and that a
+        caller selects. The engine has a tokenizer."""
+        assert self._detokenizers is not None
+        return self._detokenizers.create(prompt_token_ids)
 
     def _text_of(self, params: SamplingParams) -> TextOf | None:
         """The function token id -> text for log-probabilities; None if no text is wanted."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.tokenizers_for_tests import byte_level
 from tests.entrypoints.openai.scripted_engine import ScriptedEngine
 from tests.sound_files import FORMS, Samples, sound_file, tone
 from vllm.engine.input.media_input import MediaInput
@@ -23,6 +24,7 @@ _KIND = re.compile(r"-(\d+)(?:-(language|silence))?-\d+$")
 _LANGUAGES = {21: "en", 22: "de"}
 _NO_SPEECH = 23
 _START, _TRANSLATE, _WITH_TIMES = 24, 25, 26
+_END = byte_level().eos_token_id
 
 
 class FakeSpeech(SpeechRules):
@@ -56,7 +58,9 @@ class FakeSpeech(SpeechRules):
         return _LANGUAGES
 
     def segments(self, token_ids: Sequence[int], piece_s: float) -> list[SpokenSegment]:
-        words = tuple(token_ids[:-1])  # the last one ends the output
+        words = tuple(token for token in token_ids if token != _END)
+        if not words:
+            return []
         return [SpokenSegment(0.5, piece_s, 0, len(words), words, is_finished=True)]
 
     def output_rules(self, prompt_token_ids: Sequence[int]) -> OutputRules | None:

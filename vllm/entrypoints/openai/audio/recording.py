@@ -9,6 +9,7 @@ from functools import partial
 from math import exp
 from typing import Any
 
+from vllm.engine.output.detokenizer import Detokenizer
 from vllm.entrypoints.openai.audio.pieces import Piece, Samples, cut, is_silent
 from vllm.entrypoints.openai.protocol.sampling import sampling_numbers
 from vllm.entrypoints.openai.protocol.transcription import SpeechFields
@@ -19,7 +20,7 @@ from vllm.entrypoints.shared.errors import refuse_failed
 from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
 from vllm.multimodal.interface.source import MediaSource
-from vllm.multimodal.interface.speech import SpeechRules, SpokenSegment, Task
+from vllm.multimodal.interface.speech import SpeechRules, Task
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -129,13 +130,16 @@ class Recording:
     async def texts(self) -> AsyncGenerator[str, None]:
         """Yield the text as it is written, the first piece first."""
         held: list[list[str]] = [[] for _ in self._pieces]
+        writers = [self._make_writer() for _ in self._pieces]
         is_done = [False] * len(self._pieces)
         current = 0
         sources = [self._generate(i, RequestOutputKind.DELTA) for i in range(len(self._pieces))]
         async with aclosing(merge(sources, max_running(self._context))) as outputs:
             async for index, output in outputs:
-                held[index].append(output.outputs[0].text)
-                is_done[index] = output.finished
+                writer, is_done[index] = writers[index], output.finished
+                held[index].append(writer.push(self._words(output.outputs[0].token_ids)))
+                if output.finished:
+                    held[index].append(writer.flush())
                 while current < len(held):
                     for text in held[current]:
                         yield text
@@ -146,8 +150,11 @@ class Recording:
 
     async def text(self) -> str:
         """Return the whole text."""
-        results = await self._results(with_silence=False)
-        return "".join(result.output.text for result in results).strip()
+        written = ""
+        for result in await self._results(with_silence=False):
+            writer = self._make_writer()
+            written += writer.push(self._words(result.output.token_ids)) + writer.flush()
+        return written.strip()
 
     async def segments(self, *, with_silence: bool) -> list[Segment]:
         """Return the words with their times.
@@ -157,25 +164,24 @@ class Recording:
         """
         results = await self._results(with_silence=with_silence)
         rate = self._rules.sampling_rate
-        found: list[tuple[Piece, _Result, SpokenSegment]] = []
+        found = []
         for piece, result in zip(self._pieces, results, strict=True):
-            spoken = self._rules.segments(
-                list(result.output.token_ids), (piece.end - piece.start) / rate
-            )
-            found += [(piece, result, each) for each in spoken]
-        texts = await self._decode([list(each.token_ids) for _, _, each in found])
-        return [
-            Segment(
-                piece,
-                piece.start / rate + each.start_s,
-                piece.start / rate + each.end_s,
-                text,
-                each.token_ids,
-                _mean_logprob(result.output, each.first, each.last),
-                result.no_speech_prob,
-            )
-            for (piece, result, each), text in zip(found, texts, strict=True)
-        ]
+            writer, start_s = self._make_writer(), piece.start / rate
+            spoken = self._rules.segments(result.output.token_ids, (piece.end - piece.start) / rate)
+            for each in spoken:
+                text = writer.push(each.token_ids)
+                found.append(
+                    Segment(
+                        piece,
+                        start_s + each.start_s,
+                        start_s + each.end_s,
+                        text + writer.flush() if each is spoken[-1] else text,
+                        each.token_ids,
+                        _mean_logprob(result.output, each.first, each.last),
+                        result.no_speech_prob,
+                    )
+                )
+        return found
 
     # ---- the engine -----------------------------------------------------------------------
 
@@ -222,6 +228,7 @@ class Recording:
             temperature=0.0,
             allowed_token_ids=allowed,
             logprobs=0,
+            detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         outputs = self._start(index, self._rules.start_prompt(), params, f"-{what}")
@@ -260,6 +267,7 @@ class Recording:
                 self._context.config, defaults, num_prompt_tokens, body.max_completion_tokens
             ),
             logprobs=0 if body.has_times else None,
+            detokenize=False,
         )
 
     # ---- text -----------------------------------------------------------------------------
@@ -273,20 +281,17 @@ class Recording:
             given = processor.tokenizer(
                 f" {text}", add_special_tokens=False, split_special_tokens=True
             )
-            return list(given["input_ids"])
+            return self._words(given["input_ids"])
 
         return await self._engine.in_slow_lane(encode)
 
-    async def _decode(self, several: Sequence[list[int]]) -> list[str]:
-        def decode(processor: Any) -> list[str]:
-            return [
-                processor.tokenizer.decode(
-                    token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-                )
-                for token_ids in several
-            ]
+    def _make_writer(self) -> Detokenizer:
+        return self._engine.output_processor.make_detokenizer(self._prompt)
 
-        return await self._engine.in_slow_lane(decode)
+    def _words(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the tokens that are text: a model may write times without being asked."""
+        spoken = self._rules.segments(token_ids, self._rules.seconds_per_piece)
+        return [token for each in spoken for token in each.token_ids]
 
 
 def _mean_logprob(output: CompletionOutput, first: int, last: int) -> float:

@@ -117,7 +117,8 @@ async def _prepare(
     samples = await context.engine.read_sound(source, rules.sampling_rate)
     response_id = f"trsc-{request_id_of(request, random_id())}"
     headers = trace_headers_of(request)
-    recording = Recording(context, rules, body, task, samples, response_id, headers)
+    make = partial(Recording, context, rules, body, task, samples, response_id, headers)
+    recording = await off_loop.run(make)  # it reads all samples
     await recording.prepare()
     return recording
 
