@@ -4,14 +4,23 @@ from typing import Any, TypedDict
 
 from typing_extensions import NotRequired
 
-_PLURALS = {"image": "images", "audio": "sounds", "video": "videos"}
-MODALITIES = tuple(_PLURALS)
+_NAMES = {
+    "image": ("an image", "images"),
+    "audio": ("a sound", "sounds"),
+    "video": ("a video", "videos"),
+}
+MODALITIES = tuple(_NAMES)
 """Kinds of items that a prompt may have in addition to text."""
 
 
 def plural(modality: str) -> str:
     """Return how messages name the items of a modality, such as "images"."""
-    return _PLURALS[modality]
+    return _NAMES[modality][1]
+
+
+def singular(modality: str) -> str:
+    """Return how messages name an item of a modality, such as "an image"."""
+    return _NAMES[modality][0]
 
 
 class TextPrompt(TypedDict):

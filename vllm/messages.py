@@ -175,7 +175,7 @@ def number_of(adapter: AdapterRef | None) -> int | None:
 
 
 class OutputRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the tokens of an output that belong to the model, as those of speech do.
+    """Limits of the tokens of an output that belong to the model, such as one that transcribes.
 
     Logits of other tokens are -inf before any sampling parameter, and in log-probabilities.
     """

@@ -161,12 +161,12 @@ def test_slices_give_what_all_queries_give_at_once(name, context, is_merged, mas
 @pytest.mark.parametrize(("context", "image"), [(0, (20, 90)), (200, (150, 290))])
 @pytest.mark.parametrize("name", ["plain", "window", "short window", "sinks"])
 def test_tokens_see_all_of_their_image(name, context, image, is_merged):
-    """At once and in slices, also where the image begins in the context."""
+    """At once and in slices, and where the image begins in the context."""
     release = (1, 24) if name == "sinks" else (1, 21)
     bridge = SimBridge("gaudi2", is_lazy=True, is_strict=True, release=release)
     launch = Launch(context, LAYERS[name], is_merged=is_merged, image=image)
     found = [launch.run(bridge, slicing)[1] for slicing in (UNSLICED, SLICING)]
-    # By the rule for all tokens of each prompt: those of the context are cached, the others new.
+    # By the rule for all tokens of each prompt: the tokens of the context are cached.
     assert launch.last_keys is not None
     layer, cache = launch.layer, launch.cache
     query, key, value = (x.cpu()[launch.is_real] for x in launch.inputs)

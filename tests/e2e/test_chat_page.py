@@ -1,7 +1,9 @@
 """The chat page in a real browser, over a live server whose engine says what a test wrote."""
 
+import base64
 import copy
 import json
+import wave
 from dataclasses import replace
 from io import BytesIO
 
@@ -461,7 +463,7 @@ def test_a_picture_that_the_server_refuses_is_not_lost(seeing, engine, talk):
 
 def test_a_file_that_is_no_picture_is_refused_by_name(seeing):
     give(seeing, "notes.txt", kind="text/plain")
-    seeing.wait_for_text("#notice", "notes.txt is no picture")
+    seeing.wait_for_text("#notice", "notes.txt cannot be sent: the model reads pictures.")
     seeing.evaluate("OffscreenCanvas.prototype.convertToBlob = async () => new Blob(['no'])")
     give(seeing, "broken.png")
     seeing.wait_for_text("#notice", "broken.png cannot be read as a picture")
@@ -482,6 +484,85 @@ def test_a_model_that_reads_text_alone_is_offered_no_pictures(seeing, engine, ta
     send(seeing, "And now?")
     seeing.wait_for("document.querySelectorAll('.assistant .actions').length === 2")
     assert engine.prompts[-1] == "<user>Look<assistant>ok<user>And now?<assistant>"
+
+
+# ---- sounds -------------------------------------------------------------------------------------
+
+
+def record(page: Page) -> None:
+    wav = (
+        "(() => { const n = 8000, view = new DataView(new ArrayBuffer(44 + 2 * n));"
+        "[['RIFF', 0], ['WAVEfmt ', 8], ['data', 36]].forEach(([text, at]) =>"
+        "  [...text].forEach((c, i) => view.setUint8(at + i, c.charCodeAt(0))));"
+        "[[4, 36 + 2 * n], [16, 16], [24, 16000], [28, 32000], [40, 2 * n]].forEach("
+        "  ([at, value]) => view.setUint32(at, value, true));"
+        "[[20, 1], [22, 1], [32, 2], [34, 16]].forEach(([at, v]) => view.setUint16(at, v, true));"
+        "for (let i = 0; i < n; i += 1) view.setInt16(44 + 2 * i, 9000 * Math.sin(i / 9), true);"
+        "return new Blob([view], {type: 'audio/wav'}); })()"
+    )
+    page.evaluate(
+        "(() => { navigator.mediaDevices.getUserMedia ="
+        "  async () => ({getTracks: () => [{stop() {}}]});"
+        "window.MediaRecorder = class { start() {} stop() {"
+        f"  this.ondataavailable({{data: {wav}}}); this.onstop(); }} }}; }})()"
+    )
+    page.click("#record")
+    page.wait_for_text("#record", "Stop recording")
+    page.click("#record")
+
+
+def test_a_recording_is_sent_to_a_model_that_hears(engine, talk, page):
+    engine.read_media("audio")
+    open_chat(page, talk[2])
+    assert not page.is_shown("#add-picture")
+    record(page)
+    page.wait_for_text(GIVEN, "recording, 500 ms")
+    page.evaluate(
+        "(() => { window.bodies = []; const plain = fetch; window.fetch = (path, options) => {"
+        "  bodies.push(options?.body); return plain(path, options); }; })()"
+    )
+    talk[1].answer = flat_error(400, "heard")
+    send(page, "What is said?")
+    wait_for_answer(page, "heard")
+    body = json.loads(page.evaluate("bodies.find((body) => body?.includes('messages'))"))
+    sound, text = body["messages"][0]["content"]
+    assert text == {"type": "text", "text": "What is said?"}
+    assert sound["type"] == "input_audio" and sound["input_audio"]["format"] == "wav"
+    with wave.open(BytesIO(base64.b64decode(sound["input_audio"]["data"]))) as file:
+        assert (file.getframerate(), file.getnchannels(), file.getnframes()) == (16000, 1, 8000)
+    assert page.is_shown(".user audio")
+    page.complaints[:] = [line for line in page.complaints if "status of" not in line]
+
+
+def test_a_recording_becomes_text_where_the_model_transcribes(engine, talk, page):
+    page.open(talk[2])
+    page.wait_for_text("#state", "ready")
+    assert not page.is_shown("#record")
+    page.evaluate(
+        "(() => { const plain = fetch; window.answers = [[400, {error: {message: 'too loud'}}],"
+        "  [200, {text: ' hello there '}]]; window.sent = [];"
+        "window.fetch = async (path, options) => {"
+        "  if (path !== 'v1/audio/transcriptions') {"
+        "    const found = await plain(path, options);"
+        "    if (path !== 'chat.json') return found;"
+        "    return Response.json({...await found.json(), transcribes: true});"
+        "  }"
+        "  sent.push([options.body.get('model'), options.body.get('file').size]);"
+        "  const [status, body] = answers.shift();"
+        "  return Response.json(body, {status}); }; })()"
+    )
+    page.evaluate("document.querySelector('#forget').click()")  # asks for chat.json again
+    page.wait_for("document.querySelector('#record').checkVisibility()")
+    page.fill("#input", "Draft:")
+    record(page)
+    page.wait_for_text("#notice", "too loud")
+    page.wait_for_text(GIVEN, "recording, 500 ms")
+    page.click(f"{GIVEN} button")  # Try again
+    page.wait_for("document.querySelector('#input').value === 'Draft: hello there'")
+    assert page.evaluate("sent") == [["stdlib", 44 + 2 * 8000]] * 2
+    assert not page.is_shown("#attachments ul")
+    send(page, "hello there")
+    wait_for_answer(page, "ok")
 
 
 # ---- faults --------------------------------------------------------------------------------------

@@ -5,15 +5,18 @@ The table of families in test_images.py has the usual prompts.
 
 import base64
 import io
+import json
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.quantized_checkpoints import write as write_quantized
-from tests.reach import scheduler_of
+from tests.reach import scheduler_of, worker_of
 from tests.tiny_images import draw_image, expected_outputs, make_tiny_images
+from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.errors import RequestError
+from vllm.model_executor.layers.cross_attention import cross_attention_layers
 
 pillow = pytest.importorskip("PIL.Image", reason="images need Pillow")
 
@@ -192,6 +195,34 @@ def test_without_images_the_model_reads_text(folder, expected, tmp_path):
     assert tokens_of(outputs) == [expected[index] for index in texts]
     with pytest.raises(RequestError, match="reads text only"):
         llm.generate(REQUESTS[0], GREEDY)
+
+
+@pytest.mark.parametrize("draft", ["the model", "a model of text"])
+def test_drafts_of_models_change_no_token(folder, expected, draft, tmp_path):
+    """A model of text has no embedding of the token of an image."""
+    other = folder
+    if draft == "a model of text":
+        vocab_size = json.loads((folder / "config.json").read_text())["text_config"]["vocab_size"]
+        other = make_tiny_model("llama", tmp_path, vocab_size=vocab_size)
+        for file in folder.glob("tokenizer*"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    speculation = {"model": str(other), "num_speculative_tokens": 3}
+    llm = LLM(str(folder), **ENGINE, speculative_config=speculation)
+    assert tokens_of(llm.generate(REQUESTS, GREEDY)) == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_after_a_sleep_images_are_encoded_again(folder, expected, level):
+    llm = LLM(str(folder), **ENGINE, enable_sleep_mode=True)
+    pools = [layer.item_keys for layer in cross_attention_layers(worker_of(llm).model)]
+    assert tokens_of(llm.generate(REQUESTS, GREEDY)) == expected
+    assert all(pool.any() for pool in pools)
+    llm.sleep(level=level)
+    assert not any(pool.any() for pool in pools), "the memory of pools is released"
+    llm.wake_up()
+    if level == 2:
+        llm.collective_rpc("reload_weights")
+    assert tokens_of(llm.generate(REQUESTS, GREEDY)) == expected
 
 
 @pytest.mark.parametrize("name", ["ct-fp8-dynamic", "ct-w8a16-int8"])

@@ -154,7 +154,7 @@ def test_a_cached_prefix_of_windows_may_end_inside_of_an_image(folder, expected)
         prompt = ask("c" * (num_before + 1) + IMAGE, draw_image(3))
         found = [each.generate(prompt, GREEDY, use_tqdm=False)[0] for each in (plain, llm, llm)]
         assert len(set(map(tuple, tokens_of(found)))) == 1
-        # behind the image: its end and two line breaks
+        # after the image: its end and two line breaks
         ends.add(len(found[2].prompt_token_ids) - 3 - found[2].num_cached_tokens)
     assert ends == set(range(-2, 6))
 

@@ -1,5 +1,6 @@
 """Whisper: tokens and log-probabilities of transformers, whatever shares the batch."""
 
+import asyncio
 import json
 import shutil
 from dataclasses import dataclass
@@ -11,9 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from tests.multimodal.sound_models import make_sound
+from tests.quantized_checkpoints import write as write_quantized
 from tests.reach import runner_of, scheduler_of
 from tests.tiny_speech import RATE, TRANSCRIBE, WITH_TIMES, Reference, make_tiny_whisper
 from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.async_llm_engine import AsyncLLM
+from vllm.engine.input.media_lane import MediaLane
 from vllm.errors import ConfigError, RequestError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams
@@ -85,7 +90,7 @@ def test_kinds_of_prompts_share_a_batch(llm, reference):
         [ask(sound, text) for sound, text in zip(SOUNDS, texts, strict=True)], GREEDY
     )
     assert_equal(outputs[:2], SOUNDS[:2], reference)
-    # Text behind the task is the beginning of the output.
+    # Text after the task is the beginning of the output.
     size = len(llm.get_tokenizer()(TRANSCRIBE, add_special_tokens=False)["input_ids"])
     for output, sound in zip(outputs[2:], SOUNDS[2:], strict=True):
         ids = output.prompt_token_ids
@@ -278,6 +283,35 @@ def test_other_engines_give_the_same(folder, reference, text, settings):
         assert tokens_of(output) == reference.greedy(sound, output.prompt_token_ids, NUM_TOKENS)[0]
 
 
+def test_a_server_joins_both_prompts_before_it_reads_media(llm):
+    lane = MediaLane(lambda: llm.llm_engine.input_processor)
+    prompt = {"encoder_prompt": {"prompt": "", "cache_salt": "a"}, "decoder_prompt": [1, 2]}
+    found = asyncio.run(lane.read(prompt))
+    lane.shutdown()
+    assert found == {"cache_salt": "a", "prompt_token_ids": [1, 2]}
+
+
+@pytest.mark.exhaustive
+def test_the_engine_of_a_server_gives_the_same(folder, reference):
+    async def run():
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **ENGINE))
+
+        async def one(index, prompt):
+            return [o async for o in engine.generate(prompt, GREEDY, str(index))][-1]
+
+        encoder = {"prompt": "", "multi_modal_data": {"audio": (SOUNDS[0], RATE)}}
+        prompts = [
+            {"encoder_prompt": encoder, "decoder_prompt": WITH_TIMES},
+            *(ask(sound, WITH_TIMES) for sound in SOUNDS[1:]),
+        ]
+        try:
+            return await asyncio.gather(*(one(*each) for each in enumerate(prompts)))
+        finally:
+            engine.shutdown()
+
+    assert_equal(asyncio.run(run()), SOUNDS, reference)
+
+
 def write_adapter(folder, modules, reference):
     """Write an adapter, and return it with what it adds to each weight."""
     generator, tensors, added = torch.Generator().manual_seed(1), {}, {}
@@ -364,6 +398,23 @@ def test_quantized_weights_stay_near(folder, reference, quantization):
     ids = [*output.prompt_token_ids, *tokens_of(output)]
     logprobs = reference.followed(SOUNDS[0], ids, len(output.prompt_token_ids))
     assert 0 < np.abs(logprobs_of(output) - logprobs).max() < 0.5
+
+
+@pytest.mark.parametrize("kind", ["gptq-4", "fp8-static"])
+def test_a_quantized_decoder_has_the_values_of_its_checkpoint(kind, tmp_path):
+    sizes = {"d_model": 64, "decoder_ffn_dim": 128}
+    folder = make_tiny_whisper(tmp_path / "dense", **sizes)
+    found = []
+    for copy in write_quantized(kind, tmp_path, folder, skipped=("model.encoder",)):
+        for file in folder.iterdir():
+            if not (copy / file.name).exists():
+                shutil.copy(file, copy)
+        (output,) = LLM(str(copy), **ENGINE).generate(ask(SOUNDS[0]), GREEDY)
+        found.append((tokens_of(output), logprobs_of(output)))
+    (tokens, logprobs), (dense_tokens, dense_logprobs) = found
+    assert tokens == dense_tokens
+    # On the CPU, inputs of int4 matmuls are rounded.
+    assert np.abs(logprobs - dense_logprobs).max() < (0.1 if kind == "gptq-4" else LIMIT)
 
 
 def test_bfloat16_is_as_near_as_transformers(folder, reference):

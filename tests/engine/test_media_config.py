@@ -10,6 +10,7 @@ from tests.tiny_audio import FAMILIES as SOUND_FAMILIES
 from tests.tiny_audio import make_tiny_audio
 from tests.tiny_images import FAMILIES, make_tiny_images
 from vllm.engine.resolve import media
+from vllm.multimodal.families.qwen2_audio import Qwen2AudioFamily
 
 pytest.importorskip("PIL", reason="images need Pillow")
 
@@ -77,6 +78,19 @@ def test_without_the_reader_of_files_a_model_reads_text_only(folders, monkeypatc
     assert "Pillow is not installed: pip install 'vllm[image]'" in caplog.text
     assert media_of(folders["voxtral"]) is None
     assert "PyAV is not installed: pip install 'vllm[audio]'" in caplog.text
+
+
+def test_sizes_that_the_config_of_qwen2_audio_leaves_out_are_the_defaults(folders, tmp_path):
+    for path in folders["qwen2_audio"].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    text = {"model_type": "qwen2", "vocab_size": 156032, "max_position_embeddings": 8192}
+    config = json.loads((tmp_path / "config.json").read_text()) | {"text_config": text}
+    del config["audio_config"]["d_model"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arch = resolve(model=str(tmp_path), load_format="dummy").model.resolved_arch
+    assert (arch.hidden_size, arch.num_layers, arch.num_kv_heads) == (4096, 32, 32)
+    assert arch.media_config is not None and arch.media_module == "qwen2_audio"
+    assert Qwen2AudioFamily.read_encoder(arch.media_config).d_model == 1280
 
 
 def test_the_modules_of_transformers_read_text_only(folders):

@@ -123,7 +123,7 @@ def test_a_worker_reads_files_until_the_request_has_ended_whoever_made_them():
     media.add(4, late)
     assert media.read(4, late.media[0]).tolist() == [[0]]
     assert media.errors_of(np.array([3, 4], np.int32)) == {
-        4: "the pixels of an image cannot be read: the request has ended"
+        4: "an image cannot be read: the request has ended"
     }
 
 

@@ -85,6 +85,13 @@ def test_a_model_of_english_needs_no_language():
     assert ENGLISH.prompt(language="english", with_times=True) == [START]
 
 
+def test_a_model_of_one_other_language_need_not_be_told():
+    rules = make_rules(lang_to_id={"<|xx|>": DE})
+    assert rules.languages == ("xx",) and not rules.is_multilingual
+    for language in (None, "xx", "XX"):
+        assert rules.prompt(language=language) == [START, DE, TRANSCRIBE, NO_TIMES]
+
+
 @pytest.mark.parametrize(
     ("rules", "asked", "message"),
     [
@@ -200,3 +207,6 @@ def test_a_prompt_without_a_task_has_no_rules():
     assert ENGLISH.output_rules([START]).first_time == FIRST_TIME
     assert ENGLISH.output_rules([START, NO_TIMES]).first_time is None
     assert ENGLISH.output_rules([5]) is None
+    # A prompt as for other models is understood.
+    found = ENGLISH.output_rules([START, EN, TRANSCRIBE, NO_TIMES, 5])
+    assert found.first_time is None and found.written == (5,)

@@ -261,7 +261,7 @@ def last_keys_of(chunks: list[tuple[int, int, int]], last_keys: list[Tensor]) ->
 
 
 def with_images(num_tokens: int, *images: tuple[int, int]) -> Tensor:
-    """The last key that each token sees, where those of images (first, end) see each other."""
+    """The last key that each token sees, where the tokens of images (first, end) see each other."""
     last_keys = torch.arange(num_tokens)
     for first, end in images:
         last_keys[first:end] = end - 1

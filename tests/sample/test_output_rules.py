@@ -3,6 +3,7 @@
 import random
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers.generation.logits_process import (
 )
 
 from gaudi_sim.bridge import SimBridge
+from vllm.message_codec import decoder, encode_array
 from vllm.messages import EngineRequest, OutputRules
 from vllm.sample.cpu_sampler import CPUSampler, make_sampler
 from vllm.sample.metadata import SamplingMetadata
@@ -182,6 +184,12 @@ def test_only_time_stamps_make_the_engine_wait_for_tokens():
     state.add(1, make_request(WITH_TIMES), [])
     assert not state.follows_output(np.array([0], np.int32))
     assert state.follows_output(np.array([1], np.int32))
+
+
+def test_rules_reach_another_process():
+    request = make_request(WITH_TIMES)
+    data = msgspec.msgpack.encode(request, enc_hook=encode_array)
+    assert decoder(EngineRequest).decode(data).output_rules == WITH_TIMES
 
 
 def test_requests_without_rules_have_no_metadata_of_them():

@@ -4,19 +4,29 @@ import pytest
 import torch
 
 from tests.tiny_images import FAMILIES, make_tiny_images
-from vllm.config import MultiModalConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.text_of_images import make_encoder
 from vllm.multimodal.job import family_of_model
 from vllm.ops import get_ops
 from vllm.worker.cpu.encoder_memory import PeakBytes, encoder_bytes, peak_bytes
+from vllm.worker.cpu.worker import CPUWorker
 
 
 def make_config(folder, **flags) -> VllmConfig:
     return EngineArgs(model=str(folder), device="cpu", **flags).create_engine_config()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+USUAL = ("llava_next", "qwen2_5_vl", "qwen3_vl", "mllama", "mistral3")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(each, marks=() if each in USUAL else pytest.mark.exhaustive)
+        for each in FAMILIES
+    ],
+)
 def test_the_peak_is_that_of_a_real_forward_pass(family, tmp_path):
     config = make_config(make_tiny_images(family, tmp_path), dtype="float32")
     encoder = make_encoder(config.model.resolved_arch)
@@ -40,12 +50,31 @@ def test_an_item_has_room_in_a_prompt_and_a_step_encodes_several(tmp_path):
         folder = make_tiny_images(family, tmp_path / family)
         for limit in (32, 128):
             flags = {"max_model_len": limit, "max_num_batched_tokens": limit}
-            config = make_config(folder, **flags)
-            encoder = make_encoder(config.model.resolved_arch)
-            sizes[family, limit] = encoder_bytes(config, encoder)
+            for videos in (0, 1):
+                counts = {"limit_mm_per_prompt": {"video": videos}}
+                config = make_config(folder, **flags, **counts)
+                encoder = make_encoder(config.model.resolved_arch)
+                sizes[family, limit, videos] = encoder_bytes(config, encoder)
     # 69 tokens in the first model, of which 32 fit; images of 16 in the second, two in a step.
-    assert sizes["qwen2_vl", 32] == pytest.approx(sizes["qwen2_vl", 128] * 32 / 69, rel=1e-6)
-    assert sizes["llava", 128] == 4 * sizes["llava", 32]
+    whole = sizes["qwen2_vl", 128, 0]
+    assert sizes["qwen2_vl", 32, 0] == pytest.approx(whole * 32 / 69, rel=1e-6)
+    # A video has as many as fit.
+    assert sizes["qwen2_vl", 128, 1] == pytest.approx(whole * 128 / 69, rel=1e-6)
+    assert sizes["qwen2_vl", 32, 1] == sizes["qwen2_vl", 32, 0]
+    assert sizes["llava", 128, 0] == sizes["llava", 128, 1] == 4 * sizes["llava", 32, 0]
+
+
+def test_the_kv_cache_leaves_room_for_the_encoder(tmp_path):
+    folder = make_tiny_images("llava", tmp_path)
+    found = {}
+    for is_skipped in (False, True):
+        worker = CPUWorker(make_config(folder, skip_mm_profiling=is_skipped, max_model_len=64))
+        worker.platform.free_memory_bytes = lambda: 2**30
+        worker.load(0)
+        found[is_skipped] = worker.measure().free_bytes
+    config = make_config(folder, max_model_len=64)
+    used = encoder_bytes(config, make_encoder(config.model.resolved_arch))
+    assert found[True] - found[False] == used > 0
 
 
 def test_freed_tensors_are_not_counted():

@@ -262,11 +262,11 @@ def test_a_prompt_longer_than_a_launch_may_be_runs_in_pieces(rows, pieces):
     ("images", "rows", "pieces"),
     [
         ([], [(0, 0, 70)], [(0, 0, 32), (0, 32, 32), (0, 64, 6)]),
-        # ends at the beginning of an image, and behind one
+        # ends at the beginning of an image, and after one
         ([(0, 32), (40, 24)], [(0, 0, 70)], [(0, 0, 32), (0, 32, 32), (0, 64, 6)]),
         ([(30, 20)], [(0, 0, 70)], [(0, 0, 30), (0, 30, 32), (0, 62, 8)]),
         ([(10, 20), (31, 30)], [(0, 0, 70)], [(0, 0, 31), (0, 31, 32), (0, 63, 7)]),
-        # goes on inside of an image
+        # begins inside of an image
         ([(10, 40), (60, 9)], [(0, 20, 60)], [(0, 20, 32), (0, 52, 28)]),
     ],
 )

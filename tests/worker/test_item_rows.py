@@ -74,7 +74,7 @@ def made():
 
 
 def seen(rows, *scheduled):
-    """What the tokens of (row, first index, number of tokens) see: (begin, end, slots)."""
+    """Return (begin, end, slots) of the runs of some (row, first index, number of tokens)."""
     part = rows.part_of(Launch(*(int_array(*each) for each in zip(*scheduled, strict=True))))
     runs: tuple[SeenRun, ...] = part["items"].runs if part else ()
     return [(run.begin, run.end, run.slots.tolist()) for run in runs]

@@ -17,7 +17,7 @@ _LIMIT_KEYS = {
 }
 """Keys of the limits of each kind. Each has a reader."""
 _WHITE = (255, 255, 255)
-_MOST_FRAMES = 4096
+_MOST_FRAMES = 768
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +81,8 @@ class MultiModalConfig:
     """Keep no processed images, whatever mm_processor_cache_gb is."""
 
     skip_mm_profiling: bool = False
-    """Do not run the largest image at the start of a card, which measures how much memory images
-    take. Then gpu_memory_utilization has to leave room for them. On the CPU no image is run."""
+    """Do not measure at the start how much memory the largest image takes: a card runs it, the CPU
+    counts its tensors. Then gpu_memory_utilization has to leave room for it."""
 
     disable_chunked_mm_input: bool = False
     """Never divide the tokens of an image between two steps."""

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from vllm.errors import CapacityError
+from vllm.inputs import singular
 from vllm.messages import END_OF_REQUEST, EngineRequest, MediaItem, MediaStats
 from vllm.request import Request
 
@@ -90,25 +91,26 @@ class EncoderCache:
         Raises:
             CapacityError: names both numbers.
         """
-        largest = max(item.num_embeddings for item in spec.media)
+        costliest = max(spec.media, key=lambda item: item.num_embeddings)
+        largest, one = costliest.num_embeddings, singular(costliest.modality)
         if _is_held_whole(spec):
             self._check_together(spec)
         elif largest > self.capacity:
             raise CapacityError(
-                f"an image must become at most {self.capacity} embeddings, which the encoder "
-                f"cache holds, got {largest}. Send a smaller image"
+                f"{one} must become at most {self.capacity} embeddings, which the encoder cache "
+                f"holds, got {largest}. Send a smaller one"
             )
         longest = max(0 if item.num_states else item.end - item.start for item in spec.media)
         if self._most_whole is not None and longest > self._most_whole:
             raise CapacityError(
-                f"an image must have at most {self._most_whole} tokens, as they are computed in "
-                f"one step (the model or --disable-chunked-mm-input asks for it), got {longest}. "
-                f"Send a smaller image, or start the engine with a larger --max-num-batched-tokens"
+                f"{one} must have at most {self._most_whole} tokens, as they are computed in one "
+                f"step (the model or --disable-chunked-mm-input asks for it), got {longest}. Send "
+                f"a smaller one, or start the engine with a larger --max-num-batched-tokens"
             )
         if self._largest is not None and largest > self._largest:
             raise CapacityError(
-                f"an image must become at most {self._largest} embeddings, which is what the "
-                f"encoder has memory for, got {largest}. Send a smaller image"
+                f"{one} must become at most {self._largest} embeddings, which is what the encoder "
+                f"has memory for, got {largest}. Send a smaller one"
             )
 
     def _check_together(self, spec: EngineRequest) -> None:

@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 from vllm.attention import Attention, CachedLayer
 from vllm.distributed import Stage, TPGroup
+from vllm.model_executor.layers.cross_attention import CrossAttention
 from vllm.model_executor.speculators.interface import Speculator
 
 _FINGERPRINT_COLUMNS = 1024
 
 
 def model_storages(model: nn.Module) -> list[Tensor]:
-    """Everything that a model reads but its KV caches and their scales, and a speculator besides
-    what its target has: each storage once, as its bytes.
+    """Everything that a model reads but its KV caches and their scales, pools of items, and a
+    speculator besides what its target has: each storage once, as its bytes.
 
     Besides parameters and buffers there are tensors in objects that modules hold, such as packed
     weights. The order depends on how the model was built alone, so that two models of one config
@@ -37,8 +38,9 @@ def model_storages(model: nn.Module) -> list[Tensor]:
 
 
 def model_tensors(model: nn.Module) -> list[Tensor]:
-    """Every tensor that a model reads but its KV caches, and a speculator besides what its target
-    has, each once, in an order as above. Several may be views of one storage."""
+    """Every tensor that a model reads but its KV caches and pools of items, and a speculator
+    besides what its target has, each once, in an order as above. Several may be views of one
+    storage."""
     found = {id(tensor): tensor for tensor in _tensors(model, set())}
     if isinstance(model, Speculator):
         for tensor in _tensors(model.target, set()):
@@ -63,6 +65,8 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         others: tuple[str, ...] = ()
         if isinstance(value, CachedLayer):
             others = (*value.cache_names, *value.scale_names, *value.input_names)
+        elif isinstance(value, CrossAttention):
+            others = value.pool_names
         below = [v for name, v in names.items() if name not in others]
     else:
         return

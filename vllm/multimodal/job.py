@@ -11,7 +11,7 @@ import numpy as np
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError, RequestError
-from vllm.inputs import plural
+from vllm.inputs import plural, singular
 from vllm.multimodal.audio.sound import read_sound
 from vllm.multimodal.images.image import Color, image_pixels
 from vllm.multimodal.images.settings import check_resized
@@ -209,9 +209,6 @@ class _AnyTokens:
         return [self(text)]
 
 
-_ONE_OF = {"image": "an image", "audio": "a sound", "video": "a video"}
-
-
 def _check_cost(modality: str, cost: tuple[int, int], most: tuple[int, int]) -> None:
     """Refuse settings of a request with which an item can be larger than the engine has memory
     for.
@@ -222,7 +219,7 @@ def _check_cost(modality: str, cost: tuple[int, int], most: tuple[int, int]) -> 
     for what, size, limit in zip(("embeddings", "bytes"), cost, most, strict=True):
         if size > limit:
             raise RequestError(
-                f"mm_processor_kwargs: {_ONE_OF[modality]} could have {size} {what}, and the "
+                f"mm_processor_kwargs: {singular(modality)} could have {size} {what}, and the "
                 f"engine was started for {plural(modality)} of at most {limit}. Choose smaller "
                 f"sizes, or start it with larger ones (--mm-processor-kwargs)",
                 param="mm_processor_kwargs",

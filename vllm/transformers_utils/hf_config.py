@@ -172,7 +172,7 @@ def _config_of_decoder(raw: Mapping[str, Any], family: Family) -> dict[str, Any]
     except Exception as error:
         raise ConfigError(f"config.json: {' '.join(str(error).split())}") from error
     usual = {name: completed[own] for own, name in family.decoder_keys.items()}
-    return {**completed, **usual, WHOLE_CONFIG: completed}
+    return {**completed, **usual, WHOLE_CONFIG: whole}
 
 
 def is_known_to_transformers(architecture: str, model_type: object = None) -> bool:

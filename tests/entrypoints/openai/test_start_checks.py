@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny_images import make_tiny_images
 from vllm.assets import BUNDLED_MODEL
 from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args
 from vllm.entrypoints.server.log_setup import configure_logs
@@ -31,6 +32,37 @@ def model(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(BUNDLED_MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     return folder
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_settings_of_an_image_processor_are_checked_without_transformers(family, tmp_path):
+    folder = make_tiny_images(family, tmp_path)
+    path = folder / "preprocessor_config.json"
+    good = path.read_text()
+    program = (
+        "import sys\n"
+        "from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args\n"
+        "from vllm.entrypoints.server.start_checks import check_start\n"
+        "from vllm.utils import FlexibleArgumentParser\n"
+        "parser = make_arg_parser(FlexibleArgumentParser())\n"
+        "try: check_start(*read_args(parser.parse_args(sys.argv[1:])))\n"
+        "except Exception as error: print(error)\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    bad = json.dumps({**json.loads(good), "rescale_factor": "x"})
+    for text, flags, message in (
+        (good, [], ""),
+        (bad, [], "preprocessor_config.json or processor_config.json: rescale_factor is 'x'"),
+        (bad, ["--limit-mm-per-prompt", "image=0"], ""),
+        ("{", [], "preprocessor_config.json"),
+        (good, ["--mm-processor-kwargs", '{"side": 1}'], "has no setting 'side'"),
+    ):
+        path.write_text(text)
+        command = [sys.executable, "-c", program, "--model", str(folder), *flags]
+        run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+        *found, modules = run.stdout.splitlines()
+        assert message in "".join(found) and bool(found) == bool(message), run
+        assert modules == "[]"
 
 
 @pytest.fixture

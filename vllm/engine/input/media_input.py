@@ -254,7 +254,7 @@ class MediaInput:
         items: Sequence[ReadMedia],
         tokenizer: "PreTrainedTokenizerBase | None",
     ) -> list[int]:
-        """Return tokens with those of the text that belongs around images, unless these are
+        """Return tokens with the tokens of the text that belongs around images, unless these are
         expanded already.
 
         Args:

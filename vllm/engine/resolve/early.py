@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.bucketing import plan_buckets
-from vllm.config import ModelArch, ModelConfig, VllmConfig
+from vllm.config import ModelArch, ModelConfig, MultiModalConfig, VllmConfig
 from vllm.engine.resolve.config import (
     check_architecture,
     check_settings,
@@ -17,7 +17,9 @@ from vllm.engine.resolve.config import (
     resolve_config,
     resolve_max_model_len,
 )
+from vllm.engine.resolve.media import check_media_settings
 from vllm.errors import ConfigError
+from vllm.multimodal.job import family_of_model
 from vllm.platforms import resolve_platform
 from vllm.transformers_utils.generation_config import load_generation_defaults
 from vllm.transformers_utils.hf_config import read_hf_config
@@ -55,10 +57,22 @@ def resolve_early(settings: Mapping[str, Any]) -> VllmConfig | None:
         )
         if complete_plain_config(raw) is None:
             _check_length(asked, raw)
+            _check_media(raw, folder, settings)
             return None
     config = resolve_config(settings)
     _check_files(config)
     return config
+
+
+def _check_media(raw: Mapping[str, Any], folder: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse settings of an image processor or feature extractor that cannot be used, whatever
+    transformers adds to config.json."""
+    try:
+        arch = ModelArch.from_hf(raw)
+    except (ConfigError, TypeError, ValueError):
+        return  # resolve_config will report what is missing, if anything
+    names = ("limit_mm_per_prompt", "mm_processor_kwargs")
+    check_media_settings(arch, folder, MultiModalConfig(**{name: settings[name] for name in names}))
 
 
 def _check_length(asked: ModelConfig, raw: Mapping[str, Any]) -> None:
@@ -76,6 +90,7 @@ def _check_files(config: VllmConfig) -> None:
     """Refuse a model without the files that it will be loaded from; opens only small ones."""
     folder = Path(config.model.resolved_path)
     load_generation_defaults(config.model)
+    family_of_model(config)  # reads the settings of an image processor
     if config.load.load_format != "dummy":
         find_files(folder, config.load.load_format)
     if config.model.tokenizer is not None:

@@ -5,15 +5,15 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm.config import LoadConfig, ModelArch, VllmConfig
+from vllm.config import LoadConfig, ModelArch, MultiModalConfig, VllmConfig
 from vllm.config.families import TEXT_TYPES, family_of_architecture
 from vllm.errors import ConfigError
 from vllm.inputs import plural
 from vllm.logger import init_logger
 from vllm.multimodal.images.tower_config import TOWER_PARTS
-from vllm.multimodal.interface.checks import SETTINGS_FILE
+from vllm.multimodal.interface.checks import SETTINGS_FILE, SettingsError
 from vllm.multimodal.job import family_class, family_of_model, num_embeddings
-from vllm.multimodal.processor_settings import has_settings
+from vllm.multimodal.processor_settings import has_settings, override_settings, read_settings
 from vllm.transformers_utils.weight_headers import names_of_tensors
 
 logger = init_logger(__name__)
@@ -101,6 +101,33 @@ def check_images_fit(config: VllmConfig) -> None:
         f"step has room for {limits.longest_chunk} of one prompt by {settings}. {fix}, or serve "
         f"text only: limit_mm_per_prompt image=0"
     )
+
+
+def check_media_settings(arch: ModelArch, folder: Path, config: MultiModalConfig) -> None:
+    """Refuse settings of an image processor or feature extractor before transformers completes
+    config.json.
+
+    Args:
+        arch: of config.json as it is.
+        folder: of the model.
+        config: of the engine.
+
+    Raises:
+        ConfigError: a setting cannot be used; names the file and the key.
+    """
+    if arch.media_module is None or arch.media_config is None:
+        return
+    rules = family_class(arch.media_module)
+    is_used = any(config.counts[modality] for modality in rules.modalities)
+    if not is_used or not has_settings(rules, folder):
+        return
+    settings = override_settings(rules, read_settings(rules, folder), config.mm_processor_kwargs)
+    try:
+        rules(arch.media_config, settings)
+    except SettingsError:
+        raise
+    except ConfigError as error:
+        logger.debug("config.json is checked once it is complete: %s", error)
 
 
 def _reason_for_text(

@@ -42,6 +42,7 @@ def _describe_model(context: ServerContext) -> dict[str, Any]:
         "has_chat_template": bool(args.chat_template or own_template),
         "has_auto_tool_choice": args.enable_auto_tool_choice,
         "modalities": chat_modalities(engine.input_processor),
+        "transcribes": context.speech is not None,
         "max_model_len": config.scheduler.max_model_len,
         "sampling_defaults": _sampling_defaults(engine.generation_defaults),
     }

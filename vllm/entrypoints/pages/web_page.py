@@ -90,7 +90,7 @@ def _policy(styles: list[str], scripts: list[str]) -> str:
     """Own styles and scripts run, requests go to this server alone, and no text becomes HTML."""
     return (
         f"default-src 'none'; script-src {' '.join(scripts)}; style-src {' '.join(styles)}; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "connect-src 'self'; img-src data:; media-src data:; base-uri 'none'; form-action 'none'; "
         "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
 

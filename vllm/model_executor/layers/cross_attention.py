@@ -1,10 +1,11 @@
 """Cross-attention: tokens read the hidden states of the images, sounds or videos of their requests.
 
-Keys and values of an item are computed once, when it has been encoded, and stay in a pool of the
-layer while requests need them. Knows no requests and no families.
+Keys and values of an item are computed once, when it has been encoded. A pool of the layer holds
+them while requests need them. Knows no requests and no families.
 """
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,8 @@ class CrossAttention(nn.Module, ReadsContext):
     Shape: hidden_states [T, hidden] -> [T, hidden]
     """
 
+    pool_names: ClassVar[tuple[str, ...]] = ("item_keys", "item_values")
+    """Attributes that are no weights."""
     item_keys: Tensor | None
     """[slots, G, D] of the items; None until the worker has bound it."""
     item_values: Tensor | None
@@ -106,6 +109,12 @@ class CrossAttention(nn.Module, ReadsContext):
     def bind_pool(self, keys: Tensor, values: Tensor) -> None:
         """Use these tensors [slots, G, D] from now on."""
         self.item_keys, self.item_values = keys, values
+
+    @property
+    def pool_tensors(self) -> list[Tensor]:
+        """The pool; empty until the worker has bound it."""
+        pool = (self.item_keys, self.item_values)
+        return [tensor for tensor in pool if tensor is not None]
 
     def store(self, states: Tensor, slots: Tensor) -> None:
         """Write the keys and values of the hidden states [n, state_size] of an item into slots

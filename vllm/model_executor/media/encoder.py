@@ -29,6 +29,9 @@ class MediaEncoder(nn.Module, ABC):
     """The unit of `size_of`: "patches", or a name of items that all have one size, such as
     "images"."""
 
+    reads: ClassVar[str] = "images"
+    """Items that it encodes, as messages name them."""
+
     num_added: int = 0
     """Number of layers, the first of the language model, after which values are added to hidden
     states. An embedding has hidden_size elements for the token, and as many for each such

@@ -59,9 +59,11 @@ class LogMelFeatures:
             spectrum = np.fft.rfft(frames[some] * self._window)
             power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32)
             np.maximum(self._mel_filters @ power.T, _SMALLEST_POWER, out=found[:, some])
-        found = np.log10(found)
-        found = np.maximum(found, found.max() - _RANGE)
-        return (found + 4.0) / 4.0
+        np.log10(found, out=found)
+        np.maximum(found, found.max() - _RANGE, out=found)
+        found += 4.0
+        found /= 4.0
+        return found
 
     @cached_property
     def _window(self) -> npt.NDArray[np.float32]:

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from vllm.errors import RequestError
 from vllm.multimodal.audio.features import LogMelFeatures
 from vllm.multimodal.audio.settings import SAMPLING_RATE, check_feature_settings
-from vllm.multimodal.audio.whisper_config import WhisperEncoderConfig
+from vllm.multimodal.audio.whisper_config import LARGE, WhisperEncoderConfig, read_whisper_config
+from vllm.multimodal.interface.checks import config_object
 from vllm.multimodal.interface.family import EncoderInput, Expansion, MediaFamily, TokenLookup
 
 
@@ -35,7 +36,6 @@ class SoundFamily(MediaFamily):
         self.features = LogMelFeatures(self.sizes)
 
     @staticmethod
-    @abstractmethod
     def read_encoder(config: Mapping[str, Any]) -> WhisperEncoderConfig:
         """Return the sizes of the encoder.
 
@@ -45,11 +45,16 @@ class SoundFamily(MediaFamily):
         Raises:
             ConfigError: a size cannot be used.
         """
+        return read_whisper_config(config_object(config, "audio_config"), LARGE, "audio_config.")
 
     @abstractmethod
-    def encoder_input(self, samples: npt.NDArray[np.float32]) -> EncoderInput:
-        """Return the features of a sound whose length is accepted. The grid is the number of its
-        tokens."""
+    def encoder_input(self, features: npt.NDArray[np.float32], num_samples: int) -> EncoderInput:
+        """Return the input of the encoder, whose grid is the number of tokens.
+
+        Args:
+            features: [num_mel_bins, F] of whole pieces, filled with silence.
+            num_samples: of the sound, without the silence.
+        """
 
     @property
     def min_samples(self) -> int:
@@ -67,7 +72,9 @@ class SoundFamily(MediaFamily):
             )
         if not np.isfinite(samples).all():
             raise RequestError("the sound has samples that are not finite; they must be -1 to 1")
-        return self.encoder_input(samples)
+        num_pieces = -(-len(samples) // self.sizes.chunk_samples)
+        features = self.features(samples, num_pieces * self.sizes.chunk_samples)
+        return self.encoder_input(features, len(samples))
 
     def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
         (num_tokens,) = grid
@@ -77,4 +84,6 @@ class SoundFamily(MediaFamily):
         return self.process_audio(np.zeros(self.min_samples, np.float32))
 
     def largest(self) -> EncoderInput:
-        return self.encoder_input(np.zeros(self.max_chunks * self.sizes.chunk_samples, np.float32))
+        sizes = self.sizes
+        features = np.zeros((sizes.feature_size, self.max_chunks * sizes.chunk_frames), np.float32)
+        return self.encoder_input(features, self.max_chunks * sizes.chunk_samples)

@@ -1,6 +1,5 @@
 """Qwen2-Audio (Chu et al. 2024, arXiv 2407.10759): each token is 40 ms of a sound."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -8,8 +7,6 @@ import numpy.typing as npt
 
 from vllm.multimodal.audio.settings import FeatureSettings
 from vllm.multimodal.audio.sound_family import SoundFamily
-from vllm.multimodal.audio.whisper_config import LARGE, WhisperEncoderConfig, read_whisper_config
-from vllm.multimodal.interface.checks import config_object
 from vllm.multimodal.interface.family import EncoderInput
 
 _SHORTEST = 3
@@ -26,17 +23,12 @@ class Qwen2AudioFamily(SoundFamily):
     placeholder = "<|AUDIO|>"
     text_of_image = "<|audio_bos|><|AUDIO|><|audio_eos|>\n"
 
-    @staticmethod
-    def read_encoder(config: Mapping[str, Any]) -> WhisperEncoderConfig:
-        return read_whisper_config(config_object(config, "audio_config"), LARGE, "audio_config.")
-
     @property
     def min_samples(self) -> int:
         return (_SHORTEST - 1) * self.sizes.hop_length + 1
 
-    def encoder_input(self, samples: npt.NDArray[np.float32]) -> EncoderInput:
-        num_states = _num_states(len(samples), self.sizes)
-        features = self.features(samples, self.sizes.chunk_samples)
+    def encoder_input(self, features: npt.NDArray[np.float32], num_samples: int) -> EncoderInput:
+        num_states = _num_states(num_samples, self.sizes)
         needed = min(2 * (num_states + 1), features.shape[1])
         tensors: dict[str, npt.NDArray[Any]] = {
             "features": np.ascontiguousarray(features[:, :needed]),
@@ -48,7 +40,7 @@ class Qwen2AudioFamily(SoundFamily):
 def _num_states(num_samples: int, sizes: FeatureSettings) -> int:
     """Return the hidden states of a sound: one for each two of its frames, of which the last may be
     missing."""
-    num_frames = -(-num_samples // sizes.hop_length)
+    num_frames = min(-(-num_samples // sizes.hop_length), sizes.chunk_frames)
     return (num_frames + 1) // 2
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm.multimodal.audio.sound_family import SoundFamily
-from vllm.multimodal.audio.whisper_config import LARGE, WhisperEncoderConfig, read_whisper_config
-from vllm.multimodal.interface.checks import config_object, wrong_config
+from vllm.multimodal.audio.whisper_config import WhisperEncoderConfig
+from vllm.multimodal.interface.checks import wrong_config
 from vllm.multimodal.interface.family import EncoderInput
 
 
@@ -49,14 +49,8 @@ class VoxtralFamily(SoundFamily):
         super().__init__(config, settings)
         self._tokens_of_piece = self.encoder.max_source_positions // joined_states(self.encoder)
 
-    @staticmethod
-    def read_encoder(config: Mapping[str, Any]) -> WhisperEncoderConfig:
-        return read_whisper_config(config_object(config, "audio_config"), LARGE, "audio_config.")
-
-    def encoder_input(self, samples: npt.NDArray[np.float32]) -> EncoderInput:
-        sizes = self.sizes
-        num_pieces = -(-len(samples) // sizes.chunk_samples)
-        features = self.features(samples, num_pieces * sizes.chunk_samples)
+    def encoder_input(self, features: npt.NDArray[np.float32], num_samples: int) -> EncoderInput:
+        num_pieces = features.shape[1] // self.sizes.chunk_frames
         pieces = features.reshape(len(features), num_pieces, -1).transpose(1, 0, 2)
         return EncoderInput(
             {"features": np.ascontiguousarray(pieces)}, (num_pieces * self._tokens_of_piece,)

@@ -79,6 +79,8 @@ class WhisperSpeech(SpeechRules):
             found = [before, *previous[-self.max_previous_tokens :]]
         found.append(self._start)
         if self._languages:
+            if not self.is_multilingual:
+                language = language or self.languages[0]
             if language is None:
                 raise RequestError(
                     "language: this model needs the language that is spoken, or to detect it",
@@ -135,8 +137,8 @@ class WhisperSpeech(SpeechRules):
             return None
         from_end = list(reversed(prompt_token_ids)).index(self._start)
         after = list(prompt_token_ids[len(prompt_token_ids) - from_end :])
-        header = {*self._languages.values(), *self._tasks.values(), self._no_times}
-        size = next((i for i, token in enumerate(after) if token not in header), len(after))
+        is_output = [token <= self._end or token in self._times for token in after]
+        size = is_output.index(True) if True in is_output else len(after)
         if self._tasks and not set(self._tasks.values()) & set(after[:size]):
             return None
         has_times = self._no_times not in after[:size]
@@ -161,12 +163,13 @@ class WhisperSpeech(SpeechRules):
     def _token(self, key: str, text: str) -> int:
         """Return a token of generation_config.json or config.json, or of the vocabulary."""
         value = self._values.get(key)
-        if isinstance(value, list) and len(value) == 1:
-            (value,) = value
+        if isinstance(value, list) and value:
+            value = value[0]
         if value is None:
             return self._token_id(text)
         self._check(key, value)
-        return int(value)
+        found: int = value
+        return found
 
     def _tokens(self, key: str) -> tuple[int, ...]:
         value = self._values.get(key)
@@ -246,8 +249,7 @@ class WhisperFamily(SoundFamily):
             )
         return super().process_audio(samples)
 
-    def encoder_input(self, samples: npt.NDArray[np.float32]) -> EncoderInput:
-        features = self.features(samples, self.sizes.chunk_samples)
+    def encoder_input(self, features: npt.NDArray[np.float32], num_samples: int) -> EncoderInput:
         return EncoderInput({"features": features}, ())
 
     def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:

@@ -21,7 +21,11 @@ def wrong_config(key: str, value: Any, accepted: str) -> ConfigError:
     return ConfigError(f"config.json: {key} is {value!r}; it must be {accepted}")
 
 
-def wrong_setting(key: str, value: Any, accepted: str) -> ConfigError:
+class SettingsError(ConfigError):
+    """A setting of an image processor or feature extractor cannot be used."""
+
+
+def wrong_setting(key: str, value: Any, accepted: str) -> SettingsError:
     """Return the error about a setting of an image processor or feature extractor.
 
     Args:
@@ -29,7 +33,7 @@ def wrong_setting(key: str, value: Any, accepted: str) -> ConfigError:
         value: that it has.
         accepted: what it may be.
     """
-    return ConfigError(f"{SETTINGS_FILE}: {key} is {value!r}; it must be {accepted}")
+    return SettingsError(f"{SETTINGS_FILE}: {key} is {value!r}; it must be {accepted}")
 
 
 def is_whole(value: Any, largest: int, smallest: int = 1) -> TypeGuard[int]:

@@ -65,7 +65,8 @@ class SpeechRules(ABC):
         Raises:
             RequestError: the model does not know it.
         """
-        code = find_language(language)
+        asked = language.strip().lower()
+        code = asked if asked in self.languages else find_language(asked)
         if code is None or code not in self.languages:
             accepted = ", ".join(sorted(self.languages))
             raise RequestError(
@@ -86,7 +87,7 @@ class SpeechRules(ABC):
         """Return the tokens of a prompt.
 
         Args:
-            language: code of the language that is spoken. None is accepted of a model that is not
+            language: code of the language that is spoken. None is accepted by a model that is not
                 multilingual, or that needs no language.
             task: of the model.
             with_times: the output has time stamps.

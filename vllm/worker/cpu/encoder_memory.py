@@ -100,11 +100,18 @@ def encoder_bytes(config: VllmConfig, encoder: MediaEncoder) -> int:
         return 0
     num_units = sum(encoder.size_of(part) for part in parts)
     most_units = encoder.most_units(config.scheduler.max_model_len)
-    if most_units is not None and most_units < num_units:
-        peak = peak * most_units // num_units  # larger images have no room in a prompt
+    if most_units is not None:
+        # A video may be larger than each image, and a larger item has no room in a prompt.
+        frames = config.multimodal.video.num_frames
+        allowed = [each for each in family.modalities if config.multimodal.counts[each]]
+        counts = [num_embeddings(family, family.largest_of(each, frames)) for each in allowed]
+        largest_units = encoder.most_units(max(counts, default=0)) or num_units
+        peak = peak * min(most_units, largest_units) // num_units
     num_items = 1
     if encoder.unit != "patches":  # a step encodes such items together
-        num_items = max(1, config.scheduler.encoder_budget // max(1, num_embeddings(family, largest)))
+        num_items = max(
+            1, config.scheduler.encoder_budget // max(1, num_embeddings(family, largest))
+        )
     logger.info(
         "start: the encoder needs up to %s for %s; counting took %.2f s",
         format_bytes(num_items * peak),

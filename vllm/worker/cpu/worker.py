@@ -13,6 +13,7 @@ from vllm.distributed.meeting import ARENA_BUFFER_BYTES, ARENA_HEADER_BYTES
 from vllm.kv_cache_spec import KVCacheLayout
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
+from vllm.model_executor.layers.cross_attention import cross_attention_layers
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.model_memory import model_storages
 from vllm.model_executor.models.interface import CausalLM, LayeredModel, PoolingModel
@@ -38,6 +39,7 @@ from vllm.utils.imports import load_class
 from vllm.worker.calculated_scales import calculate_scales
 from vllm.worker.cpu.block_copies import BlockCopies
 from vllm.worker.cpu.draft_runner import DraftRunner
+from vllm.worker.cpu.encoder_memory import encoder_bytes
 from vllm.worker.cpu.model_runner import CPUModelRunner
 from vllm.worker.cpu.pooling_runner import make_pooling_runner
 from vllm.worker.cpu.sleep import HostCache, HostWeights, check_can_sleep
@@ -78,6 +80,7 @@ class CPUWorker(WorkerBase):
         self._num_kept_states: int | None = None
         self._num_item_states: int | None = None
         self._item_bytes = 0
+        self._encoder_bytes = 0
         self._has_own_cores = False  # a share of those of the machine, as one of several ranks
         self._ops = load_class(self.platform.ops_class)()
         set_ops(self._ops)
@@ -225,12 +228,15 @@ class CPUWorker(WorkerBase):
         return CheckedCollectives(self.rank, self.tp.size, group)
 
     def measure(self) -> MemoryReport:
-        """Count the KV blocks for which there is memory; launches are not measured."""
+        """Count the KV blocks for which there is memory. Of forward passes, only those of the
+        encoder are counted."""
         layout = self._layout
         free_bytes = self.platform.free_memory_bytes()
         if (transfer := self.config.connector.kv_transfer) is not None:
             free_bytes = max(0, free_bytes - int(transfer.kv_buffer_size))
-        free_bytes = max(0, free_bytes - self._embeddings_bytes * self.num_local_ranks)
+        self._encoder_bytes = self._count_encoder_bytes()
+        media_bytes = self._embeddings_bytes + self._encoder_bytes
+        free_bytes = max(0, free_bytes - media_bytes * self.num_local_ranks)
         num_ranks, share = self.num_local_ranks, self.config.device.memory_share_bytes
         if share is not None:
             # Other replicas may not have loaded their weights yet.
@@ -272,6 +278,9 @@ class CPUWorker(WorkerBase):
         if num_bytes := self._embeddings_bytes:
             fix = "lower --max-num-batched-tokens where it is above 8192"
             uses.append(MemoryUse("kept embeddings of images", num_bytes, fix))
+        if num_bytes := self._encoder_bytes:
+            fix = "set a smaller size of images with --mm-processor-kwargs"
+            uses.append(MemoryUse("largest forward pass of the encoder", num_bytes, fix))
         if num_bytes := self._item_bytes:
             fix = "lower --max-num-seqs"
             uses.append(MemoryUse("keys and values of images and sounds", num_bytes, fix))
@@ -286,6 +295,16 @@ class CPUWorker(WorkerBase):
         assert model.media_encoder is not None
         size = width * model.media_encoder.dtype.itemsize
         return self.config.scheduler.encoder_cache_size * size
+
+    def _count_encoder_bytes(self) -> int:
+        """Return the memory of the encoder's largest forward pass; 0: this rank has no encoder, or
+        it is not to be counted."""
+        model = self.model
+        if self.config.multimodal.skip_mm_profiling or not isinstance(model, LayeredModel):
+            return 0
+        if model.media_encoder is None or not model.stage.is_first:
+            return 0
+        return encoder_bytes(self.config, model.media_encoder)
 
     @property
     def _layout(self) -> KVCacheLayout:
@@ -326,13 +345,14 @@ class CPUWorker(WorkerBase):
         can_sleep = self.config.model.enable_sleep_mode
         folder = self.config.model.path or ""
         weights = HostWeights(self.model, folder, self._build_model, can_sleep=can_sleep)
+        pools = [each for x in cross_attention_layers(self.model) for each in x.pool_tensors]
         if drafter is None:
-            self._set_memory(weights, HostCache(layers))
+            self._set_memory(weights, HostCache(layers, pools))
             return
         folder, build = drafter.config.model.path or "", self._build_drafter
         self._set_memory(
             weights,
-            HostCache([*layers, *drafter.attention_layers], drafter.kept_states),
+            HostCache([*layers, *drafter.attention_layers], [*drafter.kept_states, *pools]),
             HostWeights(self._draft_model, folder, build, can_sleep=can_sleep),
         )
 

@@ -1,5 +1,5 @@
-"""The encoder of images on a card: forward passes of a few padded sizes, each compiled at the
-start."""
+"""The encoder of images or sounds on a card: forward passes of a few padded sizes, each compiled at
+the start."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -54,6 +54,7 @@ class CardEncoder:
         is_here: bool,
     ) -> None:
         self._encoder, self._bridge, self.is_here = encoder, bridge, is_here
+        self._modality = family.modalities[0]
         self._small = encoder.divide(_as_tensors(family.small().tensors))[0]
         smallest = encoder.size_of(self._small)
         self._largest = max(smallest, self._largest_size(config, family))
@@ -83,7 +84,7 @@ class CardEncoder:
         encoder, max_model_len = self._encoder, config.scheduler.max_model_len
         expected = config.multimodal.largest_image
         image = family.largest()
-        if expected is not None:
+        if "image" in family.modalities and expected is not None:
             width, height = expected
             image = family.process(np.zeros((height, width, 3), np.uint8))
         parts = encoder.divide(_as_tensors(image.tensors))
@@ -92,11 +93,16 @@ class CardEncoder:
         if most is None or largest <= most:
             return largest
         logger.info(
-            "The encoder of images is prepared for %d %s: the settings of the image processor "
-            "allow images of %d, which have no room in max_model_len (%d)",
-            *(most, encoder.unit, largest, max_model_len),
+            "The encoder of %s is prepared for %d %s: the settings of the processor allow %s of "
+            "%d, which have no room in max_model_len (%d)",
+            *(self.reads, most, encoder.unit, self.reads, largest, max_model_len),
         )
         return most
+
+    @property
+    def reads(self) -> str:
+        """Items that it encodes, as messages name them."""
+        return self._encoder.reads
 
     @property
     def unit(self) -> str:
@@ -119,7 +125,7 @@ class CardEncoder:
         counts = [self._encoder.size_of(item) for item in items]
         if max(counts) > self.sizes[-1]:
             raise ValueError(
-                f"an image must have at most {self.sizes[-1]} {self._encoder.unit}, as the largest "
+                f"{self.reads} must have at most {self.sizes[-1]} {self.unit}, as the largest "
                 f"forward pass of the encoder, got {max(counts)}"
             )
         found: list[Tensor] = []
@@ -127,9 +133,8 @@ class CardEncoder:
             some, size = [items[index] for index in indices], self._cheapest(least)
             if size not in self._warm:
                 logger.warning(
-                    "The encoder of images compiles %d %s, which were not warmed up",
-                    size,
-                    self.unit,
+                    "The encoder of %s compiles %d %s, which were not warmed up",
+                    *(self.reads, size, self.unit),
                 )
             embeddings = self._forward(some, size).cpu()
             found += [each.clone() for each in self._encoder.split(embeddings, some)]
@@ -180,15 +185,15 @@ class CardEncoder:
         if not self.sizes or (self.max_embeddings is None and not is_enough):
             at_least = "" if refused is None else f" at least {format_bytes(refused)},"
             raise ConfigError(
-                f"no memory for the encoder of images: a forward pass of {given_up[0]} "
+                f"no memory for the encoder of {self.reads}: a forward pass of {given_up[0]} "
                 f"{self.unit} needs more than there is:{at_least} and there are "
                 f"{format_bytes(most_bytes)}. Lower --max-num-batched-tokens or --max-model-len, "
-                f"or send no images (--limit-mm-per-prompt image=0)"
+                f"or send no {self.reads} (--limit-mm-per-prompt {self._modality}=0)"
             )
         if is_enough:
             logger.info(
-                "The encoder of images runs at most %d %s at a time: the card has %s for it",
-                *(self.sizes[-1], self.unit, format_bytes(most_bytes)),
+                "The encoder of %s runs at most %d %s at a time: the card has %s for it",
+                *(self.reads, self.sizes[-1], self.unit, format_bytes(most_bytes)),
             )
             return needed
         logger.warning(
@@ -249,9 +254,13 @@ class CardEncoder:
             ConfigError: it is the only one.
         """
         if self.sizes == (size,):
-            raise ConfigError(f"no memory for the encoder of images: {size} {self.unit}: {reason}")
+            raise ConfigError(
+                f"no memory for the encoder of {self.reads}: {size} {self.unit}: {reason}"
+            )
         self.sizes = tuple(each for each in self.sizes if each != size)
-        logger.warning("The encoder of images never runs %d %s: %s", size, self.unit, reason)
+        logger.warning(
+            "The encoder of %s never runs %d %s: %s", self.reads, size, self.unit, reason
+        )
 
     def _attempt(self, size: int, resident_bytes: int) -> Attempt:
         # Ranks encode each by itself, so none waits for another.

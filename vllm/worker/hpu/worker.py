@@ -410,8 +410,8 @@ class HPUWorker(WorkerBase):
         logger.info("Model profiling run took %s", profile)
         if self._encoder is not None:
             logger.info(
-                "The encoder of images needs %s for its largest forward pass. Sizes in %s: %s",
-                *(format_bytes(encoder_bytes), self._encoder.unit),
+                "The encoder of %s needs %s for its largest forward pass. Sizes in %s: %s",
+                *(self._encoder.reads, format_bytes(encoder_bytes), self._encoder.unit),
                 ", ".join(map(str, self._encoder.sizes)),
             )
         # One runs at a time, in the same workspace.

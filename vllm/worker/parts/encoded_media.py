@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vllm.inputs import singular
 from vllm.logger import init_logger
 from vllm.messages import EngineRequest, IntArray, MediaItem, MediaTensor, SchedulerOutput
 from vllm.model_executor.media.encoder import MediaEncoder
@@ -132,7 +133,7 @@ class EncodedMedia:
             files = open_files(chain.from_iterable(item.tensors for item in request.media))
         except (OSError, ValueError) as error:
             refused: Future[str] = Future()
-            refused.set_result(f"the pixels of an image cannot be read: {error}")
+            refused.set_result(f"the file of an image or sound cannot be read: {error}")
             return refused
         if files:
             self._files[request.request_id] = files
@@ -190,7 +191,7 @@ class EncodedMedia:
             try:
                 read.append((row, item, _tensors(item.tensors, self._files_of(row))))
             except (OSError, ValueError) as error:
-                self._errors[row] = f"the pixels of an image cannot be read: {error}"
+                self._errors[row] = f"{singular(item.modality)} cannot be read: {error}"
         if not read:
             return
         try:
@@ -204,8 +205,9 @@ class EncodedMedia:
                 for row, item, _ in read:
                     self._encode([(row, item)])
                 return
-            logger.exception("An image cannot be encoded")
-            self._errors[read[0][0]] = f"an image cannot be encoded: {error}"
+            ((row, item, _),) = read
+            logger.exception("%s cannot be encoded", singular(item.modality).capitalize())
+            self._errors[row] = f"{singular(item.modality)} cannot be encoded: {error}"
 
     def _files_of(self, row: int) -> Mapping[str, OpenFile]:
         return self._files.get(self._request_ids[row], {})
@@ -214,7 +216,7 @@ class EncodedMedia:
         if embeddings.shape != (item.num_embeddings, self._width):
             raise ValueError(
                 f"the encoder must return [{item.num_embeddings}, {self._width}] "
-                f"embeddings for this image, got {list(embeddings.shape)}"
+                f"embeddings for this item, got {list(embeddings.shape)}"
             )
         self._kept[item.key] = embeddings
         self.num_encoded += 1

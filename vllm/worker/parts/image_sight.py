@@ -1,4 +1,4 @@
-"""How far forward tokens see: those of an image to the end of their image, where a model needs it.
+"""The last keys of tokens: a token of an image sees to the end of its image, if the model needs it.
 
 Each stage of a pipeline has this part, whether it encodes images or not.
 """
@@ -50,7 +50,7 @@ class ImageSight(RowPart):
 
     def piece_end(self, row: int, start: int, stop: int) -> int:
         """Return where a piece of a prompt from `start` ends that should end at `stop`: not inside
-        of an image, so before it, or behind an image that is longer than the piece."""
+        of an image, so before it, or after an image that is longer than the piece."""
         for begin, count in self._runs.get(row, ()):
             if begin < stop < begin + count:
                 return begin if begin > start else begin + count

@@ -209,7 +209,7 @@ def item_rows(model: LayeredModel, num_rows: int) -> ItemRows | None:
         num_rows: of the batch.
     """
     encoder, layers = model.media_encoder, cross_attention_layers(model)
-    if encoder is None or not layers:
+    if not isinstance(encoder, MediaEncoder) or not layers:
         return None
     pool = ItemPool(layers)
     media = EncodedMedia(ModuleEncoder(encoder), layers[0].state_size, pool)
@@ -240,7 +240,7 @@ def count_item_states(
             f"takes {format_bytes(largest * each)}, and {format_bytes(free_bytes)} are free. Use "
             f"more ranks (--tensor-parallel-size), or a smaller model"
         )
-    # A request may have several, also where few requests run at a time.
+    # One request may have several items, even where few requests run at a time.
     most = max(config.scheduler.max_num_seqs, *config.multimodal.counts.values()) * largest
     count = min(most, max(largest, free_bytes // _SHARE // each))
     return count, count * each

@@ -42,6 +42,21 @@ async function getJson(path, timeoutMs = 5000) {
   return response.json();
 }
 
+// The text of a sound, which is a data: URL. Throws ApiError.
+async function transcribe(url, model) {
+  const form = new FormData(), bytes = Uint8Array.from(atob(url.split(",")[1]), (letter) => letter.charCodeAt(0));
+  form.append("file", new Blob([bytes], {type: "audio/wav"}), "sound.wav");
+  form.append("model", model);
+  let response;
+  try {
+    response = await fetch("v1/audio/transcriptions", {method: "POST", body: form, headers: ApiKey.headers(), cache: "no-store"});
+  } catch {
+    throw new ApiError("The server cannot be reached.", 0);
+  }
+  if (!response.ok) throw await ApiError.of(response);
+  return (await response.json()).text.trim();
+}
+
 // The chunks of a stream as objects. Ends with [DONE]; throws ApiError when it ends otherwise.
 async function* streamChunks(path, body, signal) {
   let response;

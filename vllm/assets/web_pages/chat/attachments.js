@@ -7,13 +7,14 @@ class Attachments {
     this.numReading = 0;
     this.list = new MediaList("Sent with the message", media, () => chat.onInput());
     byId("attachments").prepend(this.list.node);
-    for (const [button, input] of [["add-picture", "picture-files"], ["take-picture", "camera-file"]]) {
+    for (const [button, input] of [["add-picture", "picture-files"], ["take-picture", "camera-file"], ["add-sound", "sound-files"]]) {
       byId(button).addEventListener("click", () => byId(input).click());
       byId(input).addEventListener("change", () => {
         this.read([...byId(input).files]);
         byId(input).value = "";
       });
     }
+    new Recorder(byId("record"), (file) => this.readOne(file, Sound), (text) => chat.notice(text));
     document.addEventListener("paste", (event) => {
       // A text that was copied with its looks comes as a picture as well.
       if (event.clipboardData.types.includes("text/plain") || byId("settings").open) return;
@@ -41,14 +42,21 @@ class Attachments {
   }
 
   // Shows the controls for what the model reads in a conversation: a list of kinds, as in `server.modalities`.
-  offer(kinds) {
+  // transcribes: the model writes down sound, which becomes text of the next message.
+  offer(kinds, transcribes) {
     this.kinds = kinds;
+    this.transcribes = transcribes;
+    byId("add-sound").hidden = byId("record").hidden = !this.readsSound;
     byId("attachments").hidden = !this.isOffered;
     byId("add-picture").hidden = byId("take-picture").hidden = !kinds.includes("image");
   }
 
   get isOffered() {
-    return Boolean(this.kinds?.length);
+    return Boolean(this.kinds?.includes("image") || this.readsSound);
+  }
+
+  get readsSound() {
+    return Boolean(this.transcribes || this.kinds?.includes("audio"));
   }
 
   get isReading() {
@@ -68,24 +76,44 @@ class Attachments {
     return taken;
   }
 
+  // Keeps a sound that could not be written down: the list has a button for another try.
+  failed(item) {
+    this.list.add({...item, again: () => this.again(item)});
+  }
+
+  async again(item) {
+    this.list.remove(this.list.items.find((each) => each.url === item.url));
+    try {
+      await this.chat.transcribe(item);
+    } catch (error) {
+      this.chat.notice(error.message);
+    }
+    this.chat.onInput();
+  }
+
   // Adds files; whether there are any that the model reads.
   read(files) {
     if (!this.isOffered || !files.length) return false;
-    const found = files.filter((file) => file.type.startsWith("image/") && this.kinds.includes("image"));
-    if (found.length < files.length) {
-      const other = files.find((file) => !found.includes(file));
-      this.chat.notice(`${other.name} is no picture, and the model reads no other files.`);
-    }
-    for (const file of found) this.readOne(file);
-    return found.length > 0;
+    const readers = files.map((file) => this.readerOf(file)), other = files[readers.indexOf(null)];
+    const read = [this.kinds.includes("image") ? "pictures" : "", this.readsSound ? "sounds" : ""].filter(Boolean);
+    if (other) this.chat.notice(`${other.name} cannot be sent: the model reads ${read.join(" and ")}.`);
+    files.forEach((file, i) => { if (readers[i]) this.readOne(file, readers[i]); });
+    return readers.some(Boolean);
   }
 
-  async readOne(file) {
+  // What reads a file; null: the model cannot use it.
+  readerOf(file) {
+    if (file.type.startsWith("image/") && this.kinds.includes("image")) return Picture;
+    return /^(audio|video)\//.test(file.type) && this.readsSound ? Sound : null;
+  }
+
+  async readOne(file, reader) {
     this.numReading += 1;
     this.chat.onInput();
     try {
-      const item = await Picture.read(file);
-      this.list.add(item);
+      const item = await reader.read(file);
+      if (item.kind === "audio" && this.transcribes) await this.chat.transcribe(item);
+      else this.list.add(item);
       showText("announcer", `Added: ${item.label}`);
     } catch (error) {
       this.chat.notice(error.message);

@@ -65,6 +65,7 @@ function contentOf(message, kinds, media) {
     if (url === undefined) {
       throw new Error(`${item.label} is no longer kept by this browser: edit the message, and remove it there.`);
     }
+    if (item.kind === "audio") return {type: "input_audio", input_audio: {data: url.split(",")[1], format: "wav"}};
     return {type: "image_url", image_url: {url}};
   });
   if (!parts.length) return message.content;

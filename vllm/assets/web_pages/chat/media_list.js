@@ -46,6 +46,7 @@ class MediaList {
   draw() {
     this.node.hidden = !this.items.length;
     this.node.replaceChildren(...this.items.map((item) => element("li", {}, mediaNode(item, this.media),
+      item.again ? element("button", {type: "button", className: "quiet", onclick: item.again}, "Try again") : "",
       element("button", {
         type: "button", className: "quiet", ariaLabel: `Remove ${visible(item.label)}`, onclick: () => this.remove(item),
       }, "×"))));

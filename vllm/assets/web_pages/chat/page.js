@@ -201,7 +201,7 @@ class Chat {
   onInput() {
     const isRunning = this.isRunning(this.current), input = byId("input");
     const isCompletion = this.isCompletion(this.current);
-    if (this.canAnswer) this.attachments.offer(this.kinds(this.current)); // what is attached stays through a restart
+    if (this.canAnswer) this.attachments.offer(this.kinds(this.current), this.server.transcribes && !this.kinds(this.current).includes("audio")); // what is attached stays through a restart
     const hasContent = input.value.trim() || this.attachments.items.length || (isCompletion && !this.current.isEmpty);
     byId("send").disabled = !this.canAnswer || !hasContent || this.attachments.isReading;
     byId("send").hidden = isRunning;
@@ -225,6 +225,17 @@ class Chat {
   keep(conversation, items) {
     const keys = this.store.media.add(conversation.id, items.map((item) => item.url));
     return items.length ? items.map(({kind, label}, i) => ({kind, label, key: keys[i]})) : undefined;
+  }
+
+  // Writes down a sound behind what is typed. It stays in the list if that fails.
+  async transcribe(item) {
+    try {
+      const text = await transcribe(item.url, this.current.settings.model), input = byId("input");
+      input.value = [input.value.trimEnd(), text].filter(Boolean).join(" ");
+    } catch (error) {
+      this.attachments.failed(item);
+      throw error;
+    }
   }
 
   // Whether a conversation can go on now; if not, the user is told why.

@@ -25,6 +25,7 @@ class SoundEncoder(MediaEncoder):
 
     prefixes: ClassVar[tuple[str, ...]] = ("audio_tower.", "multi_modal_projector.")
     unit: ClassVar[str] = "pieces of sound"
+    reads: ClassVar[str] = "sounds"
 
     def __init__(
         self, config: Mapping[str, Any], hidden_size: int, sizes: WhisperEncoderConfig

@@ -14,7 +14,7 @@ _PREFIX = "encoder."
 
 
 class WhisperSoundEncoder(SoundEncoder):
-    """The encoder of Whisper without anything behind it."""
+    """The encoder of Whisper without a projector."""
 
     prefixes: ClassVar[tuple[str, ...]] = (_PREFIX,)
 

@@ -404,9 +404,7 @@ class Recorder(CPUOps):
             raise NotFusibleError("the pool of a layer of cross-attention is not bound")
         num_slots, num_kv_heads, head_size = keys.shape
         if len(query.sizes) != 2 or query.sizes[1] != head_size or query.sizes[0] % num_kv_heads:
-            raise NotFusibleError(
-                f"queries must fit keys of {list(keys.shape)}, got rows of {query.sizes}"
-            )
+            raise NotFusibleError(f"queries must fit keys of {list(keys.shape)}, got {query.sizes}")
         numbers: dict[str, Any] = option_fields(layer.item_options, head_size)
         return self._rows(
             "attend_items",

@@ -57,13 +57,18 @@ _GRAPHS = (MemoryClass.PREFILL_GRAPHS, MemoryClass.DECODE_GRAPHS)
 
 
 class PaddedEncoder(Protocol):
-    """An encoder of images.
+    """An encoder of images or sounds.
 
     Attributes:
         sizes: of forward passes, ascending, in units.
     """
 
     sizes: tuple[int, ...]
+
+    @property
+    def reads(self) -> str:
+        """Return how messages name the items that it encodes."""
+        ...
 
     @property
     def unit(self) -> str:
@@ -245,7 +250,7 @@ class WarmUp:
             line = encoder_line(index, total, name, self._free_bytes())
             self._launch = partial(_logged, line, partial(self._encode_padding, encoder, size))
             given_up = yield WarmUpStep(
-                phase="warm-up: encoder of images", name=name, index=index, total=total
+                phase=f"warm-up: encoder of {encoder.reads}", name=name, index=index, total=total
             )
             self._encoder_sizes.remove(size)
             if given_up is not None:
