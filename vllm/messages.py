@@ -190,7 +190,7 @@ class OutputRules(msgspec.Struct, frozen=True, kw_only=True):
     """Token that ends an output. Tokens below it are text."""
     first_time: int | None = None
     """The first of the tokens of time stamps, which follow all others in the order of time. Time
-    stamps begin an output and come in pairs, and time does not run backwards. One comes where all
+    stamps begin an output and are pairs, and time does not run backwards. One comes where all
     of them together are likelier than every other token. None: there are no rules for them."""
     end_of_times: int = 0
     """Token after the last time stamp."""

@@ -55,6 +55,17 @@ def test_other_ways_are_refused(text, capsys):
         ({"limit_mm_per_prompt": {"image": {"width": 0}}}, "image must be an integer of at least"),
         ({"limit_mm_per_prompt": {"image": {"size": 1}}}, "image has no key 'size'"),
         ({"limit_mm_per_prompt": {"image": {"width": 9}}}, "image must have both width and height"),
+        (
+            {"limit_mm_per_prompt": {"audio": {"length": 9}}},
+            "audio has no key 'length'; accepted: c",
+        ),
+        ({"limit_mm_per_prompt": {"video": {"width": 9}}}, "accepted: count, num_frames"),
+        ({"limit_mm_per_prompt": {"video": "2"}}, 'as {"count": 4, "num_frames": 4}; got'),
+        ({"media_io_kwargs": {"audio": {"rate": 1}}}, "audio has no key 'rate'; accepted: none"),
+        ({"media_io_kwargs": {"video": {"frames": 1}}}, "accepted: num_frames, fps"),
+        ({"media_io_kwargs": {"video": {"num_frames": 0}}}, "num_frames must be an integer from 1"),
+        ({"media_io_kwargs": {"video": {"num_frames": 769}}}, "from 1 to 768, or -1 for no limit"),
+        ({"media_io_kwargs": {"video": {"fps": 0}}}, "fps must be a positive number, or -1"),
         ({"media_io_kwargs": {"picture": {}}}, "no kind 'picture'"),
         ({"media_io_kwargs": {"image": 1}}, "image must be an object, got 1"),
         ({"media_io_kwargs": {"image": {"a": 1}}}, "image has no key 'a'"),
@@ -70,6 +81,25 @@ def test_wrong_settings_are_refused(settings, message):
     with pytest.raises(ConfigError) as failure:
         MultiModalConfig(**settings)
     assert message in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("limits", "video", "num_frames", "max_frames", "counts"),
+    [
+        ({}, {}, 32, 768, (16, 16, 4)),
+        ({"image": 0}, {}, 32, 768, (0, 16, 0)),
+        ({"image": 0, "video": 2}, {}, 32, 768, (0, 16, 2)),
+        ({"video": {"num_frames": 8}, "audio": 1}, {}, 8, 8, (16, 1, 4)),
+        ({"video": {"num_frames": 8}}, {"num_frames": -1}, 8, 8, (16, 16, 4)),
+        ({}, {"num_frames": -1, "fps": 2}, 768, 768, (16, 16, 4)),
+        ({"video": {"num_frames": 64}}, {"num_frames": 40}, 40, 64, (16, 16, 4)),
+    ],
+)
+def test_limits_of_videos_and_sounds(limits, video, num_frames, max_frames, counts):
+    config = MultiModalConfig(limit_mm_per_prompt=limits, media_io_kwargs={"video": video})
+    assert (config.video.num_frames, config.max_frames) == (num_frames, max_frames)
+    assert config.video.fps == video.get("fps", -1.0)
+    assert tuple(config.counts.values()) == counts
 
 
 def test_settings_have_the_values_that_the_engine_reads():

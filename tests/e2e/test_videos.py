@@ -203,6 +203,20 @@ def test_other_videos_are_refused_in_one_sentence(llm, videos, message):
         generate(llm, *videos)
 
 
+def test_names_of_videos_replace_their_content_in_caches(llm):
+    frames = draw_frames(2, seed=7)
+    named = {"multi_modal_uuids": {"video": ["film"]}}
+    llm.reset_prefix_cache()
+    first = generate(llm, frames, **named)
+    same = generate(llm, frames, **named)
+    other = generate(llm, frames, multi_modal_uuids={"video": ["other"]})
+    assert tokens_of([first]) == tokens_of([same]) == tokens_of([other])
+    with pytest.raises(RequestError, match=r"\['video'\] must be a list of 1 non-empty strings"):
+        generate(llm, frames, multi_modal_uuids={"video": ["a", "b"]})
+    with pytest.raises(RequestError, match=r"such as \{'image': \[...\], 'video': \[...\]\}"):
+        generate(llm, frames, multi_modal_uuids={"audio": ["a"]})
+
+
 def test_a_model_without_ears_says_what_it_reads(llm):
     with pytest.raises(RequestError, match="this model reads images and videos and no other media"):
         llm.generate([{"prompt": "a", "multi_modal_data": {"audio": [0.0, 0.0]}}], GREEDY)

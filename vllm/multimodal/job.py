@@ -55,7 +55,7 @@ def job_arguments(config: VllmConfig) -> dict[str, Any]:
             "max_given": config.multimodal.max_frames,
             "max_pixels": envs.get().VLLM_MAX_IMAGE_PIXELS,
         },
-        "largest_image": config.multimodal.largest_image,
+        "expected": config.multimodal.largest_image,
     }
 
 
@@ -75,7 +75,7 @@ def make_job(
     background: Color,
     max_seconds: float,
     video: Mapping[str, Any],
-    largest_image: tuple[int, int] | None = None,
+    expected: tuple[int, int] | None = None,
 ) -> Job:
     """Return the function that reads an image, sound or video for one model.
 
@@ -87,7 +87,7 @@ def make_job(
         background: colour of transparent pixels.
         max_seconds: limit of a sound.
         video: fields of a `FrameChoice`.
-        largest_image: width and height of the largest image that is expected; None: any. Images
+        expected: width and height of the largest image that is expected; None: any. Images
             that become more embeddings are refused.
 
     Raises:
@@ -98,7 +98,7 @@ def make_job(
     _import_processors(usual)
     choice = FrameChoice(**video)
     most = {modality: _cost(usual, modality, choice) for modality in rules.modalities}
-    limit = None if largest_image is None else ImageLimit.of(usual, *largest_image)
+    limit = None if expected is None else ImageLimit.of(usual, *expected)
 
     def process(own: MediaFamily, source: MediaSource) -> EncoderInput:
         if source.modality == "image":
@@ -150,6 +150,19 @@ def _import_processors(rules: MediaFamily) -> None:
             rules.process_video(VideoFrames(np.stack([black] * 2), np.arange(2) / 2))
 
 
+def largest_image(rules: MediaFamily, expected: tuple[int, int] | None) -> EncoderInput:
+    """Return a black image that costs the encoder as much as any image that is accepted.
+
+    Args:
+        rules: of the model.
+        expected: width and height of the largest image that is expected; None: any.
+    """
+    if expected is None or "image" not in rules.modalities:
+        return rules.largest()
+    width, height = expected
+    return rules.process(np.zeros((height, width, 3), np.uint8))
+
+
 def num_embeddings(rules: MediaFamily, given: EncoderInput) -> int:
     """Return how many embeddings or hidden states the encoder makes of an item.
 
@@ -172,7 +185,7 @@ class ImageLimit:
     @classmethod
     def of(cls, rules: MediaFamily, width: int, height: int) -> "ImageLimit":
         """Return the limit for images of a model."""
-        image = rules.process(np.zeros((height, width, 3), np.uint8))
+        image = largest_image(rules, (width, height))
         return cls(width, height, num_embeddings(rules, image))
 
     def check(self, count: int) -> None:

@@ -114,7 +114,7 @@ MEDIA_PATHS = frozenset(
 AUDIO_PATHS = frozenset(("/v1/audio/transcriptions", "/v1/audio/translations"))
 """Paths of the routes whose requests are forms with a file of sound."""
 _FORM_BYTES = 2**20
-"""What a form may have besides the file."""
+"""Limit of the rest of a form with a file."""
 
 
 def _routers(args: ServerArgs) -> list[APIRouter]:

@@ -32,6 +32,9 @@ class MediaEncoder(nn.Module, ABC):
     reads: ClassVar[str] = "images"
     """Items that it encodes, as messages name them."""
 
+    most_at_once: int | None = None
+    """Parts (`divide`) that are encoded in one forward pass on the CPU; None: all of a step."""
+
     num_added: int = 0
     """Number of layers, the first of the language model, after which values are added to hidden
     states. An embedding has hidden_size elements for the token, and as many for each such

@@ -6,6 +6,8 @@ a format states are compared here with the bytes that are there. Decodes nothing
 
 from collections.abc import Callable
 
+from vllm.multimodal.interface.decoding import IncompleteError
+
 FFMPEG_NAMES = {
     "WAV": "wav",
     "FLAC": "flac",
@@ -65,10 +67,6 @@ _LENGTH_MARKS = (b"Xing", b"Info", b"VBRI")
 """Marks in the first frame of an MP3 file that states how long it is."""
 _MARK_BYTES = 256
 """Bytes of that frame among which they are."""
-
-
-class IncompleteError(ValueError):
-    """A file is not one complete recording."""
 
 
 def sniff(data: bytes) -> str | None:

@@ -7,7 +7,7 @@ are accepted, and decoding ends with the first sample above the limit, whatever 
 
 import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,11 +17,11 @@ from vllm.errors import RequestError
 from vllm.multimodal.audio.containers import (
     ACCEPTED,
     FFMPEG_NAMES,
-    IncompleteError,
     check_complete,
     sniff,
     states_length,
 )
+from vllm.multimodal.interface.decoding import IncompleteError, decoding, import_av
 from vllm.multimodal.interface.family import EncoderInput
 from vllm.multimodal.interface.source import MediaSource, refuse
 
@@ -47,8 +47,6 @@ _DECODERS = (
 _CODECS = "PCM, FLAC, ALAC, Vorbis, Opus, MP3 and AAC"
 _MISSING_S = 0.1
 """By how many seconds a file may be shorter than it states: encoders count what they cut off."""
-_MAX_REASON_CHARS = 200
-"""Longest part of a message of FFmpeg that is shown: it may have bytes of the file in it."""
 
 
 def make_reader(sampling_rate: int, max_seconds: float) -> Callable[[MediaSource], EncoderInput]:
@@ -111,7 +109,7 @@ def resample(
         raise _too_long(max_seconds, where)
     if rate == sampling_rate:
         return samples
-    frame = _import_av().AudioFrame.from_ndarray(samples[None], "fltp", "mono")
+    frame = import_av("sounds", "audio").AudioFrame.from_ndarray(samples[None], "fltp", "mono")
     frame.sample_rate = rate
     resampler = _Resampler(sampling_rate)
     return np.concatenate([*resampler.add(frame), *resampler.end()])
@@ -149,8 +147,8 @@ def _decode_file(
             else "of an unknown format"
         )
         raise refuse(where, f"it is {what}; accepted are {ACCEPTED}")
-    av = _import_av()
-    with _decoding(name, where):
+    av = import_av("sounds", "audio")
+    with decoding(name, where):
         check_complete(name, data)
         with av.open(
             io.BytesIO(data),
@@ -224,7 +222,9 @@ class _Resampler:
         if form != self._form:
             yield from self.end()
             self._form = form
-            self._resampler = _import_av().AudioResampler("fltp", frame.layout, self._rate)
+            self._resampler = import_av("sounds", "audio").AudioResampler(
+                "fltp", frame.layout, self._rate
+            )
         frame.pts = None  # gaps between the times of frames are no samples
         yield from self._run(frame)
 
@@ -236,16 +236,6 @@ class _Resampler:
     def _run(self, frame: "AudioFrame | None") -> Iterator[Samples]:
         for each in self._resampler.resample(frame):
             yield each.to_ndarray().mean(0, dtype=np.float32)
-
-
-def _import_av() -> Any:
-    try:
-        import av
-    except ImportError:
-        raise RequestError(
-            "sound needs PyAV, which is not installed: pip install 'vllm[audio]'"
-        ) from None
-    return av
 
 
 def _check_rate(rate: int, where: str) -> None:
@@ -261,23 +251,3 @@ def _too_long(max_seconds: float, where: str) -> RequestError:
         f"it is longer than {max_seconds:g} s, the limit of VLLM_MAX_AUDIO_DECODE_DURATION_S. "
         f"Send it in parts",
     )
-
-
-@contextmanager
-def _decoding(name: str, where: str) -> Iterator[None]:
-    """Report what a decoder raises as an error of the request."""
-    try:
-        yield
-    except (RequestError, GeneratorExit):
-        raise
-    except IncompleteError as error:
-        raise refuse(where, f"this {name} file is damaged or incomplete: {error}") from None
-    except MemoryError:
-        raise refuse(where, "there is not enough memory to decode it. Send a shorter one") from None
-    except Exception as error:  # a damaged file makes PyAV raise anything
-        what = getattr(error, "strerror", None) or str(error)
-        raise refuse(
-            where,
-            f"this {name} file cannot be decoded: {what[:_MAX_REASON_CHARS]}. Send a complete, "
-            f"undamaged file",
-        ) from error

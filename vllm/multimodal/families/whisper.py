@@ -167,8 +167,8 @@ class WhisperSpeech(SpeechRules):
         if value is None:
             return self._token_id(text)
         self._check(key, value)
-        found: int = value
-        return found
+        assert isinstance(value, int)
+        return value
 
     def _tokens(self, key: str) -> tuple[int, ...]:
         value = self._values.get(key)

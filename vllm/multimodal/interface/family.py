@@ -100,7 +100,7 @@ class MediaFamily(ABC):
     modalities: ClassVar[tuple[str, ...]] = ("image",)
     """Kinds of media that the model reads: "image", "audio" and "video"."""
     required: ClassVar[str | None] = None
-    """Modality of which every prompt must have one item; None: a prompt may be text alone."""
+    """Modality of which every prompt must have one item; None: a prompt may have only text."""
     placeholder: ClassVar[str]
     """Text of the token that represents one image, or one sound of a model without images, before
     it is expanded, such as `<image>`."""

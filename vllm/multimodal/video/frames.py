@@ -9,15 +9,14 @@ ones are decoded, from the last key frame before each. No other frame is kept.
 import io
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm.errors import RequestError
-from vllm.multimodal.audio.containers import IncompleteError, check_complete, sniff
+from vllm.multimodal.audio.containers import check_complete, sniff
+from vllm.multimodal.interface.decoding import IncompleteError, decoding, import_av
 from vllm.multimodal.interface.family import VideoFrames
 from vllm.multimodal.interface.source import MediaSource, refuse
 
@@ -42,8 +41,6 @@ _DECODERS = (
 )
 """By the names of FFmpeg."""
 _CODECS = "H.264, HEVC, VP8, VP9, AV1, MPEG-4, MPEG-2, MJPEG, ProRes, Theora and GIF"
-_MAX_REASON_CHARS = 200
-"""Longest part of a message of FFmpeg that is shown: it may have bytes of the file in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +99,8 @@ def _read_file(data: bytes, choice: FrameChoice, where: str) -> VideoFrames:
     if name not in _FFMPEG_NAMES:
         what = "an empty file" if not data else f"a file of the format {name}" if name else "none"
         raise refuse(where, f"it must be a video of {ACCEPTED}, got {what}")
-    av = _import_av()
-    with _decoding(name, where):
+    av = import_av("videos", "video")
+    with decoding(name, where):
         check_complete(name, data)
         with av.open(
             io.BytesIO(data),
@@ -233,29 +230,3 @@ def _check_size(width: int, height: int, max_pixels: int, where: str) -> None:
             f"its frames must have 1 to {max_pixels} pixels (VLLM_MAX_IMAGE_PIXELS), got "
             f"{width} x {height}",
         )
-
-
-def _import_av() -> Any:
-    try:
-        import av
-    except ImportError:
-        raise RequestError(
-            "videos need PyAV, which is not installed: pip install 'vllm[video]'"
-        ) from None
-    return av
-
-
-@contextmanager
-def _decoding(name: str, where: str) -> Iterator[None]:
-    """Report what a decoder raises as an error of the request."""
-    try:
-        yield
-    except RequestError:
-        raise
-    except IncompleteError as error:
-        raise refuse(where, f"this {name} file is damaged or incomplete: {error}") from error
-    except MemoryError:
-        raise refuse(where, "there is not enough memory to decode it. Send a smaller one") from None
-    except Exception as error:  # a damaged file makes PyAV raise anything
-        reason = f"{str(error)[:_MAX_REASON_CHARS]}. Send a complete, undamaged file"
-        raise refuse(where, f"this {name} file cannot be decoded: {reason}") from error

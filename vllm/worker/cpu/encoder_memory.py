@@ -12,12 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,7 +20,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.model_executor.models.text_of_images import make_encoder
-from vllm.multimodal.job import family_of_model, num_embeddings
+from vllm.multimodal.job import family_of_model, largest_image, num_embeddings
 from vllm.ops import get_ops, set_ops
 from vllm.ops.native.operators import NativeOps
 
@@ -45,6 +39,10 @@ class PeakBytes(TorchDispatchMode):
         self.peak = 0
         self._num_bytes = 0
         self._alive: dict[int, weakref.ref[Any]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in it
 
     def __torch_dispatch__(
         self,
@@ -85,17 +83,15 @@ def encoder_bytes(config: VllmConfig, encoder: MediaEncoder) -> int:
     family = family_of_model(config)
     assert family is not None
     began = time.monotonic()
-    largest = family.largest()
+    largest = largest_image(family, config.multimodal.largest_image)
     item = {name: torch.from_numpy(array) for name, array in largest.tensors.items()}
     parts = encoder.divide(item)
+    if encoder.most_at_once is not None:
+        parts = (parts * encoder.most_at_once)[: encoder.most_at_once]
     given = encoder.prepare(parts)
     try:
         peak = peak_bytes(config, given)
-    except (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        UnsupportedFakeTensorException,
-    ) as error:
+    except NotImplementedError as error:  # an operator that reads values
         logger.warning("the memory of the encoder is not known before it runs: %s", error)
         return 0
     num_units = sum(encoder.size_of(part) for part in parts)
@@ -108,10 +104,10 @@ def encoder_bytes(config: VllmConfig, encoder: MediaEncoder) -> int:
         largest_units = encoder.most_units(max(counts, default=0)) or num_units
         peak = peak * min(most_units, largest_units) // num_units
     num_items = 1
-    if encoder.unit != "patches":  # a step encodes such items together
-        num_items = max(
-            1, config.scheduler.encoder_budget // max(1, num_embeddings(family, largest))
-        )
+    # A step encodes such items together.
+    if encoder.unit != "patches" and encoder.most_at_once is None:
+        largest_size = max(1, num_embeddings(family, largest))
+        num_items = max(1, config.scheduler.encoder_budget // largest_size)
     logger.info(
         "start: the encoder needs up to %s for %s; counting took %.2f s",
         format_bytes(num_items * peak),
@@ -128,10 +124,10 @@ def peak_bytes(config: VllmConfig, given: Mapping[str, Tensor]) -> int:
         config: of the engine.
         given: arguments of `MediaEncoder.run`.
     """
-    with _reference_ops(), FakeTensorMode() as fake, torch.inference_mode():
+    with _shape_ops(), torch.inference_mode():
         encoder = _without_values(config)
-        arguments = {name: fake.from_tensor(each) for name, each in given.items()}
-        with PeakBytes() as count:
+        arguments = {name: each.to("meta") for name, each in given.items()}
+        with PeakBytes() as count, torch.device("meta"):
             encoder.run(**arguments)
     return count.peak + sum(each.nbytes for each in given.values())
 
@@ -140,16 +136,37 @@ def _without_values(config: VllmConfig) -> MediaEncoder:
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, config.model.dtype_name))
     try:
-        return make_encoder(config.model.resolved_arch)
+        with torch.device("meta"):
+            return make_encoder(config.model.resolved_arch)
     finally:
         torch.set_default_dtype(before)
 
 
+class _ShapeOps(NativeOps):
+    """Makes tensors of the shapes that operators on the CPU make."""
+
+    def full_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Return a result without values. The CPU reads a part of the keys at a time, so it keeps
+        one sum per query, and no weights; it copies a mask to the dtype of the query."""
+        copied = None if mask is None else mask.to(query.dtype)
+        sums = torch.empty(query.shape[:3], dtype=torch.float32, device="meta")
+        result = torch.empty_like(query)
+        del copied, sums
+        return result
+
+
 @contextmanager
-def _reference_ops() -> Iterator[None]:
-    """Use operators of torch: the kernels read addresses."""
+def _shape_ops() -> Iterator[None]:
+    """Use operators that read no values: the kernels read addresses."""
     before = get_ops()
-    set_ops(NativeOps())
+    set_ops(_ShapeOps())
     try:
         yield
     finally:

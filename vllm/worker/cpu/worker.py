@@ -228,8 +228,8 @@ class CPUWorker(WorkerBase):
         return CheckedCollectives(self.rank, self.tp.size, group)
 
     def measure(self) -> MemoryReport:
-        """Count the KV blocks for which there is memory. Of forward passes, only those of the
-        encoder are counted."""
+        """Count the KV blocks for which there is memory. No forward passes are counted but the
+        largest one of the encoder."""
         layout = self._layout
         free_bytes = self.platform.free_memory_bytes()
         if (transfer := self.config.connector.kv_transfer) is not None:

@@ -18,7 +18,7 @@ from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.model_executor.models.interface import LayeredModel
 from vllm.model_executor.models.text_of_images import make_encoder
 from vllm.multimodal.interface.family import MediaFamily
-from vllm.multimodal.job import family_of_model
+from vllm.multimodal.job import family_of_model, largest_image
 from vllm.platforms.habana.bridge import COMPILE_BACKEND, HabanaBridge
 from vllm.worker.hpu.memory.memory_profile import Attempt, attempt
 
@@ -82,11 +82,7 @@ class CardEncoder:
     def _largest_size(self, config: VllmConfig, family: MediaFamily) -> int:
         """Return the units of the largest image that is expected and that a prompt has room for."""
         encoder, max_model_len = self._encoder, config.scheduler.max_model_len
-        expected = config.multimodal.largest_image
-        image = family.largest()
-        if "image" in family.modalities and expected is not None:
-            width, height = expected
-            image = family.process(np.zeros((height, width, 3), np.uint8))
+        image = largest_image(family, config.multimodal.largest_image)
         parts = encoder.divide(_as_tensors(image.tensors))
         largest = max(encoder.size_of(part) for part in parts)
         most = encoder.most_units(max_model_len)

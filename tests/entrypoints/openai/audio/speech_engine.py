@@ -55,7 +55,7 @@ class FakeSpeech(SpeechRules):
         return [_START]
 
     def language_tokens(self) -> Mapping[int, str]:
-        return _LANGUAGES
+        return _LANGUAGES if self.is_multilingual else {}
 
     def segments(self, token_ids: Sequence[int], piece_s: float) -> list[SpokenSegment]:
         words = tuple(token for token in token_ids if token != _END)

@@ -240,6 +240,25 @@ def test_a_stream_that_a_client_leaves_stops_all_pieces() -> None:
     asyncio.run(run())
 
 
+def test_the_text_of_a_piece_that_was_aborted_is_not_taken_for_the_whole() -> None:
+    async def run() -> None:
+        engine = SpeechEngine(" a b", " c d")
+        engine.hold()
+        data, content_type = _encode(wav(spoken(2)), language="en")
+        app = make_app(engine)
+        async with (
+            app.router.lifespan_context(app),
+            open_stream(app, TRANSCRIPTIONS, data, content_type=content_type) as stream,
+        ):
+            await asyncio.wait_for(_running(engine, 2), 5)
+            await engine.abort(engine.seen[0][2])
+            assert b"was aborted" in await stream.read_until(b"}}")
+        await engine.settle()
+        assert not engine.core.running
+
+    asyncio.run(run())
+
+
 def test_a_piece_that_fails_ends_the_request_and_the_other_pieces() -> None:
     engine = SpeechEngine(" a b", " c d")
     engine.core.error_after = (1, "the card is hot")

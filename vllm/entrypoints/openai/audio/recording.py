@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.protocol.transcription import SpeechFields
 from vllm.entrypoints.openai.shared.merge import merge
 from vllm.entrypoints.openai.shared.prompts import engine_key, max_running, output_budget
 from vllm.entrypoints.shared.context import ServerContext
-from vllm.entrypoints.shared.errors import refuse_failed
+from vllm.entrypoints.shared.errors import GenerationError, refuse_failed
 from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
 from vllm.multimodal.interface.source import MediaSource
@@ -25,6 +25,8 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 ENGLISH = "en"
+_TOKEN_CHARS = 128
+"""No text that a model reads before a recording has more characters for each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,20 +114,19 @@ class Recording:
         previous: list[int] = []
         if body.prompt.strip():
             previous = await self._tokens_before(body.prompt.strip())
+        language: str | None = None
         if body.language:
-            self.language = rules.language_code(body.language.strip())
-        language: str | None = self.language
-        if not rules.is_multilingual:
-            language = None
+            language = self.language = rules.language_code(body.language.strip())
+        is_detected = language is None and bool(rules.language_tokens())
         make_prompt = partial(
             rules.prompt, task=self._task, with_times=body.has_times, previous=previous
         )
-        # Errors come before the first piece runs.
-        num_tokens = len(make_prompt(language=language))
-        self._params = self._make_params(num_tokens)
-        if rules.is_multilingual and not body.language and self._pieces:
-            language = self.language = await self._detect_language()
-        self._prompt = make_prompt(language=language)
+        # Errors are found before the first piece runs; all languages have prompts of one length.
+        self._prompt = make_prompt(language=rules.languages[0] if is_detected else language)
+        self._params = self._make_params(len(self._prompt))
+        if is_detected and self._pieces:
+            self.language = await self._detect_language()
+            self._prompt = make_prompt(language=self.language)
 
     async def texts(self) -> AsyncGenerator[str, None]:
         """Yield the text as it is written, the first piece first."""
@@ -212,6 +213,10 @@ class Recording:
         async with aclosing(outputs):
             async for output in outputs:
                 refuse_failed(output.outputs[0])
+                if output.outputs[0].finish_reason == "abort":  # its text is not the whole one
+                    raise GenerationError(
+                        "each piece of a recording must run to its end, got one that was aborted"
+                    )
                 self.num_output_tokens += len(output.outputs[0].token_ids)
                 yield output
 
@@ -277,9 +282,11 @@ class Recording:
         if not self._rules.max_previous_tokens:
             raise RequestError("prompt: this model reads no text before the sound", param="prompt")
 
+        end = text[-_TOKEN_CHARS * self._rules.max_previous_tokens :]
+
         def encode(processor: Any) -> list[int]:
             given = processor.tokenizer(
-                f" {text}", add_special_tokens=False, split_special_tokens=True
+                f" {end}", add_special_tokens=False, split_special_tokens=True
             )
             return self._words(given["input_ids"])
 

@@ -11,8 +11,6 @@ from vllm.model_executor.media.audio.whisper_encoder import WhisperEncoder
 from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.multimodal.audio.whisper_config import WhisperEncoderConfig
 
-_PIECES_AT_ONCE = 4
-
 
 class SoundEncoder(MediaEncoder):
     """Pieces of sound to embeddings. Each piece is encoded by itself.
@@ -26,6 +24,7 @@ class SoundEncoder(MediaEncoder):
     prefixes: ClassVar[tuple[str, ...]] = ("audio_tower.", "multi_modal_projector.")
     unit: ClassVar[str] = "pieces of sound"
     reads: ClassVar[str] = "sounds"
+    most_at_once: int = 4
 
     def __init__(
         self, config: Mapping[str, Any], hidden_size: int, sizes: WhisperEncoderConfig
@@ -40,8 +39,8 @@ class SoundEncoder(MediaEncoder):
     def forward(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """Encode pieces, few at a time: all of a long sound would take gigabytes."""
         found: list[Tensor] = []
-        for first in range(0, len(items), _PIECES_AT_ONCE):
-            found += self.encode_together(items[first : first + _PIECES_AT_ONCE])
+        for first in range(0, len(items), self.most_at_once):
+            found += self.encode_together(items[first : first + self.most_at_once])
         return found
 
     def encode_together(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
