@@ -140,6 +140,19 @@ def test_limits_hold_for_files_with_very_many_frames(monkeypatch):
         read(FILES["mp4"])
 
 
+def test_times_that_positions_cannot_have_are_refused():
+    last = make_video("mkv", [0] * 4, last_s=video.MAX_SECONDS)  # from the first at 0.1 s
+    assert read(last).seconds[-1] == video.MAX_SECONDS - 0.1
+    wrong = "must be shown 0 to 1048576 s after the first, got "
+    with pytest.raises(RequestError, match=wrong + "1e"):
+        read(make_video("mkv", [0] * 4, last_s=10**15))
+    frames = VideoFrames(draw_frames(2), np.array([0, np.inf]))
+    with pytest.raises(RequestError, match=wrong + "inf"):
+        video.read_frames(
+            MediaSource(modality="video", where="here", frames=frames), video.FrameChoice(**USUAL)
+        )
+
+
 def test_frames_of_a_program_stay_as_they_are():
     frames = VideoFrames(draw_frames(4), np.arange(4) / 2)
     source = MediaSource(modality="video", where="here", frames=frames)

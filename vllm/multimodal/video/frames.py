@@ -30,6 +30,9 @@ MAX_PACKETS = 500_000
 MAX_KEPT_BYTES = 2**29
 """Pixels of all chosen frames together."""
 
+MAX_SECONDS = 2**20
+"""Time of the last frame, about twelve days. Positions and texts of later times would overflow."""
+
 _FFMPEG_NAMES = {"MP4": "mov", "WebM": "matroska", "AVI": "avi", "GIF": "gif"}
 """Accepted format -> the only reader of FFmpeg that is asked. MP4 has .mov as well, WebM .mkv."""
 ACCEPTED = "MP4 and MOV, WebM and MKV, AVI, GIF"
@@ -78,8 +81,19 @@ def read_frames(source: MediaSource, choice: FrameChoice) -> VideoFrames:
 
     Raises:
         RequestError: the format is not accepted, the file is damaged or incomplete, it or its
-            frames are too large, or PyAV is not installed.
+            frames are too large, it takes too long, or PyAV is not installed.
     """
+    found = _read(source, choice)
+    last = float(found.seconds[-1])
+    if not 0 <= last <= MAX_SECONDS:
+        raise refuse(
+            source.where,
+            f"its last frame must be shown 0 to {MAX_SECONDS} s after the first, got {last:g} s",
+        )
+    return found
+
+
+def _read(source: MediaSource, choice: FrameChoice) -> VideoFrames:
     where = source.where
     if source.frames is not None:
         count, height, width, _ = source.frames.pixels.shape
