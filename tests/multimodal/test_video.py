@@ -94,7 +94,7 @@ SOUND = b"RIFF\x24\0\0\0WAVEfmt "
     ("data", "message"),
     [
         (b"", "got an empty file"),
-        (b"?" * 99, "it must be a video of MP4 and MOV, WebM and MKV, AVI, GIF, got none"),
+        (b"?" * 99, "it must be a video of MP4 and MOV, WebM and MKV, AVI, GIF, got a file of an "),
         (SOUND, "got a file of the format WAV"),
         (b"\x89PNG\r\n\x1a\n", "got a file of the format PNG"),
         (b"#EXTM3U\nhttp://a/b.ts", "got a file of the format M3U"),

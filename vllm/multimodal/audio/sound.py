@@ -18,6 +18,7 @@ from vllm.multimodal.audio.containers import (
     ACCEPTED,
     FFMPEG_NAMES,
     check_complete,
+    describe,
     sniff,
     states_length,
 )
@@ -139,14 +140,7 @@ def _decode_file(
 ) -> Iterator[Samples]:
     name = sniff(data)
     if name not in FFMPEG_NAMES:
-        what = (
-            "an empty file"
-            if not data
-            else f"a file of the format {name}"
-            if name
-            else "of an unknown format"
-        )
-        raise refuse(where, f"it is {what}; accepted are {ACCEPTED}")
+        raise refuse(where, f"it is {describe(data)}; accepted are {ACCEPTED}")
     av = import_av("sounds", "audio")
     with decoding(name, where):
         check_complete(name, data)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm.multimodal.audio.containers import check_complete, sniff
+from vllm.multimodal.audio.containers import check_complete, describe, sniff
 from vllm.multimodal.interface.decoding import IncompleteError, decoding, import_av
 from vllm.multimodal.interface.family import VideoFrames
 from vllm.multimodal.interface.source import MediaSource, refuse
@@ -111,8 +111,7 @@ def _read(source: MediaSource, choice: FrameChoice) -> VideoFrames:
 def _read_file(data: bytes, choice: FrameChoice, where: str) -> VideoFrames:
     name = sniff(data)
     if name not in _FFMPEG_NAMES:
-        what = "an empty file" if not data else f"a file of the format {name}" if name else "none"
-        raise refuse(where, f"it must be a video of {ACCEPTED}, got {what}")
+        raise refuse(where, f"it must be a video of {ACCEPTED}, got {describe(data)}")
     av = import_av("videos", "video")
     with decoding(name, where):
         check_complete(name, data)
