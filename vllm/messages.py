@@ -424,8 +424,8 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     [tokens, numbers] with one result per token. Such rows have no token id."""
 
     def with_errors(self, errors: Mapping[int, str]) -> "ModelRunnerOutput":
-        """Return this result with the errors of the first stage of a pipeline, which alone encodes
-        images and knows which of them have failed."""
+        """Return this result with the errors of the first stage of a pipeline, where images are
+        encoded."""
         if not errors:
             return self
         return msgspec.structs.replace(self, errors={**self.errors, **errors})

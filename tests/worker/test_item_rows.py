@@ -9,7 +9,7 @@ import torch
 
 from tests.worker.test_input_batch import int_array, new_request
 from vllm.attention import SeenRun
-from vllm.messages import END_OF_REQUEST, MediaItem, MediaTensor, SchedulerOutput
+from vllm.messages import END_OF_REQUEST, MediaItem, MediaTensor, RunnerStats, SchedulerOutput
 from vllm.worker.batch.launch import Launch
 from vllm.worker.parts.encoded_media import EncodedMedia
 from vllm.worker.parts.item_rows import ItemPool, ItemRows
@@ -124,11 +124,14 @@ def test_items_that_only_computed_tokens_see_are_not_looked_up(made):
     assert seen(rows, (0, 4, 2)) == [(0, 2, [0])]
 
 
-def test_an_item_that_cannot_be_encoded_is_an_error_of_its_rows(made):
-    _, _, rows = made
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_an_item_that_cannot_be_encoded_is_an_error_of_its_rows(made, order):
+    _, pool, rows = made
     rows.add(new_with(0, item_of("a", NUM_SLOTS + 1)))
     rows.add(new_with(1, item_of("b", 2)))
-    rows.begin(step_of([0, 1], encoded=[(0, 0), (1, 0)]))
-    assert "11 hidden states need slots, and 10 are free" in rows.errors_of(int_array(0, 1))[0]
+    rows.begin(step_of([0, 1], encoded=[(row, 0) for row in order]))
+    assert "11 hidden states need slots" in rows.errors_of(int_array(0, 1))[0]
     assert list(rows.errors_of(int_array(0, 1))) == [0]
     assert seen(rows, (0, 0, 2), (1, 0, 2)) == [(2, 4, [0, 1])]
+    assert rows.count(RunnerStats()).num_encoded_items == 1
+    pool["c"] = torch.zeros(NUM_SLOTS - 2, 1)  # all slots but those of b are free

@@ -11,12 +11,20 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
 from vllm.inputs import singular
 from vllm.logger import init_logger
-from vllm.messages import EngineRequest, IntArray, MediaItem, MediaTensor, SchedulerOutput
+from vllm.messages import (
+    EngineRequest,
+    IntArray,
+    MediaItem,
+    MediaTensor,
+    RunnerStats,
+    SchedulerOutput,
+)
 from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.model_executor.models.interface import LayeredModel
 from vllm.multimodal.media_file import OpenFile, open_files, read_tensor
@@ -178,6 +186,12 @@ class EncodedMedia:
             self._encode([(row, item)])
         return self._kept.get(item.key)
 
+    def count(self, stats: RunnerStats) -> RunnerStats:
+        """Return counters of the runner with those of the encoder."""
+        return msgspec.structs.replace(
+            stats, num_encoded_items=self.num_encoded, encode_seconds=self.encode_seconds
+        )
+
     def errors_of(self, rows: IntArray) -> dict[int, str]:
         """Return why images of some of these rows cannot be encoded, by row."""
         if not self._errors:
@@ -203,7 +217,8 @@ class EncodedMedia:
         except (RuntimeError, ValueError) as error:
             if len(read) > 1:
                 for row, item, _ in read:
-                    self._encode([(row, item)])
+                    if item.key not in self._kept:
+                        self._encode([(row, item)])
                 return
             ((row, item, _),) = read
             logger.exception("%s cannot be encoded", singular(item.modality).capitalize())

@@ -21,6 +21,7 @@ from vllm.messages import (
     IntArray,
     MediaItem,
     NewRequest,
+    RunnerStats,
     SchedulerOutput,
 )
 from vllm.model_executor.layers.cross_attention import (
@@ -180,6 +181,9 @@ class ItemRows(RowPart):
                 np.concatenate([_NO_SLOTS, *(each.numpy() for each in found if each is not None)])
             )
         return _Views(starts, tuple(slots))
+
+    def count(self, stats: RunnerStats) -> RunnerStats:
+        return self._media.count(stats)
 
     def errors_of(self, rows: IntArray) -> dict[int, str]:
         return self._media.errors_of(rows)
