@@ -34,7 +34,7 @@ from vllm.model_executor.models.interface import LayeredModel
 from vllm.ops.item_slots import ItemSlots
 from vllm.platforms.interface import Platform
 from vllm.worker.batch.launch import Launch
-from vllm.worker.parts.encoded_media import EncodedMedia, ModuleEncoder
+from vllm.worker.parts.encoded_media import EncodedMedia, ModuleEncoder, agreement
 from vllm.worker.parts.row_parts import RowPart
 
 _SHARE = 4
@@ -216,7 +216,8 @@ def item_rows(model: LayeredModel, num_rows: int) -> ItemRows | None:
     if not isinstance(encoder, MediaEncoder) or not layers:
         return None
     pool = ItemPool(layers)
-    media = EncodedMedia(ModuleEncoder(encoder), layers[0].state_size, pool)
+    states = ModuleEncoder(encoder), layers[0].state_size
+    media = EncodedMedia(*states, pool, agreement(model.tp))
     return ItemRows(media, pool, num_rows)
 
 
