@@ -195,7 +195,7 @@ def commands(args: argparse.Namespace, folder: Path) -> dict[tuple[str, str], li
         if args.peer_python:
             program = str(Path(__file__).with_name("peer_faster_whisper.py"))
             found["faster-whisper", kind] = [
-                *(args.peer_python, program, "--model", str(folder)),
+                *(args.peer_python, "-I", program, "--model", str(folder)),
                 *("--converted", f"{folder}-converted", "--compute-type", kind),
                 *("--threads", str(args.threads), "--batch", str(args.batch)),
             ]

@@ -1,8 +1,9 @@
 """faster-whisper as a process that `bench_speech` asks for transcriptions.
 
-    PYTHON benchmarks/peer_faster_whisper.py --model FOLDER --converted FOLDER [--threads 1]
+    PYTHON -I benchmarks/peer_faster_whisper.py --model FOLDER --converted FOLDER [--threads 1]
 
-PYTHON has faster-whisper, ctranslate2, transformers and torch; this package is not needed. The
+PYTHON has faster-whisper, ctranslate2, transformers and torch; this package is not needed. `-I`
+keeps the modules of this folder away from transformers, which looks for one named `kernels`. The
 model is converted once, and its weights are rounded to the compute type while they are loaded.
 The protocol is that of `bench_speech`.
 """
