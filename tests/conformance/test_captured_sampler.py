@@ -10,8 +10,8 @@ from torch import Tensor
 from gaudi_sim.graphs.capture import capture
 from gaudi_sim.graphs.rules import operator_violations, write_violations
 from tests.conformance.hpu_program import SHAPES, resident_tokens
-from vllm.sample.masks import TokenMasks, bit_values, num_words
-from vllm.sample.output_rules import LogitRules
+from vllm.sample.restrictions.masks import TokenMasks, bit_values, num_words
+from vllm.sample.restrictions.output_rules import LogitRules
 from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
 from vllm.sample.static_shapes import FILTERED, FILTERED_LARGE, GREEDY, RANDOM

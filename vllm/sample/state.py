@@ -26,14 +26,6 @@ from vllm.sample.features import (
     Param,
 )
 from vllm.sample.logprobs import split_rows
-from vllm.sample.masks import (
-    MaskFiller,
-    RowDrafts,
-    TokenMasks,
-    TokenMatcher,
-    bit_values,
-    pack_allowed,
-)
 from vllm.sample.metadata import (
     ALL_GREEDY,
     DrawKeys,
@@ -43,10 +35,18 @@ from vllm.sample.metadata import (
     SamplingMetadata,
     needs_params,
 )
-from vllm.sample.output_rules import LogitRules, RowRules
 from vllm.sample.penalties import Penalties, TokenCounts
-from vllm.sample.processors import RowProcessors
 from vllm.sample.random import KeyArray, stream_keys
+from vllm.sample.restrictions.masks import (
+    MaskFiller,
+    RowDrafts,
+    TokenMasks,
+    TokenMatcher,
+    bit_values,
+    pack_allowed,
+)
+from vllm.sample.restrictions.output_rules import LogitRules, RowRules
+from vllm.sample.restrictions.processors import RowProcessors
 from vllm.sample.sampler import SamplerOutput
 from vllm.sample.static_shapes import StaticShapes, canonical, class_of
 from vllm.sampling_params import SamplingParams

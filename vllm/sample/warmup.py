@@ -16,9 +16,9 @@ from vllm.sample.blocks import num_draws
 from vllm.sample.buffers import ToDevice
 from vllm.sample.constraints import LogitEdits
 from vllm.sample.features import NEUTRAL, Feature
-from vllm.sample.masks import TokenMasks, bit_values, num_words
 from vllm.sample.metadata import ALL_GREEDY, LogprobPlan, SamplingMetadata
 from vllm.sample.penalties import Penalties
+from vllm.sample.restrictions.masks import TokenMasks, bit_values, num_words
 from vllm.sample.state import SamplingState
 from vllm.sample.static_shapes import FILTERED_LARGE, GREEDY, RANDOM, StaticShapes, size_classes
 

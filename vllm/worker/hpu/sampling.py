@@ -8,8 +8,8 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.messages import IntArray
 from vllm.platforms.habana.bridge import HabanaBridge
-from vllm.sample.masks import RowDrafts
 from vllm.sample.metadata import ALL_GREEDY, SamplingMetadata
+from vllm.sample.restrictions.masks import RowDrafts
 from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
 from vllm.sample.warmup import (

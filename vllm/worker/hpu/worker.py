@@ -33,7 +33,7 @@ from vllm.ops import set_ops
 from vllm.ops.hpu.operators import HPUOps
 from vllm.platforms import resolve_platform
 from vllm.platforms.hpu import HPUPlatform
-from vllm.utils import startup_progress
+from vllm.utils.process import startup_progress
 from vllm.worker.block_store import states_are_not_copied
 from vllm.worker.calculated_scales import calculate_scales
 from vllm.worker.hpu.draft_runner import HPUDraftRunner, make_draft_runner

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm.messages import IntArray, OutputRules
-from vllm.sample.masks import WORD_BITS, TokenMasks, num_words
+from vllm.sample.restrictions.masks import WORD_BITS, TokenMasks, num_words
 
 
 class RowRules:
