@@ -45,9 +45,9 @@ class TimedModel:
 
 def convert(model: str, folder: Path) -> None:
     """Write the weights in the format of ctranslate2, and the files that faster-whisper reads."""
-    TransformersConverter(
-        model, copy_files=["tokenizer.json", "preprocessor_config.json"]
-    ).convert(str(folder))
+    TransformersConverter(model, copy_files=["tokenizer.json", "preprocessor_config.json"]).convert(
+        str(folder)
+    )
 
 
 class Peer:
