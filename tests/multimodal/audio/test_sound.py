@@ -98,11 +98,12 @@ def test_a_file_that_is_cut_off_is_refused(form: Form) -> None:
         refusal(data[: int(len(data) * share)])
 
 
-def test_samples_of_a_pipe_have_no_length() -> None:
+@pytest.mark.parametrize("size", [b"\xff\xff\xff\xff", b"\0\xf0\xff\x7f", b"\0\0\0\0"])
+def test_samples_of_a_pipe_have_no_length(size: bytes) -> None:
     """A program that writes to a pipe does not know the lengths of its WAV file."""
     data = sound_file(FORMS["wav"], tone(0.5))
     at = data.index(b"data") + 4
-    assert len(read(data[:at] + b"\xff\xff\xff\xff" + data[at + 4 :])) == RATE // 2
+    assert len(read(data[:at] + size + data[at + 4 :])) == RATE // 2
 
 
 @pytest.mark.parametrize("name", ["wav", "flac", "mp3", "m4a", "webm", "opus"])
