@@ -18,6 +18,8 @@ _LIMIT_KEYS = {
 """Keys of the limits of each kind. Each has a reader."""
 _WHITE = (255, 255, 255)
 _MOST_FRAMES = 768
+_MOST_RATE = 1000
+"""Frames per second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,12 +166,17 @@ def _check_limit(kind: str, value: object) -> None:
             accepted = ", ".join(_LIMIT_KEYS[kind])
             raise ConfigError(f"{name} has no key {key!r}; accepted: {accepted}")
         smallest = 0 if key == "count" else 1
-        if type(number) is not int or number < smallest:
-            example = ", ".join(f'"{each}": 4' for each in _LIMIT_KEYS[kind])
+        if type(number) is int and number >= smallest:
+            continue
+        if counts is value:
             raise ConfigError(
-                f"{name} must be an integer of at least {smallest}, or an object such as "
-                f"{{{example}}}; got {value!r}"
+                f"{name}: {key} must be an integer of at least {smallest}; got {number!r}"
             )
+        example = ", ".join(f'"{each}": 4' for each in _LIMIT_KEYS[kind])
+        raise ConfigError(
+            f"{name} must be an integer of at least 0, or an object such as {{{example}}}; got "
+            f"{value!r}"
+        )
     if ("width" in counts) != ("height" in counts):
         raise ConfigError(f"{name} must have both width and height, or neither; got {value!r}")
 
@@ -203,7 +210,7 @@ def _is_frames(value: Any) -> bool:
 
 
 def _is_rate(value: Any) -> bool:
-    return type(value) in (int, float) and (value == -1 or 0 < value < math.inf)
+    return type(value) in (int, float) and (value == -1 or 0 < value <= _MOST_RATE)
 
 
 _IO_KEYS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
@@ -216,7 +223,7 @@ _IO_KEYS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "audio": {},
     "video": {
         "num_frames": (_is_frames, f"an integer from 1 to {_MOST_FRAMES}, or -1 for no limit"),
-        "fps": (_is_rate, "a positive number, or -1 for no limit"),
+        "fps": (_is_rate, f"a number above 0 and up to {_MOST_RATE}, or -1 for no limit"),
     },
 }
 """Settings of each kind: what is accepted, and its description."""

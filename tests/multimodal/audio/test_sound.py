@@ -6,6 +6,7 @@ The files are made here with PyAV. A damaged one has to be refused, or read as f
 import io
 import random
 import sys
+import wave
 
 import av
 import numpy as np
@@ -72,6 +73,17 @@ def test_channels_are_averaged(name: str, num_channels: int) -> None:
     channels = np.stack([tone(0.5, amplitude=0.1 * (i + 1)) for i in range(num_channels)])
     got = read(sound_file(FORMS[name], channels))
     assert np.abs(got - channels.mean(0)).max() < 1e-4
+
+
+@pytest.mark.parametrize("num_channels", [8, 9, 32])
+def test_many_channels_are_read_from_memory_of_the_file(num_channels: int) -> None:
+    channels = np.arange(1, num_channels + 1) * 500 * np.ones((4_000, 1))
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setparams((num_channels, 2, RATE, 0, "NONE", ""))
+        writer.writeframes(channels.astype("<i2").tobytes())
+    got = read(file.getvalue())
+    assert len(got) == 4_000 and np.abs(got - channels.mean() / 2**15).max() < 1e-4
 
 
 def test_recordings_one_after_the_other_are_not_cut_off_after_the_first() -> None:

@@ -87,6 +87,18 @@ def sniff(data: bytes) -> str | None:
     return "MP3" if begin else None  # other tags follow, or padding
 
 
+def describe(data: bytes) -> str:
+    """Return how messages name a file that is not accepted.
+
+    >>> describe(b""), describe(b"GIF89a"), describe(b"?")
+    ('an empty file', 'a file of the format GIF', 'a file of an unknown format')
+    """
+    if not data:
+        return "an empty file"
+    name = sniff(data)
+    return "a file of an unknown format" if name is None else f"a file of the format {name}"
+
+
 def check_complete(name: str, data: bytes) -> None:
     """Refuse a file that ends before its end, as far as its structure shows it.
 

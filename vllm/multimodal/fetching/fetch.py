@@ -109,7 +109,7 @@ class MediaFetcher:
 
     async def _fetch(self, url: str, modality: str, where: str) -> bytes:
         shown = show_url(url)
-        scheme = url.partition(":")[0].lower() if ":" in url else ""
+        scheme = url[: max(0, url.find(":"))].lower()  # a data: URL may be long: no copy of it
         if scheme == "data":
             return await self._read_data_url(url, where)
         timeout_s = self._timeout_s[modality]

@@ -56,7 +56,7 @@ from vllm.worker.kv_cache import (
 )
 from vllm.worker.parts.encoded_media import embedding_width
 from vllm.worker.parts.item_rows import ItemRows, count_item_states
-from vllm.worker.parts.memory_use import MemoryUse, draft_use, weights_use
+from vllm.worker.parts.memory_use import MemoryUse, draft_use, items_use, weights_use
 from vllm.worker.pooling_runner import PoolingRunner
 from vllm.worker.runner import StepHandle
 from vllm.worker.worker_base import WorkerBase
@@ -279,8 +279,7 @@ class CPUWorker(WorkerBase):
             fix = "set a smaller size of images with --mm-processor-kwargs"
             uses.append(MemoryUse("largest forward pass of the encoder", num_bytes, fix))
         if num_bytes := self._item_bytes:
-            fix = "lower --max-num-seqs"
-            uses.append(MemoryUse("keys and values of images and sounds", num_bytes, fix))
+            uses.append(items_use(num_bytes))
         return uses
 
     @property

@@ -2,6 +2,7 @@
 them. Model files do not know of slots.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -21,6 +22,7 @@ from vllm.messages import (
     IntArray,
     MediaItem,
     NewRequest,
+    RunnerStats,
     SchedulerOutput,
 )
 from vllm.model_executor.layers.cross_attention import (
@@ -33,7 +35,7 @@ from vllm.model_executor.models.interface import LayeredModel
 from vllm.ops.item_slots import ItemSlots
 from vllm.platforms.interface import Platform
 from vllm.worker.batch.launch import Launch
-from vllm.worker.parts.encoded_media import EncodedMedia, ModuleEncoder
+from vllm.worker.parts.encoded_media import EncodedMedia, ModuleEncoder, agreement
 from vllm.worker.parts.row_parts import RowPart
 
 _SHARE = 4
@@ -57,11 +59,18 @@ class ItemPool:
         self._is_free = np.empty(0, np.bool_)
 
     def allocate(self, num_slots: int, platform: Platform, dtype: torch.dtype) -> None:
-        """Allocate so many slots in all layers."""
+        """Allocate so many slots in all layers, all of them free."""
+        self._slots.clear()
         self._is_free = np.ones(num_slots, np.bool_)
         for layer in self._layers:
             shape = (num_slots, layer.num_kv_heads, layer.head_size)
             layer.bind_pool(*(platform.allocate_cache(shape, dtype) for _ in range(2)))
+
+    def release(self) -> None:
+        """Give the memory of all layers back, until it is allocated again."""
+        self._slots.clear()
+        for layer in self._layers:
+            layer.release_pool()
 
     def __contains__(self, key: str) -> bool:
         return key in self._slots
@@ -87,11 +96,15 @@ class ItemPool:
         found = np.flatnonzero(self._is_free)[: len(states)].astype(np.int32)
         if len(found) < len(states):
             raise ValueError(f"{len(states)} hidden states need slots, and {len(found)} are free")
-        slots = torch.from_numpy(found)
-        for layer in self._layers:
-            layer.store(states, slots)
+        self._write(states, found)
         self._is_free[found] = False
-        self._slots[key] = slots
+        self._slots[key] = torch.from_numpy(found)
+
+    def _write(self, states: Tensor, slots: IntArray) -> None:
+        """Compute and write keys and values of hidden states [n, state_size], n at least one."""
+        where = torch.from_numpy(slots)
+        for layer in self._layers:
+            layer.store(states, where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,23 +134,18 @@ class _Views:
             begin, at = stop, at + 1
 
 
-class ItemRows(RowPart):
-    """The items of the requests in the batch, by row.
+class KeptItems(RowPart, ABC):
+    """The items of the requests in the batch. Subclasses tell the layers which slots a row sees.
 
     Args:
         media: encodes items, and keeps them in `pool`.
         pool: of the model.
-        num_rows: of the batch.
-
-    Attributes:
-        of_output: by row, the slots that tokens of the output see. The arrays are never replaced.
     """
 
-    def __init__(self, media: EncodedMedia, pool: ItemPool, num_rows: int) -> None:
+    def __init__(self, media: EncodedMedia, pool: ItemPool) -> None:
         self._media, self.pool = media, pool
-        self.of_output = ItemSlots.empty(num_rows)
-        self._views: dict[int, _Views] = {}
         self._new: list[tuple[int, EngineRequest]] = []
+        self._seeing: set[int] = set()
 
     def prepare(self, request: EngineRequest) -> Future[str] | None:
         return self._media.prepare(request)
@@ -152,8 +160,9 @@ class ItemRows(RowPart):
 
     def remove(self, row: int) -> None:
         self._media.remove(row)
-        if self._views.pop(row, None) is not None:
-            self.of_output.put(row, _NO_SLOTS)
+        if row in self._seeing:
+            self._seeing.remove(row)
+            self._hide(row)
 
     def begin(self, step: SchedulerOutput) -> None:
         """Drop and encode the items that the step names, and look up the items of new rows."""
@@ -162,9 +171,48 @@ class ItemRows(RowPart):
         for row, request in self._new:
             # Items that only computed tokens see may not be there.
             items = [item for item in request.media if item.end > first_of[row]]
-            self._views[row] = views = self._views_of(row, items)
-            self.of_output.put(row, views.slots[-1])
+            self._seeing.add(row)
+            self._show(row, items)
         self._new.clear()
+
+    @abstractmethod
+    def _show(self, row: int, items: Sequence[MediaItem]) -> None:
+        """Let the tokens of a row see these items."""
+
+    @abstractmethod
+    def _hide(self, row: int) -> None:
+        """Let the tokens of a row see nothing."""
+
+    def count(self, stats: RunnerStats) -> RunnerStats:
+        return self._media.count(stats)
+
+    def errors_of(self, rows: IntArray) -> dict[int, str]:
+        return self._media.errors_of(rows)
+
+
+class ItemRows(KeptItems):
+    """The items of the requests in the batch, by row, for launches without padding.
+
+    Args:
+        media, pool: see `KeptItems`.
+        num_rows: of the batch.
+
+    Attributes:
+        of_output: by row, the slots that tokens of the output see. The arrays are never replaced.
+    """
+
+    def __init__(self, media: EncodedMedia, pool: ItemPool, num_rows: int) -> None:
+        super().__init__(media, pool)
+        self.of_output = ItemSlots.empty(num_rows)
+        self._views: dict[int, _Views] = {}
+
+    def _show(self, row: int, items: Sequence[MediaItem]) -> None:
+        self._views[row] = views = self._views_of(row, items)
+        self.of_output.put(row, views.slots[-1])
+
+    def _hide(self, row: int) -> None:
+        del self._views[row]
+        self.of_output.put(row, _NO_SLOTS)
 
     def _views_of(self, row: int, items: Sequence[MediaItem]) -> _Views:
         edges = {edge for item in items for edge in item.seen_by}
@@ -180,9 +228,6 @@ class ItemRows(RowPart):
                 np.concatenate([_NO_SLOTS, *(each.numpy() for each in found if each is not None)])
             )
         return _Views(starts, tuple(slots))
-
-    def errors_of(self, rows: IntArray) -> dict[int, str]:
-        return self._media.errors_of(rows)
 
     def part_of(self, launch: Launch) -> LaunchParts:
         if not self._views:
@@ -212,7 +257,8 @@ def item_rows(model: LayeredModel, num_rows: int) -> ItemRows | None:
     if not isinstance(encoder, MediaEncoder) or not layers:
         return None
     pool = ItemPool(layers)
-    media = EncodedMedia(ModuleEncoder(encoder), layers[0].state_size, pool)
+    states = ModuleEncoder(encoder), layers[0].state_size
+    media = EncodedMedia(*states, pool, agreement(model.tp))
     return ItemRows(media, pool, num_rows)
 
 
