@@ -4,19 +4,25 @@
 
 The models have the shapes of Whisper tiny and base and random weights; nothing is downloaded. The
 sounds are made here, a new one for each round. All outputs have the same number of tokens, greedy,
-in pieces of 30 s, so that every engine computes the same. PYTHON is that of an environment with
-faster-whisper, ctranslate2, transformers and torch, where `peer_faster_whisper.py` converts the
-same weights; without it only the engines of this package are measured.
+in pieces of 30 s, so that every engine computes the same. PYTHON is the interpreter of an
+environment with faster-whisper, ctranslate2, transformers and torch, where
+`peer_faster_whisper.py` converts the same weights; without it only the engines of this package are
+measured.
 
-Every engine is a process with `--threads` threads; the others are stopped (SIGSTOP) while one runs.
-The engines of a round take turns, and every second round goes through them backwards. `ratio` is the
-time of the peer with the same weights divided by ours, in the same round: above 1 we are faster.
-`encoder_share` is the part of the time that the encoder takes, `features_share` that of the log-mel
-features, as far as it is known. All pieces of a long sound are sent at once; `--batch` of them are
-computed together.
+Every engine is a process with `--threads` threads; the others are stopped (SIGSTOP) while one
+runs. In a round they run one after another, and every second round goes through them backwards.
+All pieces of a sound are sent at once, and `--batch` of them are computed together. Figures of each
+engine, with their median, quartiles, least and largest value:
 
-An engine reads lines with {"path": samples in a .npy file, "num_tokens": of each piece}, and answers
-with {"whole_s", "encoder_s", "tokens"}.
+    s_per_s         seconds for a second of sound
+    encoder_share   the part of them that the encoder takes
+    rest_s_per_s    the others: features, decoder, and what is around them
+    ratio           the seconds of the peer with the same weights, in the same round, divided by
+                    ours: above 1 we are faster; `encoder_ratio` and `rest_ratio` are the
+                    ratios of these parts
+
+An engine reads lines with {"path": samples in a .npy file, "num_tokens": of each piece}, and
+answers with {"whole_s", "encoder_s", "tokens"}.
 """
 
 import argparse
@@ -38,113 +44,15 @@ from tokenizers import pre_tokenizers
 from benchmarks.bench_checkpoints import READY, Engine, spread
 from benchmarks.common import fixed_length, report
 from vllm import LLM
+from vllm.multimodal.interface.languages import LANGUAGE_NAMES
 
 RATE = 16_000
 PIECE_S = 30
 SHAPES = {"tiny": (384, 4, 6, 1536), "base": (512, 6, 8, 2048)}
 """Width, layers of the encoder and of the decoder, heads, and width of an MLP."""
 TYPES = ("float32", "int8")
-LANGUAGES = [
-    "en",
-    "zh",
-    "de",
-    "es",
-    "ru",
-    "ko",
-    "fr",
-    "ja",
-    "pt",
-    "tr",
-    "pl",
-    "ca",
-    "nl",
-    "ar",
-    "sv",
-    "it",
-    "id",
-    "hi",
-    "fi",
-    "vi",
-    "he",
-    "uk",
-    "el",
-    "ms",
-    "cs",
-    "ro",
-    "da",
-    "hu",
-    "ta",
-    "no",
-    "th",
-    "ur",
-    "hr",
-    "bg",
-    "lt",
-    "la",
-    "mi",
-    "ml",
-    "cy",
-    "sk",
-    "te",
-    "fa",
-    "lv",
-    "bn",
-    "sr",
-    "az",
-    "sl",
-    "kn",
-    "et",
-    "mk",
-    "br",
-    "eu",
-    "is",
-    "hy",
-    "ne",
-    "mn",
-    "bs",
-    "kk",
-    "sq",
-    "sw",
-    "gl",
-    "mr",
-    "pa",
-    "si",
-    "km",
-    "sn",
-    "yo",
-    "so",
-    "af",
-    "oc",
-    "ka",
-    "be",
-    "tg",
-    "sd",
-    "gu",
-    "am",
-    "yi",
-    "lo",
-    "uz",
-    "fo",
-    "ht",
-    "ps",
-    "tk",
-    "nn",
-    "mt",
-    "sa",
-    "lb",
-    "my",
-    "bo",
-    "tl",
-    "mg",
-    "as",
-    "tt",
-    "haw",
-    "ln",
-    "ha",
-    "ba",
-    "jw",
-    "su",
-]
+LANGUAGES = [code for code in LANGUAGE_NAMES if code != "yue"]
+HEADER = ("<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>")
 END = 50257
 NUM_TOKENS = 51865
 
@@ -254,7 +162,8 @@ class Ours:
         """Transcribe the samples of a file; the answer has seconds and the tokens of all pieces."""
         sound = np.load(path)
         size = PIECE_S * RATE
-        header = [END + 1, END + 2, END + 1 + len(LANGUAGES) + 2, END + 1 + len(LANGUAGES) + 6]
+        special = special_tokens()
+        header = [END + special.index(token) for token in HEADER]
         self._encoder.seconds = 0.0
         began = time.perf_counter()
         outputs = self._llm.generate(
@@ -313,6 +222,9 @@ def measure(args: argparse.Namespace, shape: str, folder: Path) -> list[dict[str
                 for key in list(engines)[:: -1 if number % 2 else 1]:
                     question = {"path": str(sound), "num_tokens": args.tokens}
                     answer = engines[key].run(question)
+                    num_tokens = args.tokens * -(-seconds // PIECE_S)
+                    if answer["tokens"] != num_tokens:
+                        sys.exit(f"{key} made {answer['tokens']} tokens, not {num_tokens}")
                     if number:
                         answers.setdefault((seconds, key), []).append(answer)
             print(f"{shape}: round {number} of {args.rounds}", file=sys.stderr, flush=True)
@@ -343,7 +255,6 @@ def summary(
         "rest_s_per_s": round(
             statistics.median([(a["whole_s"] - a["encoder_s"]) / seconds for a in found]), 5
         ),
-        "tokens": sorted({answer["tokens"] for answer in found}),
     }
     if peer is not None and peer is not found:
         for name, part in (

@@ -5,7 +5,7 @@
 PYTHON has faster-whisper, ctranslate2, transformers and torch; this package is not needed. `-I`
 keeps the modules of this folder away from transformers, which looks for one named `kernels`. The
 model is converted once, and its weights are rounded to the compute type while they are loaded.
-The protocol is that of `bench_speech`.
+`bench_speech` describes the protocol.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from faster_whisper import BatchedInferencePipeline, WhisperModel
 RATE = 16_000
 PIECE_S = 30
 HEADER_TOKENS = 4
-"""Of a prompt. ctranslate2 generates up to half of the most tokens of prompt and output together."""
+"""Of a prompt. ctranslate2 generates half of the most tokens of prompt and output together."""
 
 
 class TimedModel:
@@ -45,9 +45,8 @@ class TimedModel:
 
 def convert(model: str, folder: Path) -> None:
     """Write the weights in the format of ctranslate2, and the files that faster-whisper reads."""
-    TransformersConverter(model, copy_files=["tokenizer.json", "preprocessor_config.json"]).convert(
-        str(folder)
-    )
+    files = ["tokenizer.json", "preprocessor_config.json"]
+    TransformersConverter(model, copy_files=files).convert(str(folder))
 
 
 class Peer:
