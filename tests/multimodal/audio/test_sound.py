@@ -6,6 +6,7 @@ The files are made here with PyAV. A damaged one has to be refused, or read as f
 import io
 import random
 import sys
+import warnings
 import wave
 
 import av
@@ -187,6 +188,14 @@ def test_values_that_are_no_samples_are_refused(value: float) -> None:
     assert "infinite" in refusal(sound_file(FORMS["wav-float"], samples))
     with pytest.raises(RequestError, match="infinite"):
         of_program(samples, RATE)
+
+
+def test_channels_without_a_mean_are_refused_without_a_warning() -> None:
+    channels = np.stack([tone(0.5)] * 2)
+    channels[:, 4000] = np.inf, -np.inf
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "infinite" in refusal(sound_file(FORMS["wav-float"], channels))
 
 
 def test_a_sound_without_samples_is_refused() -> None:

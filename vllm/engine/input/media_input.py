@@ -190,6 +190,10 @@ class MediaInput:
         overrides = _overrides_of(prompt)
         found = []
         for kind, several in items.items():
+            if several and not self.limits[kind]:
+                raise _refused(
+                    f"this engine takes no {plural(kind)} (limit_mm_per_prompt): leave them out"
+                )
             if len(several) > self.limits[kind]:
                 raise _refused(
                     f"a prompt may have at most {self.limits[kind]} {plural(kind)}, got "
