@@ -21,7 +21,7 @@ import torch
 
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
-from vllm.sample.masks import TokenMasks, bit_values
+from vllm.sample.restrictions.masks import TokenMasks, bit_values
 from vllm.sampling_params import GuidedDecodingParams
 from vllm.structured_output.backends import BACKENDS, make_backend
 from vllm.structured_output.backends.interface import Backend

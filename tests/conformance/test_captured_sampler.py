@@ -10,8 +10,8 @@ from torch import Tensor
 from gaudi_sim.graphs.capture import capture
 from gaudi_sim.graphs.rules import operator_violations, write_violations
 from tests.conformance.hpu_program import SHAPES, resident_tokens
-from vllm.sample.masks import TokenMasks, bit_values, num_words
-from vllm.sample.output_rules import LogitRules
+from vllm.sample.restrictions.masks import TokenMasks, bit_values, num_words
+from vllm.sample.restrictions.output_rules import NO_TIMES, LogitRules
 from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
 from vllm.sample.static_shapes import FILTERED, FILTERED_LARGE, GREEDY, RANDOM
@@ -75,12 +75,12 @@ def test_rules_of_a_model_run_on_the_device():
     rows = torch.arange(2)
     words = torch.full((2, num_words(VOCAB_SIZE)), -1, dtype=torch.int32)
     masks = TokenMasks(np.arange(2), words, bit_values(CPU), rows)
-    rules = LogitRules(masks, 500, torch.tensor([True, False]))
+    rules = LogitRules(masks, torch.tensor([500, NO_TIMES], dtype=torch.int32))
 
     def apply(logits: Tensor) -> Tensor:
         copy = logits.clone()
         masks._apply_on_card(copy, rows)
-        rules._apply_on_card(copy, 500, rules.has_times)
+        rules._apply_on_card(copy, rules.first_times)
         return copy
 
     assert violations_of(apply, torch.zeros(NUM_ROWS, VOCAB_SIZE).bfloat16()) == []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.test_images import ENGINE, GREEDY, BrokenEncoder, requests_of, tokens_of
-from tests.hpu import FEW_BUCKETS, simulated_hpu
+from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.reach import runner_of, scheduler_of, worker_of
 from tests.tiny_images import make_tiny_images
 from vllm import LLM, SamplingParams
@@ -111,10 +111,26 @@ def test_stages_of_a_pipeline_are_refused_with_images_only(folder, expected):
     assert tokens_of(llm.generate([requests_of(FAMILY)[2]["prompt"]], GREEDY)) == [expected[2]]
 
 
-def test_on_a_card_text_is_read(folder, expected):
-    with simulated_hpu(**FEW_BUCKETS):
-        llm = LLM(str(folder), **ENGINE, enforce_eager=True)
-        assert tokens_of(llm.generate([requests_of(FAMILY)[2]["prompt"]], GREEDY)) == [expected[2]]
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "HPU graphs",
+        *(
+            pytest.param(mode, marks=pytest.mark.exhaustive)
+            for mode in ("lazy", "torch.compile", "eager")
+        ),
+    ],
+)
+def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(folder, expected, mode):
+    """Requests with images and without share batches, and two have the same image."""
+    lazy, eager = MODES[mode]
+    with simulated_hpu(PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:
+        llm = LLM(str(folder), **ENGINE, enforce_eager=eager)
+        before = bridge.counters()
+        requests = requests_of(FAMILY)
+        assert tokens_of(llm.generate([*requests, requests[3]], GREEDY)) == [*expected, expected[3]]
+        assert tokens_of(llm.generate(requests[2:4], GREEDY)) == expected[2:4]
+        assert bridge.counters().compilations == before.compilations
 
 
 def test_memory_is_divided_between_items_and_blocks(llm, monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.multimodal.sound_models import make_sound
 from tests.quantized_checkpoints import write as write_quantized
 from tests.reach import runner_of, scheduler_of
@@ -22,7 +23,7 @@ from vllm.engine.input.media_lane import MediaLane
 from vllm.errors import ConfigError, RequestError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams
-from vllm.worker.parts.item_rows import ItemRows
+from vllm.worker.parts.item_rows import KeptItems
 
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
@@ -56,7 +57,7 @@ def ask(sound, text=TRANSCRIBE, **others):
 
 
 def num_encoded_of(llm):
-    return runner_of(llm).parts.find(ItemRows)._media.num_encoded
+    return runner_of(llm).parts.find(KeptItems)._media.num_encoded
 
 
 def tokens_of(output, index=0):
@@ -448,3 +449,29 @@ def test_a_folder_without_settings_of_features_is_refused(folder, tmp_path):
     (copy / "preprocessor_config.json").unlink()
     with pytest.raises(ConfigError, match=r"has no settings of a feature extractor"):
         LLM(str(copy), **ENGINE)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "HPU graphs",
+        *(
+            pytest.param(mode, marks=pytest.mark.exhaustive)
+            for mode in ("lazy", "torch.compile", "eager")
+        ),
+    ],
+)
+def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(folder, reference, mode):
+    lazy, eager = MODES[mode]
+    texts = [TRANSCRIBE, WITH_TIMES, f"<|startofprev|> so far{TRANSCRIBE}", TRANSCRIBE]
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with simulated_hpu(PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:
+        llm = LLM(str(folder), **ENGINE, enforce_eager=eager)
+        before = bridge.counters()
+        prompts = [ask(sound, text) for sound, text in zip(SOUNDS, texts, strict=True)]
+        outputs = llm.generate(prompts, params)
+        outputs += llm.generate([ask(SOUNDS[0], text) for text in texts[:2]], params)
+        assert num_encoded_of(llm) == len(SOUNDS)
+        assert bridge.counters().compilations == before.compilations
+    for output, sound in zip(outputs, [*SOUNDS, *SOUNDS[:1] * 2], strict=True):
+        assert tokens_of(output) == reference.greedy(sound, output.prompt_token_ids, NUM_TOKENS)[0]

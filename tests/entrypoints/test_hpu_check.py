@@ -23,7 +23,7 @@ from vllm.hpu_check.check import Outcome, run_check
 from vllm.hpu_check.programs import check_compile_counting
 from vllm.platforms import hpu
 from vllm.platforms.habana.real import RealBridge
-from vllm.sample.masks import TokenMasks
+from vllm.sample.restrictions.masks import TokenMasks
 from vllm.worker.hpu.launches.resident import ResidentTokens
 
 LAZY = {"VLLM_HPU_SIM": "gaudi2", "PT_HPU_LAZY_MODE": "1"}

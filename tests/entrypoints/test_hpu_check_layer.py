@@ -21,8 +21,8 @@ from vllm.ops.hpu.operators import HPUOps
 from vllm.ops.hpu.quantized import HPUFp8Experts, HPUNarrowWeight
 from vllm.platforms.habana.experts import FusedExperts
 from vllm.sample import sampler
-from vllm.sample.masks import TokenMasks
 from vllm.sample.penalties import Penalties
+from vllm.sample.restrictions.masks import TokenMasks
 
 LAYER_ROWS = ("layer eager", "layer graph", "prefill with context")
 KERNEL_ROWS = (

@@ -11,8 +11,8 @@ from tests.hpu import captured_log
 from vllm.config import ParallelConfig
 from vllm.errors import ConfigError
 from vllm.executor import make_executor
-from vllm.utils import startup_progress
 from vllm.utils.clean_up import on_failure
+from vllm.utils.process import startup_progress
 from vllm.worker.interface import MemoryReport, WarmUpStep
 
 LAUNCHES = ("large", "middle", "small")

@@ -201,7 +201,7 @@ def test_the_image_processor_of_glm_4_6v_is_that_of_glm_4_1v():
 
 def test_every_family_has_an_encoder_of_its_name():
     names = {module.name for module in iter_modules(families.__path__)}
-    assert {*KINDS, "qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"} <= names
+    assert set(KINDS) <= names
     for name in names:
         family = import_module(f"{families.__name__}.{name}").Family
         encoder = import_module(f"{encoders.__name__}.{name}").Encoder

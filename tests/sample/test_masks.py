@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from gaudi_sim.bridge import SimBridge
 from tests.sample.helpers import CPU, make_request, make_state, repeatable, rows
-from vllm.sample.masks import MaskFiller, TokenMasks, bit_values, num_words, pack_allowed
+from vllm.sample.restrictions.masks import (
+    MaskFiller,
+    TokenMasks,
+    bit_values,
+    num_words,
+    pack_allowed,
+)
 from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState
 

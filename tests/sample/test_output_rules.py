@@ -18,7 +18,7 @@ from vllm.message_codec import decoder, encode_array
 from vllm.messages import EngineRequest, OutputRules
 from vllm.sample.cpu_sampler import CPUSampler, make_sampler
 from vllm.sample.metadata import SamplingMetadata
-from vllm.sample.output_rules import RowRules
+from vllm.sample.restrictions.output_rules import RowRules
 from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState
 from vllm.sample.warmup import stages_of

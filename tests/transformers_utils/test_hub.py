@@ -218,7 +218,7 @@ def test_a_download_goes_on_where_the_connection_was_lost(endpoint, tmp_path):
 def test_the_bytes_of_a_download_are_reported(endpoint, tmp_path):
     code = f"""
 from vllm.transformers_utils.hub import resolve_model_folder
-from vllm.utils import startup_progress
+from vllm.utils.process import startup_progress
 startup_progress.listen(lambda *report: print(report))
 resolve_model_folder("org/large", None, {str(tmp_path)!r})
 """

@@ -4,13 +4,13 @@ import subprocess
 import sys
 import time
 
-from vllm.utils import startup_progress
+from vllm.utils.process import startup_progress
 
 
 def test_a_process_began_after_its_parent_asked_and_before_its_first_line():
     code = (
         "import time; first_line = time.monotonic()\n"
-        "from vllm.utils.startup_progress import process_start\n"
+        "from vllm.utils.process.startup_progress import process_start\n"
         "print(process_start(), first_line)"
     )
     asked = time.monotonic()

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from vllm.utils.tensor_file import TensorFileError, read_tensor_file
+from vllm.utils.files.tensor_file import TensorFileError, read_tensor_file
 
 
 def saved(value, **options) -> bytes:

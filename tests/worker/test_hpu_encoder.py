@@ -17,7 +17,7 @@ from vllm.distributed import TPGroup
 from vllm.errors import CapacityError, RequestError
 from vllm.model_executor.loader.model_loader import load_model
 from vllm.multimodal.job import family_of_model
-from vllm.utils import startup_progress
+from vllm.utils.process import startup_progress
 from vllm.worker.hpu.encoder import CardEncoder, _as_tensors
 from vllm.worker.hpu.warmup import warmup_estimate
 

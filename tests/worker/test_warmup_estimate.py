@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.process import startup_state
 from vllm.engine.process.startup_state import StartupState
 from vllm.executor import make_executor
-from vllm.utils import startup_progress
+from vllm.utils.process import startup_progress
 from vllm.worker.hpu.warmup import warmup_estimate
 from vllm.worker.hpu.warmup.warmup_estimate import Kind, WarmUpEstimate, Work
 

@@ -6,7 +6,6 @@ command-line flag (see `vllm.engine.arg_utils`). Nothing here imports torch or t
 
 from vllm.config.arch.model_arch import ModelArch, RopeConfig
 from vllm.config.cache import CacheConfig
-from vllm.config.device import DeviceConfig
 from vllm.config.hpu import HPUConfig
 from vllm.config.kv_transfer import ConnectorConfig, KVTransferConfig
 from vllm.config.load import LoadConfig
@@ -20,7 +19,7 @@ from vllm.config.quantization.inc import IncConfig
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.structured_output import StructuredOutputConfig
-from vllm.config.vllm import VllmConfig
+from vllm.config.vllm import DeviceConfig, VllmConfig
 
 __all__ = [
     "CacheConfig",

@@ -1,9 +1,10 @@
-"""All configs of one engine."""
+"""All configs of one engine, and the device that runs the model."""
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from vllm.config.cache import CacheConfig
-from vllm.config.device import DeviceConfig
+from vllm.config.fields import check_one_of
 from vllm.config.hpu import HPUConfig
 from vllm.config.kv_transfer import ConnectorConfig
 from vllm.config.load import LoadConfig
@@ -15,6 +16,41 @@ from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.structured_output import StructuredOutputConfig
+
+Device = Literal["auto", "cpu", "hpu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig:
+    """The device and its threads."""
+
+    device: Device = "auto"
+    """Device to run on. auto: hpu when a card is there, else cpu."""
+
+    bound_cores: tuple[tuple[int, ...], ...] | None = field(default=None, metadata={"cli": False})
+    """For each worker on the CPU the cores to which its threads are bound, one thread each; None:
+    any."""
+
+    core_share: tuple[int, ...] | None = field(default=None, metadata={"cli": False})
+    """Cores that the threads of this replica may use, any thread on any of them; None: all."""
+
+    memory_share_bytes: int | None = field(default=None, metadata={"cli": False})
+    """Memory of the machine for the weights and the KV cache of this replica; None: what is
+    free."""
+
+    replica_cores: tuple[tuple[tuple[int, ...], ...], ...] = field(
+        default=(), metadata={"cli": False}
+    )
+    """`bound_cores` of each replica; empty: the cores are divided equally."""
+
+    counts_threads: bool = field(default=True, metadata={"cli": False})
+    """The CPU device chooses the number of its threads; False: OpenMP's settings do."""
+
+    is_beside_server: bool = field(default=False, metadata={"cli": False})
+    """The engine runs in its own process, next to a server process on the same cores."""
+
+    def __post_init__(self) -> None:
+        check_one_of(self, "device", ("auto", "cpu", "hpu"))
 
 
 @dataclass(frozen=True, kw_only=True)

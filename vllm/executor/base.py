@@ -13,8 +13,8 @@ import msgspec
 
 from vllm.executor.ranks.worker_call import WorkerMethod
 from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput
-from vllm.utils import startup_progress
 from vllm.utils.clean_up import on_failure
+from vllm.utils.process import startup_progress
 from vllm.worker.interface import StepHandleLike, WarmUpStep, Worker
 
 _Args = ParamSpec("_Args")

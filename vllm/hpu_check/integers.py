@@ -12,7 +12,7 @@ from vllm.hpu_check.check import MAX_STEP_S, Outcome, ran_on_host, slow_call
 from vllm.hpu_check.stopwatch import shortest_s
 from vllm.messages import IntArray
 from vllm.platforms.habana.bridge import HabanaBridge
-from vllm.sample.masks import TokenMasks, bit_values, num_words, pack_allowed
+from vllm.sample.restrictions.masks import TokenMasks, bit_values, num_words, pack_allowed
 from vllm.sample.sampler import SamplerOutput
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.hpu.launches.input import HPUInputBuilder, unpack_decode

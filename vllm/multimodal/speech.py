@@ -7,7 +7,7 @@ from vllm.config import VllmConfig
 from vllm.multimodal.interface.family import TokenLookup
 from vllm.multimodal.interface.speech import SpeechRules
 from vllm.multimodal.job import family_of_model
-from vllm.utils.json_file import read_json_object
+from vllm.utils.files.json_file import read_json_object
 
 
 def speech_of_model(config: VllmConfig, token_id: TokenLookup) -> SpeechRules | None:

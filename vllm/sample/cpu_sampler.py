@@ -11,7 +11,7 @@ from vllm.sample.blocks import num_draws
 from vllm.sample.features import Feature, Param
 from vllm.sample.logprobs import LogprobTensors
 from vllm.sample.metadata import IndexArray, OperatorChoice, SamplingMetadata
-from vllm.sample.processors import LogitsProcessorError
+from vllm.sample.restrictions.processors import LogitsProcessorError
 from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
 

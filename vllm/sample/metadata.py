@@ -9,11 +9,11 @@ from torch import Tensor
 
 from vllm.sample.constraints import LogitEdits
 from vllm.sample.features import SMALL_TOP_K, Feature, Param
-from vllm.sample.masks import TokenMasks
-from vllm.sample.output_rules import LogitRules
 from vllm.sample.penalties import Penalties
-from vllm.sample.processors import RowProcessors
 from vllm.sample.random import KeyArray, exponentials_at
+from vllm.sample.restrictions.masks import TokenMasks
+from vllm.sample.restrictions.output_rules import LogitRules
+from vllm.sample.restrictions.processors import RowProcessors
 
 FeatureArray = npt.NDArray[np.int32]
 IndexArray = npt.NDArray[np.int64]

@@ -30,7 +30,7 @@ from vllm.sample.features import Feature, Param
 from vllm.sample.filters import keep_from, likelihoods, logit_floor, nucleus_floor
 from vllm.sample.logprobs import LogprobTensors, gather_logprobs
 from vllm.sample.metadata import FeatureArray, IndexArray, LogprobPlan, SamplingMetadata
-from vllm.sample.processors import LogitsProcessorError, RowProcessors
+from vllm.sample.restrictions.processors import LogitsProcessorError, RowProcessors
 
 _PASS_ELEMENTS = 2**20
 """Logits in one pass: temporaries that stay in the cache of a CPU."""

@@ -26,14 +26,6 @@ from vllm.sample.features import (
     Param,
 )
 from vllm.sample.logprobs import split_rows
-from vllm.sample.masks import (
-    MaskFiller,
-    RowDrafts,
-    TokenMasks,
-    TokenMatcher,
-    bit_values,
-    pack_allowed,
-)
 from vllm.sample.metadata import (
     ALL_GREEDY,
     DrawKeys,
@@ -43,10 +35,18 @@ from vllm.sample.metadata import (
     SamplingMetadata,
     needs_params,
 )
-from vllm.sample.output_rules import LogitRules, RowRules
 from vllm.sample.penalties import Penalties, TokenCounts
-from vllm.sample.processors import RowProcessors
 from vllm.sample.random import KeyArray, stream_keys
+from vllm.sample.restrictions.masks import (
+    MaskFiller,
+    RowDrafts,
+    TokenMasks,
+    TokenMatcher,
+    bit_values,
+    pack_allowed,
+)
+from vllm.sample.restrictions.output_rules import NO_TIMES, LogitRules, RowRules
+from vllm.sample.restrictions.processors import RowProcessors
 from vllm.sample.sampler import SamplerOutput
 from vllm.sample.static_shapes import StaticShapes, canonical, class_of
 from vllm.sampling_params import SamplingParams
@@ -69,6 +69,7 @@ class SamplingState:
         max_model_len: tokens of the longest request, and
         max_logprobs: the most that a request may ask for: bounds of that set. None: the
             vocabulary.
+        has_rules: the model has rules for its outputs, which launches of that set follow.
         draw_keys: launches carry the keys of random numbers and not the numbers, for a sampler
             that makes them itself.
         to_device: copies an array to the device, best without waiting; None: waits.
@@ -83,6 +84,7 @@ class SamplingState:
         static_shapes: bool = False,
         max_model_len: int | None = None,
         max_logprobs: int | None = None,
+        has_rules: bool = False,
         draw_keys: bool = False,
         to_device: ToDevice | None = None,
     ) -> None:
@@ -97,6 +99,7 @@ class SamplingState:
                 vocab_size=vocab_size,
                 max_model_len=vocab_size if max_model_len is None else max_model_len,
                 max_logprobs=vocab_size if max_logprobs is None else max_logprobs,
+                has_rules=has_rules,
             )
         self._padding_row = max_num_seqs
         self._features: FeatureArray = np.zeros(max_num_seqs + 1, np.int32)
@@ -457,12 +460,11 @@ class SamplingState:
             for i, rules in zip(places, own, strict=True)
         ]
         masks = self._as_masks(rows, found, allowed)
-        first_time = next((r.first_time for r in own if r.first_time is not None), None)
-        if first_time is None:
+        first_times = [NO_TIMES if r.first_time is None else r.first_time for r in own]
+        if self.shapes is None and min(first_times) == NO_TIMES:
             return LogitRules(masks)
-        has_times = [rules.first_time is not None for rules in own]
-        has_times += has_times[-1:] * (len(masks.rows) - len(has_times))
-        return LogitRules(masks, first_time, self.to_device(np.array(has_times)))
+        first_times += first_times[-1:] * (len(masks.rows) - len(first_times))
+        return LogitRules(masks, self.to_device(np.array(first_times, np.int32)))
 
     def _as_masks(
         self, rows: IntArray, found: npt.NDArray[np.int64], masks: list[IntArray]

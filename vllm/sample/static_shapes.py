@@ -3,7 +3,7 @@
 There, sampling is a sequence of stages, each of which is a recipe of its own (or, in eager mode, a
 few operators with shapes of their own). A stage that no row needs is skipped:
 
-    rules          one for each number of rows with rules of the model, compiled at its first use
+    rules          one for each number of rows with rules of the model, if it has any
     start          copy the logits, if they are going to change
     edits          one recipe for each width of the longest list (logit_bias, bad_words, ...)
     masks          one for each number of rows with a mask (allowed_token_ids)
@@ -62,6 +62,8 @@ class StaticShapes:
     """Tokens of the longest request."""
     max_logprobs: int
     """The most log-probabilities that a request may ask for."""
+    has_rules: bool = False
+    """The model has rules for its outputs."""
 
     @property
     def kinds(self) -> tuple[int, ...]:

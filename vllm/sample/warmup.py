@@ -16,15 +16,15 @@ from vllm.sample.blocks import num_draws
 from vllm.sample.buffers import ToDevice
 from vllm.sample.constraints import LogitEdits
 from vllm.sample.features import NEUTRAL, Feature
-from vllm.sample.masks import TokenMasks, bit_values, num_words
 from vllm.sample.metadata import ALL_GREEDY, LogprobPlan, SamplingMetadata
 from vllm.sample.penalties import Penalties
+from vllm.sample.restrictions.masks import TokenMasks, bit_values, num_words
+from vllm.sample.restrictions.output_rules import NO_TIMES, LogitRules
 from vllm.sample.state import SamplingState
 from vllm.sample.static_shapes import FILTERED_LARGE, GREEDY, RANDOM, StaticShapes, size_classes
 
 Stage = tuple[str, int, bool]
-"""Name of a stage, its size or kind, and of a distribution whether the logits have changed, of
-rules whether there are time stamps."""
+"""Name of a stage, its size or kind, and of a distribution whether the logits have changed."""
 
 
 def stages_of(metadata: SamplingMetadata) -> frozenset[Stage]:
@@ -34,8 +34,7 @@ def stages_of(metadata: SamplingMetadata) -> frozenset[Stage]:
     if changes:
         stages.add(("start", 0, True))
     if metadata.rules is not None:
-        has_times = metadata.rules.first_time is not None
-        stages.add(("rules", len(metadata.rules.masks.rows), has_times))
+        stages.add(("rules", len(metadata.rules.masks.rows), True))
     if metadata.edits is not None:
         stages.add(("edits", metadata.edits.token_ids.shape[1], True))
     if metadata.masks is not None:
@@ -48,11 +47,15 @@ def stages_of(metadata: SamplingMetadata) -> frozenset[Stage]:
 
 
 def basic_launches(state: SamplingState, padded_size: int) -> Iterator[SamplingMetadata]:
-    """A greedy launch and a random one, of rows that ask for nothing else."""
+    """A greedy launch and a random one, of rows that ask for nothing else. Rules of the model are
+    for nearly all rows."""
     shapes = state.shapes
     assert shapes is not None, "shapes are not static"
     yield ALL_GREEDY
     yield _launch(shapes, padded_size, RANDOM, state.to_device)
+    if shapes.has_rules:
+        for num_rows in size_classes(padded_size):
+            yield replace(ALL_GREEDY, rules=_rules(num_rows, shapes, state))
 
 
 def heaviest_launch(state: SamplingState, padded_size: int) -> SamplingMetadata:
@@ -117,12 +120,25 @@ def _with_all_stages(
     assert launch.features is not None
     num_rows = len(launch.features)
     rows = np.arange(num_rows)
-    words = np.full((num_masks, num_words(shapes.vocab_size)), -1, np.int32)
     token_ids = np.full((num_rows, num_penalties), shapes.vocab_size, np.int32)
     return replace(
         launch,
         edits=LogitEdits.build(num_rows, {}, num_edits, to_device),
-        masks=TokenMasks(rows[:num_masks], to_device(words), bit_values(state.device)),
+        rules=_rules(num_masks, shapes, state) if shapes.has_rules else None,
+        masks=_masks(num_masks, shapes, state),
         penalties=Penalties.build(token_ids, np.zeros(token_ids.shape, np.float32), to_device),
         logprobs=LogprobPlan(rows, np.full(num_rows, num_logprobs, np.int32), num_logprobs, None),
     )
+
+
+def _masks(num_rows: int, shapes: StaticShapes, state: SamplingState) -> TokenMasks:
+    """Masks of so many rows that allow all tokens."""
+    words = np.full((num_rows, num_words(shapes.vocab_size)), -1, np.int32)
+    rows = np.arange(num_rows)
+    return TokenMasks(rows, state.to_device(words), bit_values(state.device), state.to_device(rows))
+
+
+def _rules(num_rows: int, shapes: StaticShapes, state: SamplingState) -> LogitRules:
+    """Rules of so many rows that allow all tokens."""
+    first_times = state.to_device(np.full(num_rows, NO_TIMES, np.int32))
+    return LogitRules(_masks(num_rows, shapes, state), first_times)

@@ -10,7 +10,7 @@ from vllm.errors import ConfigError, RequestError
 from vllm.logger import init_logger
 from vllm.sampling_params import Door, SamplingParams, numbers_at
 from vllm.transformers_utils.hf_config import read_hf_config
-from vllm.utils.json_file import read_json_object
+from vllm.utils.files.json_file import read_json_object
 
 logger = init_logger(__name__)
 

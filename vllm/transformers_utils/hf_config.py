@@ -19,7 +19,7 @@ from vllm.transformers_utils.chatglm_config import complete_chatglm_config
 from vllm.transformers_utils.mistral_params import PARAMS, read_params
 from vllm.transformers_utils.old_spellings import with_usual_spellings
 from vllm.transformers_utils.plain_config import complete_plain_config
-from vllm.utils.json_file import read_json_object
+from vllm.utils.files.json_file import read_json_object
 
 _OF_THE_WHOLE = (
     *("architectures", "quantization_config", "dtype", "torch_dtype"),

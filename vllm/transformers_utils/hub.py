@@ -14,7 +14,7 @@ from vllm.transformers_utils.gguf.header import SUFFIX
 from vllm.transformers_utils.gguf.model import find_model
 from vllm.transformers_utils.mistral_params import PARAMS
 from vllm.transformers_utils.weight_files import CONSOLIDATED
-from vllm.utils import startup_progress
+from vllm.utils.process import startup_progress
 
 logger = init_logger(__name__)
 

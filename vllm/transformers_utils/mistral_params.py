@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.config.families import FAMILIES, Family
 from vllm.errors import ConfigError
-from vllm.utils.json_file import read_json_object
+from vllm.utils.files.json_file import read_json_object
 
 PARAMS = "params.json"
 

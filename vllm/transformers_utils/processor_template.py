@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from vllm.utils.json_file import read_json_object
+from vllm.utils.files.json_file import read_json_object
 
 _JINJA = "chat_template.jinja"
 _FILES = ("chat_template.json", "processor_config.json")

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.config.pooler import PoolingType
 from vllm.errors import ConfigError
-from vllm.utils.json_file import read_json_array, read_json_object
+from vllm.utils.files.json_file import read_json_array, read_json_object
 
 _MODES: Mapping[str, PoolingType] = {
     "cls": "CLS",

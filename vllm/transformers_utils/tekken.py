@@ -15,7 +15,7 @@ from vllm.errors import ConfigError
 from vllm.transformers_utils.bpe_merges import merges_in_order
 from vllm.transformers_utils.processor_template import processor_template
 from vllm.transformers_utils.token_bytes import byte_level_text
-from vllm.utils.json_file import read_json_object
+from vllm.utils.files.json_file import read_json_object
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

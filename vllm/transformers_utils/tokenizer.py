@@ -10,8 +10,8 @@ from vllm.transformers_utils.gguf.folder import WITHOUT_TOKENIZER
 from vllm.transformers_utils.processor_template import processor_template
 from vllm.transformers_utils.tekken import TEKKEN, load_tekken
 from vllm.transformers_utils.tokenizer_class import tokenizer_class
+from vllm.utils.files.json_file import read_json_object
 from vllm.utils.imports import without_collections
-from vllm.utils.json_file import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm.config.families import family_of
 from vllm.transformers_utils.transformers_version import is_version_4
-from vllm.utils.json_file import read_json_object
+from vllm.utils.files.json_file import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from vllm.errors import ConfigError, WeightLoadError
-from vllm.utils.json_file import read_json_object
+from vllm.utils.files.json_file import read_json_object
 
 _INDEX_NAMES = {
     "safetensors": ("model.safetensors", "model.safetensors.index.json", "model*.safetensors"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vllm.errors import WeightLoadError
 from vllm.transformers_utils.weight_files import find_files, find_index
-from vllm.utils.json_file import read_json_object
+from vllm.utils.files.json_file import read_json_object
 
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _LENGTH = struct.Struct("<Q")

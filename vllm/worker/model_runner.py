@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.messages import IntArray, LogprobRows, ModelRunnerOutput, SchedulerOutput, StepTokens
 from vllm.model_executor.models.interface import CausalLM
-from vllm.sample.masks import RowDrafts
+from vllm.sample.restrictions.masks import RowDrafts
 from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
 from vllm.structured_output.matchers import GrammarMatchers

@@ -10,7 +10,7 @@ import uvicorn
 from fastapi import APIRouter, FastAPI, HTTPException
 
 from tests.engine.fakes import make_config
-from vllm.config.device import Device, DeviceConfig
+from vllm.config.vllm import Device, DeviceConfig
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.metrics.engine_metrics import EngineMetrics, FinishedRequestStats, IterationStats
 from vllm.engine.metrics.replica_metrics import ReplicaMetrics

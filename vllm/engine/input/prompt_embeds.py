@@ -16,7 +16,7 @@ import numpy.typing as npt
 from vllm.config import ModelConfig
 from vllm.errors import PromptTooLongError, RequestError
 from vllm.messages import CacheKey, TokenEmbeddings
-from vllm.utils.tensor_file import RawTensor, TensorFileError, read_tensor_file
+from vllm.utils.files.tensor_file import RawTensor, TensorFileError, read_tensor_file
 
 PLACEHOLDER_TOKEN_ID = 0
 """Stands for each token of such a prompt wherever tokens are counted; no model ever reads it."""

@@ -47,10 +47,10 @@ from vllm.logger import init_logger, use_format
 from vllm.message_codec import CallError, decode_arguments, encode_value
 from vllm.messages import EngineOutput, EngineRequest
 from vllm.platforms import resolve_platform
-from vllm.utils import startup_progress
 from vllm.utils.frames import read_frame
 from vllm.utils.imports import without_collections
 from vllm.utils.plugins import load_general_plugins
+from vllm.utils.process import startup_progress
 from vllm.utils.process.child_process import end_with_parent, leave_signals_to_parent
 from vllm.utils.process.process_memory import keep_for_good
 

@@ -26,7 +26,7 @@ from vllm.errors import (
 )
 from vllm.logger import init_logger
 from vllm.messages import EngineRequest, SchedulerStats
-from vllm.utils import startup_progress
+from vllm.utils.process import startup_progress
 
 logger = init_logger(__name__)
 

@@ -16,7 +16,7 @@ from vllm.entrypoints.server.log_setup import configure_logs
 from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.utils import FlexibleArgumentParser
 from vllm.utils.imports import without_collections
-from vllm.utils.startup_progress import process_start
+from vllm.utils.process.startup_progress import process_start
 
 if TYPE_CHECKING:
     import socket

@@ -20,7 +20,7 @@ from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.errors import ConfigError, RequestError
 from vllm.logger import init_logger
 from vllm.utils import FlexibleArgumentParser
-from vllm.utils.startup_progress import process_start
+from vllm.utils.process.startup_progress import process_start
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

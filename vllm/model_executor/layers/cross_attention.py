@@ -110,6 +110,10 @@ class CrossAttention(nn.Module, ReadsContext):
         """Use these tensors [slots, G, D] from now on."""
         self.item_keys, self.item_values = keys, values
 
+    def release_pool(self) -> None:
+        """Let go of the tensors, until others are bound."""
+        self.item_keys = self.item_values = None
+
     @property
     def pool_tensors(self) -> list[Tensor]:
         """The pool; empty until the worker has bound it."""

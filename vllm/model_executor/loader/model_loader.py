@@ -37,8 +37,8 @@ from vllm.model_executor.quantization import (
 from vllm.model_executor.speculators.interface import Speculator
 from vllm.platforms.cpu import machine_memory_bytes
 from vllm.transformers_utils.weight_files import find_files, shard_name
-from vllm.utils import startup_progress
 from vllm.utils.imports import load_class
+from vllm.utils.process import startup_progress
 
 logger = init_logger(__name__)
 

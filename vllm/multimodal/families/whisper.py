@@ -162,9 +162,8 @@ class WhisperSpeech(SpeechRules):
 
     def _token(self, key: str, text: str) -> int:
         """Return a token of generation_config.json or config.json, or of the vocabulary."""
-        value = self._values.get(key)
-        if isinstance(value, list) and value:
-            value = value[0]
+        given = self._values.get(key)
+        value: Any = given[0] if isinstance(given, list) and given else given
         if value is None:
             return self._token_id(text)
         self._check(key, value)

@@ -195,6 +195,11 @@ class MediaFamily(ABC):
         """
         return None
 
+    @property
+    def transcribes(self) -> bool:
+        """Whether `speech` returns rules."""
+        return type(self).speech is not MediaFamily.speech
+
     def small(self) -> EncoderInput:
         """Return a small item, which every model accepts."""
         return self.process(np.zeros((_SIDE, _SIDE, 3), np.uint8))

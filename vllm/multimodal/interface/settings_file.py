@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.errors import ConfigError
-from vllm.utils.json_file import read_json_object
+from vllm.utils.files.json_file import read_json_object
 
 WHOLE_FILE, OWN_FILE = "processor_config.json", "preprocessor_config.json"
 

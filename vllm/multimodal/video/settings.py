@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.multimodal.interface.settings_file import WHOLE_FILE
-from vllm.utils.json_file import read_json_object
+from vllm.utils.files.json_file import read_json_object
 
 _OWN_FILE = "video_preprocessor_config.json"
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}

@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 from vllm.messages import IntArray, ModelRunnerOutput, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.cpu_sampler import make_sampler
-from vllm.sample.masks import RowDrafts
+from vllm.sample.restrictions.masks import RowDrafts
 from vllm.sample.state import invalid_rows
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.ragged import positions_within

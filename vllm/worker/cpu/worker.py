@@ -56,7 +56,7 @@ from vllm.worker.kv_cache import (
 )
 from vllm.worker.parts.encoded_media import embedding_width
 from vllm.worker.parts.item_rows import ItemRows, count_item_states
-from vllm.worker.parts.memory_use import MemoryUse, draft_use, weights_use
+from vllm.worker.parts.memory_use import MemoryUse, draft_use, items_use, weights_use
 from vllm.worker.pooling_runner import PoolingRunner
 from vllm.worker.runner import StepHandle
 from vllm.worker.worker_base import WorkerBase
@@ -197,10 +197,7 @@ class CPUWorker(WorkerBase):
 
     def _dense_format(self) -> Quantization | None:
         """How the kernels take dense weights; None: they stay as torch takes them."""
-        # torch reads bfloat16 weights at half the speed of the memory. Its float32 is as fast as
-        # the kernels on small layers, which is where that type is used.
-        is_packed = isinstance(self._ops, CPUOps) and self.config.model.dtype_name == "bfloat16"
-        return CPUPacked() if is_packed else None
+        return CPUPacked() if isinstance(self._ops, CPUOps) else None
 
     def _make_runner(self, model: CausalLM | PoolingModel) -> CPUModelRunner | PoolingRunner:
         if isinstance(model, PoolingModel):
@@ -282,8 +279,7 @@ class CPUWorker(WorkerBase):
             fix = "set a smaller size of images with --mm-processor-kwargs"
             uses.append(MemoryUse("largest forward pass of the encoder", num_bytes, fix))
         if num_bytes := self._item_bytes:
-            fix = "lower --max-num-seqs"
-            uses.append(MemoryUse("keys and values of images and sounds", num_bytes, fix))
+            uses.append(items_use(num_bytes))
         return uses
 
     @property

@@ -21,6 +21,7 @@ from vllm.worker.batch.input_batch import ExpectedTokens
 from vllm.worker.drafts.stage_drafts import InnerLayers
 from vllm.worker.hpu.adapters import DeviceRows
 from vllm.worker.hpu.encoder import card_encoder
+from vllm.worker.hpu.items import card_items
 from vllm.worker.hpu.launches.block_moves import BlockMover, StateMover
 from vllm.worker.hpu.launches.embeddings import DeviceEmbeddings
 from vllm.worker.hpu.launches.input import HPUInputBuilder
@@ -63,6 +64,7 @@ class HPUModelRunner(ModelRunner):
         card_sampling: of this model, and of what makes its drafts.
         resident: the newest tokens of the rows, on the card.
         encoder: of images, on the first stage; None: the model reads text only.
+        items: that cross-attention layers read; None: there are none.
     """
 
     drafter: PaddedDrafter | None
@@ -89,14 +91,17 @@ class HPUModelRunner(ModelRunner):
             batch, sampling.sampler, head, lambda width: class_of(width, most), bridge.mark_step
         )
 
+        self.items = items = card_items(config, model, bridge, self.encoder)
         media = None
-        if self.encoder is not None and self.encoder.is_here:
+        if items is None and self.encoder is not None and self.encoder.is_here:
             media = EncodedMedia(self.encoder, model.embedding.embedding_dim)
 
         def rows() -> Iterator[RowPart]:
             yield from sampling_rows(config, model, sampling.state, grammars)
             yield self._prompt_logprobs
-            if takes_embeddings(config):
+            if items is not None:
+                yield items
+            if config.model.enable_prompt_embeds or (items is None and takes_embeddings(config)):
                 # On every stage, as all of them plan the same launches.
                 first = model if model.stage.is_first else None
                 yield DeviceEmbeddings(first, config, bridge, media)
@@ -135,6 +140,7 @@ class HPUModelRunner(ModelRunner):
         )
         padded.inner_layers = InnerLayers.of(config, model.stage)
         padded.embeddings = None if embeddings is None else embeddings.table
+        padded.items = None if items is None else items.table
         inputs = HPUInputBuilder(
             batch,
             block_size,

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.messages import IntArray
+from vllm.multimodal.job import family_of_model
 from vllm.platforms.habana.bridge import HabanaBridge
-from vllm.sample.masks import RowDrafts
 from vllm.sample.metadata import ALL_GREEDY, SamplingMetadata
+from vllm.sample.restrictions.masks import RowDrafts
 from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
 from vllm.sample.warmup import (
@@ -40,7 +41,7 @@ class PaddedSampling:
     """
 
     def __init__(self, config: VllmConfig, bridge: HabanaBridge) -> None:
-        vocab_size = config.model.resolved_arch.vocab_size
+        vocab_size, family = config.model.resolved_arch.vocab_size, family_of_model(config)
         self.state = SamplingState(
             config.scheduler.max_num_seqs,
             vocab_size,
@@ -48,6 +49,7 @@ class PaddedSampling:
             static_shapes=True,
             max_model_len=config.scheduler.max_model_len,
             max_logprobs=config.model.max_logprobs,
+            has_rules=family is not None and family.transcribes,
             to_device=HostBuffers(bridge).to_device,
         )
         self.sampler = Sampler(pass_elements=None, end_stage=bridge.mark_step)

@@ -33,12 +33,13 @@ from vllm.ops import set_ops
 from vllm.ops.hpu.operators import HPUOps
 from vllm.platforms import resolve_platform
 from vllm.platforms.hpu import HPUPlatform
-from vllm.utils import startup_progress
+from vllm.utils.process import startup_progress
 from vllm.worker.block_store import states_are_not_copied
 from vllm.worker.calculated_scales import calculate_scales
 from vllm.worker.hpu.draft_runner import HPUDraftRunner, make_draft_runner
 from vllm.worker.hpu.encoder import CardEncoder
 from vllm.worker.hpu.idle_warmup import IdleWarmUp
+from vllm.worker.hpu.items import DeviceItems
 from vllm.worker.hpu.launches.launch_peers import LaunchPeers
 from vllm.worker.hpu.launches.launch_profile import profile_launch
 from vllm.worker.hpu.launches.step_report import StepShape
@@ -61,10 +62,12 @@ from vllm.worker.hpu.warmup.profile import held_bytes, profile_launches
 from vllm.worker.hpu.warmup.warmup import WarmUp
 from vllm.worker.interface import MemoryReport, WarmUpStep
 from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, count_kept_states, log_states
+from vllm.worker.parts.item_rows import count_item_states
 from vllm.worker.parts.memory_use import (
     MemoryUse,
     division,
     draft_use,
+    items_use,
     states_use,
     weights_use,
 )
@@ -110,6 +113,8 @@ class HPUWorker(WorkerBase):
         self._meeting: Meeting | None = None
         self._drafter: HPUDraftRunner | None = None
         self._num_kept_states: int | None = None
+        self._num_item_states: int | None = None
+        self._item_bytes = 0
 
     def _load_model(self) -> None:
         bridge = self.bridge
@@ -218,9 +223,10 @@ class HPUWorker(WorkerBase):
             # Before the first launch: its workspace stays in use, and is part of what it needs.
             memory = self.bridge.memory_info()
             layout = self.runner.cache_layout
-            self._num_kept_states = count_kept_states(self.config, layout, memory.free_bytes)
+            free_bytes = memory.free_bytes - self._count_items(memory.free_bytes)
+            self._num_kept_states = count_kept_states(self.config, layout, free_bytes)
             config, free_bytes = beside_states(
-                self.config, memory.free_bytes, layout.state_bytes * self._num_rows
+                self.config, free_bytes, layout.state_bytes * self._num_rows
             )
             self._memory_config = config
             report = divide_memory(
@@ -232,9 +238,30 @@ class HPUWorker(WorkerBase):
             )
         limit = None if self._encoder is None else self._encoder.max_embeddings
         self._report = replace(
-            report, num_kept_states=self._num_kept_states, max_image_embeddings=limit
+            report,
+            num_kept_states=self._num_kept_states,
+            num_item_states=self._num_item_states,
+            max_image_embeddings=limit,
         )
         return self._report
+
+    def _count_items(self, free_bytes: int) -> int:
+        """Return the memory of the items that cross-attention layers read, as many on all
+        ranks."""
+        if self._items is None:
+            return 0
+        found = count_item_states(self.config, self.model, free_bytes)
+        assert found is not None, "a model with such items has an encoder"
+        count, num_bytes = found
+        self._num_item_states = count
+        if self._meeting is not None:
+            self._num_item_states = self._meeting.least("hidden states of items", count)
+        self._item_bytes = num_bytes // count * self._num_item_states
+        logger.info(
+            "Cross-attention: %d hidden states of images and sounds (%s)",
+            *(self._num_item_states, format_bytes(self._item_bytes)),
+        )
+        return self._item_bytes
 
     def _uses(self, total_bytes: int, free_bytes: int) -> list[MemoryUse]:
         """What has taken the memory of the card by the time that launches are measured.
@@ -245,7 +272,7 @@ class HPUWorker(WorkerBase):
         """
         config, runner = self.config, self.runner
         states = runner.cache_layout.state_bytes * self._num_rows
-        drafts, parts = 0, runner.parts.memory_uses()
+        drafts, parts = 0, [*runner.parts.memory_uses(), items_use(self._item_bytes)]
         if self._drafter is not None:
             tensors = model_tensors(self._drafter.model)
             drafts = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -272,6 +299,8 @@ class HPUWorker(WorkerBase):
         self.ledger = make_ledger(self._memory_config, self._report, total_bytes, num_blocks)
         with self._within_memory("the KV cache"), MemoryProfile(bridge) as allocation:
             self._bind_caches(num_blocks)
+        if self._items is not None:
+            self._items.pool.warm_up()
         if self._drafter is not None:
             self._drafter.start(num_blocks)
         if self.config.connector.kv_transfer is not None:
@@ -422,6 +451,10 @@ class HPUWorker(WorkerBase):
         return self.runner.encoder if isinstance(self.runner, HPUModelRunner) else None
 
     @property
+    def _items(self) -> DeviceItems | None:
+        return self.runner.items if isinstance(self.runner, HPUModelRunner) else None
+
+    @property
     def _num_rows(self) -> int:
         """Rows of recurrent states: the batch, one of padding, and the kept states."""
         return self.config.scheduler.max_num_seqs + 1 + (self._num_kept_states or 0)
@@ -441,6 +474,8 @@ class HPUWorker(WorkerBase):
             bind_kv_caches(layers, self.platform, num_blocks, layout, dtype, self._num_rows)
         if self._drafter is not None and self._drafter.states is not None:
             self._drafter.states.bind(num_blocks)
+        if self._items is not None and self._num_item_states is not None:
+            self._items.pool.allocate(self._num_item_states, self.platform, self.model.dtype)
 
     def _release_caches(self) -> None:
         for runner in self._runners:
@@ -448,6 +483,8 @@ class HPUWorker(WorkerBase):
                 layer.release_kv_cache()
         if self._drafter is not None and self._drafter.states is not None:
             self._drafter.states.release()
+        if self._items is not None:
+            self._items.pool.release()
 
     @contextmanager
     def _within_memory(self, what: str) -> Iterator[None]:

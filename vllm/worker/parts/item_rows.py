@@ -2,6 +2,7 @@
 them. Model files do not know of slots.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -31,6 +32,7 @@ from vllm.model_executor.layers.cross_attention import (
 )
 from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.model_executor.models.interface import LayeredModel
+from vllm.multimodal.job import family_of_model
 from vllm.ops.item_slots import ItemSlots
 from vllm.platforms.interface import Platform
 from vllm.worker.batch.launch import Launch
@@ -58,11 +60,18 @@ class ItemPool:
         self._is_free = np.empty(0, np.bool_)
 
     def allocate(self, num_slots: int, platform: Platform, dtype: torch.dtype) -> None:
-        """Allocate so many slots in all layers."""
+        """Allocate so many slots in all layers, all of them free."""
+        self._slots.clear()
         self._is_free = np.ones(num_slots, np.bool_)
         for layer in self._layers:
             shape = (num_slots, layer.num_kv_heads, layer.head_size)
             layer.bind_pool(*(platform.allocate_cache(shape, dtype) for _ in range(2)))
+
+    def release(self) -> None:
+        """Give the memory of all layers back, until it is allocated again."""
+        self._slots.clear()
+        for layer in self._layers:
+            layer.release_pool()
 
     def __contains__(self, key: str) -> bool:
         return key in self._slots
@@ -88,11 +97,15 @@ class ItemPool:
         found = np.flatnonzero(self._is_free)[: len(states)].astype(np.int32)
         if len(found) < len(states):
             raise ValueError(f"{len(states)} hidden states need slots, and {len(found)} are free")
-        slots = torch.from_numpy(found)
-        for layer in self._layers:
-            layer.store(states, slots)
+        self._write(states, found)
         self._is_free[found] = False
-        self._slots[key] = slots
+        self._slots[key] = torch.from_numpy(found)
+
+    def _write(self, states: Tensor, slots: IntArray) -> None:
+        """Compute and write keys and values of hidden states [n, state_size], n at least one."""
+        where = torch.from_numpy(slots)
+        for layer in self._layers:
+            layer.store(states, where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,23 +135,18 @@ class _Views:
             begin, at = stop, at + 1
 
 
-class ItemRows(RowPart):
-    """The items of the requests in the batch, by row.
+class KeptItems(RowPart, ABC):
+    """The items of the requests in the batch. Subclasses tell the layers which slots a row sees.
 
     Args:
         media: encodes items, and keeps them in `pool`.
         pool: of the model.
-        num_rows: of the batch.
-
-    Attributes:
-        of_output: by row, the slots that tokens of the output see. The arrays are never replaced.
     """
 
-    def __init__(self, media: EncodedMedia, pool: ItemPool, num_rows: int) -> None:
+    def __init__(self, media: EncodedMedia, pool: ItemPool) -> None:
         self._media, self.pool = media, pool
-        self.of_output = ItemSlots.empty(num_rows)
-        self._views: dict[int, _Views] = {}
         self._new: list[tuple[int, EngineRequest]] = []
+        self._seeing: set[int] = set()
 
     def prepare(self, request: EngineRequest) -> Future[str] | None:
         return self._media.prepare(request)
@@ -153,8 +161,9 @@ class ItemRows(RowPart):
 
     def remove(self, row: int) -> None:
         self._media.remove(row)
-        if self._views.pop(row, None) is not None:
-            self.of_output.put(row, _NO_SLOTS)
+        if row in self._seeing:
+            self._seeing.remove(row)
+            self._hide(row)
 
     def begin(self, step: SchedulerOutput) -> None:
         """Drop and encode the items that the step names, and look up the items of new rows."""
@@ -163,9 +172,48 @@ class ItemRows(RowPart):
         for row, request in self._new:
             # Items that only computed tokens see may not be there.
             items = [item for item in request.media if item.end > first_of[row]]
-            self._views[row] = views = self._views_of(row, items)
-            self.of_output.put(row, views.slots[-1])
+            self._seeing.add(row)
+            self._show(row, items)
         self._new.clear()
+
+    @abstractmethod
+    def _show(self, row: int, items: Sequence[MediaItem]) -> None:
+        """Let the tokens of a row see these items."""
+
+    @abstractmethod
+    def _hide(self, row: int) -> None:
+        """Let the tokens of a row see nothing."""
+
+    def count(self, stats: RunnerStats) -> RunnerStats:
+        return self._media.count(stats)
+
+    def errors_of(self, rows: IntArray) -> dict[int, str]:
+        return self._media.errors_of(rows)
+
+
+class ItemRows(KeptItems):
+    """The items of the requests in the batch, by row, for launches without padding.
+
+    Args:
+        media, pool: see `KeptItems`.
+        num_rows: of the batch.
+
+    Attributes:
+        of_output: by row, the slots that tokens of the output see. The arrays are never replaced.
+    """
+
+    def __init__(self, media: EncodedMedia, pool: ItemPool, num_rows: int) -> None:
+        super().__init__(media, pool)
+        self.of_output = ItemSlots.empty(num_rows)
+        self._views: dict[int, _Views] = {}
+
+    def _show(self, row: int, items: Sequence[MediaItem]) -> None:
+        self._views[row] = views = self._views_of(row, items)
+        self.of_output.put(row, views.slots[-1])
+
+    def _hide(self, row: int) -> None:
+        del self._views[row]
+        self.of_output.put(row, _NO_SLOTS)
 
     def _views_of(self, row: int, items: Sequence[MediaItem]) -> _Views:
         edges = {edge for item in items for edge in item.seen_by}
@@ -181,12 +229,6 @@ class ItemRows(RowPart):
                 np.concatenate([_NO_SLOTS, *(each.numpy() for each in found if each is not None)])
             )
         return _Views(starts, tuple(slots))
-
-    def count(self, stats: RunnerStats) -> RunnerStats:
-        return self._media.count(stats)
-
-    def errors_of(self, rows: IntArray) -> dict[int, str]:
-        return self._media.errors_of(rows)
 
     def part_of(self, launch: Launch) -> LaunchParts:
         if not self._views:
@@ -221,6 +263,15 @@ def item_rows(model: LayeredModel, num_rows: int) -> ItemRows | None:
     return ItemRows(media, pool, num_rows)
 
 
+def most_items(config: VllmConfig) -> int:
+    """Return how many items a request may have, of a model that reads some."""
+    family = family_of_model(config)
+    assert family is not None, "the model reads text only"
+    if family.required is not None:
+        return 1
+    return sum(config.multimodal.counts[modality] for modality in family.modalities)
+
+
 def count_item_states(
     config: VllmConfig, model: nn.Module, free_bytes: int
 ) -> tuple[int, int] | None:
@@ -246,6 +297,6 @@ def count_item_states(
             f"more ranks (--tensor-parallel-size), or a smaller model"
         )
     # One request may have several items, even where few requests run at a time.
-    most = max(config.scheduler.max_num_seqs, *config.multimodal.counts.values()) * largest
+    most = max(config.scheduler.max_num_seqs, most_items(config)) * largest
     count = min(most, max(largest, free_bytes // _SHARE // each))
     return count, count * each

@@ -116,6 +116,11 @@ def embeddings_use(config: VllmConfig, num_bytes: int) -> MemoryUse:
     return MemoryUse("embeddings of prompts", num_bytes, fix, setting)
 
 
+def items_use(num_bytes: int) -> MemoryUse:
+    """Return the use of what cross-attention layers read."""
+    return MemoryUse("keys and values of images and sounds", num_bytes, "lower --max-num-seqs")
+
+
 def launches_use(config: VllmConfig, num_bytes: int) -> MemoryUse:
     """Return the use of forward passes while they run."""
     setting = f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens}"

@@ -24,6 +24,7 @@ from vllm.attention.backends.flat_pa import FusedBlocks, Softmax
 from vllm.attention.backends.normalisers import parse_normaliser
 from vllm.attention.backends.padded import PaddedDecode, PaddedPrefill, fit_kernel, layer_kinds
 from vllm.attention.backends.sdpa import SDPAKernel
+from vllm.attention.padded_items import PaddedItems
 from vllm.bucketing import Phase
 from vllm.config import HPUConfig
 from vllm.lora.launches import DeviceSlots, SlottedAdapters
@@ -69,6 +70,8 @@ class PreparedLaunch:
     """Recurrent states of its requests; None: no layer has any."""
     replaced: TableEmbeddings | None = None
     """Embeddings that are given; None: all are looked up."""
+    items: PaddedItems | None = None
+    """Images or sounds that its tokens see; None: no layer reads any."""
 
     def context(self, rotary_angles: Sequence[tuple[Tensor, Tensor]]) -> LaunchContext:
         """Return the launch as the layers see it."""
@@ -79,6 +82,7 @@ class PreparedLaunch:
             rotary_angles=rotary_angles,
             adapters=self.adapters,
             states=self.states,
+            items=self.items,
         )
 
     def context_of_head(self) -> LaunchContext:
@@ -195,6 +199,7 @@ class HPUModel(LaunchModel):
         keeper: takes the hidden states of all tokens; None: nothing does.
         inner_layers: whose inputs a speculator reads.
         embeddings: table of embeddings that prompts bring; None: they bring none.
+        items: table of the items that rows see, see `DeviceItems`; None: no layer reads any.
 
     Shape: packed input of a launch and, for a stage after the first, what the stage before has
     returned, hidden states [B * Q, hidden] and inputs of inner layers behind them -> (logits
@@ -219,6 +224,7 @@ class HPUModel(LaunchModel):
         self._num_positions, self._sees_ahead = num_positions, sees_ahead
         self.keeper: StateKeeper | None = None
         self.embeddings: Tensor | None = None
+        self.items: Tensor | None = None
         self.inner_layers = InnerLayers()
         self.resident = resident
         self._normaliser = normaliser
@@ -325,6 +331,7 @@ class HPUModel(LaunchModel):
             given.metadata.slot_mapping,
             adapters=adapters,
             states=states,
+            items=self._items_of(given.rows, given.indices.unflatten(0, (-1, query_len))),
         )
 
     def _prepare_prefill(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
@@ -334,10 +341,13 @@ class HPUModel(LaunchModel):
             given.metadata, self._kinds, self._block_size, self._kernel
         )
         adapters = self._adapters_of(given.adapter_slots, shape.bucket.query_len)
-        states = None
+        states = items = None
         if self._has_states:
             is_new = given.metadata.context_lens == 0
             states = PaddedStates(given.rows.long(), is_new, given.metadata.query_lens)
+        if self.items is not None:
+            column = torch.arange(shape.bucket.query_len, dtype=torch.int32, device=packed.device)
+            items = self._items_of(given.rows, given.metadata.context_lens[:, None] + column)
         return PreparedLaunch(
             attention,
             token_ids,
@@ -347,6 +357,7 @@ class HPUModel(LaunchModel):
             adapters,
             states,
             replaced,
+            items,
         )
 
     def _prepare_merged(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
@@ -365,6 +376,12 @@ class HPUModel(LaunchModel):
             self._adapters_of(given.adapter_slots),
             replaced=replaced,
         )
+
+    def _items_of(self, rows: Tensor, indices: Tensor) -> PaddedItems | None:
+        """Return the items that tokens with these indices [B, Q] of rows [B] see."""
+        if self.items is None:
+            return None
+        return PaddedItems.derive(self.items.index_select(0, rows), indices, self._kernel)
 
     def _adapters_of(self, slots: Tensor, query_len: int = 1) -> SlottedAdapters | None:
         """Of the tokens of rows with these slots."""

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from vllm.messages import IntArray, OutputRules
-from vllm.sample.masks import WORD_BITS, TokenMasks, num_words
+from vllm.sample.restrictions.masks import WORD_BITS, TokenMasks, num_words
+
+NO_TIMES = int(np.iinfo(np.int32).max)
+"""In place of the first token of time stamps: there are no rules for them."""
 
 
 class RowRules:
@@ -101,44 +104,48 @@ class LogitRules:
 
     masks: TokenMasks
     """Tokens that may come."""
-    first_time: int | None = None
-    """The first token of time stamps; None: no row has rules for them."""
-    has_times: Tensor | None = None
-    """[m] bool on the device: rows in which a time stamp comes if all of them together are likelier
-    than every other token."""
+    first_times: Tensor | None = None
+    """[m] int32 on the device, the first token of time stamps of each row; NO_TIMES: the row has no
+    rules for them. Where all of them together are likelier than every other token, one comes.
+    None: no row has."""
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return logits [n, V] with -inf for tokens that may not come."""
         changed = logits.clone()
         self.masks.apply(changed)
-        if self.first_time is None or self.has_times is None:
+        if self.first_times is None:
             return changed
         if logits.is_cpu:
-            self._apply_on_host(changed, self.first_time, self.has_times)
+            self._apply_on_host(changed, self.first_times)
             return changed
-        self._apply_on_card(changed, self.first_time, self.has_times)
+        self._apply_on_card(changed, self.first_times)
         return changed
 
-    def _apply_on_host(self, logits: Tensor, first_time: int, has_times: Tensor) -> None:
+    def _apply_on_host(self, logits: Tensor, first_times: Tensor) -> None:
         """Forbid text where a time stamp comes, in place: no row is copied."""
-        for row, is_asked in zip(self.masks.rows.tolist(), has_times.tolist(), strict=True):
-            if is_asked and _times_win(logits[row : row + 1].float(), first_time):
-                logits[row, :first_time] = -np.inf
+        for row, first in zip(self.masks.rows.tolist(), first_times.tolist(), strict=True):
+            if first == NO_TIMES:
+                continue
+            scores = logits[row].float()
+            if _times_win(scores[:first].amax(-1), scores[first:]):
+                logits[row, :first] = -np.inf
 
-    def _apply_on_card(self, logits: Tensor, first_time: int, has_times: Tensor) -> None:
+    def _apply_on_card(self, logits: Tensor, first_times: Tensor) -> None:
         """The same, by operators whose shapes do not depend on values."""
         rows = self.masks.device_rows
         if rows is None:
             rows = torch.from_numpy(self.masks.rows).to(logits.device)
         chosen = logits.index_select(0, rows)
-        wins = has_times & _times_win(chosen.float(), first_time)
-        is_text = torch.arange(chosen.shape[-1], device=logits.device) < first_time
+        token = torch.arange(chosen.shape[-1], dtype=torch.int32, device=logits.device)
+        is_text, scores = token < first_times[:, None], chosen.float()
+        text = scores.masked_fill(~is_text, -np.inf).amax(-1)
+        wins = _times_win(text, scores.masked_fill(is_text, -np.inf))
         logits.index_copy_(0, rows, chosen.masked_fill(wins[:, None] & is_text, -np.inf))
 
 
-def _times_win(logits: Tensor, first_time: int) -> Tensor:
-    """Return [m] whether the tokens from `first_time` on are together likelier than each before."""
-    text, times = logits[:, :first_time].amax(-1), logits[:, first_time:]
+def _times_win(text: Tensor, times: Tensor) -> Tensor:
+    """Return [...] whether tokens with logits [..., n] are together likelier than one with the
+    logit [...]."""
     most = torch.maximum(text, times.amax(-1))
-    total = torch.exp(times - most[:, None]).sum(-1)
+    total = torch.exp(times - most[..., None]).sum(-1)
     return total > torch.exp(text - most)

@@ -1,0 +1,1 @@
+"""Read files whose content is data: JSON and tensors."""

@@ -1,0 +1,158 @@
+"""Items that cross-attention layers read on a card: keys and values in pools, and a table of the
+slots of each row. Every shape is fixed at the start.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.attention.padded_items import NUM_FIELDS
+from vllm.bucketing.step_limits import round_up
+from vllm.config import VllmConfig
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+from vllm.messages import IntArray, MediaItem
+from vllm.model_executor.layers.cross_attention import CrossAttention, cross_attention_layers
+from vllm.model_executor.models.interface import LayeredModel
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.worker.hpu.encoder import CardEncoder
+from vllm.worker.hpu.launches.host_buffers import HostBuffers
+from vllm.worker.parts.encoded_media import EncodedMedia
+from vllm.worker.parts.item_rows import ItemPool, KeptItems, most_items
+from vllm.worker.parts.memory_use import MemoryUse, items_use
+
+logger = init_logger(__name__)
+
+_PART_SIZE = 256
+"""Hidden states that are written at a time, so that one write is compiled."""
+_MULTIPLE = 128
+"""Numbers of slots in the table are multiples of it."""
+
+
+class CardItemPool(ItemPool):
+    """An `ItemPool` whose tensors are on a card. Every write is alike.
+
+    Args:
+        layers: of the model.
+        bridge: the card.
+    """
+
+    def __init__(self, layers: Sequence[CrossAttention], bridge: HabanaBridge) -> None:
+        super().__init__(layers)
+        self._bridge = bridge
+        self._to_device = HostBuffers(bridge).to_device
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile the write, to slots that are free."""
+        width = self._layers[0].state_size
+        self._write(torch.zeros(1, width), np.zeros(1, np.int32))
+
+    def _write(self, states: Tensor, slots: IntArray) -> None:
+        for begin in range(0, len(slots), _PART_SIZE):
+            part = slice(begin, begin + _PART_SIZE)
+            missing = begin + _PART_SIZE - min(len(slots), part.stop)
+            # Padding writes the last state again.
+            padded_slots = np.pad(slots[part], (0, missing), mode="edge")
+            padded = np.pad(states[part].float().numpy(), ((0, missing), (0, 0)), mode="edge")
+            self._bridge.mark_step()  # what is queued is no part of it
+            on_card, index = self._to_device(padded), self._to_device(padded_slots)
+            for layer in self._layers:
+                assert layer.item_keys is not None
+                layer.store(on_card.to(layer.item_keys.dtype), index)
+            self._bridge.mark_step()
+
+
+class DeviceItems(KeptItems):
+    """The items of the requests in the batch, by row, in a table on the card.
+
+    Args:
+        media: encodes items, and keeps them in `pool`.
+        pool: of the model.
+        num_rows: of the batch.
+        num_slots: that a request may need.
+        bridge: the card.
+
+    Attributes:
+        table: [num_rows + 1, NUM_FIELDS, slots] int32; the last one is the row of padding.
+    """
+
+    pool: CardItemPool
+
+    def __init__(
+        self,
+        media: EncodedMedia,
+        pool: CardItemPool,
+        num_rows: int,
+        num_slots: int,
+        bridge: HabanaBridge,
+    ) -> None:
+        super().__init__(media, pool)
+        self._bridge = bridge
+        self._to_device = HostBuffers(bridge).to_device
+        self._num_slots = num_slots
+        self.table = bridge.zeros((num_rows + 1, NUM_FIELDS, num_slots), torch.int32)
+        self._hide(num_rows)
+
+    def _show(self, row: int, items: Sequence[MediaItem]) -> None:
+        fields = np.zeros((NUM_FIELDS, self._num_slots), np.int32)
+        begin = 0
+        for item in items:
+            found = self._media.find(row, item)
+            if found is None:  # `errors_of` has the reason
+                continue
+            part = slice(begin, begin + len(found))
+            fields[0, part], fields[1, part], fields[2, part] = found.numpy(), *item.seen_by
+            begin = part.stop
+        # No token sees the slots behind them, which hold what this request has written.
+        fields[0, begin:] = fields[0, 0]
+        self._put(row, fields)
+
+    def _hide(self, row: int) -> None:
+        self._put(row, np.zeros((NUM_FIELDS, self._num_slots), np.int32))
+
+    def _put(self, row: int, fields: IntArray) -> None:
+        """Write a row of the table. Every write is alike."""
+        self._bridge.mark_step()  # what is queued is no part of it
+        index = self._to_device(np.array([row], np.int64))
+        self.table.index_copy_(0, index, self._to_device(fields[None]))
+        self._bridge.mark_step()
+
+    def memory_uses(self) -> list[MemoryUse]:
+        return [items_use(self.table.nbytes)]
+
+
+def card_items(
+    config: VllmConfig, model: LayeredModel, bridge: HabanaBridge, encoder: CardEncoder | None
+) -> DeviceItems | None:
+    """Return the part for items of a model on a card; None: it reads none by cross-attention.
+
+    Args:
+        config: of the engine.
+        model: loaded.
+        bridge: the card.
+        encoder: of the model; None: it reads text only.
+
+    Raises:
+        ConfigError: prompts are to be merged.
+    """
+    layers = cross_attention_layers(model)
+    if encoder is None or not layers or model.media_encoder is None:
+        return None
+    if config.hpu.merged_prefill:
+        raise ConfigError(
+            "VLLM_MERGED_PREFILL=1 does not go together with layers that read images or sounds by "
+            "cross-attention. Set VLLM_MERGED_PREFILL=0"
+        )
+    pool = CardItemPool(layers, bridge)
+    media = EncodedMedia(encoder, layers[0].state_size, pool)
+    num_items = most_items(config)
+    num_slots = round_up(num_items * model.media_encoder.max_states, _MULTIPLE)
+    logger.info(
+        "Cross-attention reads %d slots for each request on a card, which is room for %d %s "
+        "(--limit-mm-per-prompt)",
+        *(num_slots, num_items, encoder.reads),
+    )
+    return DeviceItems(media, pool, config.scheduler.max_num_seqs, num_slots, bridge)
