@@ -135,7 +135,7 @@ def test_an_item_that_cannot_be_encoded_is_an_error_of_its_rows(made, order):
     assert list(rows.errors_of(int_array(0, 1))) == [0]
     assert seen(rows, (0, 0, 2), (1, 0, 2)) == [(2, 4, [0, 1])]
     assert rows.count(RunnerStats()).num_encoded_items == 1
-    pool["c"] = torch.zeros(NUM_SLOTS - 2, 1)  # all slots but those of b are free
+    pool["c"] = torch.zeros(NUM_SLOTS - 2, 1)  # only b has slots
 
 
 def test_an_item_that_another_rank_cannot_encode_fails_on_all_ranks(made):
