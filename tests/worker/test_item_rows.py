@@ -91,7 +91,7 @@ def test_slots_are_reused_wherever_they_are(made):
     assert pool.get("d").tolist() == [0, 1, 2, 7, 8]
     assert layer.keys[:, 0, 0].tolist() == [1, 2, 3, 1, 2, 3, 4, 4, 5, 0]
     assert seen(rows, (1, 0, 2)) == [(0, 2, [0, 1, 2, 7, 8, 3, 4, 5, 6])]
-    with pytest.raises(ValueError, match="2 hidden states need slots, and 1 are free"):
+    with pytest.raises(ValueError, match="an item needs 2 slots, and 1 are free"):
         pool["e"] = torch.zeros(2, 1)
 
 
@@ -129,6 +129,6 @@ def test_an_item_that_cannot_be_encoded_is_an_error_of_its_rows(made):
     rows.add(new_with(0, item_of("a", NUM_SLOTS + 1)))
     rows.add(new_with(1, item_of("b", 2)))
     rows.begin(step_of([0, 1], encoded=[(0, 0), (1, 0)]))
-    assert "11 hidden states need slots, and 10 are free" in rows.errors_of(int_array(0, 1))[0]
+    assert "an item needs 11 slots, and 10 are free" in rows.errors_of(int_array(0, 1))[0]
     assert list(rows.errors_of(int_array(0, 1))) == [0]
     assert seen(rows, (0, 0, 2), (1, 0, 2)) == [(2, 4, [0, 1])]

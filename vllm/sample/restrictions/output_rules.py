@@ -16,7 +16,7 @@ from vllm.messages import IntArray, OutputRules
 from vllm.sample.restrictions.masks import WORD_BITS, TokenMasks, num_words
 
 NO_TIMES = int(np.iinfo(np.int32).max)
-"""In place of the first token of time stamps: there are no rules for them."""
+"""Says, instead of the first token of time stamps, that there are no rules for them."""
 
 
 class RowRules:
