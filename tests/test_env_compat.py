@@ -35,7 +35,6 @@ ABSENT = {
     "how experts are computed has no setting but": "flag:all2all_backend",
     "the state of Mamba layers has one layout": "flag:mamba_cache_dtype",
     "latent attention has one form": "text:mla_disable",
-    "this version reads no videos": "module:vllm.multimodal.video",
     "the results of several devices are added up in one": "text:row_parallel_chunks",
     "an actor of Ray is one worker": "text:compiled_dag",
     "messages between processes are never pickled": "text:pickle.dumps",

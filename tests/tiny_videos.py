@@ -26,6 +26,7 @@ def make_video(
     rate: int = 10,
     size: tuple[int, int] = (64, 48),
     key_every: int = 12,
+    last_s: int | None = None,
 ) -> bytes:
     """Return a video of gray frames.
 
@@ -35,6 +36,7 @@ def make_video(
         rate: frames per second.
         size: width and height.
         key_every: frames from one key frame to the next.
+        last_s: when the last frame is shown; None: as the rate says.
     """
     import av
 
@@ -45,9 +47,12 @@ def make_video(
         stream.width, stream.height, stream.pix_fmt = *size, pixels
         stream.codec_context.gop_size = key_every
         stream.bit_rate = 4_000_000
-        for value in brightness:
+        for number, value in enumerate(brightness, 1):
             gray = np.full((size[1], size[0], 3), value, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(gray, "rgb24")))
+            frame = av.VideoFrame.from_ndarray(gray, "rgb24")
+            if last_s is not None:
+                frame.pts = last_s * rate if number == len(brightness) else number
+            container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     return file.getvalue()
 

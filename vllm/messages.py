@@ -12,7 +12,7 @@ runner, from admission until it finishes or is preempted. Per-step data are arra
 that a steady decode step costs a few numpy calls and not a Python loop.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -422,6 +422,13 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     pooled: dict[int, FloatArray] = {}
     """row -> result of a pooling model for a prompt that is computed now: [numbers], or
     [tokens, numbers] with one result per token. Such rows have no token id."""
+
+    def with_errors(self, errors: Mapping[int, str]) -> "ModelRunnerOutput":
+        """Return this result with the errors of the first stage of a pipeline, where images are
+        encoded."""
+        if not errors:
+            return self
+        return msgspec.structs.replace(self, errors={**self.errors, **errors})
 
 
 class StepTokens(msgspec.Struct, frozen=True, kw_only=True):

@@ -52,7 +52,10 @@ def test_other_ways_are_refused(text, capsys):
         ({"limit_mm_per_prompt": {"picture": 1}}, "no kind 'picture'; accepted: image, audio, vid"),
         ({"limit_mm_per_prompt": {"image": -1}}, "image must be an integer of at least 0"),
         ({"limit_mm_per_prompt": {"image": "1"}}, "image must be an integer of at least 0"),
-        ({"limit_mm_per_prompt": {"image": {"width": 0}}}, "image must be an integer of at least"),
+        (
+            {"limit_mm_per_prompt": {"image": {"width": 0}}},
+            "image: width must be an integer of at least 1",
+        ),
         ({"limit_mm_per_prompt": {"image": {"size": 1}}}, "image has no key 'size'"),
         ({"limit_mm_per_prompt": {"image": {"width": 9}}}, "image must have both width and height"),
         (
@@ -65,7 +68,8 @@ def test_other_ways_are_refused(text, capsys):
         ({"media_io_kwargs": {"video": {"frames": 1}}}, "accepted: num_frames, fps"),
         ({"media_io_kwargs": {"video": {"num_frames": 0}}}, "num_frames must be an integer from 1"),
         ({"media_io_kwargs": {"video": {"num_frames": 769}}}, "from 1 to 768, or -1 for no limit"),
-        ({"media_io_kwargs": {"video": {"fps": 0}}}, "fps must be a positive number, or -1"),
+        ({"media_io_kwargs": {"video": {"fps": 0}}}, "fps must be a number above 0 and up to 1000"),
+        ({"media_io_kwargs": {"video": {"fps": 10**400}}}, "up to 1000, or -1 for no limit, got 1"),
         ({"media_io_kwargs": {"picture": {}}}, "no kind 'picture'"),
         ({"media_io_kwargs": {"image": 1}}, "image must be an object, got 1"),
         ({"media_io_kwargs": {"image": {"a": 1}}}, "image has no key 'a'"),

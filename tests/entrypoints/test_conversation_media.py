@@ -153,7 +153,10 @@ def test_each_kind_has_a_limit_of_its_own():
 
 
 class Fetcher:
-    async def fetch(self, url, modality, where):
+    def make_budget(self):
+        return None
+
+    async def fetch(self, url, modality, where, budget):
         return f"{modality} {where}".encode()
 
 

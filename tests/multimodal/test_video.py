@@ -94,7 +94,7 @@ SOUND = b"RIFF\x24\0\0\0WAVEfmt "
     ("data", "message"),
     [
         (b"", "got an empty file"),
-        (b"?" * 99, "it must be a video of MP4 and MOV, WebM and MKV, AVI, GIF, got none"),
+        (b"?" * 99, "it must be a video of MP4 and MOV, WebM and MKV, AVI, GIF, got a file of an "),
         (SOUND, "got a file of the format WAV"),
         (b"\x89PNG\r\n\x1a\n", "got a file of the format PNG"),
         (b"#EXTM3U\nhttp://a/b.ts", "got a file of the format M3U"),
@@ -138,6 +138,19 @@ def test_limits_hold_for_files_with_very_many_frames(monkeypatch):
     monkeypatch.setattr(video, "MAX_KEPT_BYTES", 8 * 64 * 48 * 3 - 1)
     with pytest.raises(RequestError, match="8 frames of 64 x 48 pixels have 73728 bytes, more"):
         read(FILES["mp4"])
+
+
+def test_times_that_positions_cannot_have_are_refused():
+    last = make_video("mkv", [0] * 4, last_s=video.MAX_SECONDS)  # from the first at 0.1 s
+    assert read(last).seconds[-1] == video.MAX_SECONDS - 0.1
+    wrong = "must be shown 0 to 1048576 s after the first, got "
+    with pytest.raises(RequestError, match=wrong + "1e"):
+        read(make_video("mkv", [0] * 4, last_s=10**15))
+    frames = VideoFrames(draw_frames(2), np.array([0, np.inf]))
+    with pytest.raises(RequestError, match=wrong + "inf"):
+        video.read_frames(
+            MediaSource(modality="video", where="here", frames=frames), video.FrameChoice(**USUAL)
+        )
 
 
 def test_frames_of_a_program_stay_as_they_are():

@@ -125,8 +125,16 @@ def test_log_probabilities_of_prompts_are_those_of_torch_without_its_operators(
     assert got_numbers == pytest.approx(want_numbers, rel=1e-5, abs=1e-5)
 
 
-def test_a_model_that_cannot_be_fused_runs_by_its_modules(tmp_path):
+@pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+def test_a_float32_model_runs_as_one_program(tmp_path):
     make_tiny_model("llama", tmp_path)
     llm = make_llm(tmp_path, dtype="float32")
+    assert len(outputs(llm)) == len(PROMPTS)
+    assert program_of(runner_of(llm)) is not None
+
+
+def test_a_model_that_cannot_be_fused_runs_by_its_modules(tmp_path):
+    make_tiny_model("llama", tmp_path)
+    llm = make_llm(tmp_path, dtype="float16")
     assert len(outputs(llm)) == len(PROMPTS)
     assert program_of(runner_of(llm)) is None

@@ -9,9 +9,10 @@ import torch
 
 from tests.worker.test_input_batch import int_array, new_request
 from vllm.attention import SeenRun
-from vllm.messages import END_OF_REQUEST, MediaItem, MediaTensor, SchedulerOutput
+from vllm.distributed import TPGroup
+from vllm.messages import END_OF_REQUEST, MediaItem, MediaTensor, RunnerStats, SchedulerOutput
 from vllm.worker.batch.launch import Launch
-from vllm.worker.parts.encoded_media import EncodedMedia
+from vllm.worker.parts.encoded_media import EncodedMedia, agreement
 from vllm.worker.parts.item_rows import ItemPool, ItemRows
 
 NUM_SLOTS = 10
@@ -124,11 +125,34 @@ def test_items_that_only_computed_tokens_see_are_not_looked_up(made):
     assert seen(rows, (0, 4, 2)) == [(0, 2, [0])]
 
 
-def test_an_item_that_cannot_be_encoded_is_an_error_of_its_rows(made):
-    _, _, rows = made
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_an_item_that_cannot_be_encoded_is_an_error_of_its_rows(made, order):
+    _, pool, rows = made
     rows.add(new_with(0, item_of("a", NUM_SLOTS + 1)))
     rows.add(new_with(1, item_of("b", 2)))
-    rows.begin(step_of([0, 1], encoded=[(0, 0), (1, 0)]))
-    assert "an item needs 11 slots, and 10 are free" in rows.errors_of(int_array(0, 1))[0]
+    rows.begin(step_of([0, 1], encoded=[(row, 0) for row in order]))
+    assert "an item needs 11 slots" in rows.errors_of(int_array(0, 1))[0]
     assert list(rows.errors_of(int_array(0, 1))) == [0]
     assert seen(rows, (0, 0, 2), (1, 0, 2)) == [(2, 4, [0, 1])]
+    assert rows.count(RunnerStats()).num_encoded_items == 1
+    pool["c"] = torch.zeros(NUM_SLOTS - 2, 1)  # all slots but those of b are free
+
+
+def test_an_item_that_another_rank_cannot_encode_fails_on_all_ranks(made):
+    _, pool, _ = made
+    of_other = [[1.0], [1.0, 0.0]]
+    two = SimpleNamespace(all_reduce=lambda x: x + torch.tensor(of_other.pop()))
+    rows = ItemRows(EncodedMedia(Ones(), 1, pool, agreement(TPGroup(0, 2, two))), pool, 4)
+    rows.add(new_with(0, item_of("a", 3)))
+    rows.add(new_with(1, item_of("b", 2)))
+    rows.begin(step_of([0, 1], encoded=[(0, 0), (1, 0)]))
+    assert rows.errors_of(int_array(0, 1)) == {
+        1: "an image cannot be encoded: another rank has failed"
+    }
+    assert "b" not in pool
+    assert seen(rows, (0, 0, 1), (1, 0, 1)) == [(0, 1, [0, 1, 2])]
+    rows.add(new_with(2, item_of("c", NUM_SLOTS)))
+    rows.begin(step_of([2], encoded=[(2, 0)]))
+    assert "10 hidden states need slots, and 7 are free" in rows.errors_of(int_array(2))[2]
+    assert not of_other
+    assert agreement(TPGroup()) is None

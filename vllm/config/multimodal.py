@@ -18,6 +18,8 @@ _LIMIT_KEYS = {
 """Keys of the limits of each kind. Each has a reader."""
 _WHITE = (255, 255, 255)
 _MOST_FRAMES = 768
+_MOST_RATE = 1000
+"""Frames per second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +59,8 @@ class MultiModalConfig:
     sounds, 4 videos; with image=0 no videos."""
 
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the image processor that replace the settings of the checkpoint (JSON), such as
-    {"max_pixels": 1003520}."""
+    """Settings of the image processor or feature extractor that replace the settings of the
+    checkpoint (JSON), such as {"max_pixels": 1003520}."""
 
     media_io_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """How files are decoded (JSON). {"image": {"rgba_background_color": [0, 0, 0]}} is the
@@ -74,18 +76,18 @@ class MultiModalConfig:
     hosts of the public internet."""
 
     mm_processor_cache_gb: float = 4.0
-    """Memory in GiB for processed images, so that an image that comes again is not processed again.
-    0: none are kept."""
+    """Memory in GiB for processed media, so that an image, sound or video that comes again is not
+    processed again. 0: none are kept."""
 
     disable_mm_preprocessor_cache: bool = False
-    """Keep no processed images, whatever mm_processor_cache_gb is."""
+    """Keep no processed media, whatever mm_processor_cache_gb is."""
 
     skip_mm_profiling: bool = False
     """Do not measure at the start how much memory the largest image takes: a card runs it, the CPU
     counts its tensors. Then gpu_memory_utilization has to leave room for it."""
 
     disable_chunked_mm_input: bool = False
-    """Never divide the tokens of an image between two steps."""
+    """Never divide the tokens of an image, sound or video between two steps."""
 
     def __post_init__(self) -> None:
         for kind, value in self.limit_mm_per_prompt.items():
@@ -146,7 +148,7 @@ class MultiModalConfig:
 
     @property
     def processor_cache_bytes(self) -> int:
-        """Memory for processed images."""
+        """Memory for processed media."""
         if self.disable_mm_preprocessor_cache:
             return 0
         return int(self.mm_processor_cache_gb * 2**30)
@@ -164,12 +166,17 @@ def _check_limit(kind: str, value: object) -> None:
             accepted = ", ".join(_LIMIT_KEYS[kind])
             raise ConfigError(f"{name} has no key {key!r}; accepted: {accepted}")
         smallest = 0 if key == "count" else 1
-        if type(number) is not int or number < smallest:
-            example = ", ".join(f'"{each}": 4' for each in _LIMIT_KEYS[kind])
+        if type(number) is int and number >= smallest:
+            continue
+        if counts is value:
             raise ConfigError(
-                f"{name} must be an integer of at least {smallest}, or an object such as "
-                f"{{{example}}}; got {value!r}"
+                f"{name}: {key} must be an integer of at least {smallest}; got {number!r}"
             )
+        example = ", ".join(f'"{each}": 4' for each in _LIMIT_KEYS[kind])
+        raise ConfigError(
+            f"{name} must be an integer of at least 0, or an object such as {{{example}}}; got "
+            f"{value!r}"
+        )
     if ("width" in counts) != ("height" in counts):
         raise ConfigError(f"{name} must have both width and height, or neither; got {value!r}")
 
@@ -203,7 +210,7 @@ def _is_frames(value: Any) -> bool:
 
 
 def _is_rate(value: Any) -> bool:
-    return type(value) in (int, float) and (value == -1 or 0 < value < math.inf)
+    return type(value) in (int, float) and (value == -1 or 0 < value <= _MOST_RATE)
 
 
 _IO_KEYS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
@@ -216,7 +223,7 @@ _IO_KEYS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "audio": {},
     "video": {
         "num_frames": (_is_frames, f"an integer from 1 to {_MOST_FRAMES}, or -1 for no limit"),
-        "fps": (_is_rate, "a positive number, or -1 for no limit"),
+        "fps": (_is_rate, f"a number above 0 and up to {_MOST_RATE}, or -1 for no limit"),
     },
 }
 """Settings of each kind: what is accepted, and its description."""

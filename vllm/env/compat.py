@@ -46,7 +46,7 @@ _IMAGE_SIZES = (
     "every image has a padded size that is warmed up, by the model or by VLLM_MULTIMODAL_BUCKETS"
 )
 _IMAGE_CACHE = "--mm-processor-cache-gb is the memory for processed images"
-_VIDEO = "this version reads no videos"
+_VIDEO = "videos are decoded by FFmpeg in PyAV"
 _IMAGE_WARM_UP = (
     "the warm-up runs every padded size of the encoder of images, as it runs the buckets"
 )
@@ -198,7 +198,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     *_ignored(_LATENT, "VLLM_MLA_DISABLE VLLM_MLA_DISABLE_REQUANTIZATION"),
     *_ignored(_IMAGE_SIZES, "VLLM_MULTIMODAL_RESOLUTIONS"),
     *_ignored(_IMAGE_CACHE, "VLLM_MM_INPUT_CACHE_GIB"),
-    *_ignored(_VIDEO, "VLLM_VIDEO_FETCH_TIMEOUT VLLM_VIDEO_LOADER_BACKEND"),
+    *_ignored(_VIDEO, "VLLM_VIDEO_LOADER_BACKEND"),
     *_ignored(_IMAGE_WARM_UP, "VLLM_MM_WARMUP_OUTSIDE_COMPILE_ONLY"),
     *_ignored(_IMAGE_SOFTMAX, "VLLM_FP32_SOFTMAX_VISION"),
     *_ignored(

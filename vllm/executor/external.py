@@ -5,7 +5,7 @@ Every process runs the same program: it makes the same engine and gives it the s
 same order. The engines decide alike, as nothing that they decide depends on time, and their workers
 exchange tensors. So every process gets all outputs, and no step has to be sent. Of the stages of a
 pipeline only the last one samples: its first rank leaves each result in the store of the launcher,
-where the other stages find it.
+where the other stages find it. If there are images, rank 0 leaves there which of them have failed.
 """
 
 import itertools
@@ -35,6 +35,7 @@ _ENGINES = itertools.count()
 _VALUE, _FAILURE = b"v", b"f"
 _Result = TypeVar("_Result")
 _decode_output = decoder(ModelRunnerOutput).decode
+_decode_errors = decoder(dict[int, str]).decode
 
 
 class ExternalExecutor(UniProcExecutor):
@@ -78,8 +79,9 @@ class ExternalExecutor(UniProcExecutor):
         self._calls = itertools.count()
         self._layout = RankLayout.of(parallel)
         self._results = itertools.count()
+        self._has_media = config.model.resolved_arch.media_config is not None
         self._left: deque[str] = deque()
-        """Results in the store, by name, the oldest first."""
+        """Values in the store that this rank has left, by name, the oldest first."""
 
     def start_workers(self) -> None:
         """Load the rank of this process, and meet the other ones.
@@ -151,30 +153,37 @@ class ExternalExecutor(UniProcExecutor):
         """The result of a step, which is called for in the same order in all processes.
 
         Raises:
-            CollectiveError: the last stage has not left it in time.
+            CollectiveError: a stage has not left its part in time.
         """
-        own, name = handle.result(), f"result/{next(self._results)}"
-        source = self._layout.result_rank
+        output, number = handle.result(), next(self._results)
+        name, name_of_errors = f"result/{number}", f"errors/{number}"
+        source, has_tokens = self._layout.result_rank, True
+        errors = output.errors
+        store: Any = self._meeting.store  # its stubs know of text alone
         try:
+            # All that others wait for is left before this rank waits for others.
             if self._rank == source:
-                self._leave(name, encode(own))
-            if self._rank not in self._layout.ranks_without_tokens:
-                return own
-            store: Any = self._meeting.store  # its stubs know of text alone
-            output = _decode_output(store.get(name))
+                self._leave(name, encode(output))
+            if self._rank == 0 and self._has_media:
+                self._leave(name_of_errors, encode(errors))
+            if self._rank in self._layout.ranks_without_tokens:
+                output, has_tokens = _decode_output(store.get(name)), False
+            source = 0
+            if self._rank and self._has_media:
+                errors = _decode_errors(store.get(name_of_errors))
         except torch.distributed.DistError as error:
             what = f"the exchange of the result of rank {source}"
             raise CollectiveError(what, self._rank, self._meeting.reason_of(error)) from None
-        if len(output.rows):
+        if not has_tokens and len(output.rows):
             self._record_tokens(StepTokens.of(output))
-        return output
+        return output.with_errors(errors) if self._has_media else output
 
-    def _leave(self, name: str, result: bytes) -> None:
-        """Leave a result in the store, and remove one that all other stages have read: a step needs
+    def _leave(self, name: str, value: bytes) -> None:
+        """Leave a value in the store, and remove one that all other stages have read: a step needs
         them, and they begin it when they have read the results of steps that are as far behind as
         there are stages."""
         store: Any = self._meeting.store
-        store.set(name, result)
+        store.set(name, value)
         self._left.append(name)
         if len(self._left) > 2 * self._layout.pipeline_size:
             store.delete_key(self._left.popleft())

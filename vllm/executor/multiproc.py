@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Any, TypeVar
 
-import msgspec
-
 from vllm.config import VllmConfig
 from vllm.distributed import Meeting, RankLayout
 from vllm.errors import CollectiveError, ConfigError, RequestError
@@ -228,7 +226,4 @@ class _RunningStep:
             own = self._handle.result()
             if self._result is None:
                 return own
-            output = self._executor._finish_step(self._result)
-            # Only the first stage encodes images, and knows which of them have failed.
-            errors = {**output.errors, **own.errors}
-            return msgspec.structs.replace(output, errors=errors)
+            return self._executor._finish_step(self._result).with_errors(own.errors)

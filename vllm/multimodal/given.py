@@ -26,6 +26,8 @@ _ACCEPTED = {
 }
 """Accepted objects, by modality."""
 _INT16 = 2.0**15
+_FPS = (1e-6, 1e6)
+"""Least and most frames per second."""
 _MAX_CHANNELS = 32
 
 
@@ -140,7 +142,7 @@ def _as_frames(video: Any) -> VideoFrames | None:
     if _is_pair(video, Mapping):
         video, about = video
         fps = about.get("fps", DEFAULT_FPS)
-    if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps < np.inf:
+    if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not _FPS[0] <= fps <= _FPS[1]:
         return None
     if isinstance(video, (list, tuple)):
         several = [_frame_of(each) for each in video]

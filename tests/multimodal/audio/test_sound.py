@@ -6,6 +6,7 @@ The files are made here with PyAV. A damaged one has to be refused, or read as f
 import io
 import random
 import sys
+import wave
 
 import av
 import numpy as np
@@ -74,6 +75,17 @@ def test_channels_are_averaged(name: str, num_channels: int) -> None:
     assert np.abs(got - channels.mean(0)).max() < 1e-4
 
 
+@pytest.mark.parametrize("num_channels", [8, 9, 32])
+def test_many_channels_are_read_from_memory_of_the_file(num_channels: int) -> None:
+    channels = np.arange(1, num_channels + 1) * 500 * np.ones((4_000, 1))
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setparams((num_channels, 2, RATE, 0, "NONE", ""))
+        writer.writeframes(channels.astype("<i2").tobytes())
+    got = read(file.getvalue())
+    assert len(got) == 4_000 and np.abs(got - channels.mean() / 2**15).max() < 1e-4
+
+
 def test_recordings_one_after_the_other_are_not_cut_off_after_the_first() -> None:
     data = sound_file(FORMS["opus"], tone(0.5, 48_000))
     assert "one recording, got several" in refusal(data + data)
@@ -86,11 +98,12 @@ def test_a_file_that_is_cut_off_is_refused(form: Form) -> None:
         refusal(data[: int(len(data) * share)])
 
 
-def test_samples_of_a_pipe_have_no_length() -> None:
+@pytest.mark.parametrize("size", [b"\xff\xff\xff\xff", b"\0\xf0\xff\x7f", b"\0\0\0\0"])
+def test_samples_of_a_pipe_have_no_length(size: bytes) -> None:
     """A program that writes to a pipe does not know the lengths of its WAV file."""
     data = sound_file(FORMS["wav"], tone(0.5))
     at = data.index(b"data") + 4
-    assert len(read(data[:at] + b"\xff\xff\xff\xff" + data[at + 4 :])) == RATE // 2
+    assert len(read(data[:at] + size + data[at + 4 :])) == RATE // 2
 
 
 @pytest.mark.parametrize("name", ["wav", "flac", "mp3", "m4a", "webm", "opus"])

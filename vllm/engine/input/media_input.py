@@ -586,7 +586,12 @@ def _find_expanded(
     while index < len(token_ids):
         for several in waiting.values():
             tokens = several[0].expansion.token_ids if several else []
-            if tokens and token_ids[index : index + len(tokens)] == tokens:
+            # Without the first comparison, each token of a long text would copy many.
+            if (
+                tokens
+                and token_ids[index] == tokens[0]
+                and token_ids[index : index + len(tokens)] == tokens
+            ):
                 found.append((several.popleft(), index))
                 index += len(tokens)
                 break

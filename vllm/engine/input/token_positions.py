@@ -49,7 +49,7 @@ def with_positions(
     if lowest < 0 or highest >= limit:
         raise RequestError(
             f"positions of prompt and output must be from 0 to {limit - 1}, got {lowest} to "
-            f"{highest}",
+            f"{highest}. Send a shorter prompt, or a video of fewer seconds",
             param="positions",
         )
     keys = position_keys(positions, offset)

@@ -74,7 +74,11 @@ class RankActor:
 
         try:
             self._server = RankServer(
-                start, self._answers.append, meet, sends_results=is_result_rank(start)
+                start,
+                self._answers.append,
+                meet,
+                # Rank 0 knows which images have failed.
+                sends_results=start.rank == 0 or is_result_rank(start),
             )
         except Exception as error:  # the engine must be told about any error
             return self._fail(error)

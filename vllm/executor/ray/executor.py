@@ -195,9 +195,15 @@ class RayExecutor(Executor):
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
         """Start a step on all ranks."""
         refs = self._send(RunStep(step=step))
-        result = refs[self._layout.result_rank]
-        self._unread.update((ref, rank) for rank, ref in enumerate(refs) if ref is not result)
+        self._unread.update(
+            (refs[rank], rank) for rank in range(len(refs)) if rank not in self._sources
+        )
         return _RayStep(self, refs)
+
+    @property
+    def _sources(self) -> set[int]:
+        """Return the ranks whose results of steps are waited for."""
+        return {0, self._layout.result_rank}
 
     def finish_step(self, refs: Sequence[Any]) -> ModelRunnerOutput:
         """Wait for the result of a step, or for any rank that fails before it.
@@ -205,25 +211,29 @@ class RayExecutor(Executor):
         Args:
             refs: of the answers to the step, by rank.
         """
-        limit_s, rank = self._config.parallel.distributed_timeout_s, self._layout.result_rank
-        result, deadline = refs[rank], time.monotonic() + limit_s
-        while True:
+        limit_s = self._config.parallel.distributed_timeout_s
+        deadline = time.monotonic() + limit_s
+        waiting = {refs[rank]: rank for rank in self._sources}
+        found: dict[int, StepResult] = {}
+        while waiting:
             left_s = max(0.0, deadline - time.monotonic())
-            waiting = [result, *self._unread]
-            ready, _ = self._ray.wait(waiting, num_returns=1, timeout=left_s)
+            ready, _ = self._ray.wait([*waiting, *self._unread], num_returns=1, timeout=left_s)
             if not ready:
                 raise self._hang_of("a step", refs, limit_s)
             (ref,) = ready
-            answers = self._read(ref, self._unread.pop(ref, rank))
-            if ref == result:
-                break
-        (found,) = [each for each in answers if isinstance(each, StepResult)]
-        self._stats, output = found.stats, found.output
+            if ref not in waiting:
+                self._read(ref, self._unread.pop(ref))
+                continue
+            rank = waiting.pop(ref)
+            answers = self._read(ref, rank)
+            (found[rank],) = [each for each in answers if isinstance(each, StepResult)]
+        last = found[self._layout.result_rank]
+        self._stats, output = last.stats, last.output
         if self._layout.pipeline_size > 1 and len(output.rows):
             told = self._layout.ranks_without_tokens
             tokens = RecordTokens(tokens=StepTokens.of(output))
             self._unread.update(zip(self._send(tokens, told), told, strict=True))
-        return output
+        return output.with_errors(found[0].output.errors)
 
     def prepare(self, request: EngineRequest) -> "Future[str | None] | None":
         """See `Executor.prepare`. The workers prepare while the request waits for its first step,

@@ -18,6 +18,7 @@ from vllm.multimodal.audio.containers import (
     ACCEPTED,
     FFMPEG_NAMES,
     check_complete,
+    describe,
     sniff,
     states_length,
 )
@@ -139,14 +140,7 @@ def _decode_file(
 ) -> Iterator[Samples]:
     name = sniff(data)
     if name not in FFMPEG_NAMES:
-        what = (
-            "an empty file"
-            if not data
-            else f"a file of the format {name}"
-            if name
-            else "of an unknown format"
-        )
-        raise refuse(where, f"it is {what}; accepted are {ACCEPTED}")
+        raise refuse(where, f"it is {describe(data)}; accepted are {ACCEPTED}")
     av = import_av("sounds", "audio")
     with decoding(name, where):
         check_complete(name, data)
@@ -222,8 +216,9 @@ class _Resampler:
         if form != self._form:
             yield from self.end()
             self._form = form
+            # Interleaved: PyAV reads planes beyond the eighth from memory that is not theirs.
             self._resampler = import_av("sounds", "audio").AudioResampler(
-                "fltp", frame.layout, self._rate
+                "flt", frame.layout, self._rate
             )
         frame.pts = None  # gaps between the times of frames are no samples
         yield from self._run(frame)
@@ -235,7 +230,8 @@ class _Resampler:
 
     def _run(self, frame: "AudioFrame | None") -> Iterator[Samples]:
         for each in self._resampler.resample(frame):
-            yield each.to_ndarray().mean(0, dtype=np.float32)
+            samples = each.to_ndarray().reshape(-1, len(each.layout.channels))
+            yield samples.mean(1, dtype=np.float32)
 
 
 def _check_rate(rate: int, where: str) -> None:

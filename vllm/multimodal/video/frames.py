@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm.multimodal.audio.containers import check_complete, sniff
+from vllm.multimodal.audio.containers import check_complete, describe, sniff
 from vllm.multimodal.interface.decoding import IncompleteError, decoding, import_av
 from vllm.multimodal.interface.family import VideoFrames
 from vllm.multimodal.interface.source import MediaSource, refuse
@@ -29,6 +29,9 @@ MAX_PACKETS = 500_000
 """Frames of a file: more than two hours at 60 per second."""
 MAX_KEPT_BYTES = 2**29
 """Pixels of all chosen frames together."""
+
+MAX_SECONDS = 2**20
+"""Time of the last frame, about twelve days. Positions and texts of later times would overflow."""
 
 _FFMPEG_NAMES = {"MP4": "mov", "WebM": "matroska", "AVI": "avi", "GIF": "gif"}
 """Accepted format -> the only reader of FFmpeg that is asked. MP4 has .mov as well, WebM .mkv."""
@@ -78,8 +81,19 @@ def read_frames(source: MediaSource, choice: FrameChoice) -> VideoFrames:
 
     Raises:
         RequestError: the format is not accepted, the file is damaged or incomplete, it or its
-            frames are too large, or PyAV is not installed.
+            frames are too large, it takes too long, or PyAV is not installed.
     """
+    found = _read(source, choice)
+    last = float(found.seconds[-1])
+    if not 0 <= last <= MAX_SECONDS:
+        raise refuse(
+            source.where,
+            f"its last frame must be shown 0 to {MAX_SECONDS} s after the first, got {last:g} s",
+        )
+    return found
+
+
+def _read(source: MediaSource, choice: FrameChoice) -> VideoFrames:
     where = source.where
     if source.frames is not None:
         count, height, width, _ = source.frames.pixels.shape
@@ -97,8 +111,7 @@ def read_frames(source: MediaSource, choice: FrameChoice) -> VideoFrames:
 def _read_file(data: bytes, choice: FrameChoice, where: str) -> VideoFrames:
     name = sniff(data)
     if name not in _FFMPEG_NAMES:
-        what = "an empty file" if not data else f"a file of the format {name}" if name else "none"
-        raise refuse(where, f"it must be a video of {ACCEPTED}, got {what}")
+        raise refuse(where, f"it must be a video of {ACCEPTED}, got {describe(data)}")
     av = import_av("videos", "video")
     with decoding(name, where):
         check_complete(name, data)

@@ -197,10 +197,7 @@ class CPUWorker(WorkerBase):
 
     def _dense_format(self) -> Quantization | None:
         """How the kernels take dense weights; None: they stay as torch takes them."""
-        # torch reads bfloat16 weights at half the speed of the memory. Its float32 is as fast as
-        # the kernels on small layers, which is where that type is used.
-        is_packed = isinstance(self._ops, CPUOps) and self.config.model.dtype_name == "bfloat16"
-        return CPUPacked() if is_packed else None
+        return CPUPacked() if isinstance(self._ops, CPUOps) else None
 
     def _make_runner(self, model: CausalLM | PoolingModel) -> CPUModelRunner | PoolingRunner:
         if isinstance(model, PoolingModel):

@@ -121,7 +121,7 @@ class DeviceItems(KeptItems):
         self._bridge.mark_step()
 
     def memory_uses(self) -> list[MemoryUse]:
-        return [items_use(self.table.nbytes)]
+        return [items_use(self.table.nbytes, "table of images and sounds")]
 
 
 def card_items(

@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -149,13 +148,7 @@ class EmbeddingRows(RowPart):
             self._media.update(step)
 
     def count(self, stats: RunnerStats) -> RunnerStats:
-        if self._media is None:
-            return stats
-        return msgspec.structs.replace(
-            stats,
-            num_encoded_items=self._media.num_encoded,
-            encode_seconds=self._media.encode_seconds,
-        )
+        return stats if self._media is None else self._media.count(stats)
 
     def errors_of(self, rows: IntArray) -> dict[int, str]:
         return {} if self._media is None else self._media.errors_of(rows)

@@ -5,18 +5,27 @@ its tokens run is encoded then: a miss costs time and is never an error.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
+from vllm.distributed import TPGroup
 from vllm.inputs import singular
 from vllm.logger import init_logger
-from vllm.messages import EngineRequest, IntArray, MediaItem, MediaTensor, SchedulerOutput
+from vllm.messages import (
+    EngineRequest,
+    IntArray,
+    MediaItem,
+    MediaTensor,
+    RunnerStats,
+    SchedulerOutput,
+)
 from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.model_executor.models.interface import LayeredModel
 from vllm.multimodal.media_file import OpenFile, open_files, read_tensor
@@ -86,7 +95,22 @@ def encoded_media(model: LayeredModel) -> "EncodedMedia | None":
     """
     if not (width := embedding_width(model)) or model.media_encoder is None:
         return None
-    return EncodedMedia(ModuleEncoder(model.media_encoder), width)
+    return EncodedMedia(ModuleEncoder(model.media_encoder), width, agree=agreement(model.tp))
+
+
+Agree = Callable[[Sequence[bool]], Sequence[bool]]
+"""Which images this rank has encoded -> which of them all ranks have."""
+
+
+def agreement(tp: TPGroup) -> Agree | None:
+    """Return how ranks that share every layer agree on the images that they have encoded: a rank
+    without an image would compute other values than the others. None: there is one rank."""
+
+    def agree(is_there: Sequence[bool]) -> Sequence[bool]:
+        counts = tp.all_reduce(torch.tensor(is_there, dtype=torch.float32))
+        return [count == tp.size for count in counts.tolist()]
+
+    return None if tp.size == 1 else agree
 
 
 def embedding_width(model: LayeredModel) -> int:
@@ -105,11 +129,19 @@ class EncodedMedia:
         encoder: of the model.
         width: of the embeddings, with everything that `MediaEncoder.num_added` says.
         kept: keeps them; None: a dictionary does.
+        agree: with the other ranks, which encode the same images; None: nothing is asked.
     """
 
-    def __init__(self, encoder: Encodes, width: int, kept: KeepsMedia | None = None) -> None:
+    def __init__(
+        self,
+        encoder: Encodes,
+        width: int,
+        kept: KeepsMedia | None = None,
+        agree: Agree | None = None,
+    ) -> None:
         self._encoder = encoder
         self._width = width
+        self._agree = agree
         self._kept: KeepsMedia = {} if kept is None else kept
         self._items: dict[int, tuple[MediaItem, ...]] = {}
         """By row of the batch."""
@@ -178,6 +210,12 @@ class EncodedMedia:
             self._encode([(row, item)])
         return self._kept.get(item.key)
 
+    def count(self, stats: RunnerStats) -> RunnerStats:
+        """Return counters of the runner with those of the encoder."""
+        return msgspec.structs.replace(
+            stats, num_encoded_items=self.num_encoded, encode_seconds=self.encode_seconds
+        )
+
     def errors_of(self, rows: IntArray) -> dict[int, str]:
         """Return why images of some of these rows cannot be encoded, by row."""
         if not self._errors:
@@ -185,6 +223,18 @@ class EncodedMedia:
         return {row: self._errors[row] for row in rows.tolist() if row in self._errors}
 
     def _encode(self, wanted: Sequence[tuple[int, MediaItem]]) -> None:
+        """Encode images, each of them on all ranks or on none."""
+        self._encode_here(wanted)
+        if self._agree is None or not wanted:
+            return
+        are_kept = self._agree([item.key in self._kept for _, item in wanted])
+        for (row, item), is_kept in zip(wanted, are_kept, strict=True):
+            if not is_kept:
+                self._kept.pop(item.key, None)
+                reason = f"{singular(item.modality)} cannot be encoded: another rank has failed"
+                self._errors.setdefault(row, reason)
+
+    def _encode_here(self, wanted: Sequence[tuple[int, MediaItem]]) -> None:
         """Encode images together; if that fails, one by one, so that only the reason fails."""
         read: list[tuple[int, MediaItem, dict[str, Tensor]]] = []
         for row, item in wanted:
@@ -203,7 +253,8 @@ class EncodedMedia:
         except (RuntimeError, ValueError) as error:
             if len(read) > 1:
                 for row, item, _ in read:
-                    self._encode([(row, item)])
+                    if item.key not in self._kept:
+                        self._encode_here([(row, item)])
                 return
             ((row, item, _),) = read
             logger.exception("%s cannot be encoded", singular(item.modality).capitalize())

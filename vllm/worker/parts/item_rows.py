@@ -22,6 +22,7 @@ from vllm.messages import (
     IntArray,
     MediaItem,
     NewRequest,
+    RunnerStats,
     SchedulerOutput,
 )
 from vllm.model_executor.layers.cross_attention import (
@@ -35,7 +36,7 @@ from vllm.multimodal.job import family_of_model
 from vllm.ops.item_slots import ItemSlots
 from vllm.platforms.interface import Platform
 from vllm.worker.batch.launch import Launch
-from vllm.worker.parts.encoded_media import EncodedMedia, ModuleEncoder
+from vllm.worker.parts.encoded_media import EncodedMedia, ModuleEncoder, agreement
 from vllm.worker.parts.row_parts import RowPart
 
 _SHARE = 4
@@ -183,6 +184,9 @@ class KeptItems(RowPart, ABC):
     def _hide(self, row: int) -> None:
         """Let the tokens of a row see nothing."""
 
+    def count(self, stats: RunnerStats) -> RunnerStats:
+        return self._media.count(stats)
+
     def errors_of(self, rows: IntArray) -> dict[int, str]:
         return self._media.errors_of(rows)
 
@@ -254,7 +258,8 @@ def item_rows(model: LayeredModel, num_rows: int) -> ItemRows | None:
     if not isinstance(encoder, MediaEncoder) or not layers:
         return None
     pool = ItemPool(layers)
-    media = EncodedMedia(ModuleEncoder(encoder), layers[0].state_size, pool)
+    states = ModuleEncoder(encoder), layers[0].state_size
+    media = EncodedMedia(*states, pool, agreement(model.tp))
     return ItemRows(media, pool, num_rows)
 
 

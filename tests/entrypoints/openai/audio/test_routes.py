@@ -338,6 +338,18 @@ def test_wrong_files_are_refused_in_a_sentence() -> None:
             "file must be an uploaded file, got a text",
         ),
         (
+            b"--x\r\nContent-Disposition: form-data; name=language; filename=a\r\n\r\nen\r\n"
+            b"--x--\r\n",
+            "multipart/form-data; boundary=x",
+            "language must be a text, got an uploaded file",
+        ),
+        (
+            b"--x\r\nContent-Disposition: form-data; name=a\r\nContent-Transfer-Encoding: z\r\n\r\n"
+            b"a\r\n--x--\r\n",
+            "multipart/form-data; boundary=x",
+            "Unknown Content-Transfer-Encoding",
+        ),
+        (
             b"--x\r\nContent-Disposition: form-data; name=model\r\n\r\n\xff\r\n--x--\r\n",
             "multipart/form-data; boundary=x",
             "UTF-8",

@@ -48,6 +48,9 @@ def read_form(kind: type[Body], data: bytes, content_type: str) -> Body:
             raise RequestError(f"{name} must be sent once, got {len(values)} parts", param=name)
         else:
             given[name] = values[0]
+        is_file = any(isinstance(value, UploadedFile) for value in values)
+        if is_file and name in kind.model_fields and name != FILE:
+            raise RequestError(f"{name} must be a text, got an uploaded file", param=name)
     if not isinstance(given.get(FILE), UploadedFile):
         what = "a text" if FILE in given else "no such part"
         raise RequestError(f"{FILE} must be an uploaded file, got {what}", param=FILE)
@@ -79,7 +82,10 @@ def _read_parts(data: bytes, content_type: str) -> dict[str, list[Any]]:
             parts.add_file,
             parts.end,
             boundary=options[b"boundary"],
-            config={"MAX_MEMORY_FILE_SIZE": len(data) + 1},  # so no file is written
+            config={
+                "MAX_MEMORY_FILE_SIZE": len(data) + 1,  # so no file is written
+                "UPLOAD_ERROR_ON_BAD_CTE": True,  # its own log would have bytes of the client
+            },
         )
         parser.write(data)
         parser.finalize()

@@ -1,0 +1,90 @@
+"""Images that the first stage of a pipeline cannot encode fail their requests, though the tokens
+come from the last stage."""
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from torch.distributed import HashStore
+
+from tests.reach import replace_worker
+from vllm.engine.arg_utils import EngineArgs
+from vllm.executor.external import ExternalExecutor
+from vllm.executor.ranks.rank_wire import StepResult
+from vllm.executor.ray.executor import RayExecutor
+from vllm.message_codec import encode
+from vllm.messages import ModelRunnerOutput, RunnerStats
+
+REASON = "an image cannot be encoded"
+
+
+def output_of(rows=(), **fields):
+    rows = np.array(rows, np.int32)
+    return ModelRunnerOutput(step_id=7, rows=rows, token_ids=rows + 10, **fields)
+
+
+FIRST, LAST = output_of(errors={2: REASON}), output_of([1, 2, 3], errors={3: "NaN"})
+
+
+def config_of(backend):
+    return EngineArgs(
+        pipeline_parallel_size=2, distributed_executor_backend=backend
+    ).create_engine_config()
+
+
+def is_joined(output):
+    assert output.rows.tolist() == [1, 2, 3]
+    return output.errors == {2: REASON, 3: "NaN"}
+
+
+class Answers:
+    """Ray, with answers that are there in the given order."""
+
+    def __init__(self, order):
+        self.order, self.sent = order, []
+
+    def wait(self, refs, num_returns, timeout):
+        return [next(ref for ref in self.order if ref in refs)], []
+
+    def get(self, refs):
+        return [
+            [encode(StepResult(output=given, stats=RunnerStats()))] if given else []
+            for given in ({"first": FIRST, "last": LAST}.get(ref) for ref in refs)
+        ]
+
+    def remote(self, message):
+        self.sent.append(message)
+        return f"told {len(self.sent)}"
+
+
+@pytest.mark.parametrize("order", [("first", "last", "told 1"), ("told 1", "last", "first")])
+def test_ray_waits_for_the_result_of_both_stages(order):
+    executor = RayExecutor(config_of("ray"))
+    ray = Answers(order)
+    executor._ray, executor._actors = ray, [SimpleNamespace(handle=ray)] * 2
+    executor._unread = {"told 1": 0}
+    assert is_joined(executor.finish_step(["first", "last"]))
+    assert len(ray.sent) == 1, "the first stage is told the tokens"
+
+
+@pytest.mark.parametrize("has_media", [True, False])
+def test_every_process_of_a_launcher_gets_the_errors_of_the_first_stage(has_media, monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    executors = []
+    store = HashStore()
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        executor = ExternalExecutor(config_of("external_launcher"))
+        executor._has_media, executor._meeting = has_media, SimpleNamespace(store=store)
+        replace_worker(executor, SimpleNamespace(record_tokens=lambda tokens: None))
+        executors.append(executor)
+    handles = [SimpleNamespace(result=lambda given=given: given) for given in (FIRST, LAST)]
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(9):  # values that all have read leave the store
+            found = threads.map(
+                lambda pair: pair[0]._share_result(pair[1]), zip(executors, handles, strict=True)
+            )
+            assert [is_joined(output) for output in found] == [has_media] * 2
+    assert store.num_keys() < 15
