@@ -153,6 +153,6 @@ def test_an_item_that_another_rank_cannot_encode_fails_on_all_ranks(made):
     assert seen(rows, (0, 0, 1), (1, 0, 1)) == [(0, 1, [0, 1, 2])]
     rows.add(new_with(2, item_of("c", NUM_SLOTS)))
     rows.begin(step_of([2], encoded=[(2, 0)]))
-    assert "10 hidden states need slots, and 7 are free" in rows.errors_of(int_array(2))[2]
+    assert "an item needs 10 slots, and 7 are free" in rows.errors_of(int_array(2))[2]
     assert not of_other
     assert agreement(TPGroup()) is None

@@ -47,8 +47,8 @@ def stages_of(metadata: SamplingMetadata) -> frozenset[Stage]:
 
 
 def basic_launches(state: SamplingState, padded_size: int) -> Iterator[SamplingMetadata]:
-    """Yield a greedy launch and a random one, of rows that ask for nothing else but that they follow
-    rules of the model, as nearly all rows of such a model do."""
+    """Yield a greedy launch and a random one, of rows that ask for nothing else. With rules of the
+    model, which nearly all rows of such a model follow, there are more greedy ones."""
     shapes = state.shapes
     assert shapes is not None, "shapes are not static"
     yield ALL_GREEDY
