@@ -121,7 +121,7 @@ class DeviceItems(KeptItems):
         self._bridge.mark_step()
 
     def memory_uses(self) -> list[MemoryUse]:
-        return [items_use(self.table.nbytes)]
+        return [items_use(self.table.nbytes, "table of images and sounds")]
 
 
 def card_items(
@@ -143,7 +143,7 @@ def card_items(
         return None
     if config.hpu.merged_prefill:
         raise ConfigError(
-            "VLLM_MERGED_PREFILL=1 does not go together with layers that read images or sounds by "
+            "VLLM_MERGED_PREFILL=1 cannot be used with layers that read images or sounds by "
             "cross-attention. Set VLLM_MERGED_PREFILL=0"
         )
     pool = CardItemPool(layers, bridge)

@@ -96,7 +96,7 @@ class ItemPool:
         """
         found = np.flatnonzero(self._is_free)[: len(states)].astype(np.int32)
         if len(found) < len(states):
-            raise ValueError(f"{len(states)} hidden states need slots, and {len(found)} are free")
+            raise ValueError(f"an item needs {len(states)} slots, and {len(found)} are free")
         self._write(states, found)
         self._is_free[found] = False
         self._slots[key] = torch.from_numpy(found)
