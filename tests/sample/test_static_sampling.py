@@ -183,6 +183,19 @@ def test_a_start_needs_a_greedy_and_a_random_recipe(lazy):
     assert lazy.counters().compilations == len(stages) == 2
 
 
+def test_a_start_with_rules_of_outputs_also_has_the_log_probabilities_of_time_stamps(lazy):
+    state = static_state(lazy.device, has_rules=True)
+    sampler = Sampler(pass_elements=None, end_stage=lazy.mark_step)
+    logits = lazy.zeros((NUM_ROWS, VOCAB_SIZE), torch.bfloat16)
+    stages = set()
+    for launch in basic_launches(state, NUM_ROWS):
+        stages |= stages_of(launch)
+        sampler(logits, launch)
+    found = {(name, size) for name, size, _ in stages if name in ("rules", "logprobs")}
+    sizes = {("rules", size) for size in size_classes(NUM_ROWS)}
+    assert found == {*sizes, ("logprobs", size_classes(MAX_LOGPROBS)[0])}
+
+
 def test_a_stage_is_named_for_each_recipe_and_the_heaviest_launch_needs_the_most(lazy):
     state, stages, peaks = static_state(lazy.device), set(), []
     sampler = Sampler(pass_elements=None, end_stage=lazy.mark_step)

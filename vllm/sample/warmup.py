@@ -47,8 +47,9 @@ def stages_of(metadata: SamplingMetadata) -> frozenset[Stage]:
 
 
 def basic_launches(state: SamplingState, padded_size: int) -> Iterator[SamplingMetadata]:
-    """Yield a greedy launch and a random one, of rows that ask for nothing else. With rules of the
-    model, which nearly all rows of such a model follow, there are more greedy ones."""
+    """Yield a greedy launch and a random one, of rows that ask for nothing else. A model with rules
+    for its outputs has more greedy ones: with these rules, and with the log-probabilities that
+    transcriptions with time stamps ask for."""
     shapes = state.shapes
     assert shapes is not None, "shapes are not static"
     yield ALL_GREEDY
@@ -56,6 +57,8 @@ def basic_launches(state: SamplingState, padded_size: int) -> Iterator[SamplingM
     if shapes.has_rules:
         for num_rows in size_classes(padded_size):
             yield replace(ALL_GREEDY, rules=_rules(num_rows, shapes, state))
+        smallest = size_classes(shapes.max_likeliest)[0]
+        yield replace(ALL_GREEDY, logprobs=_logprobs(padded_size, smallest))
 
 
 def heaviest_launch(state: SamplingState, padded_size: int) -> SamplingMetadata:
@@ -119,7 +122,6 @@ def _with_all_stages(
     to_device = state.to_device
     assert launch.features is not None
     num_rows = len(launch.features)
-    rows = np.arange(num_rows)
     token_ids = np.full((num_rows, num_penalties), shapes.vocab_size, np.int32)
     return replace(
         launch,
@@ -127,8 +129,13 @@ def _with_all_stages(
         rules=_rules(num_masks, shapes, state) if shapes.has_rules else None,
         masks=_masks(num_masks, shapes, state),
         penalties=Penalties.build(token_ids, np.zeros(token_ids.shape, np.float32), to_device),
-        logprobs=LogprobPlan(rows, np.full(num_rows, num_logprobs, np.int32), num_logprobs, None),
+        logprobs=_logprobs(num_rows, num_logprobs),
     )
+
+
+def _logprobs(num_rows: int, width: int) -> LogprobPlan:
+    """Return a plan of so many log-probabilities for each row."""
+    return LogprobPlan(np.arange(num_rows), np.full(num_rows, width, np.int32), width, None)
 
 
 def _masks(num_rows: int, shapes: StaticShapes, state: SamplingState) -> TokenMasks:
