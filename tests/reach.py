@@ -34,6 +34,11 @@ def worker_of(engine: Any) -> Any:
     return executor_of(engine)._worker
 
 
+def replace_worker(executor: Any, worker: Any) -> None:
+    """Give an executor that has not started a worker of a test."""
+    executor._worker = worker
+
+
 def runner_of(engine: Any) -> Any:
     """Return the runner of that worker."""
     return worker_of(engine).runner

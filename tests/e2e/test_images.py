@@ -178,7 +178,7 @@ def test_on_a_card_a_family_for_the_cpu_reads_text(tmp_path):
 
 
 def test_the_cpu_leaves_memory_for_kept_embeddings(llava, monkeypatch):
-    llm = LLM(str(llava), **ENGINE, skip_mm_profiling=True)
+    llm = LLM(str(llava), **ENGINE, skip_mm_profiling=True)  # without a forward pass of the encoder
     worker, capacity = worker_of(llm), scheduler_of(llm).media.capacity
     monkeypatch.setattr(type(worker.platform), "free_memory_bytes", lambda _: 2**30)
     # float32 of a hidden size of 48

@@ -17,6 +17,8 @@ CASES = [
     ("llava", {"tensor_parallel_size": 2}, "eager"),
     ("gemma3", {"pipeline_parallel_size": 2}, "lazy"),
     ("gemma3", {"tensor_parallel_size": 2}, "HPU graphs"),
+    ("mllama", {"tensor_parallel_size": 2}, "HPU graphs"),
+    ("mllama", {"tensor_parallel_size": 2}, "torch.compile"),
 ]
 
 

@@ -211,6 +211,10 @@ def test_names_of_videos_replace_their_content_in_caches(llm):
     same = generate(llm, frames, **named)
     other = generate(llm, frames, multi_modal_uuids={"video": ["other"]})
     assert tokens_of([first]) == tokens_of([same]) == tokens_of([other])
+    # A prompt of another size has other embeddings than were kept under the name.
+    for number in (6, 4, 6):
+        longer = draw_frames(number, seed=8)
+        assert tokens_of([generate(llm, longer, **named)]) == tokens_of([generate(llm, longer)])
     with pytest.raises(RequestError, match=r"\['video'\] must be a list of 1 non-empty strings"):
         generate(llm, frames, multi_modal_uuids={"video": ["a", "b"]})
     with pytest.raises(RequestError, match=r"such as \{'image': \[...\], 'video': \[...\]\}"):

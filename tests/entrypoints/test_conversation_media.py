@@ -150,10 +150,15 @@ def test_each_kind_has_a_limit_of_its_own():
         read_messages([message("user", VIDEO, VIDEO, SOUND, SOUND)], MediaParts(LIMITS))
     with pytest.raises(RequestError, match=r"has 3 sounds, and this server takes at most 2"):
         read_messages([message("user", SOUND, SOUND, SOUND)], MediaParts(LIMITS))
+    with pytest.raises(RequestError, match=r"takes no sounds \(limit_mm_per_prompt\): leave them"):
+        read_messages([message("user", SOUND)], MediaParts({**LIMITS, "audio": 0}))
 
 
 class Fetcher:
-    async def fetch(self, url, modality, where):
+    def make_budget(self):
+        return None
+
+    async def fetch(self, url, modality, where, budget):
         return f"{modality} {where}".encode()
 
 

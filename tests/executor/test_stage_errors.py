@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from torch.distributed import HashStore
 
+from tests.reach import replace_worker
 from vllm.engine.arg_utils import EngineArgs
 from vllm.executor.external import ExternalExecutor
 from vllm.executor.ranks.rank_wire import StepResult
@@ -77,7 +78,7 @@ def test_every_process_of_a_launcher_gets_the_errors_of_the_first_stage(has_medi
         monkeypatch.setenv("RANK", str(rank))
         executor = ExternalExecutor(config_of("external_launcher"))
         executor._has_media, executor._meeting = has_media, SimpleNamespace(store=store)
-        executor._worker = SimpleNamespace(record_tokens=lambda tokens: None)
+        replace_worker(executor, SimpleNamespace(record_tokens=lambda tokens: None))
         executors.append(executor)
     handles = [SimpleNamespace(result=lambda given=given: given) for given in (FIRST, LAST)]
     with ThreadPoolExecutor(2) as threads:

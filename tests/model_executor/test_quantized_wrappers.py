@@ -68,13 +68,13 @@ CASES = [*((f, entry, dense) for f in KEYS for entry, dense in ENTRIES), *PATTER
 
 
 def layers_of(architecture: str, model_impl: str, folder: Path) -> tuple[ModelConfig, Any]:
-    """The model without memory, dense."""
+    """The language model without memory, dense."""
     model_type, text, _ = _WHOLE[architecture]
     text = {"model_type": TEXT_TYPES[architecture], **text, "intermediate_size": 192}
     config = {"architectures": [architecture], "model_type": model_type, "text_config": text}
     (folder / "config.json").write_text(json.dumps(config))
     model = make_config(folder).model
-    arch = model.resolved_arch
+    arch = replace(model.resolved_arch, media_config=None)
     if model_impl == "transformers":
         arch = replace(arch, architecture="TransformersForConditionalGeneration")
     return replace(model, arch=arch), build_model(arch, TPGroup(), torch.float32)

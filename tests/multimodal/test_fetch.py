@@ -91,7 +91,7 @@ def connections(monkeypatch):
     """Requests that would have been sent, to which addresses; all are answered with "pixels"."""
     sent = []
 
-    async def get(target, addresses, max_bytes):
+    async def get(target, addresses, max_bytes, budget):
         sent.append((target, list(addresses)))
         return Answer(status=200, body=bytearray(b"pixels"))
 
@@ -99,9 +99,9 @@ def connections(monkeypatch):
     return sent
 
 
-def refusal(fetcher, url):
+def refusal(fetcher, url, budget=None):
     with pytest.raises(RequestError) as error:
-        asyncio.run(fetcher.fetch(url, "image", "m[0]"))
+        asyncio.run(fetcher.fetch(url, "image", "m[0]", budget))
     assert error.value.param == "m[0]"
     assert str(error.value).startswith("m[0]: ")
     return str(error.value)
@@ -315,7 +315,7 @@ def test_a_redirect_to_a_private_address_is_refused_although_the_first_host_was_
 ):
     asked = []
 
-    async def get(target, addresses, max_bytes):
+    async def get(target, addresses, max_bytes, budget):
         asked.append(addresses)
         return Answer(status=302, headers={"location": f"http://{NAME}/again"})
 
@@ -497,3 +497,22 @@ def test_nothing_stays_open():
         with contextlib.suppress(RequestError):
             serve_and_fetch([answer], max_bytes=3)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_all_files_of_a_request_have_a_limit_together(monkeypatch, tmp_path):
+    monkeypatch.setattr(fetch_module, "MAX_REQUEST_BYTES", 10)
+    (tmp_path / "a").write_bytes(b"pixels")
+
+    async def run():
+        fetcher = make_fetcher([NAME], folder=str(tmp_path), resolve=local)
+        budget = fetcher.make_budget()
+        head = OK + b"Content-Length: 6\r\n\r\n"
+        async with serving([head + b"pixels"] * 2) as (port, _):
+            for url in (f"http://{NAME}:{port}/", f"file://{tmp_path}/a"):
+                assert await fetcher.fetch(url, "image", "m") == b"pixels"
+            await fetcher.fetch("data:,abcdefghijkl", "image", "m", budget)
+            await fetcher.fetch(f"http://{NAME}:{port}/", "image", "m", budget)
+        return fetcher, budget
+
+    fetcher, budget = asyncio.run(run())
+    assert "at most 10 bytes together" in refusal(fetcher, f"file://{tmp_path}/a", budget)

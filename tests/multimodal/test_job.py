@@ -6,6 +6,7 @@ import pytest
 from tests.multimodal.grid_models import grid_model
 from vllm.errors import RequestError
 from vllm.multimodal.images.settings import with_defaults
+from vllm.multimodal.interface.family import VideoFrames
 from vllm.multimodal.interface.source import MediaSource
 from vllm.multimodal.job import make_job
 from vllm.transformers_utils.transformers_version import is_version_4
@@ -75,3 +76,13 @@ def test_a_request_may_have_smaller_images_than_the_engine_and_no_larger_ones(
 def test_no_image_is_enlarged_to_be_cut(edge):
     with pytest.raises(RequestError, match="size is"):
         read("llava_next", llava_next(), size={"shortest_edge": edge})
+
+
+def test_a_wrong_setting_of_a_request_is_its_fault():
+    config, settings = qwen2_vl()
+    job = make_job("qwen2_vl", config, with_defaults(settings), 10**6, (255, 255, 255), 600, VIDEO)
+    frames = VideoFrames(np.stack([PIXELS] * 2), np.arange(2) / 2)
+    source = MediaSource(modality="video", where="here", frames=frames, overrides={"resample": 99})
+    with pytest.raises(RequestError, match="resample is 99; it must be one of") as failure:
+        job(source)
+    assert failure.value.param == "mm_processor_kwargs"

@@ -44,7 +44,7 @@ def num_files() -> int:
             names.append(os.readlink(each))
         except FileNotFoundError:  # the one that lists the folder
             continue
-    return sum(name.startswith("/memfd:image-") for name in names)
+    return sum(name.startswith("/memfd:item-") for name in names)
 
 
 def test_another_process_reads_the_same_tensors():

@@ -59,8 +59,8 @@ class MultiModalConfig:
     sounds, 4 videos; with image=0 no videos."""
 
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the image processor that replace the settings of the checkpoint (JSON), such as
-    {"max_pixels": 1003520}."""
+    """Settings of the image processor or feature extractor that replace the settings of the
+    checkpoint (JSON), such as {"max_pixels": 1003520}."""
 
     media_io_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """How files are decoded (JSON). {"image": {"rgba_background_color": [0, 0, 0]}} is the
@@ -76,18 +76,18 @@ class MultiModalConfig:
     hosts of the public internet."""
 
     mm_processor_cache_gb: float = 4.0
-    """Memory in GiB for processed images, so that an image that comes again is not processed again.
-    0: none are kept."""
+    """Memory in GiB for processed media, so that an image, sound or video that comes again is not
+    processed again. 0: none are kept."""
 
     disable_mm_preprocessor_cache: bool = False
-    """Keep no processed images, whatever mm_processor_cache_gb is."""
+    """Keep no processed media, whatever mm_processor_cache_gb is."""
 
     skip_mm_profiling: bool = False
     """Do not measure at the start how much memory the largest image takes: a card runs it, the CPU
     counts its tensors. Then gpu_memory_utilization has to leave room for it."""
 
     disable_chunked_mm_input: bool = False
-    """Never divide the tokens of an image between two steps."""
+    """Never divide the tokens of an image, sound or video between two steps."""
 
     def __post_init__(self) -> None:
         for kind, value in self.limit_mm_per_prompt.items():
@@ -148,7 +148,7 @@ class MultiModalConfig:
 
     @property
     def processor_cache_bytes(self) -> int:
-        """Memory for processed images."""
+        """Memory for processed media."""
         if self.disable_mm_preprocessor_cache:
             return 0
         return int(self.mm_processor_cache_gb * 2**30)

@@ -20,6 +20,8 @@ from vllm.multimodal.interface.source import MediaSource, refuse
 from vllm.multimodal.processor_settings import override_settings, read_settings
 from vllm.multimodal.video.frames import FrameChoice, read_frames
 
+_OVERRIDES = "mm_processor_kwargs"
+"""Field of a request with settings."""
 _SIDE = 64
 """Pixels of an image that every family accepts."""
 
@@ -115,20 +117,21 @@ def make_job(
         return own.process_video(read_frames(source, choice))
 
     def read(source: MediaSource) -> EncoderInput:
-        own = usual
-        if source.overrides:
-            try:
-                changed = override_settings(rules, settings, source.overrides)
-                check_resized(changed, settings)
-                own = rules(config, changed)
-            except ConfigError as error:
-                raise RequestError(str(error), param="mm_processor_kwargs") from error
+        try:
+            if not source.overrides:
+                return process(usual, source)
+            changed = override_settings(rules, settings, source.overrides)
+            check_resized(changed, settings)
+            own = rules(config, changed)
             cost = _cost(own, source.modality, choice)
             _check_cost(source.modality, cost, most[source.modality])
-        try:
             return process(own, source)
+        except ConfigError as error:  # some settings are checked where they are used
+            if not source.overrides:
+                raise
+            raise RequestError(str(error), param=_OVERRIDES) from error
         except RequestError as error:
-            if error.param == source.where:
+            if error.param in (source.where, _OVERRIDES):
                 raise
             raise refuse(source.where, str(error)) from error
 
@@ -235,5 +238,5 @@ def _check_cost(modality: str, cost: tuple[int, int], most: tuple[int, int]) -> 
                 f"mm_processor_kwargs: {singular(modality)} could have {size} {what}, and the "
                 f"engine was started for {plural(modality)} of at most {limit}. Choose smaller "
                 f"sizes, or start it with larger ones (--mm-processor-kwargs)",
-                param="mm_processor_kwargs",
+                param=_OVERRIDES,
             )

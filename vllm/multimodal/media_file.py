@@ -1,4 +1,4 @@
-"""Files in memory by which the engine's other processes read the tensors of an image."""
+"""Files in memory by which the engine's other processes read the tensors of an item of media."""
 
 import math
 import os
@@ -14,7 +14,7 @@ from vllm.messages import MediaTensor
 from vllm.utils.process.memory_file import memory_file
 
 INLINE_BYTES = 256 * 1024
-"""Tensors of an image that are not larger together travel in the request: they cost less there
+"""Tensors of an item that are not larger together travel in the request: they cost less there
 than a descriptor, of which a process has few."""
 
 _ALIGNMENT = 64
@@ -22,7 +22,7 @@ _ALIGNMENT = 64
 
 
 class MediaFile:
-    """The tensors of an image, readable by all processes of this user and machine.
+    """The tensors of an item, readable by all processes of this user and machine.
 
     The file has no name in any folder. Its descriptor is closed when the last `with` that uses it
     has ended, or when nobody refers to this object; the system closes the files of a killed
@@ -39,7 +39,7 @@ class MediaFile:
     """
 
     def __init__(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        name = f"image-{uuid4().hex}"
+        name = f"item-{uuid4().hex}"
         file = memory_file(name)
         self._close = weakref.finalize(self, os.close, file)
         self._num_users = 0
@@ -83,7 +83,7 @@ def _write(
 
 
 def inline_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> tuple[MediaTensor, ...]:
-    """Return the tensors of an image with their data, as a request to a process of another machine
+    """Return the tensors of an item with their data, as a request to a process of another machine
     has them."""
     return tuple(
         MediaTensor(

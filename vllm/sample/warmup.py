@@ -47,8 +47,8 @@ def stages_of(metadata: SamplingMetadata) -> frozenset[Stage]:
 
 
 def basic_launches(state: SamplingState, padded_size: int) -> Iterator[SamplingMetadata]:
-    """A greedy launch and a random one, of rows that ask for nothing else. Rules of the model are
-    for nearly all rows."""
+    """Yield a greedy launch and a random one, of rows that ask for nothing else. With rules of the
+    model, which nearly all rows of such a model follow, there are more greedy ones."""
     shapes = state.shapes
     assert shapes is not None, "shapes are not static"
     yield ALL_GREEDY
@@ -132,13 +132,13 @@ def _with_all_stages(
 
 
 def _masks(num_rows: int, shapes: StaticShapes, state: SamplingState) -> TokenMasks:
-    """Masks of so many rows that allow all tokens."""
+    """Return masks of so many rows that allow all tokens."""
     words = np.full((num_rows, num_words(shapes.vocab_size)), -1, np.int32)
     rows = np.arange(num_rows)
     return TokenMasks(rows, state.to_device(words), bit_values(state.device), state.to_device(rows))
 
 
 def _rules(num_rows: int, shapes: StaticShapes, state: SamplingState) -> LogitRules:
-    """Rules of so many rows that allow all tokens."""
+    """Return rules of so many rows that allow all tokens."""
     first_times = state.to_device(np.full(num_rows, NO_TIMES, np.int32))
     return LogitRules(_masks(num_rows, shapes, state), first_times)

@@ -71,7 +71,10 @@ class FakeFetcher:
         self.cancelled: list[str] = []
         self.all_run = asyncio.Event()
 
-    async def fetch(self, url: str, modality: str, where: str) -> bytes:
+    def make_budget(self) -> None:
+        return None
+
+    async def fetch(self, url: str, modality: str, where: str, budget: None) -> bytes:
         assert modality == "image"
         self.running.append(url)
         if "missing" in url:

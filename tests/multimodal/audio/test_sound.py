@@ -6,6 +6,7 @@ The files are made here with PyAV. A damaged one has to be refused, or read as f
 import io
 import random
 import sys
+import warnings
 import wave
 
 import av
@@ -98,11 +99,12 @@ def test_a_file_that_is_cut_off_is_refused(form: Form) -> None:
         refusal(data[: int(len(data) * share)])
 
 
-def test_samples_of_a_pipe_have_no_length() -> None:
+@pytest.mark.parametrize("size", [b"\xff\xff\xff\xff", b"\0\xf0\xff\x7f", b"\0\0\0\0"])
+def test_samples_of_a_pipe_have_no_length(size: bytes) -> None:
     """A program that writes to a pipe does not know the lengths of its WAV file."""
     data = sound_file(FORMS["wav"], tone(0.5))
     at = data.index(b"data") + 4
-    assert len(read(data[:at] + b"\xff\xff\xff\xff" + data[at + 4 :])) == RATE // 2
+    assert len(read(data[:at] + size + data[at + 4 :])) == RATE // 2
 
 
 @pytest.mark.parametrize("name", ["wav", "flac", "mp3", "m4a", "webm", "opus"])
@@ -186,6 +188,14 @@ def test_values_that_are_no_samples_are_refused(value: float) -> None:
     assert "infinite" in refusal(sound_file(FORMS["wav-float"], samples))
     with pytest.raises(RequestError, match="infinite"):
         of_program(samples, RATE)
+
+
+def test_channels_without_a_mean_are_refused_without_a_warning() -> None:
+    channels = np.stack([tone(0.5)] * 2)
+    channels[:, 4000] = np.inf, -np.inf
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "infinite" in refusal(sound_file(FORMS["wav-float"], channels))
 
 
 def test_a_sound_without_samples_is_refused() -> None:

@@ -135,7 +135,7 @@ class InputProcessor:
         if params.truncate_prompt_tokens is not None:
             if media is not None and media.items:
                 raise RequestError(
-                    "truncate_prompt_tokens must be left out of a request with images: their "
+                    "truncate_prompt_tokens must be left out of a request with media: their "
                     "tokens cannot be cut off",
                     param="truncate_prompt_tokens",
                 )
@@ -188,14 +188,14 @@ class InputProcessor:
         return None if speech is None else speech.output_rules(token_ids)
 
     def tokenize(self, prompt: PromptType, *, max_tokens: int | None = None) -> TokenizedPrompt:
-        """Return the tokens of a prompt, with the tokens of its images.
+        """Return the tokens of a prompt, with the tokens of its media.
 
         Args:
-            prompt: of any prompt type but embeddings. Images that are not read yet are read here.
+            prompt: of any prompt type but embeddings. Media that are not read yet are read here.
             max_tokens: see `PromptTokenizer.tokenize`.
 
         Raises:
-            RequestError: the prompt is wrong, or an image of it.
+            RequestError: the prompt is wrong, or an item of its media.
         """
         prompt = self.media.joined(prompt)
         given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}

@@ -53,6 +53,18 @@ class ReadMedia:
     file: MediaFile | None = None
     """File from which other processes read its tensors; None: the request has them."""
 
+    @classmethod
+    def of(cls, modality: str, source_key: str, given: EncoderInput) -> "ReadMedia":
+        """Return an item. A client may give one name to items of several sizes: each size is an
+        item of its own, as a prompt has tokens for all embeddings of an item.
+
+        Args:
+            modality: of it.
+            source_key: see `media_key`.
+            given: of it.
+        """
+        return cls(modality, ":".join([source_key, *map(str, given.grid)]), given)
+
 
 @dataclass(frozen=True, slots=True)
 class PlacedMedia:
@@ -190,6 +202,10 @@ class MediaInput:
         overrides = _overrides_of(prompt)
         found = []
         for kind, several in items.items():
+            if several and not self.limits[kind]:
+                raise _refused(
+                    f"this engine takes no {plural(kind)} (limit_mm_per_prompt): leave them out"
+                )
             if len(several) > self.limits[kind]:
                 raise _refused(
                     f"a prompt may have at most {self.limits[kind]} {plural(kind)}, got "
@@ -231,7 +247,7 @@ class MediaInput:
             return found
         salt = cache_salt_of(prompt)
         return [
-            ReadMedia(source.modality, media_key(source, salt), self._job(source))
+            ReadMedia.of(source.modality, media_key(source, salt), self._job(source))
             for source in self.sources(prompt)
         ]
 
@@ -467,7 +483,7 @@ def _overrides_of(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def media_key(source: MediaSource, cache_salt: str | None) -> str:
-    """Return the identity of the embeddings of an item of one model.
+    """Return the identity of an item of one model, whatever its size is.
 
     A name that the client gives (uuid) replaces the content, never the settings.
     """

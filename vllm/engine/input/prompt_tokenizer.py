@@ -36,7 +36,7 @@ class TokenizedPrompt:
     embeddings: tuple[TokenEmbeddings, ...] = ()
     """The embeddings, or None. The tokens are placeholders then."""
     media: PlacedMedia | None = None
-    """Its images, whose tokens are among `token_ids`; None: it has none."""
+    """Its media, whose tokens are among `token_ids`; None: it has none."""
 
     def as_prompt(self) -> TokensPrompt:
         """Return a prompt of these tokens, which has no embeddings."""
@@ -222,7 +222,7 @@ class PromptTokenizer:
 
 
 def _is_given(media: Any) -> bool:
-    """Return whether a value about images says anything."""
+    """Return whether a value about media says anything."""
     return media is not None and not (isinstance(media, Mapping) and not media)
 
 

@@ -25,9 +25,13 @@ def add_encoder_metrics(metrics: MetricSet, totals: SchedulerStats) -> None:
     """Add what the workers have counted."""
     media, runner = totals.media, totals.runner
     for name, help, value in (
-        ("encoder_cache_queries", "Images that requests needed.", media.num_queries),
-        ("encoder_cache_hits", "Images whose embeddings were there.", media.num_hits),
-        ("encoder_items", "Images that were encoded.", runner.num_encoded_items),
+        (
+            "encoder_cache_queries",
+            "Images, sounds and videos that requests needed.",
+            media.num_queries,
+        ),
+        ("encoder_cache_hits", "Items whose embeddings were there.", media.num_hits),
+        ("encoder_items", "Items that were encoded.", runner.num_encoded_items),
         ("encoder_seconds", "Seconds of encoding.", runner.encode_seconds),
     ):
         metrics.counter(f"vllm:{name}", help).value = value
@@ -36,9 +40,9 @@ def add_encoder_metrics(metrics: MetricSet, totals: SchedulerStats) -> None:
 def read_metrics(stats: MediaReadStats, model_name: str) -> MetricSet:
     """Return the metrics of what the server has read."""
     metrics = _labelled(model_name)
-    queries = metrics.counter("vllm:mm_cache_queries", "Images looked up.")
+    queries = metrics.counter("vllm:mm_cache_queries", "Items looked up.")
     queries.value = stats.num_cache_queries
-    hits = metrics.counter("vllm:mm_cache_hits", "Images that had been read before.")
+    hits = metrics.counter("vllm:mm_cache_hits", "Items that had been read before.")
     hits.value = stats.num_cache_hits
     _add_times(metrics, "mm_items", "Items that were read.", stats.read.num_items)
     _add_times(metrics, "mm_read_seconds", "Seconds of reading.", stats.read.seconds)

@@ -149,6 +149,12 @@ class MediaParts:
         """
         for modality, limit in self._limits.items():
             count = sum(part.modality == modality for part in self.parts)
+            if count and not limit:
+                raise RequestError(
+                    f"this server takes no {plural(modality)} (limit_mm_per_prompt): leave them "
+                    f"out",
+                    param="messages",
+                )
             if count > limit:
                 raise RequestError(
                     f"the request has {count} {plural(modality)}, and this server takes at most "

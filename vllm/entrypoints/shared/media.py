@@ -92,8 +92,9 @@ async def fetch_media(
     """
     contents = {} if fetched is None else fetched
     first = {part.source: part for part in reversed(parts) if isinstance(part.source, str)}
+    budget = fetcher.make_budget()
     tasks = {
-        url: asyncio.create_task(fetcher.fetch(url, part.modality, part.where))
+        url: asyncio.create_task(fetcher.fetch(url, part.modality, part.where, budget))
         for url, part in first.items()
         if url not in contents
     }

@@ -31,7 +31,7 @@ def cross_attention_layers(arch: ModelArch) -> tuple[int, ...]:
     key = "cross_attention_layers"
     given = arch.hf_config.get(key)
     given = list(_USUAL_LAYERS) if given is None else given
-    is_list = isinstance(given, list | tuple) and all(type(index) is int for index in given)
+    is_list = isinstance(given, (list, tuple)) and all(type(index) is int for index in given)
     if not is_list or not all(0 <= index < arch.num_layers for index in given):
         raise ConfigError(
             f"{key} in config.json must be a list of indices of the {arch.num_layers} layers, got "

@@ -59,8 +59,8 @@ _MP3_RATES = (44_100, 48_000, 32_000)
 _MP3_DIVISORS = (4, 0, 2, 1)
 """By what these rates are divided, by the bits of the version: 2.5, none, 2 and 1."""
 
-_UNKNOWN = 2**32 - 1
-"""Size of a chunk that a program has written to a pipe."""
+_UNKNOWN = 2**31 - 2**12
+"""Programs that write to a pipe state a size of their own from here on; no file is as large."""
 _OGG_HEADER_BYTES, _OGG_IS_FIRST, _OGG_IS_LAST = 27, 2, 4
 _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
 _LENGTH_MARKS = (b"Xing", b"Info", b"VBRI")
@@ -138,7 +138,7 @@ def _check_wav(data: bytes) -> None:
     at = 12
     while at + 8 <= len(data):
         kind, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
-        if kind == b"data" and size not in (0, _UNKNOWN):
+        if kind == b"data" and 0 < size < _UNKNOWN:
             _check_end(at + 8 + size, data)
             return
         if kind == b"data":

@@ -231,7 +231,9 @@ class _Resampler:
     def _run(self, frame: "AudioFrame | None") -> Iterator[Samples]:
         for each in self._resampler.resample(frame):
             samples = each.to_ndarray().reshape(-1, len(each.layout.channels))
-            yield samples.mean(1, dtype=np.float32)
+            with np.errstate(all="ignore"):  # `checked` refuses what is not finite
+                mean = samples.mean(1, dtype=np.float32)
+            yield mean
 
 
 def _check_rate(rate: int, where: str) -> None:

@@ -19,12 +19,14 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 from vllm.errors import ConfigError
 from vllm.multimodal.fetching.addresses import is_public, normalize_host
 from vllm.multimodal.fetching.base64_text import read_data_url
-from vllm.multimodal.fetching.http_get import HTTPError, Target, get
+from vllm.multimodal.fetching.http_get import Budget, HTTPError, Target, get
 from vllm.multimodal.fetching.local_file import local_path, read_below
 from vllm.multimodal.interface.media_times import MediaTimes
 from vllm.multimodal.interface.source import refuse
 
 MAX_BYTES = 256 * 2**20
+MAX_REQUEST_BYTES = 2 * MAX_BYTES
+"""Limit of all files of one request together."""
 MAX_REDIRECTS = 5
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
@@ -79,20 +81,27 @@ class MediaFetcher:
         self._resolve = resolve or self._look_up
         self.times = MediaTimes()
 
-    async def fetch(self, url: str, modality: str, where: str) -> bytes:
+    def make_budget(self) -> Budget:
+        """Return the limit of all fetches of one request."""
+        return Budget(MAX_REQUEST_BYTES)
+
+    async def fetch(
+        self, url: str, modality: str, where: str, budget: Budget | None = None
+    ) -> bytes:
         """Return the content of a URL.
 
         Args:
             url: http:, https:, data: or file:.
             modality: "image", "audio" or "video", for the time limit.
             where: name of the item in error messages.
+            budget: of the request; None: one of its own. The content of data: URLs does not count.
 
         Raises:
             RequestError: it is not allowed, cannot be fetched in time, or is too large.
         """
         began = time.monotonic()
         try:
-            return await self._fetch(url.strip(), modality, where)
+            return await self._fetch(url.strip(), modality, where, budget or self.make_budget())
         finally:
             self.times.add(modality, time.monotonic() - began)
 
@@ -107,7 +116,7 @@ class MediaFetcher:
         """Resolve no more names."""
         self._lookups.shutdown(wait=False, cancel_futures=True)
 
-    async def _fetch(self, url: str, modality: str, where: str) -> bytes:
+    async def _fetch(self, url: str, modality: str, where: str, budget: Budget) -> bytes:
         shown = show_url(url)
         scheme = url[: max(0, url.find(":"))].lower()  # a data: URL may be long: no copy of it
         if scheme == "data":
@@ -115,9 +124,12 @@ class MediaFetcher:
         timeout_s = self._timeout_s[modality]
         try:
             if scheme == "file":
-                return await asyncio.wait_for(asyncio.to_thread(self._read_file, url), timeout_s)
+                reading = asyncio.to_thread(self._read_file, url)
+                data = await asyncio.wait_for(reading, timeout_s)
+                budget.take(len(data))
+                return data
             if scheme in ("http", "https"):
-                return await asyncio.wait_for(self._follow(url), timeout_s)
+                return await asyncio.wait_for(self._follow(url, budget), timeout_s)
         except asyncio.TimeoutError:
             reason = f"it took longer than {timeout_s:g} s, the limit"
         except (HTTPError, OSError, ValueError) as error:
@@ -139,12 +151,12 @@ class MediaFetcher:
             )
         return read_below(self._folder, local_path(urlsplit(url)), self._max_bytes)
 
-    async def _follow(self, url: str) -> bytes:
+    async def _follow(self, url: str, budget: Budget) -> bytes:
         """Get a URL and what its redirects lead to."""
         for _ in range(self._max_redirects + 1):
             target = _parse(url)
             addresses = await self._checked_addresses(target)
-            answer = await get(target, addresses, self._max_bytes)
+            answer = await get(target, addresses, self._max_bytes, budget)
             if answer.status == 200:
                 return bytes(answer.body)
             location = answer.headers.get("location")

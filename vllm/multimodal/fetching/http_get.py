@@ -127,13 +127,38 @@ class Answer:
         return not {"content-length", "transfer-encoding"} & self.headers.keys()
 
 
-async def get(target: Target, addresses: Sequence[str], max_bytes: int) -> Answer:
+class Budget:
+    """Limit of all content that is fetched for one request.
+
+    Args:
+        max_bytes: of all answers together, those that arrive included.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = self._num_left = max_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Count content.
+
+        Raises:
+            HTTPError: it is more than the limit.
+        """
+        self._num_left -= num_bytes
+        if self._num_left < 0:
+            raise HTTPError(
+                f"the media that a request names by URLs must have at most {self._max_bytes} bytes "
+                f"together, and have more"
+            )
+
+
+async def get(target: Target, addresses: Sequence[str], max_bytes: int, budget: Budget) -> Answer:
     """Send a GET request and read the answer, its content only for the status 200.
 
     Args:
         target: whose name is sent as `Host`, and for TLS checked against the certificate.
         addresses: of the host; the next one is tried where no connection can be made.
         max_bytes: limit of the content.
+        budget: of the request; the answer is counted.
 
     Raises:
         HTTPError: the answer is malformed, compressed, incomplete or too large.
@@ -143,7 +168,7 @@ async def get(target: Target, addresses: Sequence[str], max_bytes: int) -> Answe
     try:
         writer.write(target.request())
         await writer.drain()
-        return await _read_answer(reader, max_bytes)
+        return await _read_answer(reader, max_bytes, budget)
     finally:
         writer.transport.abort()  # closing in good order would wait for the other end
 
@@ -167,23 +192,27 @@ async def _connect(
     return await connect(last)
 
 
-async def _read_answer(reader: asyncio.StreamReader, max_bytes: int) -> Answer:
+async def _read_answer(reader: asyncio.StreamReader, max_bytes: int, budget: Budget) -> Answer:
     answer = Answer()
     try:
-        await _read_into(answer, reader, max_bytes)
+        await _read_into(answer, reader, max_bytes, budget)
     finally:
         answer.close()
     return answer
 
 
-async def _read_into(answer: Answer, reader: asyncio.StreamReader, max_bytes: int) -> None:
+async def _read_into(
+    answer: Answer, reader: asyncio.StreamReader, max_bytes: int, budget: Budget
+) -> None:
     num_head_bytes = 0
     while not answer.is_complete:
         if not (data := await reader.read(_READ_BYTES)):
             if answer.status and answer.ends_with_connection:
                 return
             raise HTTPError("the connection ended before the answer was complete")
+        num_known = len(answer.body)
         answer.feed(data)
+        budget.take(len(answer.body) - num_known)
         if not answer.status:
             num_head_bytes += len(data)
             if num_head_bytes > _MAX_HEAD_BYTES:

@@ -16,7 +16,7 @@ from vllm.messages import IntArray, OutputRules
 from vllm.sample.restrictions.masks import WORD_BITS, TokenMasks, num_words
 
 NO_TIMES = int(np.iinfo(np.int32).max)
-"""In place of the first token of time stamps: there are no rules for them."""
+"""Says, instead of the first token of time stamps, that there are no rules for them."""
 
 
 class RowRules:
@@ -106,7 +106,7 @@ class LogitRules:
     """Tokens that may come."""
     first_times: Tensor | None = None
     """[m] int32 on the device, the first token of time stamps of each row; NO_TIMES: the row has no
-    rules for them. Where all of them together are likelier than every other token, one comes.
+    rules for them. A time stamp comes if all of them together are likelier than each other token.
     None: no row has."""
 
     def apply(self, logits: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ def memory_file(name: str) -> int:
     """
     if not hasattr(os, "memfd_create"):
         raise ConfigError(
-            "tensor_parallel_size and pipeline_parallel_size above 1, and images in requests, need "
+            "tensor_parallel_size and pipeline_parallel_size above 1, and media in requests, need "
             "Linux (memfd_create). Leave them out here"
         )
     return os.memfd_create(name)

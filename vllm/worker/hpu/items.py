@@ -16,13 +16,11 @@ from vllm.logger import init_logger
 from vllm.messages import IntArray, MediaItem
 from vllm.model_executor.layers.cross_attention import CrossAttention, cross_attention_layers
 from vllm.model_executor.models.interface import LayeredModel
-from vllm.multimodal.interface.family import MediaFamily
-from vllm.multimodal.job import family_of_model
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.hpu.encoder import CardEncoder
 from vllm.worker.hpu.launches.host_buffers import HostBuffers
 from vllm.worker.parts.encoded_media import EncodedMedia
-from vllm.worker.parts.item_rows import ItemPool, KeptItems
+from vllm.worker.parts.item_rows import ItemPool, KeptItems, most_items
 from vllm.worker.parts.memory_use import MemoryUse, items_use
 
 logger = init_logger(__name__)
@@ -123,7 +121,7 @@ class DeviceItems(KeptItems):
         self._bridge.mark_step()
 
     def memory_uses(self) -> list[MemoryUse]:
-        return [items_use(self.table.nbytes)]
+        return [items_use(self.table.nbytes, "table of images and sounds")]
 
 
 def card_items(
@@ -140,17 +138,17 @@ def card_items(
     Raises:
         ConfigError: prompts are to be merged.
     """
-    layers, family = cross_attention_layers(model), family_of_model(config)
-    if encoder is None or not layers or family is None or model.media_encoder is None:
+    layers = cross_attention_layers(model)
+    if encoder is None or not layers or model.media_encoder is None:
         return None
     if config.hpu.merged_prefill:
         raise ConfigError(
-            "VLLM_MERGED_PREFILL=1 does not go together with layers that read images or sounds by "
+            "VLLM_MERGED_PREFILL=1 cannot be used with layers that read images or sounds by "
             "cross-attention. Set VLLM_MERGED_PREFILL=0"
         )
     pool = CardItemPool(layers, bridge)
     media = EncodedMedia(encoder, layers[0].state_size, pool)
-    num_items = _most_items(config, family)
+    num_items = most_items(config)
     num_slots = round_up(num_items * model.media_encoder.max_states, _MULTIPLE)
     logger.info(
         "Cross-attention reads %d slots for each request on a card, which is room for %d %s "
@@ -158,10 +156,3 @@ def card_items(
         *(num_slots, num_items, encoder.reads),
     )
     return DeviceItems(media, pool, config.scheduler.max_num_seqs, num_slots, bridge)
-
-
-def _most_items(config: VllmConfig, family: MediaFamily) -> int:
-    """Return how many items a request may have."""
-    if family.required is not None:
-        return 1
-    return sum(config.multimodal.counts[modality] for modality in family.modalities)

@@ -211,7 +211,7 @@ class EncodedMedia:
         return self._kept.get(item.key)
 
     def count(self, stats: RunnerStats) -> RunnerStats:
-        """Return counters of the runner with those of the encoder."""
+        """Return counters of the runner with what the encoder has counted."""
         return msgspec.structs.replace(
             stats, num_encoded_items=self.num_encoded, encode_seconds=self.encode_seconds
         )

@@ -32,6 +32,7 @@ from vllm.model_executor.layers.cross_attention import (
 )
 from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.model_executor.models.interface import LayeredModel
+from vllm.multimodal.job import family_of_model
 from vllm.ops.item_slots import ItemSlots
 from vllm.platforms.interface import Platform
 from vllm.worker.batch.launch import Launch
@@ -95,7 +96,7 @@ class ItemPool:
         """
         found = np.flatnonzero(self._is_free)[: len(states)].astype(np.int32)
         if len(found) < len(states):
-            raise ValueError(f"{len(states)} hidden states need slots, and {len(found)} are free")
+            raise ValueError(f"an item needs {len(states)} slots, and {len(found)} are free")
         self._write(states, found)
         self._is_free[found] = False
         self._slots[key] = torch.from_numpy(found)
@@ -262,6 +263,15 @@ def item_rows(model: LayeredModel, num_rows: int) -> ItemRows | None:
     return ItemRows(media, pool, num_rows)
 
 
+def most_items(config: VllmConfig) -> int:
+    """Return how many items a request may have, of a model that reads some."""
+    family = family_of_model(config)
+    assert family is not None, "the model reads text only"
+    if family.required is not None:
+        return 1
+    return sum(config.multimodal.counts[modality] for modality in family.modalities)
+
+
 def count_item_states(
     config: VllmConfig, model: nn.Module, free_bytes: int
 ) -> tuple[int, int] | None:
@@ -287,6 +297,6 @@ def count_item_states(
             f"more ranks (--tensor-parallel-size), or a smaller model"
         )
     # One request may have several items, even where few requests run at a time.
-    most = max(config.scheduler.max_num_seqs, *config.multimodal.counts.values()) * largest
+    most = max(config.scheduler.max_num_seqs, most_items(config)) * largest
     count = min(most, max(largest, free_bytes // _SHARE // each))
     return count, count * each

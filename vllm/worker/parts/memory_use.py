@@ -116,9 +116,9 @@ def embeddings_use(config: VllmConfig, num_bytes: int) -> MemoryUse:
     return MemoryUse("embeddings of prompts", num_bytes, fix, setting)
 
 
-def items_use(num_bytes: int) -> MemoryUse:
+def items_use(num_bytes: int, what: str = "keys and values of images and sounds") -> MemoryUse:
     """Return the use of what cross-attention layers read."""
-    return MemoryUse("keys and values of images and sounds", num_bytes, "lower --max-num-seqs")
+    return MemoryUse(what, num_bytes, "lower --max-num-seqs")
 
 
 def launches_use(config: VllmConfig, num_bytes: int) -> MemoryUse:

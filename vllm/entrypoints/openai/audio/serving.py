@@ -118,7 +118,8 @@ async def _prepare(
     response_id = f"trsc-{request_id_of(request, random_id())}"
     headers = trace_headers_of(request)
     make = partial(Recording, context, rules, body, task, samples, response_id, headers)
-    recording = await off_loop.run(make)  # it reads all samples
+    # It reads all samples, of which a small file may have many.
+    recording = await off_loop.run(make, is_large=True)
     await recording.prepare()
     return recording
 
