@@ -229,7 +229,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_stage_has_the_weights_of_its_layers_alone(folder, monkeypatch):
-    llm = in_stages(monkeypatch, folder, pipeline_parallel_size=3, **ENGINE)
+    llm = in_stages(monkeypatch, folder, pipeline_parallel_size=3, **ENGINE | {"dtype": "float16"})
     names = [
         {name.partition(".layers.")[2][:1] or name for name, _ in worker.model.named_parameters()}
         for worker in executor_of(llm).workers

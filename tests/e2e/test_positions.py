@@ -20,7 +20,6 @@ from tests.tiny_models import VOCAB_SIZE, make_tiny_model, spelled
 from vllm import LLM, SamplingParams
 from vllm.engine.input.token_positions import with_positions
 from vllm.errors import RequestError
-from vllm.model_executor.quantization.cpu_packed import CPUPacked
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.operators.decode_step import FusedDecodeStep
 from vllm.worker.cpu import speculator_runner
@@ -228,13 +227,6 @@ def test_positions_matter(wanted):
         assert references[10].token_ids != references[11].token_ids
 
 
-@pytest.fixture
-def packed(monkeypatch):
-    """Let models of float32 run in one call, as models of bfloat16 always do."""
-    if load_cpu_kernels() is not None:
-        monkeypatch.setattr(CPUWorker, "_dense_format", lambda _: CPUPacked())
-
-
 CPU_SETTINGS = {
     "whole prompts": {},
     "chunks, preemption": TINY_CACHE,
@@ -245,7 +237,7 @@ CPU_SETTINGS = {
 
 @pytest.mark.parametrize("num_positions", SECTIONS)
 @pytest.mark.parametrize("setting", CPU_SETTINGS)
-def test_tokens_equal_transformers(setting, num_positions, folders, wanted, packed, monkeypatch):
+def test_tokens_equal_transformers(setting, num_positions, folders, wanted, monkeypatch):
     in_one_call: list[bool] = []
     step = FusedDecodeStep.run
 
@@ -277,13 +269,14 @@ def test_logprobs_equal_transformers(folders, wanted):
             )
 
 
-def test_modules_give_the_same(folders, wanted):
+def test_modules_give_the_same(folders, wanted, monkeypatch):
+    monkeypatch.setattr(CPUWorker, "_dense_format", lambda _: None)
     llm = LLM(str(folders[3]), **ENGINE | CHUNKS)
     check(llm, 3, wanted)
     assert program_of(runner_of(llm)) is None
 
 
-def test_stages_give_the_same(folders, wanted, packed, monkeypatch):
+def test_stages_give_the_same(folders, wanted, monkeypatch):
     llm = in_stages(monkeypatch, str(folders[3]), pipeline_parallel_size=2, **ENGINE | TINY_CACHE)
     check(llm, 3, wanted)
     executor_of(llm).shutdown()
@@ -295,7 +288,7 @@ def with_drafts(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("more", [{}, TINY_CACHE], ids=["plenty", "crowded"])
-def test_drafts_at_the_same_positions_are_right(more, folders, wanted, packed):
+def test_drafts_at_the_same_positions_are_right(more, folders, wanted):
     llm = LLM(str(folders[3]), **with_drafts(folders[3], **more))
     check(llm, 3, wanted)
     stats = stats_of(llm).drafts
