@@ -264,8 +264,8 @@ packed, x = PackedWeight.quantize(torch.ones(8, 40000), INT8), torch.ones(1024, 
 experts = PackedExperts.pack(torch.ones(2, 80000, 8), torch.ones(2, 8, 40000), INT8)
 choices = torch.ones(1024, 8), torch.zeros(1024, 1, dtype=torch.int64), torch.ones(1024, 1)
 hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 for call in (lambda: packed.linear(x), lambda: experts.forward(*choices)):
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, hard))
     try:
         call()

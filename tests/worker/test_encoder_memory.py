@@ -43,7 +43,7 @@ def test_the_peak_is_that_of_a_real_forward_pass(family, tmp_path):
     with torch.inference_mode(), PeakBytes() as real:
         encoder.run(**given)
     of_real = real.peak + sum(each.nbytes for each in given.values())
-    assert found == pytest.approx(of_real, rel=0.05)
+    assert found == pytest.approx(of_real, rel=0.1)
 
 
 def test_an_item_has_room_in_a_prompt_and_a_step_encodes_several(tmp_path):
