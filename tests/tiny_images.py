@@ -329,6 +329,8 @@ def make_tiny_images(family: str, folder: Path, *, seed: int = 0, **text: Any) -
     }
     if is_version_4() and family.startswith("glm4v"):
         pytest.skip("this transformers spells rotations of parts of heads in another way")
+    if not hasattr(transformers, made.architecture):
+        pytest.skip(f"this transformers has no {made.architecture}")
     model_class = getattr(transformers, made.architecture)
     config = model_class.config_class(
         text_config=spelled({**TEXT, **made.text, "vocab_size": vocab_size, **text}),

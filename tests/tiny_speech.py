@@ -4,6 +4,7 @@ their outputs by transformers."""
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from transformers.generation import logits_process
 
 from tests.multimodal.sound_models import SETTINGS
 from tests.tiny_models import randomize
+from vllm.transformers_utils.transformers_version import is_version_4
 
 SPECIAL = (
     *("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>"),
@@ -26,12 +28,18 @@ TRANSCRIBE = "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"
 WITH_TIMES = "<|startoftranscript|><|en|><|transcribe|>"
 
 
-def _make_tokenizer() -> transformers.WhisperTokenizer:
+def _make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """Return a tokenizer of bytes with the special tokens of Whisper."""
-    vocabulary = [*sorted(pre_tokenizers.ByteLevel.alphabet()), SPECIAL[0]]
-    tokenizer = transformers.WhisperTokenizer(
-        vocab={token: index for index, token in enumerate(vocabulary)}, merges=[]
-    )
+    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), SPECIAL[0]]
+    vocabulary = {token: index for index, token in enumerate(names)}
+    if is_version_4():
+        with TemporaryDirectory() as folder:
+            files = Path(folder, "vocab.json"), Path(folder, "merges.txt")
+            files[0].write_text(json.dumps(vocabulary))
+            files[1].write_text("#version: 0.2\n")
+            tokenizer = transformers.WhisperTokenizerFast(*map(str, files))
+    else:
+        tokenizer = transformers.WhisperTokenizer(vocab=vocabulary, merges=[])
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL[1:])})
     tokenizer.add_tokens([f"<|{step * 0.02:.2f}|>" for step in range(NUM_TIMES)])
     tokenizer.set_prefix_tokens(language="english", task="transcribe")

@@ -61,7 +61,7 @@ def make_random_model(folder: Path) -> str:
     """Write a Whisper with random weights and a tokenizer of bytes."""
     import torch
     import transformers
-    from tokenizers import pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     end, *others = (
         *("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|translate|>", "<|transcribe|>"),
@@ -69,7 +69,12 @@ def make_random_model(folder: Path) -> str:
     )
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), end]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = transformers.WhisperTokenizer(vocab=vocabulary, merges=[])
+    model = Tokenizer(models.BPE(vocabulary, []))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model, bos_token=end, eos_token=end, unk_token=end
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": others})
     tokenizer.add_tokens([f"<|{step * 0.02:.2f}|>" for step in range(1501)])
     tokenizer.save_pretrained(folder)

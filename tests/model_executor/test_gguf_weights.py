@@ -37,6 +37,7 @@ from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.native.operators import NativeOps
 from vllm.transformers_utils.gguf.folder import unpack
 from vllm.transformers_utils.gguf.header import BLOCK_TYPES
+from vllm.transformers_utils.transformers_version import is_version_4
 
 gguf = pytest.importorskip("gguf")
 
@@ -227,6 +228,8 @@ SELDOM = {
     [pytest.param(f, marks=pytest.mark.exhaustive) if f in SELDOM else f for f in MODELS],
 )
 def test_logits_are_those_of_transformers(written, family):
+    if is_version_4() and family in ("gpt_oss", "phi3_short"):
+        pytest.skip("this transformers does not read rope_parameters, which version 5 has")
     kind, overrides = MODELS[family]
     folder, input_ids = written(family, kind, **overrides), prompt_of(100)
     want = reference_logits(folder / "dense", input_ids)

@@ -21,6 +21,7 @@ from vllm.errors import ConfigError
 from vllm.model_executor.loader.model_loader import build_model
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.transformers_utils.hf_config import complete_hf_config, read_hf_config
+from vllm.transformers_utils.transformers_version import is_version_4
 
 HOSTILE: tuple[Any, ...] = (
     *("x", -1, 2**40, 1.5, True, float("inf")),
@@ -54,8 +55,14 @@ PUBLISHED = published()
 
 
 def completed(config: dict[str, Any], folder: Any) -> dict[str, Any]:
+    """Return a config with defaults; skip the test if transformers 4 does not know the family."""
     (folder / "config.json").write_text(json.dumps(config))
-    return complete_hf_config(read_hf_config(folder, {}), folder, trust_remote_code=False)
+    try:
+        return complete_hf_config(read_hf_config(folder, {}), folder, trust_remote_code=False)
+    except ConfigError as error:
+        if is_version_4() and ("not support it" in str(error) or "own code" in str(error)):
+            pytest.skip(str(error))
+        raise
 
 
 def build(config: dict[str, Any], architecture: str) -> None:

@@ -9,6 +9,7 @@ from tests.multimodal.sound_models import QWEN2_AUDIO, SETTINGS, VOXTRAL, make_s
 from tests.multimodal.tiled_models import LLAMA, TEXT, make_encoder, make_model
 from vllm.errors import ConfigError, RequestError
 from vllm.multimodal.families import qwen2_audio, voxtral
+from vllm.transformers_utils.transformers_version import is_version_4
 
 PIECE = 32000
 LENGTHS = [321, 800, 1600, 16000, 16161, PIECE - 100, PIECE]
@@ -40,7 +41,8 @@ def embeddings_of_qwen2(model, sound):
     num_tokens = (((num_frames - 1) // 2 + 1) - 2) // 2 + 1
     token = model.config.audio_token_id = 5
     seen = []
-    hook = model.model.language_model.register_forward_pre_hook(
+    inner = model if is_version_4() else model.model
+    hook = inner.language_model.register_forward_pre_hook(
         lambda module, args, given: seen.append(given["inputs_embeds"]), with_kwargs=True
     )
     ids = torch.tensor([[1, *[token] * num_tokens, 2, token][: 2 + num_tokens]])
@@ -65,7 +67,8 @@ def embeddings_of_voxtral(model, sound):
         return_tensors="pt",
     )["input_features"]
     pieces = found.reshape(found.shape[1], -1, 200).transpose(0, 1)
-    return model.get_audio_features(pieces).pooler_output
+    found = model.get_audio_features(pieces)
+    return found if is_version_4() else found.pooler_output
 
 
 FAMILIES = {

@@ -86,6 +86,7 @@ def mllama(**vision):
             "cross_attention_layers": [1],
             "bos_token_id": 1,
             "eos_token_id": 2,
+            **({"rope_scaling": {"rope_type": "default"}} if is_version_4() else {}),
         },
         image_token_index=TEXT["vocab_size"],
     )

@@ -334,6 +334,8 @@ def test_defaults_of_towers_are_those_of_transformers():
     from transformers import AutoConfig
 
     for kind in KINDS:
+        if is_version_4() and kind == "mllama_vision_model":
+            continue  # it has no config of its own there
         want = AutoConfig.for_model(kind)
         for field, value in asdict(read_tower_config({}, (kind,))).items():
             theirs = getattr(want, field) if hasattr(want, field) else want.norm_eps

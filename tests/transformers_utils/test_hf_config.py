@@ -185,6 +185,16 @@ def test_overrides_replace_values(tmp_path):
     assert config["max_position_embeddings"] == 4096
 
 
+def test_defaults_of_rotations_do_not_replace_those_of_the_file(tmp_path):
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    rope |= {"rope_theta": 3.0, "truncate": False}
+    content = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}
+    content |= {"max_position_embeddings": 512, "rope_parameters": rope}
+    found = ModelArch.from_hf(load(write(tmp_path, content))).rope
+    assert (found.theta, found.scaling["factor"]) == (3.0, 4.0)
+    assert found.scaling["original_max_position_embeddings"] == 128
+
+
 @pytest.mark.parametrize("spelling", ["rope_theta", "rope_parameters"])
 def test_rope_overrides_reach_both_spellings_of_the_file(tmp_path, spelling):
     content = {k: v for k, v in CONFIG.items() if k != "rope_theta"}

@@ -154,6 +154,18 @@ def _settings(tokenizer) -> dict:
     return {name: getattr(tokenizer, name) for name in (*names, "eos_token_id", "vocab_size")}
 
 
+def test_a_folder_that_transformers_5_has_written_is_read_by_every_release(tmp_path):
+    _byte_level().save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["<image>", "<a>"]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    for model_type in ("llama", "unknown"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        tokenizer = get_tokenizer(str(tmp_path))
+        assert {"<image>", "<a>"} <= set(tokenizer.all_special_tokens)
+        ids = tokenizer("x<image>", add_special_tokens=False)["input_ids"]
+        assert ids[-1] == tokenizer.convert_tokens_to_ids("<image>")
+
+
 def test_the_table_is_that_of_the_installed_transformers():
     auto = pytest.importorskip("transformers.models.auto.tokenization_auto")
     if not hasattr(auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS"):

@@ -142,7 +142,8 @@ def complete_hf_config(
             )
             return {**config_class.from_dict(dict(raw)).to_dict(), **raw}
         if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
-            return dict(CONFIG_MAPPING[model_type].from_dict(dict(raw)).to_dict())
+            completed = CONFIG_MAPPING[model_type].from_dict(dict(raw)).to_dict()
+            return _without_default_ropes(completed, raw)
         if family.config_class is not None:
             completed = CONFIG_MAPPING[family.config_class].from_dict(dict(raw)).to_dict()
             given = {name: value for name, value in completed.items() if name not in _POSITIONS}
@@ -155,6 +156,20 @@ def complete_hf_config(
         else f"transformers {__version__} does not support it; a newer version may"
     )
     raise ConfigError(f"model_type {model_type!r} of '{folder}': {fix}")
+
+
+def _without_default_ropes(
+    completed: Mapping[str, Any], raw: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a completed config without default rotations where config.json has its own.
+
+    transformers 4 does not know `rope_parameters`, and adds its usual keys for the same values:
+    GPT-OSS would get the factor 32 of the published models, whatever the file says.
+    """
+    if "rope_parameters" not in raw:
+        return dict(completed)
+    added = {"rope_scaling", "rope_theta", "rope_local_base_freq"} - raw.keys()
+    return {name: value for name, value in completed.items() if name not in added}
 
 
 def _config_of_decoder(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:

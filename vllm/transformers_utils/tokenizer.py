@@ -9,7 +9,10 @@ from vllm.errors import ConfigError
 from vllm.transformers_utils.gguf.folder import WITHOUT_TOKENIZER
 from vllm.transformers_utils.processor_template import processor_template
 from vllm.transformers_utils.tekken import TEKKEN, load_tekken
-from vllm.transformers_utils.tokenizer_class import tokenizer_class
+from vllm.transformers_utils.tokenizer_class import (
+    special_tokens_of_version_5,
+    tokenizer_class,
+)
 from vllm.utils.files.json_file import read_json_object
 from vllm.utils.imports import without_collections
 
@@ -73,7 +76,9 @@ def get_tokenizer(
             return load_tekken(folder)
         chosen = None if tokenizer_mode == "slow" or kwargs else tokenizer_class(folder)
         if chosen is not None:
-            tokenizer = chosen.from_pretrained(tokenizer_name)
+            tokenizer = chosen.from_pretrained(
+                tokenizer_name, **special_tokens_of_version_5(folder)
+            )
         else:
             from transformers import AutoTokenizer
 
@@ -83,7 +88,7 @@ def get_tokenizer(
                 trust_remote_code=trust_remote_code,
                 revision=revision,
                 cache_dir=download_dir,
-                **kwargs,
+                **{**special_tokens_of_version_5(folder), **kwargs},
             )
     except ConfigError:
         raise

@@ -7,7 +7,7 @@ choice for the families of the registry; for anything else it is None, and `Auto
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.config.families import family_of
 from vllm.transformers_utils.transformers_version import is_version_4
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 _GENERIC = "PreTrainedTokenizerFast"
 """The class that takes everything from tokenizer.json; transformers 5 has this name for it, too."""
+_NAMES_OF_VERSION_5 = ("TokenizersBackend", "PythonBackend")
 _NAMES_OF_GENERIC = {
-    *(_GENERIC, "TokenizersBackend", "PreTrainedTokenizer", "PythonBackend"),
+    *(_GENERIC, "PreTrainedTokenizer", *_NAMES_OF_VERSION_5),
     *("BloomTokenizer", "BloomTokenizerFast"),
 }
 
@@ -42,10 +43,29 @@ def tokenizer_class(folder: Path) -> "type[PreTrainedTokenizerFast] | None":
 
     model_type = config.get("model_type")
     if is_version_4():
-        choice: str | None = named.removesuffix("Fast") + "Fast"  # whatever the model type
+        # Whatever the model type; transformers 5 writes names that version 4 does not have.
+        choice: str | None = (
+            _GENERIC if named in _NAMES_OF_VERSION_5 else named.removesuffix("Fast") + "Fast"
+        )
     else:
         choice = _chosen_by_version_5(named, model_type, folder)
     return None if choice is None else getattr(transformers, choice, None)
+
+
+def special_tokens_of_version_5(folder: Path) -> dict[str, Any]:
+    """Return arguments with which transformers 4 reads the special tokens of a folder that version
+    5 has written: a list, where version 4 expects names. Empty: it reads the folder as it is.
+
+    Raises:
+        ConfigError: tokenizer_config.json is not a JSON object.
+    """
+    path = folder / "tokenizer_config.json"
+    if not is_version_4() or not path.is_file():
+        return {}
+    tokens = read_json_object(path).get("extra_special_tokens")
+    if not isinstance(tokens, list):
+        return {}
+    return {"additional_special_tokens": tokens, "extra_special_tokens": {}}
 
 
 def _chosen_by_version_5(named: str, model_type: object, folder: Path) -> str | None:

@@ -171,6 +171,21 @@ _LLAMAS = (
         module="mllama",
         architectures=("MllamaForCausalLM",),
         num_unsampled_tokens=8,
+        config_class="llama",  # transformers 4 has none for the language model
+        own_defaults={
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072,
+            "rope_theta": 500000.0,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "pad_token_id": 128004,
+        },
         tokenizer="",
     ),
     Family(
