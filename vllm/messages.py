@@ -239,7 +239,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: AdapterRef | None = None
     """`cache_extra_keys` has its key, too."""
     output_rules: OutputRules | None = None
-    """Of the model; None: it has none, or the request says itself which tokens are allowed."""
+    """Rules of the model; None: it has none, or the request limits its tokens itself."""
 
     @property
     def known_prompt_token_ids(self) -> list[int] | None:

@@ -79,7 +79,7 @@ class RaggedItems:
     num_tokens: int
     """T."""
     runs: tuple[SeenRun, ...]
-    """In the order of their tokens. The other tokens see nothing."""
+    """Runs of tokens that see items, in order. The other tokens see none."""
 
     def attend_to_items(self, layer: ReadsItems, query: Tensor) -> Tensor:
         assert layer.item_keys is not None and layer.item_values is not None

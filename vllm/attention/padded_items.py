@@ -14,7 +14,7 @@ from vllm.attention.backends.sdpa import SDPAKernel, naive_sdpa
 from vllm.attention.cross import ReadsItems
 
 NUM_FIELDS = 3
-"""Of a slot in a table: the slot, the index of the first token that sees it, and the index after
+"""Fields of a slot in a table: the slot, the first token that sees it, and the index after
 the last one."""
 
 

@@ -38,7 +38,7 @@ def fuse(
     Args:
         model: to run.
         inner_layers: whose inputs a launch returns, too; see `CausalLM.forward_and_inputs`.
-        reads_items: for launches whose tokens see items by cross-attention.
+        reads_items: for forward passes whose tokens see items by cross-attention.
 
     Returns:
         None when modules have to run it. Otherwise results have the same bits as those of

@@ -20,7 +20,7 @@ _FINGERPRINT_COLUMNS = 1024
 
 def model_storages(model: nn.Module) -> list[Tensor]:
     """Everything that a model reads but its KV caches and their scales, pools of items, and a
-    speculator besides what its target has: each storage once, as its bytes.
+    speculator in addition to what its target has: each storage once, as its bytes.
 
     Besides parameters and buffers there are tensors in objects that modules hold, such as packed
     weights. The order depends on how the model was built alone, so that two models of one config
@@ -39,7 +39,7 @@ def model_storages(model: nn.Module) -> list[Tensor]:
 
 def model_tensors(model: nn.Module) -> list[Tensor]:
     """Every tensor that a model reads but its KV caches and pools of items, and a speculator
-    besides what its target has, each once, in an order as above. Several may be views of one
+    in addition to what its target has, each once, in an order as above. Several may be views of one
     storage."""
     found = {id(tensor): tensor for tensor in _tensors(model, set())}
     if isinstance(model, Speculator):

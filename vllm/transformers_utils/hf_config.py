@@ -158,9 +158,7 @@ def complete_hf_config(
     raise ConfigError(f"model_type {model_type!r} of '{folder}': {fix}")
 
 
-def _without_default_ropes(
-    completed: Mapping[str, Any], raw: Mapping[str, Any]
-) -> dict[str, Any]:
+def _without_default_ropes(completed: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a completed config without default rotations where config.json has its own.
 
     transformers 4 does not know `rope_parameters`, and adds its usual keys for the same values:

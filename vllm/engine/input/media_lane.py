@@ -103,7 +103,7 @@ class MediaLane:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="media-keys")
         self._reading: dict[str, asyncio.Task[EncoderInput]] = {}
         self._files: WeakValueDictionary[str, MediaFile] = WeakValueDictionary()
-        """By key of the item, while requests with it run."""
+        """Key of an item -> its file, while requests with the item run."""
         self.cache = PixelCache(0)
         self._times = MediaTimes()
 

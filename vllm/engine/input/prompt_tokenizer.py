@@ -70,7 +70,7 @@ class PromptTokenizer:
         self.adds_special_tokens = not family_of_architecture(
             arch.architecture
         ).has_complete_prompts
-        """Of prompts that do not say it."""
+        """Used for prompts that do not give a value."""
         self._max_model_len = config.scheduler.max_model_len
         self._length_bound: TextLengthBound | None = None
         self._config_end_tokens = _as_ids(config.model.resolved_arch.hf_config.get("eos_token_id"))

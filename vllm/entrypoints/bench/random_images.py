@@ -37,7 +37,7 @@ class RandomImageArgs:
     """Numbers are drawn evenly from `(1 - range_ratio) * num_items` to `(1 + range_ratio) *
     num_items`."""
     max_items: int = _DEFAULT_LIMIT
-    """Of a request."""
+    """Maximum number of images of a request."""
     sizes: Mapping[tuple[int, int], float] = field(default_factory=lambda: _DEFAULT_SIZES)
     """(height, width) in pixels -> weight."""
 
@@ -107,7 +107,7 @@ def add_image_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="X",
-        help="numbers of pictures differ by up to this fraction from the given number (default: 0)",
+        help="counts of pictures differ by up to this fraction from the given count (default: 0)",
     )
     add(
         _LIMIT,

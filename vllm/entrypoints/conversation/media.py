@@ -83,7 +83,7 @@ class MediaRules:
     """Limits of a model for the media of a conversation, and their texts."""
 
     texts: Mapping[str, MediaText]
-    """By modality that the model reads."""
+    """Modality that the model reads -> its text."""
     limits: Mapping[str, int]
     """Items that a conversation may have, by modality."""
     is_local: bool = False

@@ -41,7 +41,7 @@ class MediaMarks:
         }
         """Placeholders that the client has written -> how they are protected."""
         self._modalities: dict[int, str] = {}
-        """By index of the item."""
+        """Index of an item -> its modality."""
 
     def with_texts(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages, in which the parts with media have a text."""

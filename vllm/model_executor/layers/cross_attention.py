@@ -63,7 +63,7 @@ class CrossAttention(nn.Module, ReadsContext):
         self.head_size = head_size
         replicas = max(1, tp.size // num_kv_heads)
         self.num_kv_heads = divide(num_kv_heads * replicas, tp.size)
-        """Of this rank."""
+        """Heads of keys and values on this rank."""
         q_size, kv_size = num_heads * head_size, num_kv_heads * head_size
         self.state_size = hidden_size if state_size is None else state_size
         of_states = (self.state_size, {"": kv_size}, tp, {"": replicas})

@@ -57,7 +57,7 @@ _MP3_KBITS_2 = (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0)
 """Rates of MPEG 1, and of MPEG 2 and 2.5, by the index in the header of a frame. 0: not known."""
 _MP3_RATES = (44_100, 48_000, 32_000)
 _MP3_DIVISORS = (4, 0, 2, 1)
-"""By what these rates are divided, by the bits of the version: 2.5, none, 2 and 1."""
+"""Divisor of these rates for each value of the version bits: 2.5, none, 2 and 1."""
 
 _UNKNOWN = 2**31 - 2**12
 """Programs that write to a pipe state a size of their own from here on; no file is as large."""

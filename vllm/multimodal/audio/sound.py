@@ -44,10 +44,10 @@ _DECODERS = (
     *("pcm_s32be", "pcm_f32le", "pcm_f32be", "pcm_f64le", "pcm_f64be", "pcm_alaw", "pcm_mulaw"),
     *("flac", "alac", "vorbis", "opus", "mp3", "mp3float", "aac"),
 )
-"""By the names of FFmpeg. No decoder of pictures is among them."""
+"""Names of the accepted decoders in FFmpeg. None of them decodes pictures."""
 _CODECS = "PCM, FLAC, ALAC, Vorbis, Opus, MP3 and AAC"
 _MISSING_S = 0.1
-"""By how many seconds a file may be shorter than it states: encoders count what they cut off."""
+"""Seconds by which a file may be shorter than it states: encoders count what they cut off."""
 
 
 def make_reader(sampling_rate: int, max_seconds: float) -> Callable[[MediaSource], EncoderInput]:

@@ -1,1 +1,1 @@
-"""What media are, and what a family of models says about them. Knows no families."""
+"""Interfaces of media, and of the rules of a family for them. Knows no families."""

@@ -10,7 +10,7 @@ class MediaTimes:
 
     num_items: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Of all items together; items may have been in work at the same time."""
+    """Seconds of all items together. Several may have been read at the same time."""
 
     def add(self, modality: str, seconds: float) -> None:
         """Count the work for one item."""

@@ -42,7 +42,7 @@ _DECODERS = (
     *("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "libvpx", "libvpx-vp9"),
     *("mpeg4", "mpeg2video", "mjpeg", "gif", "prores", "theora"),
 )
-"""By the names of FFmpeg."""
+"""Names of the accepted decoders in FFmpeg."""
 _CODECS = "H.264, HEVC, VP8, VP9, AV1, MPEG-4, MPEG-2, MJPEG, ProRes, Theora and GIF"
 
 

@@ -131,7 +131,7 @@ class LogitRules:
                 logits[row, :first] = -np.inf
 
     def _apply_on_card(self, logits: Tensor, first_times: Tensor) -> None:
-        """The same, by operators whose shapes do not depend on values."""
+        """Apply the rules by operators whose shapes do not depend on values."""
         rows = self.masks.device_rows
         if rows is None:
             rows = torch.from_numpy(self.masks.rows).to(logits.device)

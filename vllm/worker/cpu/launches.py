@@ -69,7 +69,7 @@ FusedT = TypeVar("FusedT")
 
 
 class ByItems(NamedTuple, Generic[FusedT]):
-    """Code for launches without items that cross-attention reads, and for launches with some."""
+    """Code for forward passes without items that cross-attention reads, and with some."""
 
     without: FusedT | None
     reading: FusedT | None

@@ -99,7 +99,7 @@ def encoded_media(model: LayeredModel) -> "EncodedMedia | None":
 
 
 Agree = Callable[[Sequence[bool]], Sequence[bool]]
-"""Which images this rank has encoded -> which of them all ranks have."""
+"""Takes whether this rank has encoded each image; returns whether all ranks have."""
 
 
 def agreement(tp: TPGroup) -> Agree | None:
@@ -148,7 +148,7 @@ class EncodedMedia:
         self._request_ids: dict[int, str] = {}
         """Id of the request, by row of the batch."""
         self._files: dict[str, dict[str, OpenFile]] = {}
-        """By request: the files of its images by path."""
+        """Id of a request -> path -> open file."""
         self._errors: dict[int, str] = {}
         """By row: the image that cannot be encoded, and why."""
         self.num_encoded = 0

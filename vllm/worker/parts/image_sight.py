@@ -22,7 +22,7 @@ class ImageSight(RowPart):
         self._ends: IntArray = np.zeros(num_rows, np.int32)
         """[rows] index after the last token of an image of each row; 0: it has none."""
         self._runs: dict[int, list[tuple[int, int]]] = {}
-        """By row: first index and number of tokens that see each other."""
+        """Row of the batch -> (first index, number) of tokens that see each other."""
 
     def add(self, new: NewRequest) -> None:
         runs = [run for item in new.request.media for run in item.runs]

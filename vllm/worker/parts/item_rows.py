@@ -192,7 +192,7 @@ class KeptItems(RowPart, ABC):
 
 
 class ItemRows(KeptItems):
-    """The items of the requests in the batch, by row, for launches without padding.
+    """The items of the requests in the batch, by row, for forward passes without padding.
 
     Args:
         media, pool: see `KeptItems`.

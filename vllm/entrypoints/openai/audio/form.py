@@ -14,7 +14,7 @@ Body = TypeVar("Body", bound=SpeechFields)
 FILE = "file"
 _MAX_PARTS = 64
 _MAX_TEXT_BYTES = 2**20
-"""Of all fields together, without the file."""
+"""Limit for all fields of a form together, without the file."""
 
 
 class UploadedFile(NamedTuple):
