@@ -5,6 +5,7 @@ import pytest
 
 from tests.multimodal.grid_models import grid_model
 from vllm.errors import RequestError
+from vllm.multimodal import job as job_module
 from vllm.multimodal.images.settings import with_defaults
 from vllm.multimodal.interface.family import VideoFrames
 from vllm.multimodal.interface.source import MediaSource
@@ -86,3 +87,17 @@ def test_a_wrong_setting_of_a_request_is_its_fault():
     with pytest.raises(RequestError, match="resample is 99; it must be one of") as failure:
         job(source)
     assert failure.value.param == "mm_processor_kwargs"
+
+
+def test_settings_that_need_more_memory_than_there_is_are_blamed(monkeypatch):
+    config, settings = qwen2_vl()
+    job = make_job("qwen2_vl", config, with_defaults(settings), 10**6, (255, 255, 255), 1.0, VIDEO)
+
+    def refuse(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(job_module, "_cost", refuse)
+    overrides = {"max_pixels": 100 * BLOCK}
+    source = MediaSource(modality="image", where="it", pixels=PIXELS, overrides=overrides)
+    with pytest.raises(RequestError, match=r"mm_processor_kwargs: .* more memory than there is"):
+        job(source)

@@ -123,7 +123,14 @@ def make_job(
             changed = override_settings(rules, settings, source.overrides)
             check_resized(changed, settings)
             own = rules(config, changed)
-            cost = _cost(own, source.modality, choice)
+            try:
+                cost = _cost(own, source.modality, choice)
+            except MemoryError as error:
+                raise RequestError(
+                    f"mm_processor_kwargs: {singular(source.modality)} could need more memory than "
+                    f"there is. Choose smaller sizes, such as those of the model",
+                    param="mm_processor_kwargs",
+                ) from error
             _check_cost(source.modality, cost, most[source.modality])
             return process(own, source)
         except ConfigError as error:  # some settings are checked where they are used

@@ -65,7 +65,7 @@ class ParallelLinear(MethodLayer):
     is_of_head: bool = False
     """Its rows are the hidden states whose logits are computed."""
     is_of_items: bool = False
-    """It runs once for each image or sound, outside of forward passes: adapters cannot change it."""
+    """It runs once for each image or sound, outside of steps: adapters cannot change it."""
     is_absorbed: bool = False
     """Launches multiply with what is made of the weight, and do not apply the layer."""
 
