@@ -128,7 +128,7 @@ def make_job(
             except MemoryError as error:
                 raise RequestError(
                     f"mm_processor_kwargs: {singular(source.modality)} could need more memory than "
-                    f"there is. Choose smaller sizes, such as those of the model",
+                    f"there is. Choose smaller sizes, such as the sizes of the model",
                     param="mm_processor_kwargs",
                 ) from error
             _check_cost(source.modality, cost, most[source.modality])

@@ -204,7 +204,7 @@ class InputProcessor:
             prompt = cast(PromptType, {k: v for k, v in given.items() if k not in MEDIA_KEYS})
         has_tokens, text = given.get("prompt_token_ids") is not None, given.get("prompt")
         if items and isinstance(text, str) and not has_tokens:
-            around = self.media.surround_text(text, given.get("literal_placeholders", ()))
+            around = self.media.placer.surround_text(text, given.get("literal_placeholders", ()))
             prompt = cast(PromptType, {**cast(Mapping[str, Any], prompt), "prompt": around})
         tokenized = self.prompts.tokenize(prompt, max_tokens=max_tokens)
         if (known := given.get("media")) is not None:
@@ -215,10 +215,13 @@ class InputProcessor:
         literal = given.get("literal_placeholders", () if items else None)
         token_ids = tokenized.token_ids
         if has_tokens:
-            token_ids = self.media.surround_tokens(token_ids, items, self.tokenizer)
+            token_ids = self.media.placer.surround_tokens(token_ids, items, self.tokenizer)
         elif isinstance(text, str):
             tokenized = replace(tokenized, text=text)
-        media = self.media.place(token_ids, items, self.tokenizer, is_text=is_text, literal=literal)
+        self.media.check_required(len(items))
+        media = self.media.placer.place(
+            token_ids, items, self.tokenizer, is_text=is_text, literal=literal
+        )
         if media is None:
             return tokenized
         return replace(tokenized, token_ids=media.token_ids, media=media)

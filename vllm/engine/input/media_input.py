@@ -1,38 +1,29 @@
-"""Images, sounds and videos of prompts: reads them, and inserts the tokens that represent them.
+"""Images, sounds and videos of prompts: checks and reads them.
 
 Reading an item (decode, cut, resize) takes long, and a server does it in other processes. So a
 prompt is processed in two parts: `read` or `MediaWorkers` make `ReadMedia` of its items, and
-`place` makes a request of that.
+`MediaPlacer` makes a request of that.
 """
 
 import hashlib
 import json
-from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm.config import VllmConfig
-from vllm.errors import ConfigError, RequestError
+from vllm.engine.input.media_placer import MediaPlacer, ReadMedia, Vocabulary
+from vllm.errors import RequestError
 from vllm.inputs import PromptType, plural
-from vllm.messages import CacheKey, MediaItem
 from vllm.multimodal.given import as_list, as_source, kind_of
-from vllm.multimodal.images.surrounding_text import surround_in_text, surround_in_tokens
 from vllm.multimodal.interface.family import (
-    EncoderInput,
-    Expansion,
     MediaFamily,
-    PlacedItem,
-    TokenLookup,
 )
 from vllm.multimodal.interface.source import MediaSource
 from vllm.multimodal.interface.speech import SpeechRules
 from vllm.multimodal.job import Job, family_class, family_of_model, job_arguments, make_job
-from vllm.multimodal.media_file import MediaFile, inline_tensors
 from vllm.multimodal.speech import speech_of_model
 
 if TYPE_CHECKING:
@@ -40,54 +31,6 @@ if TYPE_CHECKING:
 
 MEDIA_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
 """Keys of a prompt that are about media."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadMedia:
-    """One image, sound or video as the encoder reads it."""
-
-    modality: str
-    key: str
-    """Identifies the item and all settings that decide its embeddings."""
-    given: EncoderInput
-    file: MediaFile | None = None
-    """File from which other processes read its tensors; None: the request has them."""
-
-    @classmethod
-    def of(cls, modality: str, source_key: str, given: EncoderInput) -> "ReadMedia":
-        """Return an item. A client may give one name to items of several sizes: each size is an
-        item of its own, as a prompt has tokens for all embeddings of an item.
-
-        Args:
-            modality: of it.
-            source_key: see `media_key`.
-            given: of it.
-        """
-        return cls(modality, ":".join([source_key, *map(str, given.grid)]), given)
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedMedia:
-    """A prompt with the tokens of its media."""
-
-    token_ids: list[int]
-    items: tuple[MediaItem, ...]
-    cache_keys: tuple[CacheKey, ...]
-    positions: npt.NDArray[np.int32] | None
-    """[P, n] of the n tokens; None: their indices."""
-
-    def followed_by(self, token_ids: list[int]) -> "PlacedMedia":
-        """Return the same media in a longer prompt, which continues this one with text.
-
-        Args:
-            token_ids: of the longer prompt.
-        """
-        positions, num_more = self.positions, len(token_ids) - len(self.token_ids)
-        if positions is not None and num_more:
-            following = np.arange(1, num_more + 1, dtype=np.int32) + positions.max()
-            more = np.broadcast_to(following, (len(positions), num_more))
-            positions = np.concatenate((positions, more), axis=1)
-        return replace(self, token_ids=token_ids, positions=positions)
 
 
 class MediaInput:
@@ -133,7 +76,7 @@ class MediaInput:
         if self.family is None:
             return None
         if self._speech is None:
-            self._speech = (speech_of_model(self._engine, _Vocabulary(tokenizer)),)
+            self._speech = (speech_of_model(self._engine, Vocabulary(tokenizer)),)
         return self._speech[0]
 
     def joined(self, prompt: PromptType) -> PromptType:
@@ -148,6 +91,12 @@ class MediaInput:
         if self.family is None or self.family.required is None:
             return prompt  # is refused where it is tokenised
         return _joined_prompts(prompt)
+
+    @cached_property
+    def placer(self) -> MediaPlacer:
+        """Replaces the placeholders of prompts; for a model that reads media."""
+        assert self.family is not None
+        return MediaPlacer(self.family, self.limits)
 
     def check_required(self, num_items: int) -> None:
         """Refuse a prompt without media that it needs.
@@ -250,160 +199,6 @@ class MediaInput:
             ReadMedia.of(source.modality, media_key(source, salt), self._job(source))
             for source in self.sources(prompt)
         ]
-
-    def surround_text(self, text: str, literal: Sequence[int]) -> str:
-        """Return the text of a prompt with what belongs around its images.
-
-        Args:
-            text: of a prompt with images.
-            literal: see `place`.
-        """
-        family = self.family
-        assert family is not None
-        if not any(family.text_around):
-            return text
-        return surround_in_text(text, family.placeholder, family.text_around, literal)
-
-    def surround_tokens(
-        self,
-        token_ids: list[int],
-        items: Sequence[ReadMedia],
-        tokenizer: "PreTrainedTokenizerBase | None",
-    ) -> list[int]:
-        """Return tokens with the tokens of the text that belongs around images, unless these are
-        expanded already.
-
-        Args:
-            token_ids: of a prompt that was given as tokens.
-            items: its images.
-            tokenizer: of the model.
-        """
-        family = self.family
-        assert family is not None
-        if not any(family.text_around) or not items:
-            return token_ids
-        lookup = _Vocabulary(tokenizer)
-        _, inside, *_ = family.expand(items[0].given.grid, lookup).token_ids
-        if inside in token_ids:
-            return token_ids
-        assert tokenizer is not None
-        placeholder = lookup(family.placeholder)
-        return surround_in_tokens(token_ids, tokenizer, placeholder, family.text_around)
-
-    def place(
-        self,
-        token_ids: list[int],
-        items: Sequence[ReadMedia],
-        tokenizer: "PreTrainedTokenizerBase | None",
-        *,
-        is_text: bool,
-        literal: Sequence[int] | None = None,
-    ) -> PlacedMedia | None:
-        """Replace the placeholders of media by their tokens.
-
-        Args:
-            token_ids: of the prompt.
-            items: its media; items of one modality are in order.
-            tokenizer: of the model.
-            is_text: the prompt was given as text, and not as tokens.
-            literal: which of the placeholders, in order, a user has written as text, and stay
-                text. None: all of a text without media.
-
-        Returns:
-            None: the prompt has neither media nor placeholders.
-
-        Raises:
-            RequestError: there are more or fewer placeholders than items of a modality.
-        """
-        family = self.family
-        assert family is not None
-        self.check_required(len(items))
-        if not items and tokenizer is None:
-            return None
-        lookup = _Vocabulary(tokenizer)
-        texts = {kind: family.placeholder_of(kind) for kind in self.limits}
-        kind_of = {lookup(text): kind for kind, text in texts.items() if text}
-        found_at = [index for index, token in enumerate(token_ids) if token in kind_of]
-        if not items and not found_at:
-            return None
-        expanded = [_Expanded(item, family.expand(item.given.grid, lookup)) for item in items]
-        if items and not literal:
-            placed = _find_expanded(token_ids, expanded, kind_of)
-            if placed is not None:
-                return self._placed(token_ids, placed)
-        kept = set(range(len(found_at)) if literal is None and is_text else literal or ())
-        waiting = _by_kind(expanded)
-        for kind in kind_of.values():
-            replaced_at = [at for n, at in enumerate(found_at) if n not in kept]
-            count = sum(kind_of[token_ids[at]] == kind for at in replaced_at)
-            if count != len(waiting[kind]):
-                raise _refused(
-                    f"the prompt must have as many placeholders {texts[kind]} as {plural(kind)}: "
-                    f"it has {count}, and {len(waiting[kind])} {plural(kind)} are given"
-                )
-        found: list[int] = []
-        placed, before = [(each, 0) for each in expanded if not texts[each.item.modality]], 0
-        for number, index in enumerate(found_at):
-            found += token_ids[before:index]
-            before = index + 1
-            kind = kind_of[token_ids[index]]
-            if number in kept:
-                found += _as_text(tokenizer, texts[kind])
-                continue
-            each = waiting[kind].popleft()
-            if _is_within(family.around(kind), found, token_ids[before : before + 1], lookup):
-                del found[-1]
-                before += 1
-            placed.append((each, len(found)))
-            found += each.expansion.token_ids
-        return self._placed(found + token_ids[before:], placed)
-
-    def _placed(
-        self, token_ids: list[int], placed: Sequence[tuple["_Expanded", int]]
-    ) -> PlacedMedia:
-        """Return a prompt with the tokens of its media.
-
-        Args:
-            token_ids: with these tokens.
-            placed: the items in the order of their tokens, and the index of the first one.
-        """
-        family = self.family
-        assert family is not None
-        items = [
-            PlacedItem(
-                start,
-                len(each.expansion.token_ids),
-                each.item.given.grid,
-                tuple(_runs(each.expansion.is_embedding, start)),
-            )
-            for each, start in placed
-        ]
-        media = tuple(
-            MediaItem(
-                modality=each.item.modality,
-                key=each.item.key,
-                runs=item.runs,
-                num_states=each.expansion.num_states,
-                seen_by=seen_by,
-                tensors=inline_tensors(each.item.given.tensors)
-                if each.item.file is None
-                else each.item.file.tensors,
-            )
-            for (each, _), item, seen_by in zip(placed, items, family.seen_by(items), strict=True)
-        )
-        return PlacedMedia(
-            token_ids,
-            media,
-            tuple(CacheKey(item.start, item.key) for item in media),
-            family.positions(len(token_ids), items) if items else None,
-        )
-
-
-class _Expanded(NamedTuple):
-    """An item and the tokens that represent it."""
-
-    item: ReadMedia
-    expansion: Expansion
 
 
 def read_media(prompt: Mapping[str, Any]) -> list[ReadMedia] | None:
@@ -519,110 +314,6 @@ def _names_of(kind: str, given: Any, count: int) -> Sequence[str | None]:
             f"for each of the {plural(kind)}"
         )
     return list(given)
-
-
-class _Vocabulary:
-    """The tokens of a tokenizer, for families.
-
-    Args:
-        tokenizer: None: the engine runs without one, and each lookup is refused.
-    """
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
-        self._given = tokenizer
-
-    def __call__(self, token: str) -> int:
-        found = self._tokenizer.convert_tokens_to_ids(token)
-        if not isinstance(found, int) or (
-            found == self._tokenizer.unk_token_id and token != self._tokenizer.unk_token
-        ):
-            raise ConfigError(f"the tokenizer of the model has no token {token!r}")
-        return found
-
-    def text(self, text: str) -> list[int]:
-        found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
-
-    @property
-    def _tokenizer(self) -> "PreTrainedTokenizerBase":
-        if self._given is None:
-            raise _refused(
-                "media need a tokenizer, and this engine runs without one (skip_tokenizer_init)"
-            )
-        return self._given
-
-
-def _is_within(
-    around: tuple[str, str] | None,
-    before: Sequence[int],
-    after: Sequence[int],
-    lookup: TokenLookup,
-) -> bool:
-    """Return whether a placeholder is between two tokens."""
-    if around is None or not before or not after:
-        return False
-    return (before[-1], after[0]) == (lookup(around[0]), lookup(around[1]))
-
-
-def _as_text(tokenizer: "PreTrainedTokenizerBase | None", text: str) -> list[int]:
-    """Return the tokens of the words of a placeholder, as if it were no token of its own."""
-    assert tokenizer is not None
-    whole = tokenizer.convert_tokens_to_ids(text)
-    found: list[int] = []
-    for part in (text[:2], text[2:]):
-        found += tokenizer(part, add_special_tokens=False)["input_ids"]
-    assert whole not in found
-    return found
-
-
-def _by_kind(expanded: Sequence["_Expanded"]) -> dict[str, deque["_Expanded"]]:
-    """Return the items of each modality, in order."""
-    found: dict[str, deque[_Expanded]] = defaultdict(deque)
-    for each in expanded:
-        found[each.item.modality].append(each)
-    return found
-
-
-def _find_expanded(
-    token_ids: list[int], expanded: Sequence["_Expanded"], kind_of: Mapping[int, str]
-) -> list[tuple["_Expanded", int]] | None:
-    """Return the items and where their tokens begin, if the prompt has the tokens of all items
-    already; None: it has not.
-
-    Args:
-        token_ids: of the prompt.
-        expanded: its items; items of one modality are in order.
-        kind_of: modalities by the token of an item that is not expanded.
-    """
-    if all(len(each.expansion.token_ids) <= 1 for each in expanded):
-        return None
-    waiting = _by_kind(expanded)
-    found = []
-    index = 0
-    while index < len(token_ids):
-        for several in waiting.values():
-            tokens = several[0].expansion.token_ids if several else []
-            # Without the first comparison, each token of a long text would copy many.
-            if (
-                tokens
-                and token_ids[index] == tokens[0]
-                and token_ids[index : index + len(tokens)] == tokens
-            ):
-                found.append((several.popleft(), index))
-                index += len(tokens)
-                break
-        else:
-            if token_ids[index] in kind_of:
-                return None
-            index += 1
-    return None if any(waiting.values()) else found
-
-
-def _runs(is_embedding: Sequence[bool], start: int) -> Iterator[tuple[int, int]]:
-    """Yield (index, n) of the runs of tokens that are embeddings of an item."""
-    edges = np.flatnonzero(np.diff(np.array([False, *is_embedding, False], np.int8)))
-    for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-        yield start + begin, end - begin
 
 
 def _refused(message: str) -> RequestError:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.config.families import family_of_architecture
-from vllm.engine.input.media_input import MEDIA_KEYS, PlacedMedia, cache_salt_of
+from vllm.engine.input.media_input import MEDIA_KEYS, cache_salt_of
+from vllm.engine.input.media_placer import PlacedMedia
 from vllm.errors import RequestError, TextTooLongError
 from vllm.inputs import PromptType, TokensPrompt
 from vllm.messages import TokenEmbeddings

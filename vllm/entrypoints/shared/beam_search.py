@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
-from vllm.engine.input.media_input import PlacedMedia
+from vllm.engine.input.media_placer import PlacedMedia
 from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
 from vllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput

@@ -131,7 +131,7 @@ class Budget:
     """Limit of all content that is fetched for one request.
 
     Args:
-        max_bytes: of all answers together, those that arrive included.
+        max_bytes: of all answers together, also of answers that still arrive.
     """
 
     def __init__(self, max_bytes: int) -> None:

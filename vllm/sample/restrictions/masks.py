@@ -160,7 +160,7 @@ class MaskFiller:
         self._matchers[row].accept(token_id)
 
     def start(self, rows: IntArray, drafts: RowDrafts | None = None) -> None:
-        """Start to fill the masks of those of these rows that have a matcher, in threads.
+        """Start to fill the masks of these rows, in threads. Rows without a matcher are skipped.
 
         Args:
             rows: no row twice.
@@ -192,7 +192,7 @@ class MaskFiller:
         return self._masks[row : row + 1]
 
     def errors(self, rows: IntArray) -> dict[int, str]:
-        """row -> error, for those of these rows whose output cannot continue."""
+        """Return row -> error, for each of these rows whose output cannot continue."""
         if not self._matchers:
             return {}
         found = {row: self._matchers[row].error for row in rows.tolist() if row in self._matchers}

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm.engine.input.media_input import ReadMedia, _Expanded, _find_expanded
+from vllm.engine.input.media_placer import ReadMedia, _Expanded, _find_expanded
 from vllm.multimodal.interface.family import EncoderInput, Expansion
 
 TEXT, IMAGE = 5, 7
