@@ -131,7 +131,7 @@ class Budget:
     """Limit of all content that is fetched for one request.
 
     Args:
-        max_bytes: of all answers together, also of answers that still arrive.
+        max_bytes: of all answers together, including answers that are not complete yet.
     """
 
     def __init__(self, max_bytes: int) -> None:
