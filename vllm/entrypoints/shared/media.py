@@ -167,10 +167,11 @@ def media_prompt(
 
 def _as_item(part: MediaPart) -> Any:
     """Return an item as the engine reads it: a fetched file with its description, or an object."""
+    from vllm.multimodal.given import NamedItem
     from vllm.multimodal.interface.source import MediaSource
 
     if not isinstance(part.source, bytes):
-        return part.source
+        return NamedItem(part.where, part.source)
     return MediaSource(
         modality=part.modality,
         where=part.where,
