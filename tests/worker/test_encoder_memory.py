@@ -1,5 +1,9 @@
 """The counted memory of an encoder against the tensors of a real forward pass."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -12,6 +16,22 @@ from vllm.multimodal.job import family_of_model
 from vllm.ops import get_ops
 from vllm.worker.cpu.encoder_memory import PeakBytes, encoder_bytes, peak_bytes
 from vllm.worker.cpu.worker import CPUWorker
+
+
+@contextmanager
+def calls_of(*paths: str) -> Iterator[list[str]]:
+    """Note the calls of functions of files."""
+    found: list[str] = []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.endswith(paths):
+            found.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
 
 
 def make_config(folder, **flags) -> VllmConfig:
@@ -38,7 +58,9 @@ def test_the_peak_is_that_of_a_real_forward_pass(family, tmp_path):
         encoder.divide({name: torch.from_numpy(array) for name, array in item.items()})
     )
     ops = get_ops()
-    found = peak_bytes(config, given)
+    with calls_of("torch/_compile.py", "symbolic_shapes.py") as calls:
+        found = peak_bytes(config, given)
+    assert not calls, "torch would import its compiler"
     assert get_ops() is ops
     with torch.inference_mode(), PeakBytes() as real:
         encoder.run(**given)
