@@ -122,9 +122,7 @@ def expected_syncs(launches: list[LaunchResult]) -> int:
 @pytest.mark.parametrize(
     "mode",
     [
-        pytest.param(
-            mode, marks=() if mode in ("HPU graphs", "torch.compile") else pytest.mark.exhaustive
-        )
+        pytest.param(mode, marks=() if mode == "HPU graphs" else pytest.mark.exhaustive)
         for mode in NUM_REQUESTS
     ],
 )
