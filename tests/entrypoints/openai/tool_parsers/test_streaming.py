@@ -92,7 +92,7 @@ def test_any_arguments_come_back(value, size):
     assert json.loads(found) == {"a": value}
 
 
-LARGE = 20_000
+LARGE = 8_000
 HOSTILE = {
     "open brackets": "[{(" * LARGE,
     "open arguments": '{"name": "f", "arguments": ' + "[" * LARGE,
