@@ -200,11 +200,11 @@ class ModelArch:
     @property
     def is_one_stage(self) -> bool:
         """Whether all layers have to be on the same ranks, as some read others, a table by token
-        ids, or an encoder."""
+        ids, or an encoder, or share weights."""
+        family = family_of_architecture(self.architecture)
         has_table = self.hf_config.get("hidden_size_per_layer_input")
-        reads_encoder = family_of_architecture(self.architecture).decoder_keys
         has_sources = any(source is not None for source in self.kv_sources)
-        return bool(has_table or reads_encoder) or has_sources
+        return bool(has_table or family.decoder_keys or family.has_shared_layers) or has_sources
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -296,7 +296,7 @@ _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
-_HEAD_SIZE = ("head_dim", "qk_rope_head_dim")
+_HEAD_SIZE = ("head_dim", "qk_rope_head_dim", "attention_head_dim")
 _INTERMEDIATE_SIZE = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _MAX_POSITIONS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),

@@ -183,6 +183,8 @@ class Family:
     others keep a recurrent state."""
     has_states_beside_attention: bool = False
     """Every layer keeps a recurrent state, and keys and values."""
+    has_shared_layers: bool = False
+    """Layers share weights and read embeddings, so that a pipeline cannot divide them."""
     dense_up_to_key: str | None = None
     """Key of the config with the number of tokens up to which each attends to all before it. In
     longer texts the original attends to some of them; here attention stays dense."""

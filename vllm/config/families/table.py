@@ -1060,6 +1060,15 @@ _OTHERS = (
             values={"sliding_window": ".attention.sliding_window"},
         ),
     ),
+    Family(
+        model_type="zamba2",
+        module="zamba",
+        architectures=("Zamba2ForCausalLM",),
+        has_states_beside_attention=True,
+        has_shared_layers=True,
+        rope_switch=("use_mem_rope", True),
+        tokenizer="",
+    ),
 )
 _WITH_MEDIA = (
     Family(
