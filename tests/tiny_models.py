@@ -633,9 +633,25 @@ _MIMO_V2 = {name: value for name, value in _ROUTED.items() if name not in _NOT_O
         "sliding_attention": _PARTLY | {"rope_theta": 10000.0},
     },
 }
+_LONGCAT = {
+    **{
+        name: value
+        for name, value in _LATENT.items()
+        if name not in ("num_hidden_layers", "intermediate_size")
+    },
+    "num_layers": 2,
+    "head_dim": 16,
+    "ffn_hidden_size": 80,
+    "expert_ffn_hidden_size": 48,
+    "n_routed_experts": 6,
+    "zero_expert_num": 3,
+    "moe_topk": 4,
+    "routed_scaling_factor": 2.5,
+}
 _WITHOUT_PROGRAM: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known("mimo_v2", "MiMoV2FlashConfig", _MIMO_V2),
     **_if_known("gemma3n", "Gemma3nTextConfig", _GEMMA3N),
+    **_if_known("longcat_flash", "LongcatFlashConfig", _LONGCAT),
 }
 _MORE |= _ROWS | _OWN | _WITHOUT_PROGRAM | _SHARING
 _FAMILIES |= _MORE
@@ -659,7 +675,7 @@ ONE_STAGE = ("gemma3n", "gemma4", "zamba2")
 them."""
 
 WITHOUT_PROGRAM = (*STATE_FAMILIES, *_WITHOUT_PROGRAM)
-"""Families without a program on the CPU: with states, or with an activation that no kernel has."""
+"""Families without a program on the CPU: with states, or with an operation that no kernel has."""
 
 ALL_FAMILIES = tuple(_FAMILIES)
 """Every family `make_tiny_model` knows."""

@@ -38,7 +38,7 @@ OTHER_TARGETS: dict[str, dict[str, Any]] = {
         family: {"target_modules": _LATENT}
         for family in (
             *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32"),
-            *("glm4_moe_lite", "glm_moe_dsa"),
+            *("glm4_moe_lite", "glm_moe_dsa", "longcat_flash"),
         )
     },
     # Without gate_proj and up_proj: for them peft doubles the rank, as if experts had one matrix.

@@ -309,10 +309,9 @@ _ACTIVATION = ("hidden_activation", "hidden_act", "activation_function")
 
 def missing_keys(config: Mapping[str, Any]) -> list[str]:
     """Return the sizes of a decoder that a config does not have, each by its usual name."""
-    required, family = (
-        [_HIDDEN_SIZE, _NUM_LAYERS, ("vocab_size",)],
-        family_of(config.get("model_type")),
-    )
+    family = family_of(config.get("model_type"))
+    num_layers = _NUM_LAYERS if family.num_layers_key is None else (family.num_layers_key,)
+    required = [_HIDDEN_SIZE, num_layers, ("vocab_size",)]
     if not family.heads_are_channels:
         required.append(_NUM_HEADS)
     if family.default_max_positions is None:
@@ -355,6 +354,8 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
 
 def _read_num_layers(config: Mapping[str, Any]) -> int:
     """Return the number of layers; a config of Nemotron-H may only list their kinds."""
+    if key := family_of(config.get("model_type")).num_layers_key:
+        return _number(config, key)
     if _first(config, _NUM_LAYERS) is None and (kinds := read_layer_kinds(config)):
         return len(kinds)
     return _number(config, *_NUM_LAYERS)

@@ -192,6 +192,10 @@ class Family:
     """The channels of a layer are independent of each other, as heads are; the config has no number
     of heads."""
 
+    num_layers_key: str | None = None
+    """Key of the config with the number of layers, where `num_hidden_layers` counts the attentions
+    in them."""
+
     # ---- positions
     has_positions: bool = True
     """False: attention has no rotations, whatever the config says of them."""

@@ -868,6 +868,13 @@ _OTHERS = (
         rope_switch=("mla_use_nope", False),
     ),
     Family(
+        model_type="longcat_flash",
+        module="longcat",
+        architectures=("LongcatFlashForCausalLM",),
+        num_layers_key="num_layers",
+        tokenizer="",
+    ),
+    Family(
         model_type="mamba",
         module="mamba",
         architectures=("MambaForCausalLM",),
