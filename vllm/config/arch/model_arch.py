@@ -311,7 +311,7 @@ def missing_keys(config: Mapping[str, Any]) -> list[str]:
     """Return the sizes of a decoder that a config does not have, each by its usual name."""
     family = family_of(config.get("model_type"))
     num_layers = _NUM_LAYERS if family.num_layers_key is None else (family.num_layers_key,)
-    required = [_HIDDEN_SIZE, num_layers, ("vocab_size",)]
+    required: list[tuple[str, ...]] = [_HIDDEN_SIZE, num_layers, ("vocab_size",)]
     if not family.heads_are_channels:
         required.append(_NUM_HEADS)
     if family.default_max_positions is None:

@@ -71,18 +71,18 @@ class LongcatFlashLayer(nn.Module):
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        routed: Tensor | None = None
-        for norm, attention, norm_of_mlp, mlp in zip(
-            *(self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlps),
-            strict=True,
-        ):
-            normed, residual = add_norm(norm, hidden_states, residual)
-            attended = attention(positions, normed)
-            normed, residual = add_norm(norm_of_mlp, attended, residual)
-            if routed is None:
-                routed = self.mlp(normed)
-            hidden_states = mlp(normed)
-        return hidden_states + routed, residual
+        normed, residual = self._attend(0, positions, hidden_states, residual)
+        routed, hidden_states = self.mlp(normed), self.mlps[0](normed)
+        normed, residual = self._attend(1, positions, hidden_states, residual)
+        return self.mlps[1](normed) + routed, residual
+
+    def _attend(
+        self, index: int, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the input of an MLP, and the residual stream."""
+        normed, residual = add_norm(self.input_layernorm[index], hidden_states, residual)
+        attended = self.self_attn[index](positions, normed)
+        return add_norm(self.post_attention_layernorm[index], attended, residual)
 
 
 class LongcatFlashForCausalLM(DecoderForCausalLM):
