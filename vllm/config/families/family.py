@@ -94,8 +94,14 @@ class MTPFacts:
 
     prefix: str = "model.layers.{}."
     """Beginning of the names of its tensors; {} is the number of layers of the model."""
+    layer_prefix: str = ""
+    """What follows it in the names of tensors that other layers of the model have too."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Modules that other layers of the model lack -> their names in DeepSeek V3."""
+    count_key: str = "num_nextn_predict_layers"
+    """Key of config.json with the number of such layers."""
+    default_count: int = 0
+    """The number where config.json does not have the key."""
     is_state_first: bool = False
     """The projection takes the hidden state first, then the embedding."""
 
