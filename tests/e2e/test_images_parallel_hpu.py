@@ -12,6 +12,8 @@ from vllm.env import ranks as env_ranks
 CASES = [
     ("qwen2_vl", {"pipeline_parallel_size": 2}, "HPU graphs"),
     ("qwen2_vl", {"tensor_parallel_size": 2}, "HPU graphs"),
+    ("qwen3_vl", {"pipeline_parallel_size": 2}, "lazy"),
+    ("qwen3_vl", {"tensor_parallel_size": 2}, "HPU graphs"),
     ("llava_next", {"tensor_parallel_size": 2}, "lazy"),
     ("llava", {"pipeline_parallel_size": 2}, "torch.compile"),
     ("llava", {"tensor_parallel_size": 2}, "eager"),

@@ -127,9 +127,14 @@ class EncodedMedia:
 
     Args:
         encoder: of the model.
-        width: of the embeddings, with everything that `MediaEncoder.num_added` says.
+        width: see there.
         kept: keeps them; None: a dictionary does.
         agree: with the other ranks, which encode the same images; None: nothing is asked.
+
+    Attributes:
+        width: of the embeddings, with everything that `MediaEncoder.num_added` says.
+        num_encoded: items that have been encoded.
+        encode_seconds: that this took.
     """
 
     def __init__(
@@ -140,7 +145,7 @@ class EncodedMedia:
         agree: Agree | None = None,
     ) -> None:
         self._encoder = encoder
-        self._width = width
+        self.width = width
         self._agree = agree
         self._kept: KeepsMedia = {} if kept is None else kept
         self._items: dict[int, tuple[MediaItem, ...]] = {}
@@ -200,7 +205,7 @@ class EncodedMedia:
         encoded, which `errors_of` tells."""
         found = self.find(row, item)
         if found is None:
-            return torch.zeros(item.num_embeddings, self._width)
+            return torch.zeros(item.num_embeddings, self.width)
         return found
 
     def find(self, row: int, item: MediaItem) -> Tensor | None:
@@ -264,9 +269,9 @@ class EncodedMedia:
         return self._files.get(self._request_ids[row], {})
 
     def _keep(self, item: MediaItem, embeddings: Tensor) -> None:
-        if embeddings.shape != (item.num_embeddings, self._width):
+        if embeddings.shape != (item.num_embeddings, self.width):
             raise ValueError(
-                f"the encoder must return [{item.num_embeddings}, {self._width}] "
+                f"the encoder must return [{item.num_embeddings}, {self.width}] "
                 f"embeddings for this item, got {list(embeddings.shape)}"
             )
         self._kept[item.key] = embeddings

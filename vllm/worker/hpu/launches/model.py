@@ -75,10 +75,13 @@ class PreparedLaunch:
 
     def context(self, rotary_angles: Sequence[tuple[Tensor, Tensor]]) -> LaunchContext:
         """Return the launch as the layers see it."""
+        has_added = self.replaced is not None and self.replaced.num_layers > 0
+        added = self.replaced if has_added else None
         return LaunchContext(
             self.attention,
             self.positions,
             self.replaced,
+            added=added,
             rotary_angles=rotary_angles,
             adapters=self.adapters,
             states=self.states,
@@ -198,7 +201,7 @@ class HPUModel(LaunchModel):
     Attributes:
         keeper: takes the hidden states of all tokens; None: nothing does.
         inner_layers: whose inputs a speculator reads.
-        embeddings: table of embeddings that prompts bring; None: they bring none.
+        embeddings: `DeviceEmbeddings.table`; None: prompts bring no embeddings.
         items: table of the items that rows see, see `DeviceItems`; None: no layer reads any.
 
     Shape: packed input of a launch and, for a stage after the first, what the stage before has
