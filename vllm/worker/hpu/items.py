@@ -147,7 +147,7 @@ def card_items(
             "cross-attention. Set VLLM_MERGED_PREFILL=0"
         )
     pool = CardItemPool(layers, bridge)
-    media = EncodedMedia(encoder, layers[0].state_size, pool)
+    media = EncodedMedia(encoder, layers[0].state_size, pool, encoder.agree)
     num_items = most_items(config)
     num_slots = round_up(num_items * model.media_encoder.max_states, _MULTIPLE)
     logger.info(

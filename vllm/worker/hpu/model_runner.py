@@ -94,7 +94,8 @@ class HPUModelRunner(ModelRunner):
         self.items = items = card_items(config, model, bridge, self.encoder)
         media = None
         if items is None and self.encoder is not None and self.encoder.is_here:
-            media = EncodedMedia(self.encoder, embedding_width(model))
+            width = embedding_width(model)
+            media = EncodedMedia(self.encoder, width, agree=self.encoder.agree)
 
         def rows() -> Iterator[RowPart]:
             yield from sampling_rows(config, model, sampling.state, grammars)

@@ -102,12 +102,19 @@ Agree = Callable[[Sequence[bool]], Sequence[bool]]
 """Takes whether this rank has encoded each image; returns whether all ranks have."""
 
 
-def agreement(tp: TPGroup) -> Agree | None:
+def agreement(tp: TPGroup, add: Callable[[Tensor], Tensor] | None = None) -> Agree | None:
     """Return how ranks that share every layer agree on the images that they have encoded: a rank
-    without an image would compute other values than the others. None: there is one rank."""
+    without an image would compute other values than the others. None: there is one rank.
+
+    Args:
+        tp: the ranks.
+        add: returns the sum over the ranks of a tensor [n] float32 on the host; None: the ranks
+            exchange tensors on the host.
+    """
+    total = add or tp.all_reduce
 
     def agree(is_there: Sequence[bool]) -> Sequence[bool]:
-        counts = tp.all_reduce(torch.tensor(is_there, dtype=torch.float32))
+        counts = total(torch.tensor(is_there, dtype=torch.float32))
         return [count == tp.size for count in counts.tolist()]
 
     return None if tp.size == 1 else agree
