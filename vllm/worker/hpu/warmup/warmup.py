@@ -166,7 +166,7 @@ class WarmUp:
 
     def _all_steps(self) -> _Steps:
         started, free_before = time.perf_counter(), self._bridge.memory_info().free_bytes
-        self._launches.allow_shapes(3 * len(self._catalog))
+        self._launches.allow_buckets(len(self._catalog))
         self._book_workspace(0)
         self._estimate.plan(self._work_left())
         if self._encoder is not None:
@@ -452,7 +452,7 @@ class WarmUp:
             # None of them has run the other way yet.
             decodes = self._catalog.decode
             self._catalog = self._catalog.without(decodes).with_buckets(decodes)
-        self._launches.allow_shapes(3 * (len(self._catalog) + len(self._given_up)))
+        self._launches.allow_buckets(len(self._catalog) + len(self._given_up))
         self._launches.use_catalog(self._catalog, self._limits)
         self._estimate.plan(self._work_left())
 
