@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
 
@@ -42,6 +43,7 @@ class SimBridge:
         recipe_cache: str | None = None,
         release: Version = NEWEST,
         absent: Iterable[str] = (),
+        pool_bytes: int | None = None,
     ) -> None:
         """
         Args:
@@ -57,13 +59,17 @@ class SimBridge:
                 PT_HPU_RECIPE_CACHE_CONFIG; None is nowhere.
             release: of the bridge, which has no part that came later.
             absent: parts that it lacks besides, of `parts.PARTS`.
+            pool_bytes: memory of the card; None: as much as a real one has.
 
         Raises:
             ConfigError: this torch cannot register a device from Python, or the recipe cache is
                 not usable.
         """
+        spec = CARDS[model]
+        if pool_bytes is not None:
+            spec = replace(spec, pool_bytes=pool_bytes)
         self.card = SimulatedCard(
-            CARDS[model],
+            spec,
             is_lazy=is_lazy,
             is_strict=is_strict,
             has_lazy_collectives=has_lazy_collectives,

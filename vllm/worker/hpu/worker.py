@@ -94,14 +94,17 @@ class HPUWorker(WorkerBase):
 
     Args:
         config: of the engine.
+        platform: has the card; None: the card of this process.
     """
 
     model: CausalLM | PoolingModel
     runner: HPUModelRunner | HPUPoolingRunner
 
-    def __init__(self, config: VllmConfig) -> None:
-        platform = resolve_platform("hpu")
-        assert isinstance(platform, HPUPlatform)
+    def __init__(self, config: VllmConfig, platform: HPUPlatform | None = None) -> None:
+        if platform is None:
+            found = resolve_platform("hpu")
+            assert isinstance(found, HPUPlatform)
+            platform = found
         self.platform = platform
         self.bridge = platform.bridge
         super().__init__(config, self.bridge.device)
@@ -164,7 +167,13 @@ class HPUWorker(WorkerBase):
         """The model on the card; some of its layers on the host, if that was asked for."""
         asked_bytes = self.config.load.cpu_offload_bytes
         if not asked_bytes:
-            return load_model(self.config, self.tp, self.bridge.device, stage=self.stage)
+            return load_model(
+                self.config,
+                self.tp,
+                self.bridge.device,
+                stage=self.stage,
+                has_values=self.has_values,
+            )
         layers: list[nn.Module] = []
 
         def choose(model: LoadableModel) -> list[nn.Module]:
@@ -173,7 +182,12 @@ class HPUWorker(WorkerBase):
 
         device = self.bridge.device
         model = load_model(
-            self.config, self.tp, device, choose_host_layers=choose, stage=self.stage
+            self.config,
+            self.tp,
+            device,
+            choose_host_layers=choose,
+            stage=self.stage,
+            has_values=self.has_values,
         )
         stream_layers(self.bridge, model, layers, asked_bytes)
         return model

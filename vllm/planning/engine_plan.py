@@ -1,0 +1,154 @@
+"""The start of an engine on cards that are not there: its config, buckets and memory, and the work
+of each of its forward passes.
+
+Runs the worker of a card in this process, on a simulated card that computes nothing. Knows no
+model, format or size: what it returns is what the worker has found.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from vllm.bucketing import BucketPlan, Catalog, MemoryLedger, StepLimits, plan_buckets
+from vllm.config import VllmConfig
+from vllm.cost_model.cards import CARDS, CardSpec
+from vllm.cost_model.work import Work
+from vllm.engine.arg_utils import EngineArgs
+from vllm.errors import ConfigError
+from vllm.planning.worker import PlannedWorker
+from vllm.platforms.hpu import PlannedPlatform
+from vllm.worker.hpu.launches.planner import PaddedShape
+from vllm.worker.interface import MemoryReport
+
+
+@dataclass(frozen=True)
+class LaunchWork:
+    """What a forward pass of one shape does on each card.
+
+    Attributes:
+        operators: in the order in which they run, those without work left out.
+        num_ops: operators, views included: what is compiled.
+    """
+
+    operators: tuple[Work, ...]
+    num_ops: int
+
+    @cached_property
+    def flops(self) -> float:
+        """Return the FLOPs."""
+        return sum(work.flops for work in self.operators)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Return the bytes that operators read and write in HBM."""
+        return sum(work.num_bytes for work in self.operators)
+
+    def seconds(self, spec: CardSpec) -> float:
+        """Return the seconds that the operators take one after the other."""
+        return sum(work.seconds(spec) for work in self.operators)
+
+
+class EnginePlan:
+    """An engine that is planned for one kind of card, as its first rank sees it.
+
+    The forward passes of a plan can be asked for until another plan is made: a process has one
+    card.
+
+    Args:
+        config: of the engine.
+        platform: has the card.
+
+    Attributes:
+        config, spec: of the engine, and of its cards.
+        report: what the profiling run has found, and how the memory is divided.
+        ledger: of the card, with its KV cache.
+        buckets: of the forward passes.
+
+    Raises:
+        ConfigError: the model does not fit the cards.
+    """
+
+    report: MemoryReport
+    buckets: BucketPlan
+
+    def __init__(self, config: VllmConfig, platform: PlannedPlatform, spec: CardSpec) -> None:
+        self.config, self.spec = config, spec
+        self._platform = platform
+        with self._dry():
+            self.worker = worker = PlannedWorker(config, platform)
+            worker.start(0)
+            self.report = worker.measure()
+            worker.allocate(self.report.num_blocks)
+        self.buckets = plan_buckets(config, self.report.num_blocks)
+        self._works: dict[PaddedShape, LaunchWork] = {}
+
+    @property
+    def catalog(self) -> Catalog:
+        """Return the buckets that can be launched."""
+        return self.worker.runner.launches.planner.catalog
+
+    @property
+    def limits(self) -> StepLimits:
+        """Return the limits of a launch."""
+        return self.buckets.limits
+
+    @property
+    def ledger(self) -> MemoryLedger:
+        """Return the memory by class."""
+        return self.worker.ledger
+
+    @cached_property
+    def shapes(self) -> tuple[PaddedShape, ...]:
+        """Return every shape in which a forward pass can run."""
+        launches = self.worker.runner.launches
+        buckets = (*self.catalog.prefill, *self.catalog.decode)
+        return tuple(shape for each in buckets for shape in launches.launch_shapes(each))
+
+    def launch_work(self, shape: PaddedShape) -> LaunchWork:
+        """Return the work of a forward pass on each card, without sampling."""
+        work = self._works.get(shape)
+        if work is None:
+            with self._dry(), self._platform.recorded_work() as recorded:
+                self.worker.runner.launches.run_padding(shape)
+            operators = tuple(each for each in recorded if each != Work())
+            work = self._works[shape] = LaunchWork(operators, len(recorded))
+        return work
+
+    @contextmanager
+    def _dry(self) -> Iterator[None]:
+        with torch.inference_mode(), self._platform.bridge.dry_run():
+            yield
+
+
+def make_engine_plan(args: EngineArgs, device: str, num_cards: int = 1) -> EnginePlan:
+    """Plan an engine.
+
+    Args:
+        args: of the engine; `device` of them is not looked at. Weights are not read.
+        device: a key of `cost_model.cards.CARDS`.
+        num_cards: that share each layer.
+
+    Raises:
+        ConfigError: the engine cannot start with these arguments, or the model does not fit.
+    """
+    if device not in CARDS:
+        raise ConfigError(f"device={device!r} is not known; accepted: {', '.join(CARDS)}")
+    platform = PlannedPlatform(device)
+    config = planned_config(args, platform, num_cards)
+    return EnginePlan(config, platform, CARDS[device])
+
+
+def planned_config(args: EngineArgs, platform: PlannedPlatform, num_cards: int) -> VllmConfig:
+    """Return the config of an engine whose weights need not be there.
+
+    Raises:
+        ConfigError: see `make_engine_plan`.
+    """
+    settings = {name: value for name, value in vars(args).items() if value is not None}
+    settings |= {"device": platform.name, "tensor_parallel_size": num_cards}
+    settings["load_format"] = "dummy"
+    config = EngineArgs(**settings).create_engine_config(platform)
+    return replace(config, load=replace(config.load, use_tqdm_on_load=False))
