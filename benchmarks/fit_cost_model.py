@@ -28,10 +28,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # works in a checkout that is not installed
 
 from vllm.cost_model.fitted import CONSTANTS, FILE, Fitted, Floats, Residuals  # noqa: E402
-from vllm.cost_model.throughput import ModelFigures, ServingCost, band, coordinates  # noqa: E402
+from vllm.cost_model.throughput import (  # noqa: E402
+    AttentionFigures,
+    ModelFigures,
+    ServingCost,
+    band,
+    coordinates,
+)
 
 ROWS = ROOT / "benchmarks" / "data" / "gaudi_throughput.csv"
-BLOCK_SIZE = 128
+BLOCK_SIZE = HEAD_SIZE = 128
 ROUNDS = 30
 HELD_OUT_SHARE = 1 / 3
 RESAMPLES = 40
@@ -57,16 +63,20 @@ def llama(
     num_layers: int, hidden: int, intermediate: int, num_heads: int, num_kv_heads: int, vocab: int
 ) -> ModelFigures:
     """Return the figures of a dense model with FP8 weights and an FP8 cache."""
-    attention = 2 * hidden * hidden + 2 * hidden * num_kv_heads * 128
+    attention = 2 * hidden * hidden + 2 * hidden * num_kv_heads * HEAD_SIZE
     return ModelFigures(
         dense_params=num_layers * (attention + 3 * hidden * intermediate),
         vocab_size=vocab,
         hidden_size=hidden,
         num_layers=num_layers,
-        num_attention_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=128,
+        attention=(
+            AttentionFigures(
+                num_layers=num_layers,
+                query_width=num_heads * HEAD_SIZE,
+                kv_width=2 * num_kv_heads * HEAD_SIZE,
+                num_kv_heads=num_kv_heads,
+            ),
+        ),
         weight_bytes=1,
         kv_bytes=1,
         is_fp8=True,

@@ -41,6 +41,25 @@ _PART_OF = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionFigures:
+    """Attention layers that are alike."""
+
+    num_layers: int
+    query_width: int
+    """Elements of the queries of a token in a layer: heads times their size."""
+    kv_width: int
+    """Elements of the keys and values of a token in a layer."""
+    num_kv_heads: int
+    """So many cards share the keys and values; any more hold copies."""
+    window: int | None = None
+    """Most recent tokens that a query sees; None: all."""
+
+    def seen(self, num_tokens: Floats) -> Floats:
+        """Return how many tokens a query sees, of so many."""
+        return num_tokens if self.window is None else np.minimum(num_tokens, self.window)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelFigures:
     """Sizes of a model that its speed depends on, all cards together."""
 
@@ -53,11 +72,7 @@ class ModelFigures:
     vocab_size: int
     hidden_size: int
     num_layers: int
-    num_attention_layers: int
-    """Layers whose keys and values grow with the context."""
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
+    attention: tuple[AttentionFigures, ...]
     weight_bytes: float
     """Bytes of a parameter in memory."""
     kv_bytes: float
@@ -72,12 +87,8 @@ class ModelFigures:
 
     @property
     def head_params(self) -> int:
+        """Parameters of the layer that makes logits."""
         return self.hidden_size * self.vocab_size
-
-    @property
-    def kv_bytes_per_token(self) -> float:
-        """Bytes of the keys and values of a token."""
-        return 2 * self.num_attention_layers * self.num_kv_heads * self.head_size * self.kv_bytes
 
     def params_read(self, num_tokens: Floats) -> Floats:
         """Return how many parameters a step of so many tokens reads, for evenly used experts."""
@@ -86,6 +97,33 @@ class ModelFigures:
             unused = (1 - self.experts_per_token / self.num_experts) ** num_tokens
             used = self.num_experts * (1 - unused)
         return self.dense_params + self.head_params + self.expert_params * used
+
+    def kv_bytes_read(self, batch: Floats, context: Floats, num_cards: int) -> Floats:
+        """Return the bytes of keys and values that one card reads.
+
+        Args:
+            batch: requests.
+            context: tokens of each request.
+            num_cards: that share each layer.
+        """
+        total = np.zeros(np.broadcast_shapes(batch.shape, context.shape))
+        for layers in self.attention:
+            elements = layers.num_layers * layers.kv_width / min(num_cards, layers.num_kv_heads)
+            total = total + batch * layers.seen(context) * elements * self.kv_bytes
+        return total
+
+    def attention_flops(self, num_tokens: Floats, seen: Floats) -> Floats:
+        """Return the FLOPs of attention, all cards together.
+
+        Args:
+            num_tokens: queries.
+            seen: tokens that a query sees on average, for full attention.
+        """
+        total = np.zeros(np.broadcast_shapes(num_tokens.shape, seen.shape))
+        for layers in self.attention:
+            width = layers.num_layers * layers.query_width
+            total = total + 4 * num_tokens * layers.seen(seen) * width
+        return total
 
 
 @dataclass(frozen=True)
@@ -196,28 +234,26 @@ class ServingCost:
         """Return the seconds of attention, and the terms that constants multiply. [..., 7]"""
         figures, num_tokens = self.figures, batch * query_len
         context = self._block_size * context_blocks
-        attention = 4 * num_tokens * (context + query_len / 2) * figures.num_attention_layers
-        attention = attention * figures.num_heads * figures.head_size / self.num_cards
+        attention = figures.attention_flops(num_tokens, context + query_len / 2) / self.num_cards
         flops = 2 * (figures.token_params * num_tokens + figures.head_params * batch)
-        terms = self._terms(num_tokens, batch * context)
+        terms = self._terms(num_tokens, batch, context)
         terms[..., _COLUMN["prompt_matmuls"]] = flops / self.num_cards / self._flops
         return attention / (constants.SDPA_SHARE * self._spec.bf16_flops), terms
 
     def decode_terms(self, batch: Floats, context_tokens: Floats, query_len: Floats) -> Floats:
         """Return the terms that constants multiply. [..., 7]"""
         num_tokens = batch * query_len
-        terms = self._terms(num_tokens, context_tokens)
+        terms = self._terms(num_tokens, batch, context_tokens / batch)
         flops = 2 * (self.figures.token_params + self.figures.head_params) * num_tokens
         terms[..., _COLUMN["decode_matmuls"]] = flops / self.num_cards / self._flops
         return terms
 
-    def _terms(self, num_tokens: Floats, context_tokens: Floats) -> Floats:
+    def _terms(self, num_tokens: Floats, batch: Floats, context: Floats) -> Floats:
         """Return the terms of both phases: all but matmuls."""
         figures, spec, num_cards = self.figures, self._spec, self.num_cards
-        num_tokens, context_tokens = np.broadcast_arrays(num_tokens, context_tokens)
+        num_tokens, batch, context = np.broadcast_arrays(num_tokens, batch, context)
         terms = np.zeros((*num_tokens.shape, len(CONSTANTS)))
-        kv_bytes = context_tokens * figures.kv_bytes_per_token
-        kv_bytes = kv_bytes / min(num_cards, figures.num_kv_heads)
+        kv_bytes = figures.kv_bytes_read(batch, context, num_cards)
         weight_bytes = figures.params_read(num_tokens) * figures.weight_bytes / num_cards
         terms[..., _COLUMN["keys_and_values"]] = kv_bytes / spec.hbm_bytes_per_s
         terms[..., _COLUMN["weights"]] = weight_bytes / spec.hbm_bytes_per_s
