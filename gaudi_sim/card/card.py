@@ -54,6 +54,9 @@ class Signature:
         self.work = Work() if work is None else work
 
 
+Recipe = tuple[Signature, ...]
+
+
 class Capture:
     """What a graph capture has seen so far."""
 
@@ -104,7 +107,7 @@ class SimulatedCard:
         self.results: dict[Hashable, Results | None] = {}
         """As far as `sim_execute` knows them without computing, by what they depend on."""
         self._step: list[Signature] = []  # recorded up to the next flush
-        self._recorded_work: list[Work] | None = None
+        self._recipes_seen: list[Recipe] | None = None
         self._recipes: set[Hashable] = set()
         self._regions = 0  # compiled callables that are running, one inside the other
         self._warmed = 0
@@ -168,8 +171,8 @@ class SimulatedCard:
         self.memory.end_recipe(is_launched=compute_s > 0 and not self.is_compile_only)
         if not compute_s:  # empty, or views that nothing has used
             return
-        if self._recorded_work is not None:
-            self._recorded_work += [signature.work for signature in step]
+        if self._recipes_seen is not None:
+            self._recipes_seen.append(tuple(step))
         self._compile(tuple(step))
         if self.capture is not None:
             self.capture.num_ops += len(step)
@@ -178,16 +181,15 @@ class SimulatedCard:
         self._launch(constants.LAUNCH_STEP_S, compute_s)
 
     @contextmanager
-    def recorded_work(self) -> Iterator[list[Work]]:
-        """Yield a list to which each operator of the recipes inside is added."""
+    def recipes_launched(self) -> Iterator[list[Recipe]]:
+        """Yield a list to which each recipe that is launched inside is added."""
         self.flush()
-        recorded: list[Work] = []
-        self._recorded_work = recorded
+        self._recipes_seen = seen = []
         try:
-            yield recorded
+            yield seen
             self.flush()
         finally:
-            self._recorded_work = None
+            self._recipes_seen = None
 
     def mark_step(self) -> None:
         """Flush in lazy mode; in eager mode there is nothing to end."""

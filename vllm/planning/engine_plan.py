@@ -5,23 +5,28 @@ Runs the worker of a card in this process, on a simulated card that computes not
 model, format or size: what it returns is what the worker has found.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import torch
 
-from vllm.bucketing import BucketPlan, Catalog, MemoryLedger, StepLimits, plan_buckets
+from vllm.bucketing import Bucket, Catalog, MemoryLedger, Phase, StepLimits
 from vllm.config import VllmConfig
 from vllm.cost_model.cards import CARDS, CardSpec
 from vllm.cost_model.work import Work
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.planning.worker import PlannedWorker
+from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.platforms.hpu import PlannedPlatform
 from vllm.worker.hpu.launches.planner import PaddedShape
 from vllm.worker.interface import MemoryReport
+from vllm.worker.parts.memory_use import MemoryUse
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -30,11 +35,24 @@ class LaunchWork:
 
     Attributes:
         operators: in the order in which they run, those without work left out.
-        num_ops: operators, views included: what is compiled.
+        num_ops: operators, views included: what is captured.
+        recipes: that are compiled for it: for each of them something that two shapes have in common
+            if it serves both, and its number of operators.
     """
 
     operators: tuple[Work, ...]
     num_ops: int
+    recipes: Mapping[Hashable, int]
+
+    @classmethod
+    def of(cls, launched: Sequence[Sequence[Any]]) -> "LaunchWork":
+        """Return the work of recipes that a card has launched."""
+        works = (operator.work for recipe in launched for operator in recipe)
+        return cls(
+            tuple(work for work in works if work != Work()),
+            sum(map(len, launched)),
+            {tuple(recipe): len(recipe) for recipe in launched},
+        )
 
     @cached_property
     def flops(self) -> float:
@@ -65,14 +83,12 @@ class EnginePlan:
         config, spec: of the engine, and of its cards.
         report: what the profiling run has found, and how the memory is divided.
         ledger: of the card, with its KV cache.
-        buckets: of the forward passes.
 
     Raises:
         ConfigError: the model does not fit the cards.
     """
 
     report: MemoryReport
-    buckets: BucketPlan
 
     def __init__(self, config: VllmConfig, platform: PlannedPlatform, spec: CardSpec) -> None:
         self.config, self.spec = config, spec
@@ -82,7 +98,6 @@ class EnginePlan:
             worker.start(0)
             self.report = worker.measure()
             worker.allocate(self.report.num_blocks)
-        self.buckets = plan_buckets(config, self.report.num_blocks)
         self._works: dict[PaddedShape, LaunchWork] = {}
 
     @property
@@ -93,29 +108,54 @@ class EnginePlan:
     @property
     def limits(self) -> StepLimits:
         """Return the limits of a launch."""
-        return self.buckets.limits
+        return self.worker.runner.launches.planner.limits
 
     @property
     def ledger(self) -> MemoryLedger:
         """Return the memory by class."""
         return self.worker.ledger
 
+    @property
+    def memory_uses(self) -> list[MemoryUse]:
+        """Return what else than forward passes and the KV cache has memory."""
+        return self.worker.memory_uses
+
     @cached_property
     def shapes(self) -> tuple[PaddedShape, ...]:
         """Return every shape in which a forward pass can run."""
-        launches = self.worker.runner.launches
         buckets = (*self.catalog.prefill, *self.catalog.decode)
-        return tuple(shape for each in buckets for shape in launches.launch_shapes(each))
+        return tuple(shape for each in buckets for shape in self.shapes_of(each))
+
+    def shapes_of(self, bucket: Bucket) -> list[PaddedShape]:
+        """Return the shapes in which forward passes of a bucket can run."""
+        return self.worker.runner.launches.launch_shapes(bucket)
+
+    def buckets_of(self, phase: Phase) -> Sequence[Bucket]:
+        """Return the buckets of a phase."""
+        return self.catalog.prefill if phase is Phase.PREFILL else self.catalog.decode
+
+    @property
+    def bridge(self) -> HabanaBridge:
+        """Return the card."""
+        return self._platform.bridge
 
     def launch_work(self, shape: PaddedShape) -> LaunchWork:
         """Return the work of a forward pass on each card, without sampling."""
         work = self._works.get(shape)
         if work is None:
-            with self._dry(), self._platform.recorded_work() as recorded:
-                self.worker.runner.launches.run_padding(shape)
-            operators = tuple(each for each in recorded if each != Work())
-            work = self._works[shape] = LaunchWork(operators, len(recorded))
+            run = self.worker.runner.launches.run_padding
+            work = self._works[shape] = self.record(partial(run, shape))[1]
         return work
+
+    def record(self, run: Callable[[], Result]) -> tuple[Result, LaunchWork]:
+        """Call a function that launches something, with whatever it computes left out.
+
+        Returns:
+            What it returns, and the work of all that it has launched.
+        """
+        with self._dry(), self._platform.recipes_launched() as launched:
+            result = run()
+        return result, LaunchWork.of(launched)
 
     @contextmanager
     def _dry(self) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """Intel Gaudi: static shapes, real or simulated behind one bridge."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -18,7 +18,7 @@ from vllm.platforms.interface import Platform
 if TYPE_CHECKING:
     import torch
 
-    from vllm.cost_model.work import Work
+    from gaudi_sim.card.card import Recipe
     from vllm.platforms.card_reading import CardReading
     from vllm.platforms.habana.bridge import HabanaBridge
 
@@ -201,14 +201,12 @@ class PlannedPlatform(HPUPlatform):
     ) -> None:
         """Take any rank."""
 
-    @contextmanager
-    def recorded_work(self) -> "Iterator[list[Work]]":
-        """Yield a list to which each operator that the card launches inside is added."""
+    def recipes_launched(self) -> "AbstractContextManager[list[Recipe]]":
+        """Yield a list to which each recipe that the card launches inside is added."""
         from gaudi_sim.bridge import SimBridge
 
         assert isinstance(self.bridge, SimBridge)
-        with self.bridge.card.recorded_work() as recorded:
-            yield recorded
+        return self.bridge.card.recipes_launched()
 
 
 def create_hpu_platform() -> HPUPlatform:

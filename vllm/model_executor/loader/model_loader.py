@@ -188,7 +188,11 @@ def _read(
 
     finisher = _LayerFinisher(model)
     if not has_values:
-        materialize(model, device, on_host)
+        memory = ParameterMemory(model, device, on_host)
+        for module in model.modules():
+            memory.allocate(module)
+            finisher.finish_filled(module)
+        materialize_buffers(model, device)
     elif config.load.load_format == "dummy":
         materialize(model, device, on_host)
         _fill_with_dummy_weights(model, config.model.seed)

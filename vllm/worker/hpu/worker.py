@@ -95,10 +95,15 @@ class HPUWorker(WorkerBase):
     Args:
         config: of the engine.
         platform: has the card; None: the card of this process.
+
+    Attributes:
+        memory_uses: what has memory beside forward passes and the KV cache; there from `measure`
+            on.
     """
 
     model: CausalLM | PoolingModel
     runner: HPUModelRunner | HPUPoolingRunner
+    memory_uses: list[MemoryUse]
 
     def __init__(self, config: VllmConfig, platform: HPUPlatform | None = None) -> None:
         if platform is None:
@@ -243,12 +248,13 @@ class HPUWorker(WorkerBase):
                 self.config, free_bytes, layout.state_bytes * self._num_rows
             )
             self._memory_config = config
+            self.memory_uses = self._uses(memory.total_bytes, free_bytes)
             report = divide_memory(
                 config,
                 free_bytes=free_bytes,
                 launch_bytes=self._profile(free_bytes),
                 block_bytes=self._block_bytes(),
-                others=self._uses(memory.total_bytes, free_bytes),
+                others=self.memory_uses,
             )
         limit = None if self._encoder is None else self._encoder.max_embeddings
         self._report = replace(
