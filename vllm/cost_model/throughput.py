@@ -22,7 +22,7 @@ _ALL_REDUCES = 2
 _NUM_NEAR = 20
 _PHASE_DISTANCE = 4.0
 """Between prefills and decodes, where 1 is twice the batch or length."""
-_BAND = (0.07, 0.93)
+_BAND = (0.05, 0.95)
 """Quantiles of the residuals near a step. The band is to hold 80 % of what was held out."""
 _OUTSIDE_FACTOR = 2.0
 """The band is wider by this outside of the published data."""
@@ -134,7 +134,7 @@ class StepTime:
     """In the order of `PARTS`. [..., 5]"""
     low: Floats
     high: Floats
-    """The band: 80 % of published runs near these steps lie in it."""
+    """The band: it holds 80 % of published runs that are like these steps."""
 
     @cached_property
     def seconds(self) -> Floats:
@@ -260,7 +260,7 @@ class ServingCost:
         terms[..., _COLUMN["layer_us"]] = 1e-6 * figures.num_layers
         if num_cards > 1:
             num_reduces = _ALL_REDUCES * figures.num_layers
-            # Each card sends its share of the sum to each other one, and receives theirs, over
+            # Each card sends its part of the sum to each other one, and receives theirs, over
             # the links between the two.
             sent = 2 * num_tokens * figures.hidden_size * _ACTIVATION_BYTES / num_cards
             link = spec.link_bytes_per_s / NUM_PEERS
