@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gaudi_sim.card.card import SimulatedCard
-from gaudi_sim.card.device import HpuTensor, install
+from gaudi_sim.card.device import HpuTensor, activated, install
 from gaudi_sim.card.recipes import RecipeCache
 from gaudi_sim.card.unlaunched import mapped_zeros
 from gaudi_sim.compile import compile_for_card
@@ -175,6 +175,10 @@ class SimBridge:
             yield
         finally:
             self.card.is_dry_run = before
+
+    def activated(self) -> AbstractContextManager[None]:
+        """Inside, the device `hpu` is this card; afterwards the one before."""
+        return activated(self.card)
 
     def manual_seed(self, seed: int) -> None:
         random.manual_seed_all(seed)

@@ -184,7 +184,8 @@ class SimulatedCard:
     def recipes_launched(self) -> Iterator[list[Recipe]]:
         """Yield a list to which each recipe that is launched inside is added."""
         self.flush()
-        self._recipes_seen = seen = []
+        seen: list[Recipe] = []
+        self._recipes_seen = seen
         try:
             yield seen
             self.flush()

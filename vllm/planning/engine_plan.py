@@ -5,13 +5,10 @@ Runs the worker of a card in this process, on a simulated card that computes not
 model, format or size: what it returns is what the worker has found.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
-
-import torch
 
 from vllm.bucketing import Bucket, Catalog, MemoryLedger, Phase, StepLimits
 from vllm.config import VllmConfig
@@ -19,14 +16,17 @@ from vllm.cost_model.cards import CARDS, CardSpec
 from vllm.cost_model.work import Work
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
-from vllm.planning.worker import PlannedWorker
+from vllm.planning.worker import PlannedWorker, on_planned_card
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.platforms.hpu import PlannedPlatform
 from vllm.worker.hpu.launches.planner import PaddedShape
+from vllm.worker.hpu.memory.memory_profile import used_bytes
 from vllm.worker.interface import MemoryReport
 from vllm.worker.parts.memory_use import MemoryUse
 
 Result = TypeVar("Result")
+
+_UNLIMITED_BYTES = 1 << 50
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,6 @@ class LaunchWork:
 class EnginePlan:
     """An engine that is planned for one kind of card, as its first rank sees it.
 
-    The forward passes of a plan can be asked for until another plan is made: a process has one
-    card.
-
     Args:
         config: of the engine.
         platform: has the card.
@@ -93,7 +90,7 @@ class EnginePlan:
     def __init__(self, config: VllmConfig, platform: PlannedPlatform, spec: CardSpec) -> None:
         self.config, self.spec = config, spec
         self._platform = platform
-        with self._dry():
+        with on_planned_card(platform):
             self.worker = worker = PlannedWorker(config, platform)
             worker.start(0)
             self.report = worker.measure()
@@ -153,14 +150,9 @@ class EnginePlan:
         Returns:
             What it returns, and the work of all that it has launched.
         """
-        with self._dry(), self._platform.recipes_launched() as launched:
+        with on_planned_card(self._platform), self._platform.recipes_launched() as launched:
             result = run()
         return result, LaunchWork.of(launched)
-
-    @contextmanager
-    def _dry(self) -> Iterator[None]:
-        with torch.inference_mode(), self._platform.bridge.dry_run():
-            yield
 
 
 def make_engine_plan(args: EngineArgs, device: str, num_cards: int = 1) -> EnginePlan:
@@ -177,18 +169,38 @@ def make_engine_plan(args: EngineArgs, device: str, num_cards: int = 1) -> Engin
     if device not in CARDS:
         raise ConfigError(f"device={device!r} is not known; accepted: {', '.join(CARDS)}")
     platform = PlannedPlatform(device)
-    config = planned_config(args, platform, num_cards)
-    return EnginePlan(config, platform, CARDS[device])
+    return EnginePlan(_config(args, platform, num_cards), platform, CARDS[device])
 
 
-def planned_config(args: EngineArgs, platform: PlannedPlatform, num_cards: int) -> VllmConfig:
-    """Return the config of an engine whose weights need not be there.
+def weights_bytes(
+    args: EngineArgs, device: str, num_cards: int, quantization: str | None = None
+) -> tuple[VllmConfig, int]:
+    """Return the config of an engine, and the memory that its weights take on a card, however large
+    it is.
+
+    Args:
+        args, device, num_cards: see `make_engine_plan`.
+        quantization: another one than that of `args`; None: the same.
 
     Raises:
-        ConfigError: see `make_engine_plan`.
+        ConfigError: the engine cannot start with these arguments.
     """
+    platform = PlannedPlatform(device, _UNLIMITED_BYTES)
+    more = {} if quantization is None else {"quantization": quantization}
+    config = _config(args, platform, num_cards, **more)
+    bridge = platform.bridge
+    with on_planned_card(platform):
+        before = used_bytes(bridge)
+        worker = PlannedWorker(config, platform)
+        worker.load(0)
+        return config, used_bytes(bridge) - before
+
+
+def _config(
+    args: EngineArgs, platform: PlannedPlatform, num_cards: int, **more: object
+) -> VllmConfig:
+    """Return the config of an engine whose weights need not be there."""
     settings = {name: value for name, value in vars(args).items() if value is not None}
-    settings |= {"device": platform.name, "tensor_parallel_size": num_cards}
+    settings |= {"device": platform.name, "tensor_parallel_size": num_cards, **more}
     settings["load_format"] = "dummy"
-    config = EngineArgs(**settings).create_engine_config(platform)
-    return replace(config, load=replace(config.load, use_tqdm_on_load=False))
+    return EngineArgs(**settings).create_engine_config(platform)

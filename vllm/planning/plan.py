@@ -5,7 +5,8 @@ from typing import Any
 
 from vllm.bucketing.ledger import GRAPHS, MemoryClass
 from vllm.engine.arg_utils import EngineArgs
-from vllm.planning.engine_plan import EnginePlan, make_engine_plan
+from vllm.planning.engine_plan import EnginePlan
+from vllm.planning.fit import planned_or_nearest
 from vllm.planning.start import StartPlan, plan_start
 from vllm.worker.hpu.warmup.profile import held_bytes
 
@@ -62,7 +63,7 @@ def make_plan(args: EngineArgs, device: str, num_cards: int = 1) -> Plan:
     Raises:
         ConfigError: the engine cannot start with these arguments, or the model does not fit.
     """
-    engine = make_engine_plan(args, device, num_cards)
+    engine = planned_or_nearest(args, device, num_cards)
     config = engine.config
     return Plan(
         model=config.model.model or "",

@@ -172,25 +172,28 @@ def plan_start(plan: EnginePlan) -> StartPlan:
     """Return how long the warm-up of an engine takes."""
     costs = ShapeCosts(plan)
     graphs = _plan_graphs(plan, costs)
-    phases = []
-    for phase in Phase:
+
+    def of(phase: Phase) -> PhaseStart:
         buckets = plan.buckets_of(phase)
         shapes = [shape for bucket in buckets for shape in plan.shapes_of(bucket)]
         found = graphs.get(phase)
         captured = () if found is None else found.captured
         with_graphs = [shape for bucket in captured for shape in plan.shapes_of(bucket)]
-        phases.append(
-            PhaseStart(
-                num_buckets=len(buckets),
-                num_shapes=len(shapes),
-                compile_s=sum(map(costs.compile_s, shapes)),
-                run_s=sum(map(costs.run_s, shapes)),
-                num_graphs=len(captured),
-                capture_s=sum(map(costs.capture_s, with_graphs)),
-                graph_bytes=0 if found is None else found.used_bytes,
-            )
+        return PhaseStart(
+            num_buckets=len(buckets),
+            num_shapes=len(shapes),
+            compile_s=sum(map(costs.compile_s, shapes)),
+            run_s=sum(map(costs.run_s, shapes)),
+            num_graphs=len(captured),
+            capture_s=sum(map(costs.capture_s, with_graphs)),
+            graph_bytes=0 if found is None else found.used_bytes,
         )
-    return StartPlan(*phases, sampling_s=costs.sampling_s() + costs.shared_s)
+
+    return StartPlan(
+        prefill=of(Phase.PREFILL),
+        decode=of(Phase.DECODE),
+        sampling_s=costs.sampling_s() + costs.shared_s,
+    )
 
 
 def _plan_graphs(plan: EnginePlan, costs: ShapeCosts) -> Mapping[Phase, PhaseGraphs]:

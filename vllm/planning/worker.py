@@ -6,14 +6,41 @@ what they would send is taken as sent. So memory, buckets and the operators of a
 those that the engine itself finds.
 """
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from vllm.config import VllmConfig
 from vllm.distributed import Meeting, RankLayout
+from vllm.ops import get_ops, set_ops
+from vllm.ops.hpu.operators import HPUOps
 from vllm.platforms.hpu import PlannedPlatform
 from vllm.worker.hpu.worker import HPUWorker
+
+
+@contextmanager
+def on_planned_card(platform: PlannedPlatform) -> Iterator[None]:
+    """Let the device `hpu` be the card, where nothing is computed; afterwards the process is as
+    it was."""
+    thresholds = gc.get_threshold()
+    ops = get_ops()
+    bridge = platform.bridge  # which loads the compiler of torch
+    compiler: Any = torch._dynamo.config
+    try:
+        with (
+            compiler.patch(disable=compiler.disable),
+            torch.inference_mode(),
+            platform.activated(),
+            bridge.dry_run(),
+        ):
+            set_ops(HPUOps(bridge))
+            yield
+    finally:
+        set_ops(ops)
+        gc.set_threshold(*thresholds)
 
 
 class PlannedWorker(HPUWorker):

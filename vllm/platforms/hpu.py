@@ -18,6 +18,7 @@ from vllm.platforms.interface import Platform
 if TYPE_CHECKING:
     import torch
 
+    from gaudi_sim.bridge import SimBridge
     from gaudi_sim.card.card import Recipe
     from vllm.platforms.card_reading import CardReading
     from vllm.platforms.habana.bridge import HabanaBridge
@@ -201,12 +202,20 @@ class PlannedPlatform(HPUPlatform):
     ) -> None:
         """Take any rank."""
 
+    def activated(self) -> AbstractContextManager[None]:
+        """Inside, the device `hpu` of this process is the card; afterwards the one before."""
+        return self._simulation.activated()
+
     def recipes_launched(self) -> "AbstractContextManager[list[Recipe]]":
         """Yield a list to which each recipe that the card launches inside is added."""
+        return self._simulation.card.recipes_launched()
+
+    @property
+    def _simulation(self) -> "SimBridge":
         from gaudi_sim.bridge import SimBridge
 
         assert isinstance(self.bridge, SimBridge)
-        return self.bridge.card.recipes_launched()
+        return self.bridge
 
 
 def create_hpu_platform() -> HPUPlatform:
