@@ -40,7 +40,12 @@ class FoundCards:
 
 
 def search_cards(
-    make_plan: MakePlan, goals: Goals, lengths: Lengths, fitted: Fitted | None = None
+    make_plan: MakePlan,
+    goals: Goals,
+    lengths: Lengths,
+    *,
+    numbers_of_cards: Sequence[int] = NUMBERS_OF_CARDS,
+    fitted: Fitted | None = None,
 ) -> FoundCards:
     """Return the fewest cards that meet the goals, and the largest max_num_seqs with them.
 
@@ -48,6 +53,7 @@ def search_cards(
         make_plan: raises ConfigError where the engine does not fit.
         goals: at least one.
         lengths: of each request.
+        numbers_of_cards: to try, in ascending order.
         fitted: constants of the card; None: as published runs have it.
 
     Raises:
@@ -56,7 +62,7 @@ def search_cards(
     unfit: dict[int, str] = {}
 
     def predictions() -> Iterator[tuple[int, Prediction]]:
-        for num_cards in NUMBERS_OF_CARDS:
+        for num_cards in numbers_of_cards:
             try:
                 plan = make_plan(num_cards, None)
             except ConfigError as error:
@@ -66,8 +72,8 @@ def search_cards(
                 yield num_cards, _predict(plan, lengths, held, fitted)
             else:
                 unfit[num_cards] = f"the KV cache holds no request of {lengths.total} tokens"
-        if len(unfit) == len(NUMBERS_OF_CARDS):
-            most = NUMBERS_OF_CARDS[-1]
+        if len(unfit) == len(numbers_of_cards):
+            most = numbers_of_cards[-1]
             raise ConfigError(f"the engine runs on no number of cards; on {most}: {unfit[most]}")
 
     choice = search(goals, predictions())
