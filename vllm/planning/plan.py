@@ -73,7 +73,11 @@ def make_plan(args: EngineArgs, device: str, num_cards: int = 1) -> Plan:
     Raises:
         ConfigError: the engine cannot start with these arguments, or the model does not fit.
     """
-    engine = planned_or_nearest(args, device, num_cards)
+    return describe(planned_or_nearest(args, device, num_cards), device)
+
+
+def describe(engine: EnginePlan, device: str) -> Plan:
+    """Return the plan of an engine that is planned already."""
     config = engine.config
     return Plan(
         model=config.model.model or "",

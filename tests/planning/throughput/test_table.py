@@ -137,7 +137,7 @@ def test_cards_on_which_the_engine_does_not_run_are_named(dense_folder):
     assert list(found.unfit) == [8]  # heads: 4
     lines = found_lines(found, "command")
     assert lines[0].startswith("8 cards: ")
-    assert lines[1].startswith("nothing meets the goals; nearest is ")
+    assert lines[1].startswith("Nothing meets the goals; nearest is ")
 
 
 def test_requests_longer_than_the_model_takes_are_refused(dense_folder):

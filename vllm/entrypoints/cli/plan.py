@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("vllm").setLevel(logging.WARNING)
 
     from vllm.entrypoints.openai.cli_args import exit_after_help, read_args
-    from vllm.planning.plan import make_plan
+    from vllm.planning.plan import describe, make_plan
     from vllm.planning.text import plan_lines
     from vllm.planning.throughput.search import found_lines, found_object, serve_command
 
@@ -65,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
     engine_args, server_args = read_args(args)
     exit_after_help(server_args)
     found = _search(args, engine_args, device, num_cards)
-    if found is not None:
-        num_cards, max_num_seqs = found.choice.num_cards, found.choice.max_num_seqs
-        engine_args = dataclasses.replace(engine_args, max_num_seqs=max_num_seqs)
-    plan = make_plan(engine_args, device, num_cards)
+    if found is None:
+        plan = make_plan(engine_args, device, num_cards)
+    else:
+        plan = describe(found.plan, device)
     as_json, lines = plan.as_json(), list(plan_lines(plan))
     if found is not None:
         command = serve_command(found.choice, plan.model, flags)
@@ -131,10 +131,8 @@ def _search(
             raise ConfigError(f"{flag} is {getattr(args, name)}, and must be at least 1")
 
     def make_plan(num_cards: int, max_num_seqs: int | None) -> "EnginePlan":
-        given = engine_args
-        if max_num_seqs is not None:
-            given = dataclasses.replace(given, max_num_seqs=max_num_seqs)
-        return make_engine_plan(given, device, num_cards)
+        changes: dict[str, Any] = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
+        return make_engine_plan(dataclasses.replace(engine_args, **changes), device, num_cards)
 
     is_given = args.num_cards is not None or args.tensor_parallel_size is not None
     return search_cards(

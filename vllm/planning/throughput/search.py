@@ -32,10 +32,12 @@ class FoundCards:
 
     Attributes:
         choice: what meets the goals, or comes nearest.
+        plan: of the engine on these cards, with this max_num_seqs.
         unfit: why the engine does not run on a number of cards.
     """
 
     choice: Choice
+    plan: EnginePlan
     unfit: dict[int, str]
 
 
@@ -81,7 +83,8 @@ def search_cards(
     plan = make_plan(choice.num_cards, choice.max_num_seqs)
     if (held := _num_held(plan, lengths)) < choice.max_num_seqs:
         choice = search(goals, [(choice.num_cards, _predict(plan, lengths, held, fitted))])
-    return FoundCards(choice, unfit)
+        plan = make_plan(choice.num_cards, choice.max_num_seqs)
+    return FoundCards(choice, plan, unfit)
 
 
 def _num_held(plan: EnginePlan, lengths: Lengths) -> int:
@@ -140,7 +143,7 @@ def found_lines(found: FoundCards, command: str) -> list[str]:
     if choice.misses:
         misses = "; ".join(map(str, choice.misses))
         nearest = f"{cards} with max_num_seqs={choice.max_num_seqs}"
-        lines.append(f"nothing meets the goals; nearest is {nearest}: {misses}")
+        lines.append(f"Nothing meets the goals; nearest is {nearest}: {misses}")
     else:
-        lines.append(f"{cards} with max_num_seqs={choice.max_num_seqs} meet the goals")
+        lines.append(f"The goals are met by {cards} with max_num_seqs={choice.max_num_seqs}")
     return [*lines, *as_lines([choice.prediction]), command]
