@@ -196,7 +196,7 @@ def test_embeddings_of_a_grid_need_the_grid(qwen):
     llm = LLM(qwen, **ENGINE)
     four = np.zeros((4, WIDTH), np.float32)
     for grid, message in (
-        (None, "image_grid_thw must come with"),
+        (None, "embeddings of this model must have image_grid_thw"),
         ([1, 4, 6], r"image_grid_thw \[1, 4, 6\] must have 6 embeddings, got 4"),
         ([1, 4, 5], "multiples of 2, got"),
         ([2, 4, 4], "image_grid_thw must be 1, height and"),
