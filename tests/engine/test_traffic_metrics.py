@@ -98,7 +98,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
         report(metrics, number, *DECODE)
         file.write()
     assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert "the server goes on" in caplog.text
+    assert "the server continues" in caplog.text
     os.mkdir(tmp_path / "missing")
     report(metrics, 3, *DECODE)
     file.write()

@@ -81,9 +81,12 @@ class TrafficMetrics:
         block_size = self.table.block_size
         for start in range(1 + (num_listed - num_new) * _FIELDS, len(recent), _FIELDS):
             phase, batch, query_len, blocks, *padded = recent[start : start + _FIELDS]
+            padded_batch, padded_len, padded_blocks = padded
             self.table.add(phase, batch, query_len, blocks)
             self.needed_s += forward_seconds(phase, batch, query_len, blocks, block_size)
-            self.padded_s += forward_seconds(phase, *padded, block_size)
+            self.padded_s += forward_seconds(
+                phase, padded_batch, padded_len, padded_blocks, block_size
+            )
             histograms = self._histograms[phase]
             for histogram, size in zip(histograms, (batch, query_len, blocks), strict=True):
                 histogram.observe(size)
@@ -169,7 +172,7 @@ class TrafficFile:
         except OSError as error:
             if not self._has_failed:
                 logger.warning(
-                    "traffic cannot be written to %s (--record-traffic): %s; the server goes on, "
+                    "traffic cannot be written to %s (--record-traffic): %s; the server continues, "
                     "and tries again each minute",
                     *(self._path, error),
                 )

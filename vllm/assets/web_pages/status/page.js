@@ -74,9 +74,10 @@ function showEngine(s) {
   byId("kv-meter").value = s.kv_usage;
   byId("prefix-meter").value = s.prefix_hit_rate || 0;
   byId("padding-meter").value = s.padded_time_share || 0;
-  showText("padding-parts", [
-    [s.padded_share, "tokens"], [s.padded_blocks_share, "KV blocks of decodes"],
-  ].filter(([share]) => share !== null).map(([share, what]) => `${percent(share)} % of ${what}`).join(", "));
+  byId("padding-note").title = ["as predicted",
+    ...[[s.padded_share, "tokens"], [s.padded_blocks_share, "KV blocks of decodes"]]
+      .filter(([share]) => share !== null).map(([share, of]) => `${percent(share)} % of ${of}`),
+  ].join(", ");
   byId("restarts-note").hidden = !s.restarts;
   // Only devices that compile shapes have buckets: elsewhere these words would mean nothing.
   const hasBuckets = s.bucket_hits + s.bucket_misses > 0;

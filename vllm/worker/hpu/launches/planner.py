@@ -169,7 +169,7 @@ class _Rows(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """What one forward pass runs, its bucket, and the sizes that the bucket has to cover."""
+    """Requests of one forward pass, its bucket, and the sizes that the bucket has to cover."""
 
     rows: _Rows
     bucket: Bucket
