@@ -15,14 +15,14 @@ from vllm.bucketing.bucket import Phase, decode, prefill
 from vllm.bucketing.catalog.bucket_plan import choose_for_config
 from vllm.bucketing.catalog.catalog import Catalog
 from vllm.bucketing.catalog.closure import prove
-from vllm.bucketing.step_limits import StepLimits
-from vllm.bucketing.strategies.bucket_file import parse_buckets
-from vllm.bucketing.strategies.from_traffic import (
+from vllm.bucketing.catalog.from_traffic import (
     bucket_file_text,
     choose_for_traffic,
     mandatory_buckets,
     traffic_limits,
 )
+from vllm.bucketing.step_limits import StepLimits
+from vllm.bucketing.strategies.bucket_file import parse_buckets
 from vllm.bucketing.traffic import TrafficTable, even_traffic
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError

@@ -127,8 +127,7 @@ def choose_buckets(
         shapes: [n, 4] phase, batch, query length and blocks; of both phases, if one budget is for
             both.
         weights: [n] how often each of them occurs.
-        candidates: buckets to choose from; None: any, since those with sizes of the shapes are
-            enough.
+        candidates: buckets to choose from; None: any with sizes of the shapes.
         mandatory: buckets that are in every set.
         count: how many buckets, mandatory ones included.
         budget: what all of them may cost; instead of `count`.
@@ -167,8 +166,10 @@ def choose_buckets(
         if time.monotonic() > deadline:
             break
         # What running one by one costs depends on the set.
-        alone = _split_factor(problem.shapes) * _least_costs(buckets, _single(problem.shapes), cost)
-        problem = replace(problem, alone=alone)
+        unbatched = _split_factor(problem.shapes) * _least_costs(
+            buckets, _single(problem.shapes), cost
+        )
+        problem = replace(problem, unbatched=unbatched)
         chosen, _ = _solve(problem, deadline)
         others = _buckets(problem.sizes[chosen])
         other_total = cost_of(others, shapes, weights, cost, may_split=True)
@@ -194,7 +195,7 @@ def cost_of(
 ) -> float:
     """Return the cost of all shapes, each padded to the cheapest bucket that covers it.
 
-    It is infinite if one is not covered. The arguments are those of `choose_buckets`.
+    It is infinite if one is not covered. The arguments are as in `choose_buckets`.
     """
     least = _least_costs(buckets, shapes, cost)
     if may_split:
@@ -256,21 +257,21 @@ class _Problem:
     num_mandatory: int
     room: float
     """Budget beside the mandatory candidates."""
-    alone: Floats
+    unbatched: Floats
     """[n] cost of one forward pass of each shape without a bucket of its own; infinity: it needs
     one."""
 
     @property
     def may_split(self) -> bool:
         """Whether some shapes need no bucket of their own."""
-        return bool(np.isfinite(self.alone).any())
+        return bool(np.isfinite(self.unbatched).any())
 
     @cached_property
     def otherwise(self) -> Floats:
         """[n] weighted cost of each shape if no bucket covers it: more than any set costs that
-        covers all shapes, or the cost of running alone."""
+        covers all shapes, or the cost of a forward pass for each request."""
         most = 2 * float(self.weights.sum()) * float(self.candidate_costs.max()) + 1e-300
-        return np.minimum(most, self.weights * self.alone)
+        return np.minimum(most, self.weights * self.unbatched)
 
     @cached_property
     def costs(self) -> Floats:
@@ -296,8 +297,8 @@ def _make_problems(
         sizes = np.concatenate([required, others])
         if not may_split:
             shapes, weights = _snapped(shapes, weights, sizes)
-        alone = _alone(shapes, cost) if may_split else None
-        problem = _problem(shapes, weights, sizes, sizes, len(required), budget, cost, alone)
+        unbatched = _unbatched(shapes, cost) if may_split else None
+        problem = _problem(shapes, weights, sizes, sizes, len(required), budget, cost, unbatched)
         return problem, None
     shapes, weights = _merged(shapes, weights)
     tolerance = 0.0
@@ -314,18 +315,18 @@ def _make_problems(
     up, low = _grid(up_shapes, upper, lower)
     up, low = (np.concatenate([required, grid]) for grid in (up, low))
     low_shapes, _ = _merged(_map(shapes, lower), weights)
-    likely = low_alone = None
+    likely = low_unbatched = None
     if may_split:
-        likely = _SPLIT_PADDING * _alone(up_shapes, cost)
-        low_alone = _alone(low_shapes, cost)
+        likely = _SPLIT_PADDING * _unbatched(up_shapes, cost)
+        low_unbatched = _unbatched(low_shapes, cost)
     problem = _problem(up_shapes, up_weights, up, up, len(required), budget, cost, likely)
     if np.array_equal(up, low) and not may_split:
         return problem, None
-    bound = _problem(up_shapes, up_weights, up, low, len(required), budget, cost, low_alone)
+    bound = _problem(up_shapes, up_weights, up, low, len(required), budget, cost, low_unbatched)
     return problem, bound
 
 
-def _alone(shapes: Shapes, cost: ShapeCost) -> Floats:
+def _unbatched(shapes: Shapes, cost: ShapeCost) -> Floats:
     """Return [n] the cost of each shape as forward passes of one request each, without padding."""
     return _split_factor(shapes) * cost(*_single(shapes).T)
 
@@ -338,26 +339,26 @@ def _problem(
     num_mandatory: int,
     budget: Budget,
     cost: ShapeCost,
-    alone: Floats | None,
+    unbatched: Floats | None,
 ) -> _Problem:
-    """Return a problem with costs and prices of other sizes than those that cover.
+    """Return a problem whose costs and prices are of other sizes than what covers.
 
     Args:
-        alone: [n] cost of shapes that need no bucket of theirs; None: all need one.
+        unbatched: [n] cost of shapes that need no bucket of theirs; None: all need one.
     """
     covers: Mask = _covers(sizes, shapes)
     is_useful: Mask = np.array(covers.any(0))
     is_useful[:num_mandatory] = True
     sizes, priced_sizes, covers = sizes[is_useful], priced_sizes[is_useful], covers[:, is_useful]
-    is_lost = ~covers.any(1) if alone is None else ~covers.any(1) & np.isinf(alone)
+    is_lost = ~covers.any(1) if unbatched is None else ~covers.any(1) & np.isinf(unbatched)
     if is_lost.any():
         phase, *rest = shapes[is_lost][0].tolist()
         raise ValueError(f"no bucket to choose from covers {Bucket(Phase(phase), *rest)}")
     candidate_costs = np.asarray(cost(*priced_sizes.T), np.float64)
     prices = np.asarray(budget.price(*priced_sizes.T), np.float64)
     room = budget.limit - float(prices[:num_mandatory].sum())
-    if alone is None:
-        alone = np.full(len(weights), np.inf)
+    if unbatched is None:
+        unbatched = np.full(len(weights), np.inf)
     return _Problem(
         shapes=shapes,
         sizes=sizes,
@@ -367,7 +368,7 @@ def _problem(
         prices=prices,
         num_mandatory=num_mandatory,
         room=room,
-        alone=alone,
+        unbatched=unbatched,
     )
 
 

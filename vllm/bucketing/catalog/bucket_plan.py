@@ -7,10 +7,10 @@ from pathlib import Path
 from vllm.bucketing.bucket import Bucket, Phase, decode
 from vllm.bucketing.catalog.catalog import Catalog, padded_cost
 from vllm.bucketing.catalog.closure import missing_buckets, prove, unused_buckets
+from vllm.bucketing.catalog.from_traffic import bucket_cost, choose_for_traffic
 from vllm.bucketing.log_lines import generated_line, listed
 from vllm.bucketing.settings import BucketSettings
 from vllm.bucketing.step_limits import StepLimits, ceil_div, is_within, trim_decodes
-from vllm.bucketing.strategies.from_traffic import bucket_cost, choose_for_traffic
 from vllm.bucketing.strategies.generate import GeneratedBuckets, buckets_from_file, generate_buckets
 from vllm.bucketing.traffic import TrafficTable
 from vllm.config import HPUConfig, VllmConfig
@@ -107,7 +107,7 @@ def _belongs_to_decode(line: str) -> bool:
 
 
 def _chosen(hpu: HPUConfig) -> GeneratedBuckets:
-    """The buckets that were chosen when the configuration was resolved: once, for all ranks."""
+    """Return the buckets that were chosen for all ranks when the configuration was resolved."""
     buckets = sorted(Bucket(Phase(phase), *sizes) for phase, *sizes in hpu.chosen_buckets)
     return GeneratedBuckets(
         prefill=tuple(bucket for bucket in buckets if bucket.phase is Phase.PREFILL),
