@@ -17,7 +17,7 @@ from vllm.config.hpu import (
 )
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.platforms.hpu import simulated_card
+from vllm.platforms.hpu import HPUPlatform
 
 logger = init_logger(__name__)
 
@@ -64,13 +64,13 @@ def resolve_hpu_config(asked: HPUConfig, *, has_slices: bool = True) -> HPUConfi
     )
 
 
-def check_simulation(hpu: HPUConfig) -> None:
+def check_simulation(hpu: HPUConfig, platform: HPUPlatform) -> None:
     """Refuse what only a real card could do, on a simulated one.
 
     Raises:
         ConfigError: prompts are to use flex_attention.
     """
-    if hpu.prompt_attention == "flex" and simulated_card() is not None:
+    if hpu.prompt_attention == "flex" and platform.is_simulated:
         raise ConfigError(
             "VLLM_PROMPT_USE_FLEX_ATTENTION=1 cannot run on a simulated card: flex_attention of "
             "torch does not know its tensors. Unset it. VLLM_PROMPT_USE_FUSEDSDPA=0 alone runs "
