@@ -1,6 +1,6 @@
 """Where workers live."""
 
-from vllm.executor.base import Executor
+from vllm.executor.base import Executor, WarmUpSteps
 from vllm.executor.choose import make_executor
 from vllm.executor.ranks.worker_call import WorkerMethod
 from vllm.executor.uniproc import UniProcExecutor
@@ -10,6 +10,7 @@ __all__ = [
     "Executor",
     "StepHandleLike",
     "UniProcExecutor",
+    "WarmUpSteps",
     "Worker",
     "WorkerMethod",
     "make_executor",

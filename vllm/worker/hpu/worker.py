@@ -1,9 +1,11 @@
 """The worker of a Gaudi card, real or simulated: load, measure, divide the memory, warm up."""
 
 import gc
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import msgspec
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
@@ -17,10 +19,14 @@ from vllm.attention.backends.sdpa import (
     require_flex,
 )
 from vllm.attention.cached_layer import layers_with_cache
-from vllm.bucketing import Catalog, Phase, format_bytes, plan_buckets
+from vllm.bucketing import Bucket, Catalog, Phase, StepLimits, format_bytes, plan_buckets
+from vllm.bucketing.catalog.catalog import padded_cost
+from vllm.bucketing.catalog.first_set import choose_first
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.log_lines import num_blocks_line
+from vllm.bucketing.traffic import even_traffic
 from vllm.config import VllmConfig
+from vllm.cost_model.padded import padded_seconds
 from vllm.distributed import Collectives, Link, Meeting, TorchCollectives
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -58,6 +64,7 @@ from vllm.worker.hpu.memory.sleep import CardCache, CardWeights, SleepingGraphs
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.pooling_runner import HPUPoolingRunner
 from vllm.worker.hpu.speculator_runner import make_speculator_runner
+from vllm.worker.hpu.warmup.later_warmup import LaterWarmUp
 from vllm.worker.hpu.warmup.profile import held_bytes, profile_launches
 from vllm.worker.hpu.warmup.warmup import WarmUp
 from vllm.worker.interface import MemoryReport, WarmUpStep
@@ -107,7 +114,11 @@ class HPUWorker(WorkerBase):
         super().__init__(config, self.bridge.device)
         gc.set_threshold(*config.hpu.gc_thresholds)
         set_ops(HPUOps(self.bridge))
-        self._idle_warm_up: IdleWarmUp | None = None
+        self._warm_up: WarmUp | None = None
+        self._later: deque[LaterWarmUp | IdleWarmUp] = deque()
+        """What the start has left of the warm-up."""
+        self._has_started = False
+        self._num_choices = 0
         self._slicing = config.hpu.prompt_slicing(config.scheduler.max_num_batched_tokens)
         self._forecast = MemoryForecast(self._slicing, config.cache.block_size)
         self._meeting: Meeting | None = None
@@ -332,33 +343,51 @@ class HPUWorker(WorkerBase):
     def _weights_and_kernels(self) -> tuple[Iterable[Tensor], str]:
         return map(_host_bytes, model_tensors(self.model)), self.bridge.device.type
 
-    def next_warm_up(self, given_up: str | None = None) -> WarmUpStep | None:
+    def next_warm_up(
+        self,
+        given_up: str | None = None,
+        seconds: float | None = None,
+        longest_s: float | None = None,
+    ) -> WarmUpStep | None:
         """See `Worker.next_warm_up`."""
-        if self._idle_warm_up is not None:
-            return self._idle_warm_up.next_warm_up(given_up)
-        if self._warm_up is None:
-            self._finish_start()
+        while self._later:
+            step = self._later[0].next_warm_up(given_up, seconds, longest_s)
+            if step is not None:
+                return step
+            self._later.popleft()
+            given_up = seconds = None
+        if self._has_started:
             return None
-        launch = self._warm_up.next_warm_up(given_up)
-        if launch is None:
+        step = None
+        if self._warm_up is not None:
+            step = self._warm_up.next_warm_up(given_up, seconds)
+        if step is None:
             self._finish_start()
-        return launch
+        return step
 
     def warm_up(self) -> str | None:
         """See `Worker.warm_up`."""
-        running = self._idle_warm_up or self._warm_up
+        running = self._later[0] if self._later else self._warm_up
         assert running is not None
         with self._within_memory("a launch for which other cards of the engine have memory"):
             return running.warm_up()
 
     def _finish_start(self) -> None:
-        hpu, runner = self.config.hpu, self.runner
-        if self._warm_up is not None:
+        hpu, runner, start = self.config.hpu, self.runner, self._warm_up
+        self._has_started = True
+        if start is not None:
+            held = held_bytes(self.config)
+            if len(start.catalog) < len(start.wanted):
+                traffic = runner.launches.traffic
+                self._later.append(
+                    LaterWarmUp(
+                        self.bridge, runner, start, self.ledger, self._forecast, held, traffic
+                    )
+                )
             if hpu.full_warmup:
                 runner.launches.execution.forbid_recompilation()
             elif hpu.sampling_warmup == "basic" and isinstance(runner, HPUModelRunner):
-                held = held_bytes(self.config)
-                self._idle_warm_up = IdleWarmUp(self.bridge, runner, self.ledger, held)
+                self._later.append(IdleWarmUp(self.bridge, runner, self.ledger, held))
         self._warm_up = None
         self._preparation.end()
         logger.info("init_cache_engine took %s", self._preparation)
@@ -543,7 +572,7 @@ class HPUWorker(WorkerBase):
             # What compiles from here on, requests wait for.
             self.runner.launches.report.finish_warmup()
             return None
-        return WarmUp(
+        warm_up = WarmUp(
             self.config,
             self.bridge,
             self.runner,
@@ -552,7 +581,32 @@ class HPUWorker(WorkerBase):
             self.ledger,
             self._forecast,
             self._encoder,
+            self._choose_first if self.config.hpu.serves_while_warming else None,
         )
+        self.runner.launches.use_catalog(warm_up.catalog, plan.limits)
+        return warm_up
+
+    def _choose_first(self, wanted: Catalog, limits: StepLimits) -> list[Bucket]:
+        """Choose the buckets that the start warms up; those that rank 0 chooses."""
+        first = choose_first(
+            wanted,
+            limits,
+            self.config.hpu.first_buckets,
+            even_traffic(limits),
+            padded_seconds,
+            memory_sizes=(padded_cost, self._forecast.num_scores),
+        )
+        self._num_choices += 1
+        if self._meeting is not None:
+            name = f"first buckets {self._num_choices}"
+            first = msgspec.json.decode(
+                self._meeting.exchange(name, msgspec.json.encode(first))[0], type=list[Bucket]
+            )
+        logger.info(
+            "Ready after %d of %d buckets; the others are warmed up while the engine serves",
+            *(len(first), len({*wanted.prefill, *wanted.decode, *first})),
+        )
+        return first
 
 
 def _host_bytes(tensor: Tensor) -> Tensor:

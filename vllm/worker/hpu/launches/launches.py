@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm.bucketing import Bucket, Catalog, Phase, StepLimits
+from vllm.bucketing.traffic import TrafficTable
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 from vllm.messages import IntArray, RunnerStats, SchedulerOutput
@@ -135,6 +136,7 @@ class PaddedLaunches:
         self._is_beside = False
         self._late = LateShapes[PaddedShape]()
         self._num_run_tokens = 0
+        self.traffic = TrafficTable(self.block_size)
 
     def use_catalog(self, catalog: Catalog, limits: StepLimits) -> None:
         """Launch in these buckets from now on.
@@ -200,6 +202,7 @@ class PaddedLaunches:
         is_warmed = is_known and self.planner.catalog.is_warmed(bucket)
         is_promised = self.is_warm and (is_warmed or self._config.hpu.full_warmup)
         self._num_run_tokens += bucket.num_tokens
+        self._record(launch)
         span = trace.span(
             str(bucket.phase),
             how=self.execution.how(launch.shape),
@@ -218,6 +221,18 @@ class PaddedLaunches:
             self._note_compiled(launch)
         if trace.is_on:
             trace_launch(trace, launch, self.block_size)
+
+    def _record(self, launch: PaddedLaunch) -> None:
+        scheduled, computed = launch.num_scheduled_tokens, launch.num_computed_tokens
+        bucket = launch.bucket
+        is_prompt = bucket.phase is Phase.PREFILL
+        blocks = -(-(computed if is_prompt else computed + scheduled) // self.block_size)
+        self.traffic.add(
+            bucket.phase,
+            len(launch.rows),
+            int(scheduled.max(initial=1)),
+            int(blocks.max(initial=0) if is_prompt else blocks.sum()),
+        )
 
     def build(self, launch: Launch) -> PaddedInput:
         """Pack a launch, and bring to the card what else a prefill reads."""

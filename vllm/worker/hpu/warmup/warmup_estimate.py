@@ -87,6 +87,8 @@ class _Pace:
     xx: float = 0.0
     nt: float = 0.0
     xt: float = 0.0
+    latest_s: float = 0.0
+    """Seconds of each launch of the latest step."""
 
     def measure(self, num: int, size: float, seconds: float) -> None:
         """Take in a step of `num` launches."""
@@ -96,6 +98,7 @@ class _Pace:
         self.xx += size * size
         self.nt += num * seconds
         self.xt += size * seconds
+        self.latest_s = seconds / num
 
     def fit(self, assumed_s: float | None = None) -> tuple[float, float]:
         """Seconds for each launch and for each unit of size, going by those that were measured.
@@ -166,8 +169,13 @@ class WarmUpEstimate:
             self._shown = min(estimate, most)
         return self._shown
 
-    def end(self, *, has_run: bool) -> None:
-        """End the step, if there is one. One that was given up before it ran has taken no time."""
+    def end(self, *, has_run: bool, seconds: float | None = None) -> None:
+        """End the step, if there is one. One that was given up before it ran has taken no time.
+
+        Args:
+            has_run: it has run.
+            seconds: that it has taken; None: since it began.
+        """
         if not self._step:
             return
         kind = self._step[0].kind
@@ -178,7 +186,16 @@ class WarmUpEstimate:
         self._step = ()
         if has_run:
             self._num_steps += 1
-            pace.measure(num, size, self._clock() - self._began)
+            pace.measure(num, size, self._clock() - self._began if seconds is None else seconds)
+
+    def expect(self, work: Work) -> float:
+        """Return the seconds that a launch will take: going by all of its kind, but no less than
+        the latest one. Of kinds that have not run, in proportion to others."""
+        pace, assumed_s = self._paces.get(work.kind), self._assume(work.kind)
+        if pace is None or not pace.num_measured:
+            return work.kind.prior_s if assumed_s is None else assumed_s
+        per_launch, per_size = pace.fit(assumed_s)
+        return max(pace.latest_s, per_launch + per_size * work.cost / pace.unit)
 
     def _seconds_left(self) -> float:
         left = 0.0
