@@ -34,10 +34,16 @@ class IdleWarmUp:
         runner: whose start has ended.
         ledger: has the budget of launches.
         held_bytes: memory of results that are still to be read.
+        expected_s: seconds of a step, as far as is known.
     """
 
     def __init__(
-        self, bridge: HabanaBridge, runner: HPUModelRunner, ledger: MemoryLedger, held_bytes: int
+        self,
+        bridge: HabanaBridge,
+        runner: HPUModelRunner,
+        ledger: MemoryLedger,
+        held_bytes: int,
+        expected_s: float = 0.0,
     ) -> None:
         self._bridge = bridge
         self._runner = runner
@@ -48,7 +54,7 @@ class IdleWarmUp:
         """Of the step that was named last."""
         self._named: WarmUpStep | None = None
         """That had to wait."""
-        self._longest_s = 0.0
+        self._longest_s = expected_s
         """Seconds of the longest step so far."""
         self._steps = self._all_steps()
 

@@ -67,6 +67,7 @@ from vllm.worker.hpu.speculator_runner import make_speculator_runner
 from vllm.worker.hpu.warmup.later_warmup import LaterWarmUp
 from vllm.worker.hpu.warmup.profile import held_bytes, profile_launches
 from vllm.worker.hpu.warmup.warmup import WarmUp
+from vllm.worker.hpu.warmup.warmup_estimate import Kind, Work
 from vllm.worker.interface import MemoryReport, WarmUpStep
 from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, count_kept_states, log_states
 from vllm.worker.parts.item_rows import count_item_states
@@ -91,6 +92,9 @@ _SLEEPS_WITH = {
     MemoryClass.DECODE_GRAPHS: frozenset(TAGS),
 }
 """What is given back while one of these parts sleeps."""
+
+_SAMPLING = Work(Kind("compile", Phase.DECODE, samples=True), 0.0)
+"""A launch that is like those which compile sampling."""
 
 _PROFILE_BLOCKS = 2
 """KV blocks while the memory of a launch is measured: all its references are to one of them."""
@@ -387,7 +391,8 @@ class HPUWorker(WorkerBase):
             if hpu.full_warmup:
                 runner.launches.execution.forbid_recompilation()
             elif hpu.sampling_warmup == "basic" and isinstance(runner, HPUModelRunner):
-                self._later.append(IdleWarmUp(self.bridge, runner, self.ledger, held))
+                expected_s = start.estimate.expect(_SAMPLING)
+                self._later.append(IdleWarmUp(self.bridge, runner, self.ledger, held, expected_s))
         self._warm_up = None
         self._preparation.end()
         logger.info("init_cache_engine took %s", self._preparation)
