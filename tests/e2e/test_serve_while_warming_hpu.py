@@ -167,7 +167,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     ("mode", "settings"),
     [
         ("HPU graphs", {"tensor_parallel_size": 2, "speculative_config": NGRAM}),
-        ("torch.compile", {}),
+        pytest.param("torch.compile", {}, marks=pytest.mark.exhaustive),
         pytest.param("HPU graphs", {}, marks=pytest.mark.exhaustive),
         pytest.param("lazy", {}, marks=pytest.mark.exhaustive),
         pytest.param("eager", {}, marks=pytest.mark.exhaustive),
@@ -201,6 +201,8 @@ def test_requests_from_the_first_second_get_the_tokens_of_the_cpu(
     assert stats.runner.num_bucket_misses == 0
     assert len(warmed) == stats.warm_up.num_wanted and others == [warmed] * len(others)
     assert all(line.endswith("True") for line in warmed)
-    assert all(spent <= 0.5 * now + 1e-9 for spent, now in clock.spent)
+    # A part of a kind that has not run yet may take longer than expected; the next ones wait for it.
+    assert all(spent <= 0.5 * now + PART_S for spent, now in clock.spent)
+    assert clock.spent[-1][0] <= 0.5 * clock.spent[-1][1] + 1e-9
     assert stats.warm_up.longest_delay_s == pytest.approx(PART_S)
     assert not [line for line in log if "was not warmed-up!" in line or "not used" in line]
