@@ -528,6 +528,9 @@ class WarmUpStats(msgspec.Struct, frozen=True, kw_only=True):
     """Until nothing is left, at the present load; None: unknown."""
     longest_delay_s: float = 0.0
     """The longest time for which a step of the engine has waited for the warm-up."""
+    padded_share: float | None = None
+    """Share of the predicted device time of the traffic so far that would be padding with the
+    buckets in use; None: there was none."""
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):

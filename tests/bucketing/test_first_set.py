@@ -28,9 +28,7 @@ def test_what_is_warm_is_closed_at_each_moment_and_the_largest_come_first(tmp_pa
         _, _, plan = random_plan(rng, tmp_path)
         wanted, limits, most = plan.catalog, plan.limits, rng.randint(1, 6)
         traffic = even_traffic(limits)
-        first = choose_first(
-            wanted, limits, most, traffic, padded_seconds, memory_sizes=sizes
-        )
+        first = choose_first(wanted, limits, most, traffic, padded_seconds, memory_sizes=sizes)
         warm = Catalog((), ()).with_buckets(first)
         assert prove(warm, limits).is_covered
         for phase, all_of_phase in ((Phase.PREFILL, wanted.prefill), (Phase.DECODE, wanted.decode)):
@@ -93,7 +91,9 @@ def test_the_bucket_that_the_traffic_needs_most_saves_most(phase):
         traffic.add(phase, other.batch, other.query_len, other.blocks)
         demand = [traffic.shapes(each) for each in Phase]
         saved = dict(
-            zip((small, middle), savings([small, middle], both, demand, padded_seconds), strict=True)
+            zip(
+                (small, middle), savings([small, middle], both, demand, padded_seconds), strict=True
+            )
         )
         if often is middle:
             assert saved[middle] > saved[small]

@@ -12,7 +12,7 @@ import torch
 
 from tests.e2e.ranks import assert_same
 from tests.hpu import MODES, captured_log, simulated_hpu
-from tests.reach import core_of, executor_of, runner_of, worker_of
+from tests.reach import core_of, executor_of
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.bucketing import MemoryClass, prove
 from vllm.engine.background_warm_up import BackgroundWarmUp
@@ -201,7 +201,7 @@ def test_requests_from_the_first_second_get_the_tokens_of_the_cpu(
     assert stats.runner.num_bucket_misses == 0
     assert len(warmed) == stats.warm_up.num_wanted and others == [warmed] * len(others)
     assert all(line.endswith("True") for line in warmed)
-    # A part of a kind that has not run yet may take longer than expected; the next ones wait for it.
+    # A part of a new kind may take longer than expected; the next ones wait for it.
     assert all(spent <= 0.5 * now + PART_S for spent, now in clock.spent)
     assert clock.spent[-1][0] <= 0.5 * clock.spent[-1][1] + 1e-9
     assert stats.warm_up.longest_delay_s == pytest.approx(PART_S)

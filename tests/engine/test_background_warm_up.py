@@ -40,6 +40,7 @@ class FakeSteps:
             must_wait=not short,
             num_warm=self.total - len(self.left),
             num_wanted=self.total,
+            padded_share=0.25,
         )
 
     def run(self):
@@ -93,15 +94,16 @@ def test_long_parts_wait_for_a_time_without_requests_and_a_line_says_so_once():
     run_loaded(warm_up, steps, 590.0)
     assert [seconds for _, seconds in steps.ran] == [0.2, 0.3]
     assert steps.num_named < 70  # it does not ask before each step
-    assert warm_up.cold_line(0.25) is None
+    assert warm_up.cold_line() is None
     run_loaded(warm_up, steps, 30.0)
-    line = warm_up.cold_line(0.25)
+    line = warm_up.cold_line()
     assert line == (
         "warm-up: 2 buckets stay cold under this load, as one part takes about 7.0 s and "
-        "--warm-up-max-delay is 1 s. Padding is 25.0% of device time. Raise --warm-up-max-delay, "
-        "leave the server without requests for a while, or start it with --ready-when all"
+        "--warm-up-max-delay is 1 s. Padding is 25.0% of the device time of the traffic so far. "
+        "Raise --warm-up-max-delay, leave the server without requests for a while, or start it "
+        "with --ready-when all"
     )
-    assert warm_up.cold_line(0.25) is None
+    assert warm_up.cold_line() is None
 
     warm_up.run_idle()
     assert [seconds for _, seconds in steps.ran][2:] == [7.0]

@@ -124,12 +124,8 @@ class BackgroundWarmUp:
 
     # ---- what operators see ---------------------------------------------------------------
 
-    def cold_line(self, padded_share: float | None) -> str | None:
-        """Return the line about buckets that stay cold, once; None: there is none.
-
-        Args:
-            padded_share: of the device time so far; None: unknown.
-        """
+    def cold_line(self) -> str | None:
+        """Return the line about buckets that stay cold, once; None: there is none."""
         step, since = self._latest, self._held_since_s
         if self.is_done or self._is_told or step is None or since is None:
             return None
@@ -138,7 +134,9 @@ class BackgroundWarmUp:
         self._is_told = True
         num_cold = step.num_wanted - step.num_warm
         what = f"{num_cold} buckets" if num_cold else "parts of the sampler"
-        costs = "" if padded_share is None else f" Padding is {padded_share:.1%} of device time."
+        share, costs = step.padded_share, ""
+        if share is not None:
+            costs = f" Padding is {share:.1%} of the device time of the traffic so far."
         return (
             f"warm-up: {what} stay cold under this load, as one part takes about "
             f"{step.expected_s or 0.0:.1f} s and --warm-up-max-delay is {self._max_delay_s:g} s."
@@ -162,4 +160,5 @@ class BackgroundWarmUp:
             num_wanted=self._num_buckets,
             seconds_left=left,
             longest_delay_s=self._longest_delay_s,
+            padded_share=step.padded_share,
         )

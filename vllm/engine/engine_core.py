@@ -273,6 +273,8 @@ class EngineCore(CoreCalls):
             self._warm_up.run_due()
         except BaseException as failure:
             self._fail("a part of the warm-up", failure)
+        if (line := self._warm_up.cold_line()) is not None:
+            logger.warning(line)
 
     def _save_measurements(self) -> None:
         self._has_measured = False

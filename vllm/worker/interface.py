@@ -87,6 +87,8 @@ class WarmUpStep(msgspec.Struct, frozen=True, kw_only=True):
     """Buckets that are in use."""
     num_wanted: int = 0
     """Buckets that there will be at the end; 0: it is not of buckets."""
+    padded_share: float | None = None
+    """See `WarmUpStats`."""
 
 
 class StepHandleLike(Protocol):

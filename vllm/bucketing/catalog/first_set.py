@@ -55,7 +55,9 @@ def choose_first(
         found = mandatory_buckets(buckets, limits, memory_sizes)
         liked = [bucket for bucket in buckets if bucket in preferred]
         for candidates in (liked, buckets):
-            found = _fill(found, candidates, num_buckets, traffic.shapes_within(limits, phase), cost)
+            found = _fill(
+                found, candidates, num_buckets, traffic.shapes_within(limits, phase), cost
+            )
         chosen += found
     return sorted(chosen)
 
@@ -140,6 +142,25 @@ def savings(
             covered = (shapes <= (bucket.batch, bucket.query_len, bucket.blocks)).all(axis=1)
             found[i] = float(weights[covered] @ np.maximum(present[covered] - price, 0.0))
     return found
+
+
+def padded_share(
+    catalog: Catalog, demand: Sequence[tuple[Shapes, Weights]], cost: ShapeCost
+) -> float | None:
+    """Return the share of the seconds of forward passes that is padding; None: there are none.
+
+    Args:
+        catalog: what they are padded to.
+        demand, cost: see `savings`.
+    """
+    needed = padded = 0.0
+    for phase in Phase:
+        shapes, weights = _most_frequent(*demand[phase])
+        held = [catalog.fit(phase, *sizes) for sizes in shapes[:, 1:].tolist()]
+        is_held = np.array([bucket is not None for bucket in held], bool)
+        padded += weights[is_held] @ _seconds([b for b in held if b is not None], cost)
+        needed += weights[is_held] @ cost(*shapes[is_held].T)
+    return max(0.0, 1 - needed / padded) if padded else None
 
 
 def _fill(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from vllm.bucketing import Bucket, MemoryLedger, Phase, format_bytes
-from vllm.bucketing.catalog.first_set import even_shapes, savings
+from vllm.bucketing.catalog.first_set import even_shapes, padded_share, savings
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.traffic import TrafficTable
 from vllm.cost_model.padded import padded_seconds
@@ -93,6 +93,7 @@ class LaterWarmUp:
         }
         """Launches that each bucket still needs, in their order."""
         self._savings: dict[Bucket, float] = {}
+        self._padded_share: float | None = None
         self._num_named = _RECOUNTED_AFTER
         """Steps since savings were counted."""
         self._running: Bucket | None = None
@@ -136,6 +137,7 @@ class LaterWarmUp:
             must_wait=not short,
             num_warm=len(self._catalog),
             num_wanted=self._num_wanted,
+            padded_share=self._padded_share,
         )
         if short:
             self._running, self._launch = bucket, partial(self._run, part)
@@ -221,12 +223,14 @@ class LaterWarmUp:
         return self._savings.get(bucket, 0.0) / max(seconds, 1e-9)
 
     def _count_savings(self) -> None:
-        candidates, demands = list(self._left), []
-        for phase in Phase:
-            shapes, weights = self._traffic.shapes_within(self._limits, phase)
-            demands.append((shapes, weights) if len(shapes) else self._even[phase])
-        found = savings(candidates, self._catalog, demands, padded_seconds)
+        candidates = list(self._left)
+        asked = [self._traffic.shapes_within(self._limits, phase) for phase in Phase]
+        demand = [
+            each if len(each[0]) else even for each, even in zip(asked, self._even, strict=True)
+        ]
+        found = savings(candidates, self._catalog, demand, padded_seconds)
         self._savings = dict(zip(candidates, found, strict=True))
+        self._padded_share = padded_share(self._catalog, asked, padded_seconds)
         self._num_named = 0
 
     # ---- launches -------------------------------------------------------------------------
