@@ -158,8 +158,8 @@ def padded_share(
         shapes, weights = _most_frequent(*demand[phase])
         held = [catalog.fit(phase, *sizes) for sizes in shapes[:, 1:].tolist()]
         is_held = np.array([bucket is not None for bucket in held], bool)
-        padded += weights[is_held] @ _seconds([b for b in held if b is not None], cost)
-        needed += weights[is_held] @ cost(*shapes[is_held].T)
+        padded += float(weights[is_held] @ _seconds([b for b in held if b is not None], cost))
+        needed += float(weights[is_held] @ cost(*shapes[is_held].T))
     return max(0.0, 1 - needed / padded) if padded else None
 
 
