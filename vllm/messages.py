@@ -479,6 +479,13 @@ class RunnerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Images that the encoder has encoded."""
     encode_seconds: float = 0.0
     """Seconds of the encoder."""
+    num_decode_blocks: int = 0
+    """KV blocks that decodes had to read; 0 on a device without buckets."""
+    num_padded_blocks: int = 0
+    """KV blocks of padding that decodes read as well."""
+    recent_launches: tuple[int, ...] = ()
+    """Forward passes of the last two steps: how many there were since the start, and for each of
+    the last ones its phase, batch, query length and blocks, and these three sizes padded."""
 
 
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from vllm.bucketing.catalog.first_set import (
     savings,
 )
 from vllm.bucketing.traffic import TrafficTable, even_traffic
-from vllm.cost_model.padded import padded_seconds
+from vllm.cost_model.padded import forward_seconds
 from vllm.worker.hpu.memory.memory_forecast import MemoryForecast
 
 
@@ -28,7 +28,7 @@ def test_what_is_warm_is_closed_at_each_moment_and_the_largest_come_first(tmp_pa
         _, _, plan = random_plan(rng, tmp_path)
         wanted, limits, most = plan.catalog, plan.limits, rng.randint(1, 6)
         traffic = even_traffic(limits)
-        first = choose_first(wanted, limits, most, traffic, padded_seconds, memory_sizes=sizes)
+        first = choose_first(wanted, limits, most, traffic, forward_seconds, memory_sizes=sizes)
         warm = Catalog((), ()).with_buckets(first)
         assert prove(warm, limits).is_covered
         for phase, all_of_phase in ((Phase.PREFILL, wanted.prefill), (Phase.DECODE, wanted.decode)):
@@ -40,7 +40,7 @@ def test_what_is_warm_is_closed_at_each_moment_and_the_largest_come_first(tmp_pa
         rest = [b for b in (*wanted.prefill, *wanted.decode) if b not in warm]
         num_smaller += bool(rest)
         while rest:
-            saved = savings(rest, warm, even_shapes(limits), padded_seconds)
+            saved = savings(rest, warm, even_shapes(limits), forward_seconds)
             warm = warm.with_buckets([rest.pop(saved.index(max(saved)))])
             assert prove(warm, limits).is_covered
         assert {*wanted.prefill, *wanted.decode} <= {*warm.prefill, *warm.decode}
@@ -59,7 +59,7 @@ def test_the_smallest_set_of_a_usual_server_is_two_buckets():
     catalog, limits = plan.catalog, plan.limits
     assert mandatory_buckets(catalog.prefill, limits) == [prefill(1, 1024, 64)]
     assert mandatory_buckets(catalog.decode, limits) == [decode(128, 4107)]
-    first = choose_first(catalog, limits, 8, even_traffic(limits), padded_seconds)
+    first = choose_first(catalog, limits, 8, even_traffic(limits), forward_seconds)
     assert len(first) == 16
 
 
@@ -71,8 +71,8 @@ def test_buckets_of_recipes_on_disk_are_preferred():
     )
     traffic = even_traffic(limits)
     liked = {prefill(1, 384), prefill(1, 1152), decode(64, 192)}
-    plain = choose_first(wanted, limits, 3, traffic, padded_seconds)
-    found = choose_first(wanted, limits, 3, traffic, padded_seconds, preferred=liked)
+    plain = choose_first(wanted, limits, 3, traffic, forward_seconds)
+    found = choose_first(wanted, limits, 3, traffic, forward_seconds, preferred=liked)
     assert not liked <= set(plain) and liked <= set(found) and len(found) == len(plain) == 6
 
 
@@ -92,7 +92,7 @@ def test_the_bucket_that_the_traffic_needs_most_saves_most(phase):
         demand = [traffic.shapes(each) for each in Phase]
         saved = dict(
             zip(
-                (small, middle), savings([small, middle], both, demand, padded_seconds), strict=True
+                (small, middle), savings([small, middle], both, demand, forward_seconds), strict=True
             )
         )
         if often is middle:

@@ -1,8 +1,8 @@
 """Chooses buckets for a traffic, with a proof of how far from the best they can be.
 
 Shapes p with weights w are given; a bucket covers the shapes that are not larger in any dimension,
-and a shape pays the cost of the cheapest bucket that covers it. A number of buckets, or as many as a
-budget of seconds or bytes allows, is chosen so that the cost is least: a p-median problem.
+and a shape pays the cost of the cheapest bucket that covers it. A number of buckets, or as many as
+a budget of seconds or bytes allows, is chosen so that the cost is least: a p-median problem.
 
     one dimension    the shapes are a chain, and a dynamic programme is exact
     several          lower bound by Lagrangian relaxation of "each shape is served once": for any
@@ -10,8 +10,8 @@ budget of seconds or bytes allows, is chosen so that the cost is least: a p-medi
                      at most the optimum, where rho_j = sum over i of min(0, w_i c_j - u_i). Each
                      set that the bound visits, and one found greedily, is improved by exchanges of
                      one bucket for another until none helps; the cheapest is taken
-    many shapes      neighbouring sizes share an interval. Buckets end at upper ends of intervals; for
-                     the bound they are priced at the lower ends
+    many shapes      neighbouring sizes share an interval. Buckets end at upper ends of intervals;
+                     for the bound they are priced at the lower ends
 
 It needs numpy only. It knows no engine: costs and prices are functions of the caller.
 """
@@ -253,7 +253,7 @@ def _problem(
 ) -> _Problem:
     """Return a problem with costs and prices of other sizes than those that cover."""
     covers: Mask = _covers(sizes, shapes)
-    is_useful = covers.any(0)
+    is_useful: Mask = np.array(covers.any(0))
     is_useful[:num_mandatory] = True
     sizes, priced_sizes, covers = sizes[is_useful], priced_sizes[is_useful], covers[:, is_useful]
     if not covers.any(1).all():
@@ -302,7 +302,7 @@ def _intervals(
 
 def _map(shapes: Ints, ends: list[dict[tuple[int, int], int]]) -> Ints:
     """Return the shapes with each size replaced by the end of its interval."""
-    found = shapes.copy()
+    found: Ints = shapes.copy()
     phases = shapes[:, 0].tolist()
     for column in range(1, 4):
         values = shapes[:, column].tolist()

@@ -5,10 +5,12 @@ from collections.abc import Callable, Reversible, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import zip_longest
+from operator import add
 from typing import Protocol, TypeVar
 
 import msgspec
 
+from vllm.bucketing.traffic import TrafficTable
 from vllm.config import VllmConfig
 from vllm.engine.metrics.engine_metrics import NUM_RECENT, EngineMetrics, FinishedRequestStats
 from vllm.engine.metrics.history import Rates
@@ -49,6 +51,12 @@ class ReadableMetrics(Protocol):
 
     @property
     def totals(self) -> SchedulerStats: ...
+
+    @property
+    def traffic_table(self) -> TrafficTable: ...
+
+    @property
+    def device_seconds(self) -> tuple[float, float]: ...
 
     def read_media(self) -> MediaReadStats | None: ...
 
@@ -103,6 +111,23 @@ class ReplicaMetrics:
     def totals(self) -> SchedulerStats:
         """Statistics of all replicas together."""
         return sum_stats([replica.totals for replica in self.replicas])
+
+    @property
+    def traffic_table(self) -> TrafficTable:
+        """The traffic of all replicas."""
+        first, *others = (replica.traffic_table for replica in self.replicas)
+        if not others:
+            return first
+        table = first.copy()
+        for other in others:
+            table.merge(other)
+        return table
+
+    @property
+    def device_seconds(self) -> tuple[float, float]:
+        """Of all replicas."""
+        needed, padded = zip(*(r.device_seconds for r in self.replicas), strict=True)
+        return sum(needed), sum(padded)
 
     def rates(self) -> Rates:
         """Tokens of each second, of all replicas."""
@@ -175,5 +200,5 @@ def _sum_warm_up(every: Sequence[WarmUpStats]) -> WarmUpStats:
 
 
 def _add(one: _Counters, other: _Counters) -> _Counters:
-    pairs = zip(msgspec.structs.astuple(one), msgspec.structs.astuple(other), strict=True)
-    return type(one)(**dict(zip(one.__struct_fields__, map(sum, pairs), strict=True)))
+    sums = map(add, msgspec.structs.astuple(one), msgspec.structs.astuple(other))
+    return type(one)(**dict(zip(one.__struct_fields__, sums, strict=True)))

@@ -4,6 +4,7 @@ import gc
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 import torch
@@ -24,9 +25,9 @@ from vllm.bucketing.catalog.catalog import padded_cost
 from vllm.bucketing.catalog.first_set import choose_first
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.log_lines import num_blocks_line
-from vllm.bucketing.traffic import even_traffic
+from vllm.bucketing.traffic import TrafficTable, even_traffic
 from vllm.config import VllmConfig
-from vllm.cost_model.padded import padded_seconds
+from vllm.cost_model.padded import forward_seconds
 from vllm.distributed import Collectives, Link, Meeting, TorchCollectives
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -382,7 +383,7 @@ class HPUWorker(WorkerBase):
         if start is not None:
             held = held_bytes(self.config)
             if len(start.catalog) < len(start.wanted):
-                traffic = runner.launches.traffic
+                traffic = runner.launches.traffic = TrafficTable(self.config.cache.block_size)
                 self._later.append(
                     LaterWarmUp(
                         self.bridge, runner, start, self.ledger, self._forecast, held, traffic
@@ -598,7 +599,7 @@ class HPUWorker(WorkerBase):
             limits,
             self.config.hpu.first_buckets,
             even_traffic(limits),
-            padded_seconds,
+            partial(forward_seconds, block_size=limits.block_size),
             memory_sizes=(padded_cost, self._forecast.num_scores),
         )
         self._num_choices += 1

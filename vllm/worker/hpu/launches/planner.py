@@ -26,6 +26,9 @@ from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch
 from vllm.worker.hpu.launches.late_shapes import LateShapes
 
+Sizes = tuple[int, int, int]
+"""Batch, query length and blocks."""
+
 
 @dataclass(frozen=True, slots=True)
 class PaddedLaunch(Launch):
@@ -38,6 +41,8 @@ class PaddedLaunch(Launch):
     """Prefill: rows are laid end to end in one, with room for so many; 0: each is its own."""
     num_shared: int = 0
     """See `PaddedShape`."""
+    needed: Sizes | None = None
+    """Batch, query length and blocks that its bucket has to cover; None: it is padding only."""
 
     @property
     def tokens_with_logits(self) -> int:
@@ -163,6 +168,14 @@ class _Rows(NamedTuple):
         return _Rows(*(column[is_chosen] for column in self))
 
 
+class _Group(NamedTuple):
+    """Requests of one forward pass, its bucket, and the sizes that the bucket has to cover."""
+
+    rows: _Rows
+    bucket: Bucket
+    needed: Sizes
+
+
 PieceEnd = Callable[[int, int, int], int]
 """Row, index of the first token of a piece, and the index where it should end -> where it ends; see
 `ImageSight.piece_end`."""
@@ -244,8 +257,8 @@ class HPULaunchPlanner:
 
     def _prefills(self, rows: _Rows) -> list[PaddedLaunch]:
         return [
-            _launch(part, bucket, merged_prompts=self._merged_prompts)
-            for part, bucket in self._group_prefills(self._split_prompts(rows))
+            _launch(group, merged_prompts=self._merged_prompts)
+            for group in self._group_prefills(self._split_prompts(rows))
         ]
 
     def _separate(self, rows: _Rows) -> tuple[_Rows, _Rows]:
@@ -263,7 +276,7 @@ class HPULaunchPlanner:
     def plan_prompts(self, step: SchedulerOutput) -> list[Launch]:
         """The launches of a step of whole prompts, none of which is split or decoded."""
         rows = _Rows.of(step)
-        return [_launch(part, bucket) for part, bucket in self._group_prefills(rows)]
+        return [_launch(group) for group in self._group_prefills(rows)]
 
     # ---- decodes --------------------------------------------------------------------------
 
@@ -303,7 +316,9 @@ class HPULaunchPlanner:
             warmed = self._decode_shape(batch, query_len, counts, warmed_only=True)
             late = (s for s in self._late if self._holds(s, batch, query_len, counts))
             shape = self._instead_of(shape, late if warmed is None else [warmed, *late])
-        return self._launch_decode(rows, shape.bucket, shape.is_contiguous, shape.num_shared)
+        blocks = counts.span if shape.is_contiguous else counts.references
+        group = _Group(rows, shape.bucket, (batch, query_len, blocks))
+        return _launch(group, is_contiguous=shape.is_contiguous, num_shared=shape.num_shared)
 
     def _decode_shape(
         self, batch: int, query_len: int, counts: DecodeBlockCounts, *, warmed_only: bool = False
@@ -330,11 +345,6 @@ class HPULaunchPlanner:
         asked = Bucket(Phase.DECODE, batch, query_len, blocks)
         is_possible = self._limits.contiguous_pa or not shape.is_contiguous
         return is_possible and not is_shared and shape.bucket.covers(asked)
-
-    def _launch_decode(
-        self, rows: _Rows, bucket: Bucket, is_contiguous: bool = False, num_shared: int = 0
-    ) -> PaddedLaunch:
-        return _launch(rows, bucket, is_contiguous=is_contiguous, num_shared=num_shared)
 
     # ---- prefills -------------------------------------------------------------------------
 
@@ -369,7 +379,7 @@ class HPULaunchPlanner:
                 start = piece_end(row, start, start + longest)
                 yield row, start
 
-    def _group_prefills(self, rows: _Rows) -> list[tuple[_Rows, Bucket]]:
+    def _group_prefills(self, rows: _Rows) -> list[_Group]:
         """Launches of neighbours, in the order of the rows, that cost the least together, what they
         compile included."""
         cheapest = self._cheapest_groups(rows)
@@ -382,9 +392,7 @@ class HPULaunchPlanner:
             self._late.note_loss(new, lost)
         return groups
 
-    def _cheapest_groups(
-        self, rows: _Rows, *, pays_compiling: bool = False
-    ) -> list[tuple[_Rows, Bucket]]:
+    def _cheapest_groups(self, rows: _Rows, *, pays_compiling: bool = False) -> list[_Group]:
         """Launches of neighbours that cost the least.
 
         Args:
@@ -393,10 +401,11 @@ class HPULaunchPlanner:
         """
         ids, scheduled = rows.ids.tolist(), rows.scheduled.tolist()
         contexts = _num_blocks(rows.computed, self._size).tolist()
-        # For each number of leading rows: their cost, and start and bucket of their last launch.
-        best: list[tuple[float, int, Bucket]] = []
+        # For each number of leading rows: their cost, and start, bucket and sizes of their last
+        # launch.
+        best: list[tuple[float, int, Bucket, Sizes]] = []
         for end in range(1, len(scheduled) + 1):
-            options: list[tuple[float, int, Bucket]] = []
+            options: list[tuple[float, int, Bucket, Sizes]] = []
             for start, shape in self._groups_before(ids, scheduled[:end], contexts):
                 bucket = self.catalog.fit(Phase.PREFILL, *shape)
                 if bucket is None:
@@ -408,13 +417,13 @@ class HPULaunchPlanner:
                     bucket, price = self._padded_prefill(bucket, shape)
                 before = best[start - 1][0] if start else 0
                 cost = before + padded_cost(bucket) + PREFILL_LAUNCH_COST + price
-                options.append((cost, start, bucket))
+                options.append((cost, start, bucket, shape))
             best.append(min(options))
-        groups: list[tuple[_Rows, Bucket]] = []
+        groups: list[_Group] = []
         end = len(best)
         while end:
-            _, start, bucket = best[end - 1]
-            groups.append((rows.part(start, end), bucket))
+            _, start, bucket, sizes = best[end - 1]
+            groups.append(_Group(rows.part(start, end), bucket, sizes))
             end = start
         return groups[::-1]
 
@@ -439,12 +448,12 @@ class HPULaunchPlanner:
             return bucket, price
         return padded, 0.0
 
-    def _shapes_of(self, groups: list[tuple[_Rows, Bucket]]) -> list[PaddedShape]:
-        return [self._shape(bucket) for _, bucket in groups]
+    def _shapes_of(self, groups: list[_Group]) -> list[PaddedShape]:
+        return [self._shape(group.bucket) for group in groups]
 
     def _groups_before(
         self, ids: list[int], scheduled: list[int], contexts: list[int]
-    ) -> Iterator[tuple[int, tuple[int, int, int]]]:
+    ) -> Iterator[tuple[int, Sizes]]:
         """First row and shape of each group that ends with the last row, the smallest first."""
         longest = tokens = most = blocks = 0
         for start in range(len(scheduled) - 1, -1, -1):
@@ -493,21 +502,18 @@ class HPULaunchPlanner:
 
 
 def _launch(
-    rows: _Rows,
-    bucket: Bucket,
-    *,
-    is_contiguous: bool = False,
-    merged_prompts: int = 0,
-    num_shared: int = 0,
+    group: _Group, *, is_contiguous: bool = False, merged_prompts: int = 0, num_shared: int = 0
 ) -> PaddedLaunch:
+    rows = group.rows
     return PaddedLaunch(
         rows.ids,
         rows.computed,
         rows.scheduled,
-        bucket,
+        group.bucket,
         is_contiguous,
         merged_prompts,
         num_shared,
+        group.needed,
         num_drafts=rows.drafts if rows.drafts.any() else None,
     )
 
@@ -533,8 +539,8 @@ def _with_kept(launch: PaddedLaunch, ends: dict[tuple[int, int], list[int]]) -> 
     return replace(launch, kept_states=np.array(kept, np.int32)) if kept else launch
 
 
-def _cost_of(groups: list[tuple[_Rows, Bucket]]) -> int:
-    return sum(padded_cost(bucket) + PREFILL_LAUNCH_COST for _, bucket in groups)
+def _cost_of(groups: list[_Group]) -> int:
+    return sum(padded_cost(group.bucket) + PREFILL_LAUNCH_COST for group in groups)
 
 
 def _num_blocks(num_tokens: IntArray, block_size: int) -> IntArray:

@@ -17,7 +17,7 @@ from vllm.bucketing import Bucket, MemoryLedger, Phase, format_bytes
 from vllm.bucketing.catalog.first_set import even_shapes, padded_share, savings
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.traffic import TrafficTable
-from vllm.cost_model.padded import padded_seconds
+from vllm.cost_model.padded import forward_seconds
 from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.hpu.launches.execution import GraphExecution
@@ -84,6 +84,7 @@ class LaterWarmUp:
         self._limits = start.limits
         self._num_wanted = len(start.wanted)
         self._even = even_shapes(start.limits)
+        self._cost = partial(forward_seconds, block_size=start.limits.block_size)
         execution = runner.launches.execution
         self._compiles_first = execution.has_recipes and bridge.can_compile_only
         self._left = {
@@ -178,6 +179,7 @@ class LaterWarmUp:
         self._count_savings()
         self._on_warm(bucket)
         if not self._left:
+            self._launches.traffic = None
             logger.info("All %d buckets are warmed up", len(self._catalog))
 
     def _give_up(self, bucket: Bucket, reason: str) -> None:
@@ -228,9 +230,9 @@ class LaterWarmUp:
         demand = [
             each if len(each[0]) else even for each, even in zip(asked, self._even, strict=True)
         ]
-        found = savings(candidates, self._catalog, demand, padded_seconds)
+        found = savings(candidates, self._catalog, demand, self._cost)
         self._savings = dict(zip(candidates, found, strict=True))
-        self._padded_share = padded_share(self._catalog, asked, padded_seconds)
+        self._padded_share = padded_share(self._catalog, asked, self._cost)
         self._num_named = 0
 
     # ---- launches -------------------------------------------------------------------------
