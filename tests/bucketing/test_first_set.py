@@ -92,7 +92,9 @@ def test_the_bucket_that_the_traffic_needs_most_saves_most(phase):
         demand = [traffic.shapes(each) for each in Phase]
         saved = dict(
             zip(
-                (small, middle), savings([small, middle], both, demand, forward_seconds), strict=True
+                (small, middle),
+                savings([small, middle], both, demand, forward_seconds),
+                strict=True,
             )
         )
         if often is middle:
