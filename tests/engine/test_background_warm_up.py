@@ -126,6 +126,15 @@ def test_time_without_requests_buys_no_time_under_load():
     assert 0 < spent <= 0.1 * (steps.now - began + 1.0) + 1e-9
 
 
+def test_a_short_load_after_idle_parts_gets_its_share():
+    steps = FakeSteps([0.1] * 10)
+    warm_up = BackgroundWarmUp(steps, 0.1, 1.0, steps.time)
+    for _ in range(3):
+        warm_up.run_idle()
+    run_loaded(warm_up, steps, 4.5)
+    assert len(steps.ran) == 3 + 4
+
+
 def test_without_a_share_it_runs_only_without_requests():
     steps = FakeSteps([0.1, 0.1])
     warm_up = BackgroundWarmUp(steps, 0.0, 1.0, steps.time)

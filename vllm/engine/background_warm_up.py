@@ -53,7 +53,7 @@ class BackgroundWarmUp:
         self._loaded_s = 0.0
         self._spent_s = 0.0
         """Of it, for the warm-up."""
-        self._asked_at_s = -_ASKED_AGAIN_AFTER_S
+        self._asked_at_s = 0.0
         self._held_since_s: float | None = None
         self._longest_delay_s = 0.0
         self._is_told = False
@@ -87,7 +87,9 @@ class BackgroundWarmUp:
         if self._loaded_since is not None:
             self._loaded_s += now - self._loaded_since
         self._loaded_since = now
-        if self._named is None or self._named.must_wait:
+        if self._named is None:
+            return True
+        if self._named.must_wait:
             return self._loaded_s - self._asked_at_s >= _ASKED_AGAIN_AFTER_S
         expected_s = self._named.expected_s or 0.0
         return self._spent_s + expected_s <= self._share * (self._loaded_s + expected_s)
