@@ -101,6 +101,8 @@ class HPUConfig:
     """Seconds that one part of the warm-up may delay a step of a busy server. Parts that take
     longer, by prediction and by what others like it have taken, wait until there are no
     requests."""
+    recipe_cache: str | None = _variable("PT_HPU_RECIPE_CACHE_CONFIG")
+    """Folder of compiled recipes, and what the bridge does with it."""
     graph_reserved_mem: float = _variable("VLLM_GRAPH_RESERVED_MEM")
     """Share of the usable memory for HPU graphs."""
     graph_prompt_ratio: float = _variable("VLLM_GRAPH_PROMPT_RATIO")

@@ -67,6 +67,7 @@ from vllm.worker.hpu.pooling_runner import HPUPoolingRunner
 from vllm.worker.hpu.speculator_runner import make_speculator_runner
 from vllm.worker.hpu.warmup.later_warmup import LaterWarmUp
 from vllm.worker.hpu.warmup.profile import held_bytes, profile_launches
+from vllm.worker.hpu.warmup.recipe_manifest import RecipeManifest
 from vllm.worker.hpu.warmup.warmup import WarmUp
 from vllm.worker.hpu.warmup.warmup_estimate import Kind, Work
 from vllm.worker.interface import MemoryReport, WarmUpStep
@@ -382,11 +383,19 @@ class HPUWorker(WorkerBase):
         self._has_started = True
         if start is not None:
             held = held_bytes(self.config)
+            self._manifest.add(start.catalog.warmed)
             if len(start.catalog) < len(start.wanted):
                 traffic = runner.launches.traffic = TrafficTable(self.config.cache.block_size)
                 self._later.append(
                     LaterWarmUp(
-                        self.bridge, runner, start, self.ledger, self._forecast, held, traffic
+                        self.bridge,
+                        runner,
+                        start,
+                        self.ledger,
+                        self._forecast,
+                        held,
+                        traffic,
+                        lambda bucket: self._manifest.add([bucket]),
                     )
                 )
             if hpu.full_warmup:
@@ -578,6 +587,9 @@ class HPUWorker(WorkerBase):
             # What compiles from here on, requests wait for.
             self.runner.launches.report.finish_warmup()
             return None
+        mode = self.runner.launches.execution.name
+        self._manifest = RecipeManifest.of(self.config, mode, num_blocks, self.rank)
+        self._on_disk = self._of_rank_0("recipes on disk", sorted(self._manifest.found))
         warm_up = WarmUp(
             self.config,
             self.bridge,
@@ -588,12 +600,13 @@ class HPUWorker(WorkerBase):
             self._forecast,
             self._encoder,
             self._choose_first if self.config.hpu.serves_while_warming else None,
+            self._on_disk,
         )
         self.runner.launches.use_catalog(warm_up.catalog, plan.limits)
         return warm_up
 
     def _choose_first(self, wanted: Catalog, limits: StepLimits) -> list[Bucket]:
-        """Choose the buckets that the start warms up; those that rank 0 chooses."""
+        """Choose the buckets that the start warms up."""
         first = choose_first(
             wanted,
             limits,
@@ -601,18 +614,22 @@ class HPUWorker(WorkerBase):
             even_traffic(limits),
             partial(forward_seconds, block_size=limits.block_size),
             memory_sizes=(padded_cost, self._forecast.num_scores),
+            preferred=self._on_disk,
         )
         self._num_choices += 1
-        if self._meeting is not None:
-            name = f"first buckets {self._num_choices}"
-            first = msgspec.json.decode(
-                self._meeting.exchange(name, msgspec.json.encode(first))[0], type=list[Bucket]
-            )
+        first = self._of_rank_0(f"first buckets {self._num_choices}", first)
         logger.info(
             "Ready after %d of %d buckets; the others are warmed up while the engine serves",
             *(len(first), len({*wanted.prefill, *wanted.decode, *first})),
         )
         return first
+
+    def _of_rank_0(self, name: str, buckets: list[Bucket]) -> list[Bucket]:
+        """What rank 0 has in place of these, so that all ranks do the same."""
+        if self._meeting is None:
+            return buckets
+        values = self._meeting.exchange(name, msgspec.json.encode(buckets))
+        return msgspec.json.decode(values[0], type=list[Bucket])
 
 
 def _host_bytes(tensor: Tensor) -> Tensor:

@@ -80,6 +80,7 @@ class LaterWarmUp:
         self._on_warm = on_warm
         self._estimate = start.estimate
         self._batches = start.batches
+        self._on_disk = start.on_disk
         self._catalog = start.catalog
         self._limits = start.limits
         self._num_wanted = len(start.wanted)
@@ -214,6 +215,8 @@ class LaterWarmUp:
         # Without a mode for compiling alone, the first launch compiles.
         if stage == "run" and not self._compiles_first:
             stage = "compile"
+        if stage == "compile" and shape.bucket in self._on_disk:
+            stage = "load"
         return Work(Kind(stage, shape.bucket.phase, samples), shape.cost)
 
     def _expect(self, part: _Part) -> float:

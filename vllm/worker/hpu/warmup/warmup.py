@@ -15,7 +15,7 @@ whether it is kept. Ranks with the same decisions go through the same steps.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -100,11 +100,13 @@ class WarmUp:
         encoder: of images; None: the model reads text only.
         choose_first: the buckets that are warmed up, going by all that are wanted and the limits;
             the others are left for later. None: all of them.
+        on_disk: buckets whose recipes need not be compiled.
 
     Attributes:
         wanted: all buckets, without those that were given up.
         catalog: of them, those that are warmed up.
         limits: of a launch, as memory allows.
+        on_disk: as given.
         batches: padded batch sizes whose sampling has been launched.
         estimate: knows what kinds of launches take.
     """
@@ -120,12 +122,14 @@ class WarmUp:
         forecast: MemoryForecast | None = None,
         encoder: PaddedEncoder | None = None,
         choose_first: ChooseFirst | None = None,
+        on_disk: Collection[Bucket] = (),
     ) -> None:
         self._config = config
         self._bridge = bridge
         self._runner = runner
         self._launches = runner.launches
         self._choose_first = choose_first
+        self.on_disk = on_disk
         self.wanted, self.limits = catalog, limits
         self.catalog = self._choose_catalog()
         self._ledger = ledger
@@ -245,6 +249,8 @@ class WarmUp:
         return [self._work("capture", shape, samples=False) for shape in self._shapes(bucket)]
 
     def _work(self, stage: Stage, shape: PaddedShape, *, samples: bool) -> Work:
+        if stage == "compile" and shape.bucket in self.on_disk:
+            stage = "load"
         return Work(Kind(stage, shape.bucket.phase, samples), shape.cost)
 
     def _stage_of(self, bucket: Bucket) -> Stage:
