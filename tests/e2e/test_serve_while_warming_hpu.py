@@ -16,6 +16,7 @@ from tests.reach import core_of, executor_of
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.bucketing import MemoryClass, prove
 from vllm.engine.background_warm_up import BackgroundWarmUp
+from vllm.env import ranks as env_ranks
 from vllm.executor import WarmUpSteps
 from vllm.worker.hpu.worker import HPUWorker
 
@@ -31,8 +32,7 @@ BUCKETS = {
     "VLLM_PROMPT_BS_BUCKET_MAX": 1,
     "VLLM_PROMPT_SEQ_BUCKET_MIN": 32,
     "VLLM_PROMPT_SEQ_BUCKET_STEP": 32,
-    "VLLM_DECODE_BS_BUCKET_MIN": 2,
-    "VLLM_DECODE_BS_BUCKET_STEP": 2,
+    "VLLM_DECODE_BS_BUCKET_MIN": 4,
     "VLLM_DECODE_BLOCK_BUCKET_MIN": 8,
     "VLLM_DECODE_BLOCK_BUCKET_STEP": 8,
     "VLLM_CONTIGUOUS_PA": 0,
@@ -166,7 +166,12 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 @pytest.mark.parametrize(
     ("mode", "settings"),
     [
-        ("HPU graphs", {"tensor_parallel_size": 2, "speculative_config": NGRAM}),
+        ("HPU graphs", {"tensor_parallel_size": 2}),
+        pytest.param(
+            "HPU graphs",
+            {"tensor_parallel_size": 2, "speculative_config": NGRAM},
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param("torch.compile", {}, marks=pytest.mark.exhaustive),
         pytest.param("HPU graphs", {}, marks=pytest.mark.exhaustive),
         pytest.param("lazy", {}, marks=pytest.mark.exhaustive),
@@ -179,6 +184,8 @@ def test_requests_from_the_first_second_get_the_tokens_of_the_cpu(
     clock = Clock(monkeypatch)
     is_lazy, is_eager = MODES[mode]
     variables = {"PT_HPU_LAZY_MODE": is_lazy, "PT_HPU_ENABLE_LAZY_COLLECTIVES": True, **BUCKETS}
+    for name, value in env_ranks.rank_variables(0, 1).items():
+        monkeypatch.setenv(name, value)  # an engine sets them; they are put back afterwards
     extension = "tests.executor.late_compilations.LateCompilations"
     with simulated_hpu(**variables), captured_log() as log:
         llm = LLM(

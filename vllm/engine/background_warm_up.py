@@ -7,10 +7,9 @@ than allowed. Decides when; what is launched the workers say. Nothing waits here
 import time
 from collections.abc import Callable
 
-from vllm.executor import WarmUpSteps
+from vllm.executor import WarmUpStep, WarmUpSteps
 from vllm.logger import init_logger
 from vllm.messages import WarmUpStats
-from vllm.worker.interface import WarmUpStep
 
 logger = init_logger(__name__)
 
