@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm.bucketing import Bucket, Catalog, Phase, StepLimits
+from vllm.bucketing.traffic import TrafficTable
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 from vllm.messages import IntArray, RunnerStats, SchedulerOutput
@@ -90,6 +91,7 @@ class PaddedLaunches:
         phases: of its launches.
         planner: there from the first `use_catalog`.
         is_warm: the warm-up has ended.
+        traffic: counts what steps of the model need before padding; None: nobody asks.
         peers: the cards that run every launch together with this one; None: there are none.
         beside: launches of what makes drafts, which run in the same buckets and are warmed up with
             this one.
@@ -139,6 +141,7 @@ class PaddedLaunches:
         self._late = LateShapes[PaddedShape]()
         self._num_run_tokens = 0
         self._recent = RecentLaunches()
+        self.traffic: TrafficTable | None = None
 
     def use_catalog(self, catalog: Catalog, limits: StepLimits) -> None:
         """Launch in these buckets from now on.
@@ -211,6 +214,8 @@ class PaddedLaunches:
         self._num_run_tokens += bucket.num_tokens
         if launch.needed is not None and not self._is_beside:
             self._recent.add(launch.needed, bucket)
+            if self.traffic is not None:
+                self.traffic.add(bucket.phase, *launch.needed)
         span = trace.span(
             str(bucket.phase),
             how=self.execution.how(launch.shape),
