@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 from vllm import envs
 from vllm.assets import BUNDLED_MODEL
+from vllm.bucketing.catalog.bucket_plan import choose_for_config
 from vllm.config import (
     CacheConfig,
     ConnectorConfig,
@@ -111,6 +112,8 @@ def resolve_config(settings: Mapping[str, Any], platform: Platform | None = None
         check_simulation(config.hpu, platform)
         config = fit_token_budget(config, is_given=settings["max_num_batched_tokens"] is not None)
     check_speculator(config)
+    if values["platform"].name == "hpu":
+        config = choose_for_config(config)
     config = _with_weights(config, values["asked_load"])
     check_images_fit(config)
     return config
