@@ -142,7 +142,7 @@ def _arange(end: Any, *, dtype: Any = None, **_: Any) -> Tensor | None:
 
 
 def _mean(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor | None:
-    if dim is None or dtype is not None:
+    if (not isinstance(dim, int) and not dim) or dtype is not None:
         return None
     dims = {each % x.ndim for each in ([dim] if isinstance(dim, int) else dim)}
     sizes = [(1 if at in dims else size, at in dims) for at, size in enumerate(x.shape)]
