@@ -27,8 +27,8 @@ needs_kernels = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kerne
 
 METHODS = ("eagle", "eagle3", "mtp", "mlp_speculator", "mlp_speculator_tied", "medusa")
 ON_TWO_RANKS = ("eagle3", "mtp", "mlp_speculator_tied")
-MTP_FAMILIES = ("glm4_moe", "mimo", "bailing_moe_v2")
-RARE_MTP_FAMILIES = ("glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
+MTP_FAMILIES = ("glm4_moe", "mimo", "bailing_moe_v2", "qwen3_next")
+RARE_MTP_FAMILIES = ("qwen3_5", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
 """Other families with a layer for `mtp`."""
 COMMON = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8, "skip_tokenizer_init": True}
 COMMON |= {"block_size": 8}

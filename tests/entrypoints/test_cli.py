@@ -63,7 +63,7 @@ def test_help_loads_nothing_heavy(args):
 
 def test_help_of_generate_shows_prompts_sampling_and_engine_flags(capsys):
     with pytest.raises(SystemExit):
-        main(["generate", "--help"])
+        main(["generate", "--help=all"])
     help = capsys.readouterr().out
     for flag in ("--prompt ", "--prompts-file", "--temperature", "--max-model-len", "--dtype"):
         assert flag in help
