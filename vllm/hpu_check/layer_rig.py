@@ -153,7 +153,7 @@ class Rig:
         token_ids[: len(seq_lens)] = [tokens[-1] for tokens in self._tokens]
         indices[: len(seq_lens)] = seq_lens - 1
         unused = np.zeros(_PADDED_BATCH, np.int32)
-        given = DecodeInput(token_ids, unused, indices, unused, metadata, unused, unused)
+        given = DecodeInput(token_ids, unused, indices, unused, metadata, *(unused,) * 5)
         return fields_of(shape).pack(given, padded_sizes(shape)), shape
 
     def _to_card(self, packed: IntArray) -> Tensor:

@@ -59,6 +59,12 @@ class DecodeInput(Generic[Array]):
     sample_rows: Array = packed("L")
     """[L] row of each of the logits that are the first ones of their row; the padding row for all
     others, and where none is sampled."""
+    replayed: Array = packed("B")
+    """[B] tokens that the recurrent state of each lacks: `SchedulerOutput.num_replayed_tokens`."""
+    replayed_before: Array = packed("B")
+    """[B] how many of them are before the state that is kept; all where none is."""
+    kept_rows: Array = packed("B")
+    """[B] row of the states to which that state is copied; the padding row where none is kept."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +281,24 @@ class HPUInputBuilder:
             metadata=metadata,
             adapter_slots=self._padded(bucket.batch, -1, self._slot_of_row[rows]),
             sample_rows=sample_rows,
+            **self._replays(launch),
         )
+
+    def _replays(self, launch: PaddedLaunch) -> dict[str, IntArray]:
+        """Return the fields of a decode that say what is replayed, and which states are kept."""
+        batch, replayed = launch.bucket.batch, launch.num_replayed_tokens
+        before, kept_rows = replayed, self._padded(batch, self.padding_row)
+        if replayed is not None and launch.kept_replays is not None:
+            index_of = {row: index for index, row in enumerate(launch.rows.tolist())}
+            before = replayed.copy()
+            for row, count, number in launch.kept_replays.tolist():
+                before[index_of[row]] += count
+                kept_rows[index_of[row]] = number + 1  # behind the row of padding
+        return {
+            "replayed": self._padded(batch, 0, replayed),
+            "replayed_before": self._padded(batch, 0, before),
+            "kept_rows": kept_rows,
+        }
 
     def _prefill(self, launch: PaddedLaunch, sample_rows: IntArray) -> PrefillInput[IntArray]:
         batch, rows, bucket = self._batch, launch.rows, launch.bucket
