@@ -348,8 +348,8 @@ class HPUModel(LaunchModel):
         if query_len == 1:
             return PaddedStates(rows, given.indices == 0)
         indices = given.indices.unflatten(0, (-1, query_len))
-        before = given.replayed_before if self.keeps_states else None
-        replays = PaddedReplays(given.replayed, before, given.kept_rows.long())
+        counts, before, kept_rows = given.replays.unbind(0)
+        replays = PaddedReplays(counts, before if self.keeps_states else None, kept_rows.long())
         first = indices[:, 0]
         return PaddedStates(rows, first == 0, indices[:, -1] - first + 1, replays)
 
