@@ -155,8 +155,6 @@ class Family:
     or sound; None: the models read text only."""
     media_by_tower: Mapping[str, str] = field(default_factory=dict)
     """`model_type` of `vision_config` -> the module for such towers, where it is not `media`."""
-    media_is_cpu_only: bool = False
-    """Images or sounds are read on the CPU only, and on a card the models read text."""
     decoder_keys: Mapping[str, str] = field(default_factory=dict)
     """Keys of config.json that describe the decoder of an encoder-decoder -> their usual names."""
     num_unsampled_tokens: int = 0

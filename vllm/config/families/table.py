@@ -1206,7 +1206,6 @@ _WITH_MEDIA = (
         architectures=("Qwen3VLForConditionalGeneration",),
         text_type="qwen3_vl_text",
         media="qwen3_vl",
-        media_is_cpu_only=True,
         tokenizer="Qwen2Tokenizer",
     ),
     Family(
@@ -1215,7 +1214,6 @@ _WITH_MEDIA = (
         architectures=("Qwen3VLMoeForConditionalGeneration",),
         text_type="qwen3_vl_moe_text",
         media="qwen3_vl",
-        media_is_cpu_only=True,
         tokenizer="Qwen2Tokenizer",
     ),
     Family(
