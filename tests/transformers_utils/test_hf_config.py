@@ -195,6 +195,29 @@ def test_defaults_of_rotations_do_not_replace_those_of_the_file(tmp_path):
     assert found.scaling["original_max_position_embeddings"] == 128
 
 
+NEW_LAYER_TYPES = {
+    "model_type": "granitemoehybrid",
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_hidden_layers": 2,
+}
+NEW_SECTIONS = {
+    "model_type": "dbrx",
+    "architectures": ["DbrxForCausalLM"],
+    "n_layers": 2,
+    "attn_config": {"kv_n_heads": 3, "clip_qkv": 0.5, "id2label": {"0": "A"}, "return_dict": True},
+    "ffn_config": {"ffn_hidden_size": 48, "hidden_size": 64, "is_encoder_decoder": False},
+}
+
+
+def test_what_transformers_5_has_written_is_read_with_both_releases(tmp_path):
+    arch = ModelArch.from_hf(load(write(tmp_path, NEW_LAYER_TYPES)))
+    assert arch.state_layers == (True, False)
+    config = load(write(tmp_path, NEW_SECTIONS))
+    assert (config["attn_config"]["kv_n_heads"], config["attn_config"]["clip_qkv"]) == (3, 0.5)
+    assert config["ffn_config"]["ffn_hidden_size"] == 48
+
+
 @pytest.mark.parametrize("spelling", ["rope_theta", "rope_parameters"])
 def test_rope_overrides_reach_both_spellings_of_the_file(tmp_path, spelling):
     content = {k: v for k, v in CONFIG.items() if k != "rope_theta"}

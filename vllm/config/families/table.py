@@ -555,6 +555,7 @@ _GRANITES = (
     ),
     Family(
         model_type="granitemoehybrid",
+        has_new_layer_types=True,
         module="hybrid",
         architectures=("GraniteMoeHybridForCausalLM",),
         rope_switch=("position_embedding_type", "rope"),
@@ -627,6 +628,7 @@ _OTHERS = (
     ),
     Family(
         model_type="dbrx",
+        plain_sections=("attn_config", "ffn_config"),
         old_keys={
             "attn_config.kv_n_heads": "num_key_value_heads",
             "attn_config.rope_theta": "rope_theta",
