@@ -24,6 +24,8 @@ def encoder_sizes(
     (1, 2, 4, 8)
     >>> encoder_sizes(1, 5, "images")
     (1, 2, 3, 4, 5, 8)
+    >>> encoder_sizes(3, 5, "images")
+    (3, 4, 5, 8)
     >>> encoder_sizes(1, 5, "images", [2])
     (2, 5)
     >>> encoder_sizes(20, 130, "patches")
@@ -35,8 +37,8 @@ def encoder_sizes(
         last = _up(largest, _MULTIPLE)
         found = {_up(size, _MULTIPLE) for size in given or _patches(smallest, largest)}
         return (*sorted(size for size in found if smallest <= size < last), last)
-    sizes = set(given or _tiles(largest))
-    return tuple(sorted(sizes if max(sizes) >= largest else {*sizes, largest}))
+    sizes = {size for size in given or _tiles(largest) if size >= smallest}
+    return tuple(sorted(sizes if max(sizes, default=0) >= largest else {*sizes, largest}))
 
 
 def _tiles(largest: int) -> Iterator[int]:
