@@ -28,6 +28,7 @@ from vllm.messages import (
 )
 from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.model_executor.models.interface import LayeredModel
+from vllm.multimodal.interface.family import EMBEDDINGS
 from vllm.multimodal.media_file import OpenFile, open_files, read_tensor
 
 logger = init_logger(__name__)
@@ -251,7 +252,11 @@ class EncodedMedia:
         read: list[tuple[int, MediaItem, dict[str, Tensor]]] = []
         for row, item in wanted:
             try:
-                read.append((row, item, _tensors(item.tensors, self._files_of(row))))
+                tensors = _tensors(item.tensors, self._files_of(row))
+                if EMBEDDINGS in tensors:
+                    self._keep(item, tensors[EMBEDDINGS])
+                else:
+                    read.append((row, item, tensors))
             except (OSError, ValueError) as error:
                 self._errors[row] = f"{singular(item.modality)} cannot be read: {error}"
         if not read:
@@ -262,6 +267,7 @@ class EncodedMedia:
             self.encode_seconds += time.monotonic() - began
             for (_, item, _), embeddings in zip(read, found, strict=True):
                 self._keep(item, embeddings)
+                self.num_encoded += 1
         except (RuntimeError, ValueError) as error:
             if len(read) > 1:
                 for row, item, _ in read:
@@ -278,11 +284,10 @@ class EncodedMedia:
     def _keep(self, item: MediaItem, embeddings: Tensor) -> None:
         if embeddings.shape != (item.num_embeddings, self.width):
             raise ValueError(
-                f"the encoder must return [{item.num_embeddings}, {self.width}] "
-                f"embeddings for this item, got {list(embeddings.shape)}"
+                f"this item must have embeddings [{item.num_embeddings}, {self.width}], got "
+                f"{list(embeddings.shape)}"
             )
         self._kept[item.key] = embeddings
-        self.num_encoded += 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm.bucketing import Bucket, Catalog, Phase, StepLimits
+from vllm.bucketing.traffic import TrafficTable
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 from vllm.messages import IntArray, RunnerStats, SchedulerOutput
@@ -31,7 +32,7 @@ from vllm.worker.hpu.launches.planner import (
     PaddedShape,
     launch_shapes,
 )
-from vllm.worker.hpu.launches.step_report import StepReport
+from vllm.worker.hpu.launches.step_report import RecentLaunches, StepReport
 from vllm.worker.hpu.launches.trace import trace_launch
 from vllm.worker.parts.image_sight import ImageSight
 from vllm.worker.parts.row_parts import RowParts
@@ -90,6 +91,7 @@ class PaddedLaunches:
         phases: of its launches.
         planner: there from the first `use_catalog`.
         is_warm: the warm-up has ended.
+        traffic: counts what steps of the model need before padding; None: nobody asks.
         peers: the cards that run every launch together with this one; None: there are none.
         beside: launches of what makes drafts, which run in the same buckets and are warmed up with
             this one.
@@ -138,6 +140,8 @@ class PaddedLaunches:
         self._is_beside = False
         self._late = LateShapes[PaddedShape]()
         self._num_run_tokens = 0
+        self._recent = RecentLaunches()
+        self.traffic: TrafficTable | None = None
 
     def use_catalog(self, catalog: Catalog, limits: StepLimits) -> None:
         """Launch in these buckets from now on.
@@ -189,6 +193,7 @@ class PaddedLaunches:
 
     def plan(self, step: SchedulerOutput) -> list[Launch]:
         """The launches of a step."""
+        self._recent.begin_step()
         if self._whole_prompts:
             return self.planner.plan_prompts(step)
         return self.planner.plan(step)
@@ -207,6 +212,10 @@ class PaddedLaunches:
         is_warmed = is_known and self.planner.catalog.is_warmed(bucket)
         is_promised = self.is_warm and (is_warmed or self._config.hpu.full_warmup)
         self._num_run_tokens += bucket.num_tokens
+        if launch.needed is not None and not self._is_beside:
+            self._recent.add(launch.needed, bucket)
+            if self.traffic is not None:
+                self.traffic.add(bucket.phase, *launch.needed)
         span = trace.span(
             str(bucket.phase),
             how=self.execution.how(launch.shape),
@@ -286,6 +295,9 @@ class PaddedLaunches:
             num_bucket_hits=report.num_hits,
             num_bucket_misses=report.num_misses,
             num_late_compilations=report.recent_compilations(),
+            num_decode_blocks=self._recent.num_decode_blocks,
+            num_padded_blocks=self._recent.num_padded_blocks,
+            recent_launches=self._recent.record,
         )
 
     def size_before(self, shape: PaddedShape) -> tuple[int, int] | None:

@@ -26,6 +26,9 @@ from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch
 from vllm.worker.hpu.launches.late_shapes import LateShapes
 
+Sizes = tuple[int, int, int]
+"""Batch, query length and blocks."""
+
 
 @dataclass(frozen=True, slots=True)
 class PaddedLaunch(Launch):
@@ -40,6 +43,8 @@ class PaddedLaunch(Launch):
     """See `PaddedShape`."""
     item_slots: int = 0
     """Slots that each row reads by cross-attention, as in `PaddedShape`."""
+    needed: Sizes | None = None
+    """Batch, query length and blocks that its bucket has to cover; None: it is padding only."""
 
     @property
     def tokens_with_logits(self) -> int:
@@ -192,6 +197,14 @@ class _Rows(NamedTuple):
         return _Rows(*(column[is_chosen] for column in self))
 
 
+class _Group(NamedTuple):
+    """Requests of one forward pass, its bucket, and the sizes that the bucket has to cover."""
+
+    rows: _Rows
+    bucket: Bucket
+    needed: Sizes
+
+
 PieceEnd = Callable[[int, int, int], int]
 """Row, index of the first token of a piece, and the index where it should end -> where it ends; see
 `ImageSight.piece_end`."""
@@ -216,6 +229,9 @@ class HPULaunchPlanner:
         piece_end: where prompts may be divided; None: anywhere.
         late: shapes that were compiled at their first use.
         item_slots: how much rows read by cross-attention; None: nothing.
+
+    Attributes:
+        catalog, limits: as given.
     """
 
     def __init__(
@@ -236,7 +252,7 @@ class HPULaunchPlanner:
         self.catalog = catalog
         self._late = LateShapes[PaddedShape]() if late is None else late
         self._needs_prefill = needs_prefill
-        self._limits = limits
+        self.limits = limits
         self._batch = batch
         self._merged_prompts = merged_prompts
         self._has_states = has_states
@@ -268,7 +284,7 @@ class HPULaunchPlanner:
         return self._prefills(_Rows(rows, computed, scheduled, np.zeros_like(rows)))
 
     def _decodes(self, rows: _Rows) -> list[PaddedLaunch]:
-        most = self._limits.max_draft_batch
+        most = self.limits.max_draft_batch
         if most is None or len(rows.ids) <= most or not rows.drafts.any():
             return [self._decode(part) for part in self._split_decodes(rows)]
         has_drafts = rows.drafts > 0
@@ -279,8 +295,8 @@ class HPULaunchPlanner:
     def _prefills(self, rows: _Rows) -> list[PaddedLaunch]:
         slots = self._slots_of(rows)
         return [
-            _launch(part, self._shape(bucket, slots))
-            for part, bucket in self._group_prefills(self._split_prompts(rows))
+            _launch(group, self._shape(group.bucket, slots))
+            for group in self._group_prefills(self._split_prompts(rows))
         ]
 
     def _slots_of(self, rows: _Rows) -> int:
@@ -302,7 +318,7 @@ class HPULaunchPlanner:
     def plan_prompts(self, step: SchedulerOutput) -> list[Launch]:
         """The launches of a step of whole prompts, none of which is split or decoded."""
         rows = _Rows.of(step)
-        return [_launch(part, PaddedShape(bucket)) for part, bucket in self._group_prefills(rows)]
+        return [_launch(group, PaddedShape(group.bucket)) for group in self._group_prefills(rows)]
 
     # ---- decodes --------------------------------------------------------------------------
 
@@ -310,7 +326,7 @@ class HPULaunchPlanner:
         """Runs of rows within the largest batch and the most blocks of one launch."""
         if not len(rows.ids):
             return []
-        limits = self._limits
+        limits = self.limits
         max_batch = max_batch or limits.max_decode_batch
         most = limits.max_block_refs
         refs = _num_blocks(rows.computed + rows.scheduled, self._size)
@@ -328,7 +344,7 @@ class HPULaunchPlanner:
     def _decode(self, rows: _Rows) -> PaddedLaunch:
         batch, seq_lens = len(rows.ids), rows.computed + rows.scheduled
         query_len = int(rows.scheduled.max())
-        if self._limits.contiguous_pa:
+        if self.limits.contiguous_pa:
             table = self._batch.block_table[rows.ids]
             counts = count_decode_blocks(table, seq_lens, self._size)
         else:
@@ -346,7 +362,8 @@ class HPULaunchPlanner:
             if warmed is not None:
                 late.insert(0, replace(warmed, item_slots=slots))
             shape = self._instead_of(shape, late)
-        return _launch(rows, shape)
+        blocks = counts.span if shape.is_contiguous else counts.references
+        return _launch(_Group(rows, shape.bucket, (batch, query_len, blocks)), shape)
 
     def _decode_shape(
         self, batch: int, query_len: int, counts: DecodeBlockCounts, *, warmed_only: bool = False
@@ -357,8 +374,8 @@ class HPULaunchPlanner:
             return self.catalog.fit(Phase.DECODE, batch, query_len, blocks, warmed_only)
 
         options: list[PaddedShape] = []
-        if self._limits.contiguous_pa and (bucket := fit(counts.span)) is not None:
-            sliced = _sliced_shapes(bucket, self._limits)
+        if self.limits.contiguous_pa and (bucket := fit(counts.span)) is not None:
+            sliced = _sliced_shapes(bucket, self.limits)
             options += [shape for shape in sliced if counts.shared <= shape.num_shared]
         if (bucket := fit(counts.references)) is not None:
             options.append(self._shape(bucket))
@@ -378,7 +395,7 @@ class HPULaunchPlanner:
         blocks = counts.span if shape.is_contiguous else counts.references
         is_shared = shape.is_contiguous and counts.shared > shape.num_shared
         asked = Bucket(Phase.DECODE, batch, query_len, blocks)
-        is_possible = self._limits.contiguous_pa or not shape.is_contiguous
+        is_possible = self.limits.contiguous_pa or not shape.is_contiguous
         return is_possible and not is_shared and shape.bucket.covers(asked)
 
     # ---- prefills -------------------------------------------------------------------------
@@ -386,7 +403,7 @@ class HPULaunchPlanner:
     def _split_prompts(self, rows: _Rows) -> _Rows:
         """Prompts longer than a launch may be in pieces, each of which has those before it as
         context. Pieces may even share a launch: all of its keys are written before any is read."""
-        longest = self._limits.max_query_len
+        longest = self.limits.max_query_len
         if not len(rows.ids) or rows.scheduled.max() <= longest:
             return rows
         if self._piece_end is not None:
@@ -414,11 +431,11 @@ class HPULaunchPlanner:
                 start = piece_end(row, start, start + longest)
                 yield row, start
 
-    def _group_prefills(self, rows: _Rows) -> list[tuple[_Rows, Bucket]]:
+    def _group_prefills(self, rows: _Rows) -> list[_Group]:
         """Launches of neighbours, in the order of the rows, that cost the least together, what they
         compile included."""
         cheapest, slots = self._cheapest_groups(rows), self._slots_of(rows)
-        shapes = [self._shape(bucket, slots) for _, bucket in cheapest]
+        shapes = [self._shape(group.bucket, slots) for group in cheapest]
         new = [shape for shape in shapes if not self.is_compiled(shape)]
         if not new or not self._has_compiled(Phase.PREFILL):
             return cheapest
@@ -428,9 +445,7 @@ class HPULaunchPlanner:
             self._late.note_loss(new, lost)
         return groups
 
-    def _cheapest_groups(
-        self, rows: _Rows, *, pays_compiling: bool = False
-    ) -> list[tuple[_Rows, Bucket]]:
+    def _cheapest_groups(self, rows: _Rows, *, pays_compiling: bool = False) -> list[_Group]:
         """Launches of neighbours that cost the least.
 
         Args:
@@ -439,10 +454,11 @@ class HPULaunchPlanner:
         """
         ids, scheduled = rows.ids.tolist(), rows.scheduled.tolist()
         contexts = _num_blocks(rows.computed, self._size).tolist()
-        # For each number of leading rows: their cost, and start and bucket of their last launch.
-        best: list[tuple[float, int, Bucket]] = []
+        # For each number of leading rows: their cost, and start, bucket and sizes of their last
+        # launch.
+        best: list[tuple[float, int, Bucket, Sizes]] = []
         for end in range(1, len(scheduled) + 1):
-            options: list[tuple[float, int, Bucket]] = []
+            options: list[tuple[float, int, Bucket, Sizes]] = []
             for start, shape in self._groups_before(ids, scheduled[:end], contexts):
                 bucket = self.catalog.fit(Phase.PREFILL, *shape)
                 if bucket is None:
@@ -454,13 +470,13 @@ class HPULaunchPlanner:
                     bucket, price = self._padded_prefill(bucket, shape, self._slots_of(rows))
                 before = best[start - 1][0] if start else 0
                 cost = before + padded_cost(bucket) + PREFILL_LAUNCH_COST + price
-                options.append((cost, start, bucket))
+                options.append((cost, start, bucket, shape))
             best.append(min(options))
-        groups: list[tuple[_Rows, Bucket]] = []
+        groups: list[_Group] = []
         end = len(best)
         while end:
-            _, start, bucket = best[end - 1]
-            groups.append((rows.part(start, end), bucket))
+            _, start, bucket, sizes = best[end - 1]
+            groups.append(_Group(rows.part(start, end), bucket, sizes))
             end = start
         return groups[::-1]
 
@@ -491,7 +507,7 @@ class HPULaunchPlanner:
 
     def _groups_before(
         self, ids: list[int], scheduled: list[int], contexts: list[int]
-    ) -> Iterator[tuple[int, tuple[int, int, int]]]:
+    ) -> Iterator[tuple[int, Sizes]]:
         """First row and shape of each group that ends with the last row, the smallest first."""
         longest = tokens = most = blocks = 0
         for start in range(len(scheduled) - 1, -1, -1):
@@ -539,7 +555,8 @@ class HPULaunchPlanner:
         return Bucket(phase, batch, padded, blocks)
 
 
-def _launch(rows: _Rows, shape: PaddedShape) -> PaddedLaunch:
+def _launch(group: _Group, shape: PaddedShape) -> PaddedLaunch:
+    rows = group.rows
     return PaddedLaunch(
         rows.ids,
         rows.computed,
@@ -549,6 +566,7 @@ def _launch(rows: _Rows, shape: PaddedShape) -> PaddedLaunch:
         shape.merged_prompts,
         shape.num_shared,
         shape.item_slots,
+        group.needed,
         num_drafts=rows.drafts if rows.drafts.any() else None,
     )
 
@@ -574,8 +592,8 @@ def _with_kept(launch: PaddedLaunch, ends: dict[tuple[int, int], list[int]]) -> 
     return replace(launch, kept_states=np.array(kept, np.int32)) if kept else launch
 
 
-def _cost_of(groups: list[tuple[_Rows, Bucket]]) -> int:
-    return sum(padded_cost(bucket) + PREFILL_LAUNCH_COST for _, bucket in groups)
+def _cost_of(groups: list[_Group]) -> int:
+    return sum(padded_cost(group.bucket) + PREFILL_LAUNCH_COST for group in groups)
 
 
 def _num_blocks(num_tokens: IntArray, block_size: int) -> IntArray:
