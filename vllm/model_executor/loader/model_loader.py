@@ -381,6 +381,9 @@ class _FinisherWithoutValues(_LayerFinisher):
         if first is not None:
             method.finish_like(module, first)
             return
+        if method.finish_on_shapes(module):
+            self._first[key] = method
+            return
         for name, param in module.named_parameters(recurse=False):
             if "scale" in name:  # a scale of 0 is refused
                 param.copy_(torch.ones(param.shape, dtype=param.dtype))

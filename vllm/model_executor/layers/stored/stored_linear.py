@@ -70,21 +70,26 @@ class KeepsPacked:
 
     def finish_like(self, layer: ParallelLinear, other: "KeepsPacked") -> None:
         """Give the layer the memory of one with the same shapes that is finished, and no values."""
-        packed = other.packed
+        packed, device = other.packed, next(layer.parameters()).device
         layer.remove_weights()
         if isinstance(packed, nn.Module):
-            packed = without_values(packed)
+            packed = without_values(packed, device)
             layer.packed = packed
         self.packed, self.stored_as, self.kept = packed, other.stored_as, other.kept
 
+    def finish_on_shapes(self, layer: ParallelLinear) -> bool:
+        """Finish a layer that has no values without computing, if the method can. Return whether it
+        has."""
+        return False
 
-def without_values(module: nn.Module) -> Any:
+
+def without_values(module: nn.Module, device: torch.device) -> Any:
     """Return a copy of a module whose parameters and buffers have memory, and no values."""
     new: Any = copy(module)
-    new._modules = {name: without_values(part) for name, part in module.named_children()}
+    new._modules = {name: without_values(part, device) for name, part in module.named_children()}
 
     def like(x: Tensor) -> Tensor:
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return torch.empty(x.shape, dtype=x.dtype, device=device)
 
     new._buffers = {name: like(x) for name, x in module.named_buffers(recurse=False)}
     new._parameters = {
@@ -280,6 +285,23 @@ class RoundedLinear(KeepsPacked, UnquantizedLinear):
         self.stored_as = dtype_name(weight.dtype)
         kind = self.stored_as if self.is_dequantized else rounded.kind
         self.kept = Kept(kind, bytes_of(self.packed))
+
+    def finish_on_shapes(self, layer: ParallelLinear) -> bool:
+        from torch._subclasses.fake_tensor import FakeTensorMode  # of plans only
+
+        weight = layer.get_parameter("weight")
+        other = RoundedLinear(self.name, self.round_weight)
+        with FakeTensorMode():
+            fake = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
+            rounded = self.round_weight(fake)
+            other.packed = get_ops().prepare_weight(rounded, weight.dtype)
+        if not isinstance(other.packed, nn.Module):
+            return False
+        other.stored_as = dtype_name(weight.dtype)
+        kind = other.stored_as if other.is_dequantized else rounded.kind
+        other.kept = Kept(kind, bytes_of(other.packed))
+        self.finish_like(layer, other)
+        return True
 
     def dense_weight(self, layer: ParallelLinear, dtype: torch.dtype) -> Tensor:
         return self.round_weight(on_host(layer, "weight")).dequantize()
