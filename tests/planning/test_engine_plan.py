@@ -1,5 +1,4 @@
-"""Planned engines against the ones that a simulated card has started: memory by class, and buckets.
-"""
+"""Planned engines against the ones that a simulated card has started: memory by class, and buckets."""
 
 import json
 import random
@@ -15,14 +14,22 @@ from tests.tiny_models import make_tiny_model
 from vllm.bucketing.ledger import MemoryClass
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
-from vllm.planning.engine_plan import EnginePlan, make_engine_plan, weights_bytes
-from vllm.planning.fit import planned_or_nearest
-from vllm.worker.hpu.memory.memory import divide_memory
+from vllm.planning.engine_plan import make_engine_plan
 from vllm.worker.hpu.worker import HPUWorker
 
 GIB, MIB = 2**30, 2**20
 
-DENSE = ("llama", "qwen2", "gemma2", "opt", "mixtral", "gpt_oss", "deepseek_v2", "bamba", "falcon_7b")
+DENSE = (
+    "llama",
+    "qwen2",
+    "gemma2",
+    "opt",
+    "mixtral",
+    "gpt_oss",
+    "deepseek_v2",
+    "bamba",
+    "falcon_7b",
+)
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -115,7 +122,10 @@ def check_case(seed: int, checkpoint: Callable[[str], str]) -> None:
                 make_engine_plan(EngineArgs(**args), card)
             assert str(refused.value) == str(error), what
             return
-        catalog, shapes = worker.runner.launches.planner.catalog, worker.runner.launches.launch_shapes
+        catalog, shapes = (
+            worker.runner.launches.planner.catalog,
+            worker.runner.launches.launch_shapes,
+        )
         ledger, block_bytes = worker.ledger, worker._report.block_bytes
         plan = make_engine_plan(EngineArgs(**args), card)
         assert plan.report.block_bytes == block_bytes, what

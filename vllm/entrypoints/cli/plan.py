@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import math
 import sys
 from typing import Any
 
@@ -12,6 +13,7 @@ from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
 
 DEVICES = (*CARDS, "cpu")
+_MOST_GIB = 2**20
 
 
 def add_parser(
@@ -36,6 +38,11 @@ def add_parser(
         metavar="N",
         help="cards that share each layer; the same as --tensor-parallel-size",
     )
+    group.add_argument(
+        "--host-memory",
+        metavar="GIB",
+        help="memory of the machine in GiB, for --device cpu; not set: as much as this one has",
+    )
     group.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -43,7 +50,7 @@ def add_parser(
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Returns the exit code."""
     device = _device(args.device)
-    num_cards = _num_cards(args)
+    num_cards, host_bytes = _num_cards(args), _host_bytes(args)
     # A card of this machine is not opened: its library would take the device name "hpu".
     envs.export("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     logging.getLogger("vllm").setLevel(logging.WARNING)
@@ -55,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     args.device = None
     engine_args, server_args = read_args(args)
     exit_after_help(server_args)
-    plan = make_plan(engine_args, device, num_cards)
+    plan = make_plan(engine_args, device, num_cards, host_bytes)
     lines = [json.dumps(plan.as_json())] if args.json else plan_lines(plan)
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
@@ -91,3 +98,22 @@ def _num_cards(args: argparse.Namespace) -> int:
             f"one of them out"
         )
     return int(given)
+
+
+def _host_bytes(args: argparse.Namespace) -> int | None:
+    """
+    Raises:
+        ConfigError: it is no positive number of GiB, or the device is a card.
+    """
+    text: Any = args.host_memory
+    if text is None:
+        return None
+    if args.device != "cpu":
+        raise ConfigError("--host-memory is for --device cpu; a card has memory of its own")
+    try:
+        size = float(text)
+    except ValueError:
+        size = math.nan
+    if not 0 < size < _MOST_GIB:
+        raise ConfigError(f"--host-memory {text} must be a number of GiB above 0, such as 64")
+    return int(size * 2**30)

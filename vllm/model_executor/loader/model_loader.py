@@ -368,20 +368,24 @@ class _FinisherWithoutValues(_LayerFinisher):
 
     def finish(self, module: nn.Module) -> None:
         """Finish the module, unless another one is like it."""
-        method = module.method if isinstance(module, MethodLayer) else None
-        if not isinstance(module, ParallelLinear) or not isinstance(method, KeepsPacked):
-            super().finish(module)
+        if not isinstance(module, MethodLayer) or module in self._finished:
             return
-        if module in self._finished or module.is_held:
+        method = module.method
+        if not isinstance(module, ParallelLinear) or not isinstance(method, KeepsPacked):
+            if not method.finish_on_shapes(module):
+                super().finish(module)
+            self._finished.add(module)
             return
         self._finished.add(module)
+        if module.is_held:
+            return
         shapes = [(n, p.shape, p.dtype) for n, p in module.named_parameters(recurse=False)]
         key = (type(method), *shapes)
         first = self._first.get(key)
         if first is not None:
             method.finish_like(module, first)
             return
-        if method.finish_on_shapes(module):
+        if module.method.finish_on_shapes(module):
             self._first[key] = method
             return
         for name, param in module.named_parameters(recurse=False):

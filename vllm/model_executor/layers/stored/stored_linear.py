@@ -67,6 +67,8 @@ class KeepsPacked:
     packed: PreparedWeight | None = None
     stored_as: str | None = None
     kept: Kept | None = None
+    memory: Tensor | None = None
+    """Of a weight without values, which it shares with another layer."""
 
     def finish_like(self, layer: ParallelLinear, other: "KeepsPacked") -> None:
         """Give the layer the memory of one with the same shapes that is finished, and no values."""
@@ -75,12 +77,10 @@ class KeepsPacked:
         if isinstance(packed, nn.Module):
             packed = without_values(packed, device)
             layer.packed = packed
+        else:
+            assert other.kept is not None, "the other layer is finished"
+            self.memory = torch.empty(other.kept.num_bytes, dtype=torch.uint8, device=device)
         self.packed, self.stored_as, self.kept = packed, other.stored_as, other.kept
-
-    def finish_on_shapes(self, layer: ParallelLinear) -> bool:
-        """Finish a layer that has no values without computing, if the method can. Return whether it
-        has."""
-        return False
 
 
 def without_values(module: nn.Module, device: torch.device) -> Any:
