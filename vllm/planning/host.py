@@ -1,5 +1,4 @@
-"""An engine on a CPU that is planned: its weights have no values, and its machine has as much memory
-as one says."""
+"""A planned engine on a CPU: its weights have no values, and its machine has a given memory."""
 
 from vllm.bucketing import format_bytes
 from vllm.config import VllmConfig
