@@ -75,3 +75,30 @@ def test_paths_that_a_page_names_exist(page):
     assert wrong_paths(text.replace(of_users, ""), files) == []
     gone = "`vllm/no_file.py` `core/plan.no_name` `vllm/<no>_file/*.py` `sample/sampler`"
     assert sorted(wrong_paths(gone, files)) == sorted(re.findall("`(.*?)`", gone)[:3])
+
+
+def strings_of_package() -> str:
+    """Return the sources of the package, with literals of several lines joined."""
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "vllm").rglob("*.py"))
+    return re.sub(r'"\n\s*f?"', "", "\n".join(sources))
+
+
+def unknown_messages(page: str, known: str) -> list[str]:
+    """Return the messages in the first cells of a page's tables that nothing prints. In them, `...`
+    and a capital letter stand for a value."""
+    unknown = []
+    for cell in re.findall(r"^\| ([^|]*`[^|]*) \|", page, re.MULTILINE):
+        for message in re.findall(r"`([^`]+)`", cell):
+            parts = re.split(r"\.\.\.|'x'|--[xy]\b|\b[A-Z]+\b(?!_)", message)
+            if not all(part.strip(" '") in known for part in parts if len(part) > 8):
+                unknown.append(message)
+    return unknown
+
+
+def test_messages_that_a_page_explains_are_printed():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    page = page.split("## The answers are not good")[0]
+    known = strings_of_package()
+    assert unknown_messages(page, known) == []
+    gone = "| `the KV cache holds N tokens and no longer this` | meaning |"
+    assert len(unknown_messages(gone, known)) == 1

@@ -2,8 +2,8 @@
 
     python examples/offline_inference/transcription.py openai/whisper-tiny
 
-Without a model, it makes one of random weights, whose text means nothing. The sound is made here,
-too: read your own with PyAV or soundfile, as samples of one channel from -1 to 1.
+Without a model, it makes one of random weights, whose text means nothing. The example also
+makes the sound: read your own with PyAV or soundfile, as samples of one channel from -1 to 1.
 """
 
 import json

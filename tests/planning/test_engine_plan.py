@@ -1,5 +1,5 @@
-"""Planned engines against those of a simulated card and of a CPU: memory by class, buckets, and the
-warm-up."""
+"""Planned engines against engines of a simulated card and of a CPU: memory by class, buckets, and
+the warm-up."""
 
 import json
 import random

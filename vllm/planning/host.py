@@ -72,7 +72,7 @@ class PlannedCPUWorker(CPUWorker):
 
     @property
     def memory_uses(self) -> list[MemoryUse]:
-        """Return what has memory in each rank beside the KV cache."""
+        """Return the uses of the memory of each rank but its KV cache."""
         states = states_bytes(self.config, self._layout)
         states += (self._num_kept_states or 0) * self._layout.state_bytes
         return [*self._uses(self.num_local_ranks), states_use(self.config, states)]

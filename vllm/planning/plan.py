@@ -1,7 +1,7 @@
-"""What `vllm plan` answers: memory, buckets and the time of a start, as plain numbers."""
+"""The answer of `vllm plan` as plain values: memory, buckets, time of a start, throughput."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vllm.bucketing.ledger import GRAPHS, MemoryClass
@@ -11,6 +11,8 @@ from vllm.planning.engine_plan import EnginePlan
 from vllm.planning.fit import planned_or_nearest
 from vllm.planning.host import start_on_host
 from vllm.planning.start import StartPlan, plan_start
+from vllm.planning.throughput.prediction import Prediction
+from vllm.planning.throughput.table import as_objects, serving_cost, throughput_grid
 from vllm.platforms.cpu import machine_memory_bytes
 from vllm.worker.hpu.warmup.profile import held_bytes
 from vllm.worker.interface import MemoryReport
@@ -25,7 +27,7 @@ class MemorySection:
 
     total_bytes: int
     uses: tuple[tuple[str, int], ...]
-    """What it is used for, and the bytes: together they are the total."""
+    """Names of uses with their bytes; together they are the total."""
     block_bytes: int
     """Of a KV block in all layers."""
     block_size: int
@@ -49,14 +51,22 @@ class Plan:
     memory: MemorySection
     start: StartPlan | None
     """None: the device compiles nothing."""
+    throughput: tuple[Prediction, ...] = ()
+    """For prompts of several lengths; empty where the cost model does not know the device."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the same numbers for programs."""
+        """Return the same figures for programs."""
         start = None
         if self.start is not None:
             totals = {name: getattr(self.start, name) for name in ("cold_s", "cached_s")}
             start = asdict(self.start) | totals
-        return {"version": JSON_VERSION, **asdict(self), "start": start}
+        throughput = as_objects(self.throughput)
+        return {
+            "version": JSON_VERSION,
+            **asdict(replace(self, throughput=())),
+            "start": start,
+            "throughput": throughput,
+        }
 
 
 def make_plan(
@@ -74,7 +84,11 @@ def make_plan(
     """
     if device == "cpu":
         return _host_plan(args, num_cards, host_bytes)
-    engine = planned_or_nearest(args, device, num_cards)
+    return describe(planned_or_nearest(args, device, num_cards), device)
+
+
+def describe(engine: EnginePlan, device: str) -> Plan:
+    """Return the plan of an engine that is planned already."""
     config = engine.config
     return Plan(
         model=config.model.model or "",
@@ -83,12 +97,13 @@ def make_plan(
         num_cards=config.parallel.world_size,
         memory=plan_memory(engine),
         start=plan_start(engine),
+        throughput=tuple(throughput_grid(engine, serving_cost(engine))),
     )
 
 
 def plan_memory(engine: EnginePlan) -> MemorySection:
-    """Return the memory of a card in the classes of its ledger, those of weights and of workspace
-    in their parts."""
+    """Return the memory of a card by the classes of its ledger; weights and workspace are divided
+    further."""
     config, ledger, report = engine.config, engine.ledger, engine.report
     held = min(held_bytes(config), ledger.budget(MemoryClass.WORKSPACE))
     uses = [

@@ -1,28 +1,36 @@
 """The tables of `vllm plan`: one function for each section, 100 columns at most."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from vllm.bucketing import format_bytes
 from vllm.planning.plan import MemorySection, Plan
 from vllm.planning.start import PhaseStart, StartPlan
+from vllm.planning.throughput.prediction import Prediction
+from vllm.planning.throughput.table import as_lines
 
 _BAR_WIDTH = 40
+_MOST_OF_NAME = 40
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
     """Yield the lines of a plan."""
-    cards = "1 card" if plan.num_cards == 1 else f"{plan.num_cards} cards"
-    yield f"{plan.model}, {plan.dtype}, on {cards} of {plan.device}. Planned, not measured."
+    what = "rank" if plan.device == "cpu" else "card"
+    count = f"{plan.num_cards} {plan.device} {what}{'s'[: plan.num_cards > 1]}"
+    name = plan.model.rstrip("/").rpartition("/")[2][-_MOST_OF_NAME:]
+    yield f"{name}, {plan.dtype}, on {count}. Planned, not measured."
     yield ""
-    yield from memory_lines(plan.memory)
+    yield from memory_lines(plan.memory, "the machine" if what == "rank" else "each card")
     if plan.start is not None:
         yield ""
         yield from start_lines(plan.start)
+    if plan.throughput:
+        yield ""
+        yield from throughput_lines(plan.throughput)
 
 
-def memory_lines(memory: MemorySection) -> Iterator[str]:
-    """Yield the lines of the memory of a card."""
-    yield f"Memory of each card                 {format_bytes(memory.total_bytes):>10}"
+def memory_lines(memory: MemorySection, owner: str) -> Iterator[str]:
+    """Yield the lines of the memory of a card, or of a machine."""
+    yield f"{f'Memory of {owner}':<34}  {format_bytes(memory.total_bytes):>10}"
     for what, num_bytes in memory.uses:
         share = num_bytes / memory.total_bytes
         bar = "#" * round(share * _BAR_WIDTH)
@@ -47,6 +55,14 @@ def start_lines(start: StartPlan) -> Iterator[str]:
         f"The first answer comes {_seconds(start.cold_s)} after the weights are read, or "
         f"{_seconds(start.cached_s)} with recipes on disk"
     )
+
+
+def throughput_lines(predictions: Sequence[Prediction]) -> Iterator[str]:
+    """Yield the lines of the throughput."""
+    output = predictions[0].lengths.output
+    yield f"Throughput with so many requests of {output} output tokens at a time (band)"
+    for line in as_lines(predictions):
+        yield f"  {line}"
 
 
 def _phase_line(name: str, phase: PhaseStart) -> str:
