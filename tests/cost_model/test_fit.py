@@ -5,12 +5,14 @@ import json
 import numpy as np
 import pytest
 
+from benchmarks.cost_model_page import PAGE, run_lines
 from benchmarks.fit_cost_model import (
     MODELS,
     Problem,
     fit,
     held_out_errors,
     least_squares,
+    predicted_runs,
     problems,
     read_runs,
     whole_groups_held_out,
@@ -39,6 +41,13 @@ def test_the_shipped_constants_are_those_that_the_program_fits(of_card, card):
     np.testing.assert_allclose(fit(of_card[card]), shipped.values, rtol=2e-3)
     assert len(shipped.residuals.ratios) == len(of_card[card].runs)
     assert shipped.numbers_of_cards == (1, 2, 8)
+
+
+def test_the_page_has_each_run_as_the_shipped_constants_predict_it():
+    lines = PAGE.read_text("utf-8").splitlines()
+    table = list(run_lines(predicted_runs()))
+    assert lines[-len(table) :] == table
+    assert len(table) == 2 + 122
 
 
 @pytest.mark.parametrize("card", CARDS)
