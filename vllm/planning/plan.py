@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vllm.bucketing.ledger import GRAPHS, MemoryClass
+from vllm.cost_model.measured import Measured
 from vllm.engine.arg_utils import EngineArgs
 from vllm.planning.engine_plan import EnginePlan
 from vllm.planning.fit import planned_or_nearest
@@ -48,6 +49,8 @@ class Plan:
     """None: the device compiles nothing."""
     throughput: tuple[Prediction, ...] = ()
     """For prompts of several lengths; empty where the cost model does not know the device."""
+    measured: str = ""
+    """Which constants were measured; empty: none."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the same numbers for programs."""
@@ -64,29 +67,36 @@ class Plan:
         }
 
 
-def make_plan(args: EngineArgs, device: str, num_cards: int = 1) -> Plan:
+def make_plan(
+    args: EngineArgs, device: str, num_cards: int = 1, measured: Measured | None = None
+) -> Plan:
     """Plan an engine.
 
     Args:
         args, device, num_cards: see `make_engine_plan`.
+        measured: rates of a card of this kind.
 
     Raises:
         ConfigError: the engine cannot start with these arguments, or the model does not fit.
     """
-    return describe(planned_or_nearest(args, device, num_cards), device)
+    return describe(planned_or_nearest(args, device, num_cards), device, measured)
 
 
-def describe(engine: EnginePlan, device: str) -> Plan:
+def describe(engine: EnginePlan, device: str, measured: Measured | None = None) -> Plan:
     """Return the plan of an engine that is planned already."""
-    config = engine.config
+    config, start = engine.config, plan_start(engine)
+    if measured is not None:
+        start = start.with_slower_compilations(measured.slowness("compile_s"))
+    cost = serving_cost(engine, None if measured is None else measured.fitted)
     return Plan(
         model=config.model.model or "",
         dtype=config.model.dtype_name,
         device=device,
         num_cards=config.parallel.world_size,
         memory=plan_memory(engine),
-        start=plan_start(engine),
-        throughput=tuple(throughput_grid(engine, serving_cost(engine))),
+        start=start,
+        throughput=tuple(throughput_grid(engine, cost)),
+        measured="" if measured is None else measured.describe(),
     )
 
 

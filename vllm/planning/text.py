@@ -15,6 +15,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     """Yield the lines of a plan."""
     cards = "1 card" if plan.num_cards == 1 else f"{plan.num_cards} cards"
     yield f"{plan.model}, {plan.dtype}, on {cards} of {plan.device}. Planned, not measured."
+    if plan.measured:
+        yield plan.measured
     yield ""
     yield from memory_lines(plan.memory)
     if plan.start is not None:

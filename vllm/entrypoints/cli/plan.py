@@ -5,10 +5,12 @@ import dataclasses
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.cost_model.cards import CARDS
+from vllm.cost_model.measured import Measured, read_measured
 from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
 
@@ -43,6 +45,11 @@ def add_parser(
         help="cards that share each layer; the same as --tensor-parallel-size",
     )
     group.add_argument("--json", action="store_true", help="print one JSON object")
+    group.add_argument(
+        "--measured",
+        metavar="FILE",
+        help="rates of a card of this kind, as 'vllm hpu-check --save FILE' writes them",
+    )
     _add_goals(parser)
     return parser
 
@@ -64,11 +71,12 @@ def run(args: argparse.Namespace) -> int:
     flags = _given_flags(args)
     engine_args, server_args = read_args(args)
     exit_after_help(server_args)
-    found = _search(args, engine_args, device, num_cards)
+    measured = None if args.measured is None else _measured(args.measured, device)
+    found = _search(args, engine_args, device, num_cards, measured)
     if found is None:
-        plan = make_plan(engine_args, device, num_cards)
+        plan = make_plan(engine_args, device, num_cards, measured)
     else:
-        plan = describe(found.plan, device)
+        plan = describe(found.plan, device, measured)
     as_json, lines = plan.as_json(), list(plan_lines(plan))
     if found is not None:
         command = serve_command(found.choice, plan.model, flags)
@@ -102,8 +110,22 @@ def _add_goals(parser: FlexibleArgumentParser) -> None:
         )
 
 
+def _measured(path: str, device: str) -> Measured:
+    """
+    Raises:
+        ConfigError: they are not the rates of such a card.
+    """
+    if device not in CARDS:
+        raise ConfigError(f"--measured needs a card, one of {', '.join(CARDS)}; got {device}")
+    return read_measured(Path(path), device)
+
+
 def _search(
-    args: argparse.Namespace, engine_args: "EngineArgs", device: str, num_cards: int
+    args: argparse.Namespace,
+    engine_args: "EngineArgs",
+    device: str,
+    num_cards: int,
+    measured: Measured | None,
 ) -> "FoundCards | None":
     """Return the cards that meet the goals; None without goals.
 
@@ -140,11 +162,12 @@ def _search(
         goals,
         Lengths(args.input_len, args.output_len),
         numbers_of_cards=(num_cards,) if is_given else NUMBERS_OF_CARDS,
+        fitted=None if measured is None else measured.fitted,
     )
 
 
 _OWN_FLAGS = {
-    *("device", "num_cards", "json", "input_len", "output_len", "run", "command"),
+    *("device", "num_cards", "json", "measured", "input_len", "output_len", "run", "command"),
     *("goal_ttft", "goal_tpot", "goal_tokens_per_s"),
     *("model", "model_tag", "tensor_parallel_size", "max_num_seqs"),
 }
