@@ -57,7 +57,10 @@ def test_figures_follow_the_engine(page):
         page.wait_for_text("#recent", "chatcmpl-7")
         assert page.text("#kv") == "42.1"
         assert page.text("#prefix") == "64.0"
-        assert page.text("#padding") == "10.0"
+        assert page.text("#padding") == "1.4"
+        assert page.evaluate("document.querySelector('#padding-note').title") == (
+            "as predicted, 10.0 % of tokens, 25.0 % of KV blocks of decodes"
+        )
         assert page.text("#misses") == "1"
         assert page.text("#generation-total") == "5,000"
         page.wait_for_text("#generation-rate", "1,000")  # 5,000 in five seconds

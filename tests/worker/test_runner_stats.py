@@ -29,6 +29,9 @@ def test_padding_is_what_the_buckets_add():
             num_useful_tokens=22,
             num_padded_tokens=32 + 4 + 4 - 22,
             num_bucket_hits=3,
+            num_decode_blocks=2 + 2,
+            num_padded_blocks=32 + 32 - 4,
+            recent_launches=(3, 1, 1, 1, 2, 4, 1, 32, 1, 1, 1, 2, 4, 1, 32),
         )
 
 

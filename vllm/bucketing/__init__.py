@@ -6,6 +6,8 @@
     catalog                the finite set of buckets, and the cheapest that holds a launch
     step_limits, closure   what a scheduler step can emit, and the proof that each has a bucket
     bucket_plan            all of it for the configuration of an engine
+    traffic                counts of the shapes that were needed, in a table and a file
+    optimal                the best buckets for a traffic, with a certificate
     shrink                 a smaller catalog when the memory does not hold some of its buckets
     ledger, capture_plan   bytes per class, and which graphs are captured within them
     log_lines              the texts of all this

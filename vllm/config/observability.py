@@ -95,6 +95,11 @@ class ObservabilityConfig:
     replay_endpoint, buffer_steps, hwm, max_queue_size, topic; see docs/kv_events.md. Everyone
     who can reach the endpoint sees the token ids of all prompts and outputs."""
 
+    record_traffic: str | None = None
+    """File for the sizes of forward passes before padding, from which `--traffic` chooses buckets.
+    It is continued, and written at most once a minute and at the end; it has no text and no ids.
+    Only devices with buckets have such sizes."""
+
     profiler_enabled: bool = field(default=False, metadata={"cli": False})
     """Write a trace that Perfetto opens (VLLM_PROFILER_ENABLED)."""
 

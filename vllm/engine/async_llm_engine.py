@@ -22,6 +22,7 @@ from collections.abc import (
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from vllm.config import LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
@@ -34,6 +35,7 @@ from vllm.engine.input.prompt_tokenizer import TokenizedPrompt
 from vllm.engine.metrics.engine_metrics import EngineMetrics
 from vllm.engine.metrics.replica_metrics import ReplicaMetrics, sum_stats
 from vllm.engine.metrics.stats_log import StatsLog
+from vllm.engine.metrics.traffic_metrics import TrafficFile
 from vllm.engine.output.output_processor import OutputProcessor
 from vllm.engine.output.stats_recorder import StatsRecorder
 from vllm.engine.process.admission import Admission, AdmissionLimits
@@ -140,7 +142,8 @@ class AsyncLLM:
         self._start_task: asyncio.Task[None] | None = None
         self._preparation = Preparation(lambda: self.input_processor)
         self._grammar_lane = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="grammar")
-        self._stats_task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._traffic_file: TrafficFile | None = None
         self._is_shut_down = False
 
     @classmethod
@@ -197,8 +200,10 @@ class AsyncLLM:
         self._core.stop(error)
         if self.is_loaded:
             self._requests.lose_all(error)
-        if self._stats_task is not None:
-            self._stats_task.cancel()
+        for task in self._tasks:
+            task.cancel()
+        if self._traffic_file is not None:
+            self._traffic_file.write()
         self._preparation.shutdown()
         self._grammar_lane.shutdown(wait=False, cancel_futures=True)
         if self.is_loaded:
@@ -228,7 +233,9 @@ class AsyncLLM:
         logger.info("ready in %.1f s: %s", time.monotonic() - began, self.vllm_config.summary)
         self._stats_log = StatsLog(self.metrics)
         if not self.vllm_config.observability.disable_log_stats:
-            self._stats_task = asyncio.create_task(self._stats_log.run())
+            self._tasks.append(asyncio.create_task(self._stats_log.run()))
+        if self._traffic_file is not None:
+            self._tasks.append(asyncio.create_task(self._traffic_file.run()))
 
     def _resolve(self) -> VllmConfig:
         if self._config is None:
@@ -250,6 +257,9 @@ class AsyncLLM:
         name = config.model.served_model_name[0]
         replicas = [EngineMetrics(name, config, replica=n) for n in range(len(self._core))]
         self.metrics = ReplicaMetrics(replicas, self._preparation.media.stats)
+        recorded = config.observability.record_traffic
+        if recorded is not None:
+            self._traffic_file = TrafficFile(Path(recorded), self.metrics)
         recorder = StatsRecorder(*replicas)
         self.output_processor = OutputProcessor(tokenizer, recorder)
         if tokenizer is not None and config.model.pooler is None:

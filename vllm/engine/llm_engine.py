@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from vllm.config import LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
@@ -20,6 +21,7 @@ from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.metrics.engine_metrics import EngineMetrics
 from vllm.engine.metrics.reader import Metric, read_metrics
 from vllm.engine.metrics.stats_log import StatsLog
+from vllm.engine.metrics.traffic_metrics import TrafficFile
 from vllm.engine.output.output_processor import OutputProcessor
 from vllm.engine.output.stats_recorder import StatsRecorder
 from vllm.engine.unavailable import refuse
@@ -98,7 +100,7 @@ class LLMEngine:
     Attributes:
         vllm_config, model_config, cache_config, scheduler_config, parallel_config,
         device_config, load_config: the configs of the engine.
-        metrics: the metrics; None with `disable_log_stats`.
+        metrics: the metrics; None with `disable_log_stats`, unless traffic is recorded.
     """
 
     def __init__(
@@ -120,11 +122,16 @@ class LLMEngine:
         self.input_processor = InputProcessor(config, tokenizer, generation_defaults)
         self.metrics: EngineMetrics | None = None
         self._recorder: StatsRecorder | None = None
-        if not config.observability.disable_log_stats:
+        recorded = config.observability.record_traffic
+        self._traffic_file: TrafficFile | None = None
+        if not config.observability.disable_log_stats or recorded is not None:
             name = (config.model.served_model_name or (config.model.model,))[0]
             self.metrics = EngineMetrics(name, config)
             self._recorder = StatsRecorder(self.metrics)
             self._stats_log = StatsLog(self.metrics)
+            if recorded is not None:
+                self._traffic_file = TrafficFile(Path(recorded), self.metrics)
+                weakref.finalize(self, self._traffic_file.write)
         self.output_processor = OutputProcessor(tokenizer, self._recorder)
         # Runs when the engine is collected or the interpreter exits, whichever comes first.
         self._release = weakref.finalize(self, core.shutdown)
@@ -263,6 +270,8 @@ class LLMEngine:
             self.engine_core.abort_requests(stopped)
         if self._recorder is not None:
             self._recorder.end_message(self.engine_core.stats())
+        if self._traffic_file is not None:
+            self._traffic_file.write_if_due()
         if self.has_unfinished_requests() and not self.engine_core.has_unfinished_requests():
             # An error is better than waiting forever.
             lost = ", ".join(self.output_processor.unfinished_request_ids)
@@ -458,4 +467,6 @@ class LLMEngine:
         """End all requests and release the device. Calling it again does nothing."""
         if self._release.alive:
             self.abort_request(self.output_processor.unfinished_request_ids)
+            if self._traffic_file is not None:
+                self._traffic_file.write()
         self._release()

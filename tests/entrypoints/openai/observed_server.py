@@ -59,6 +59,9 @@ class ObservedEngine(AsyncLLM):
                 num_bucket_hits=41,
                 num_bucket_misses=1,
                 num_late_compilations=5,
+                num_decode_blocks=300,
+                num_padded_blocks=100,
+                recent_launches=(2, 1, 6, 1, 150, 8, 1, 200, 1, 6, 1, 150, 8, 1, 200),
             ),
         )
         self.core_metrics.record_output(stats, IterationStats(10, num_tokens, [0.03], [0.012] * 5))

@@ -32,6 +32,8 @@ def test_a_busy_engine_is_described():
     engine.finish("cmpl-2", "error")
     status = status_of(engine)
     recent = status.pop("recent")
+    cells = status.pop("traffic")["cells"]
+    assert cells == [["decode", 6, 1, 152, 2, 0]]
     expected = {
         "state": "ready",
         "model": "stdlib",
@@ -43,6 +45,8 @@ def test_a_busy_engine_is_described():
         "bucket_misses": 1,
         "late_compilations": 5,
         "padded_share": 0.1,
+        "padded_blocks_share": 0.25,
+        "padded_time_share": 0.014,
         "generation_tokens": 64,
         "prompt_tokens": 10,
         "max_model_len": 2048,

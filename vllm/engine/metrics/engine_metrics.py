@@ -8,15 +8,17 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from operator import add, lt
+from operator import add, attrgetter, lt
 from typing import Any
 
 import msgspec
 
+from vllm.bucketing.traffic import TrafficTable
 from vllm.config import VllmConfig
 from vllm.engine.metrics.history import RateHistory, Rates
 from vllm.engine.metrics.media_metrics import MediaReadStats, add_encoder_metrics
 from vllm.engine.metrics.registry import Histogram, MetricSet
+from vllm.engine.metrics.traffic_metrics import TrafficMetrics
 from vllm.messages import (
     DraftStats,
     FinishReason,
@@ -24,6 +26,7 @@ from vllm.messages import (
     RunnerStats,
     SchedulerStats,
     TransferStats,
+    WarmUpStats,
 )
 
 NUM_RECENT = 50
@@ -111,6 +114,7 @@ class EngineMetrics:
         stats: the latest statistics of the core.
         recent: the last finished requests, the oldest first.
         history: tokens of the last seconds.
+        traffic: sizes that forward passes needed.
     """
 
     def __init__(
@@ -150,6 +154,7 @@ class EngineMetrics:
             _NEXT_TOKEN_S,
         )
         self._requests = _RequestHistograms(metrics, config.scheduler.max_model_len)
+        self.traffic = TrafficMetrics(metrics, config.cache.block_size)
 
     # ---- counting -------------------------------------------------------------------------
 
@@ -157,6 +162,7 @@ class EngineMetrics:
         """Count one message of the core."""
         self.stats = stats
         self._counters.update(stats)
+        self.traffic.count(stats.runner)
         num_prompt, num_generated = iteration.num_prompt_tokens, iteration.num_generation_tokens
         if not num_prompt and not num_generated:
             return
@@ -205,6 +211,16 @@ class EngineMetrics:
         """`stats`, with counters over all restarts of the core."""
         return self._counters.totals(self.stats)
 
+    @property
+    def traffic_table(self) -> TrafficTable:
+        """Counts of forward passes by the sizes that they needed."""
+        return self.traffic.table
+
+    @property
+    def device_seconds(self) -> tuple[float, float]:
+        """Predicted seconds of all forward passes, without padding and with it."""
+        return self.traffic.needed_s, self.traffic.padded_s
+
     def read_media(self) -> MediaReadStats | None:
         """Return None: a replica reads no media, as the server does it for all."""
         return None
@@ -233,6 +249,8 @@ class EngineMetrics:
             ("gpu_prefix_cache_hits", "Prompt tokens found cached.", totals.num_prefix_hits),
             ("useful_tokens", "Tokens of requests run by the model.", runner.num_useful_tokens),
             ("padded_tokens", "Tokens of padding run by the model.", runner.num_padded_tokens),
+            ("decode_kv_blocks", "KV blocks that decodes needed.", runner.num_decode_blocks),
+            ("padded_kv_blocks", "KV blocks of padding in decodes.", runner.num_padded_blocks),
             ("bucket_hits", "Launches of a known shape.", runner.num_bucket_hits),
             ("bucket_misses", "Launches of a shape not warmed up.", runner.num_bucket_misses),
             (
@@ -242,6 +260,14 @@ class EngineMetrics:
             ),
         ):
             metrics.counter(f"vllm:{name}", help).value = value
+        needed_s, padded_s = self.device_seconds
+        for name, help, seconds in (
+            ("predicted_device_seconds", "Device time of forward passes.", padded_s),
+            ("predicted_padding_seconds", "Of it, for padding.", padded_s - needed_s),
+        ):
+            metrics.counter(f"vllm:{name}", help).value = seconds
+        if totals.warm_up.num_wanted:
+            _add_warm_up_metrics(metrics, totals.warm_up)
         if self.config.scheduler.max_draft_tokens:
             _add_draft_metrics(metrics, totals.drafts)
         if self.config.connector.kv_transfer is not None:
@@ -329,6 +355,10 @@ class _RequestHistograms:
 
 _NUM_TRANSFER = len(TransferStats.__struct_fields__)
 _NUM_MEDIA = len(MediaStats.__struct_fields__)
+_RUNNER_COUNTERS = tuple(
+    name for name in RunnerStats.__struct_fields__ if name != "recent_launches"
+)
+_runner_counters = attrgetter(*_RUNNER_COUNTERS)
 
 
 class _CoreCounters:
@@ -378,7 +408,7 @@ class _CoreCounters:
                 **dict(zip(TransferStats.__struct_fields__, transfer, strict=True))
             ),
             media=MediaStats(**dict(zip(MediaStats.__struct_fields__, media, strict=True))),
-            runner=RunnerStats(**dict(zip(RunnerStats.__struct_fields__, runner, strict=True))),
+            runner=RunnerStats(**dict(zip(_RUNNER_COUNTERS, runner, strict=True))),
         )
 
     def _counters_of(self, stats: SchedulerStats) -> tuple[Any, ...]:
@@ -394,7 +424,7 @@ class _CoreCounters:
             *accepted[: self._max_drafts],
             *msgspec.structs.astuple(stats.transfer),
             *msgspec.structs.astuple(stats.media),
-            *msgspec.structs.astuple(stats.runner),
+            *_runner_counters(stats.runner),
         )
 
 
@@ -405,6 +435,18 @@ def one_two_five(most: int) -> list[int]:
         bounds += [2 * power, 5 * power, 10 * power]
         power *= 10
     return [bound for bound in bounds if bound <= most]
+
+
+def _add_warm_up_metrics(metrics: MetricSet, warm_up: WarmUpStats) -> None:
+    for name, help, value in (
+        ("warm_buckets", "Buckets that are warmed up.", warm_up.num_warm),
+        ("wanted_buckets", "Buckets that there will be.", warm_up.num_wanted),
+        ("warm_up_seconds_left", "Until nothing is left.", warm_up.seconds_left),
+        ("warm_up_longest_delay_seconds", "Of a step.", warm_up.longest_delay_s),
+        ("warm_up_padded_share", "Of device time, 0 to 1.", warm_up.padded_share),
+    ):
+        if value is not None:
+            metrics.gauge(f"vllm:{name}", help).value = value
 
 
 def _add_transfer_metrics(metrics: MetricSet, transfer: TransferStats) -> None:

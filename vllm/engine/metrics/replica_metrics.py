@@ -5,16 +5,25 @@ from collections.abc import Callable, Reversible, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import zip_longest
+from operator import add
 from typing import Protocol, TypeVar
 
 import msgspec
 
+from vllm.bucketing.traffic import TrafficTable
 from vllm.config import VllmConfig
 from vllm.engine.metrics.engine_metrics import NUM_RECENT, EngineMetrics, FinishedRequestStats
 from vllm.engine.metrics.history import Rates
 from vllm.engine.metrics.media_metrics import MediaReadStats, read_metrics
 from vllm.engine.metrics.registry import AnyMetrics, MergedMetrics
-from vllm.messages import DraftStats, MediaStats, RunnerStats, SchedulerStats, TransferStats
+from vllm.messages import (
+    DraftStats,
+    MediaStats,
+    RunnerStats,
+    SchedulerStats,
+    TransferStats,
+    WarmUpStats,
+)
 
 _Counters = TypeVar("_Counters", MediaStats, RunnerStats, TransferStats)
 
@@ -42,6 +51,12 @@ class ReadableMetrics(Protocol):
 
     @property
     def totals(self) -> SchedulerStats: ...
+
+    @property
+    def traffic_table(self) -> TrafficTable: ...
+
+    @property
+    def device_seconds(self) -> tuple[float, float]: ...
 
     def read_media(self) -> MediaReadStats | None: ...
 
@@ -97,6 +112,23 @@ class ReplicaMetrics:
         """Statistics of all replicas together."""
         return sum_stats([replica.totals for replica in self.replicas])
 
+    @property
+    def traffic_table(self) -> TrafficTable:
+        """The traffic of all replicas."""
+        first, *others = (replica.traffic_table for replica in self.replicas)
+        if not others:
+            return first
+        table = first.copy()
+        for other in others:
+            table.merge(other)
+        return table
+
+    @property
+    def device_seconds(self) -> tuple[float, float]:
+        """Of all replicas."""
+        needed, padded = zip(*(r.device_seconds for r in self.replicas), strict=True)
+        return sum(needed), sum(padded)
+
     def rates(self) -> Rates:
         """Tokens of each second, of all replicas."""
         every = [replica.rates() for replica in self.replicas]
@@ -148,10 +180,25 @@ def sum_stats(every: Sequence[SchedulerStats]) -> SchedulerStats:
         ),
         transfer=reduce(_add, (stats.transfer for stats in every)),
         media=reduce(_add, (stats.media for stats in every)),
+        warm_up=_sum_warm_up([stats.warm_up for stats in every]),
         runner=reduce(_add, (stats.runner for stats in every)),
     )
 
 
+def _sum_warm_up(every: Sequence[WarmUpStats]) -> WarmUpStats:
+    """Buckets of all replicas, and time and padding of the one that has the most left."""
+    seconds = [stats.seconds_left for stats in every if stats.seconds_left is not None]
+    shares = [stats.padded_share for stats in every if stats.padded_share is not None]
+    return WarmUpStats(
+        is_warming=any(stats.is_warming for stats in every),
+        num_warm=sum(stats.num_warm for stats in every),
+        num_wanted=sum(stats.num_wanted for stats in every),
+        seconds_left=max(seconds, default=None),
+        longest_delay_s=max(stats.longest_delay_s for stats in every),
+        padded_share=max(shares, default=None),
+    )
+
+
 def _add(one: _Counters, other: _Counters) -> _Counters:
-    pairs = zip(msgspec.structs.astuple(one), msgspec.structs.astuple(other), strict=True)
-    return type(one)(**dict(zip(one.__struct_fields__, map(sum, pairs), strict=True)))
+    sums = map(add, msgspec.structs.astuple(one), msgspec.structs.astuple(other))
+    return type(one)(**dict(zip(one.__struct_fields__, sums, strict=True)))

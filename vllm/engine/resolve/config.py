@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 from vllm import envs
 from vllm.assets import BUNDLED_MODEL
+from vllm.bucketing.catalog.bucket_plan import choose_for_config
 from vllm.config import (
     CacheConfig,
     ConnectorConfig,
@@ -111,6 +112,8 @@ def resolve_config(settings: Mapping[str, Any], platform: Platform | None = None
         check_simulation(config.hpu, platform)
         config = fit_token_budget(config, is_given=settings["max_num_batched_tokens"] is not None)
     check_speculator(config)
+    if values["platform"].name == "hpu":
+        config = choose_for_config(config)
     config = _with_weights(config, values["asked_load"])
     check_images_fit(config)
     return config
@@ -369,7 +372,7 @@ def _resolve_model(
         lambda raw: check_architecture(raw, config_folder, asked.model_impl),
     )
     arch = _read_arch(asked, load, raw, config_folder)
-    arch = resolve_media(arch, folder, load, max_items, platform.name)
+    arch = resolve_media(arch, folder, load, max_items)
     if named_dtype(arch.hf_config) is None and load.load_format != "dummy":
         arch = replace(arch, dtype=dtype_of_files(folder, load.load_format) or arch.dtype)
     arch, window = resolve_windows(asked, arch)

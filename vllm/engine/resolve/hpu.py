@@ -47,7 +47,7 @@ def resolve_hpu_config(asked: HPUConfig, *, has_slices: bool = True) -> HPUConfi
     return replace(
         asked,
         **as_they_are,
-        bucketing_strategy=_strategy(settings),
+        bucketing_strategy=_strategy(settings, asked.traffic),
         bucket_variables=bucket_variables(settings),
         contiguous_pa=has_slices if contiguous_pa is None else contiguous_pa,
         prompt_attention=_prompt_attention(settings),
@@ -125,9 +125,22 @@ def bucket_variables(settings: envs.Envs) -> tuple[tuple[str, int], ...]:
     return tuple((name, value) for name, value in values if value is not None)
 
 
-def _strategy(settings: envs.Envs) -> BucketingStrategy:
+def _strategy(settings: envs.Envs, traffic: str | None) -> BucketingStrategy:
     name = settings.VLLM_BUCKETING_STRATEGY
     strategy = _STRATEGIES.get(name, cast(BucketingStrategy, name))
+    if traffic is not None:
+        if strategy not in ("linear", "optimal") or settings.VLLM_EXPONENTIAL_BUCKETING:
+            raise ConfigError(
+                f"--traffic {traffic} chooses the buckets, and VLLM_BUCKETING_STRATEGY={name} or "
+                f"VLLM_EXPONENTIAL_BUCKETING asks for others. Unset the variable, or leave out "
+                f"--traffic."
+            )
+        if settings.VLLM_BUCKETING_FROM_FILE is not None:
+            raise ConfigError(
+                f"--traffic {traffic} chooses the buckets, and VLLM_BUCKETING_FROM_FILE="
+                f"{settings.VLLM_BUCKETING_FROM_FILE} has others. Leave out one of them."
+            )
+        return "optimal"
     if settings.VLLM_EXPONENTIAL_BUCKETING is None:
         return strategy
     asked: BucketingStrategy = "exponential" if settings.VLLM_EXPONENTIAL_BUCKETING else "linear"

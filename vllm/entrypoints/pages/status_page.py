@@ -11,6 +11,7 @@ from starlette.responses import Response
 from vllm.engine.metrics.engine_metrics import FinishedRequestStats
 from vllm.engine.metrics.media_metrics import MediaReadStats
 from vllm.engine.metrics.replica_metrics import ReadableMetrics
+from vllm.entrypoints.operations.health import describe_warm_up
 from vllm.entrypoints.operations.metrics_route import engine_metrics
 from vllm.entrypoints.pages.server_state import describe_server, fresh_json
 from vllm.entrypoints.shared.context import ServerContext, get_context
@@ -50,6 +51,8 @@ def describe(context: ServerContext, cards: Sequence[CardReading] = ()) -> dict[
 def _describe_engine(metrics: ReadableMetrics) -> dict[str, Any]:
     totals, rates, config = metrics.totals, metrics.rates(), metrics.config
     runner = totals.runner
+    needed_s, padded_s = metrics.device_seconds
+    traffic = metrics.traffic_table
     return {
         "model": metrics.model_name,
         "generates": config.model.pooler is None,
@@ -64,9 +67,16 @@ def _describe_engine(metrics: ReadableMetrics) -> dict[str, Any]:
         "prefix_hit_rate": _share(totals.num_prefix_hits, totals.num_prefix_queries),
         "preemptions": totals.num_preemptions,
         "bucket_hits": runner.num_bucket_hits,
+        "warm_up": describe_warm_up(totals.warm_up),
         "bucket_misses": runner.num_bucket_misses,
         "late_compilations": runner.num_late_compilations,
         "useful_tokens": runner.num_useful_tokens,
+        "decode_blocks": runner.num_decode_blocks,
+        "padded_blocks_share": _share(
+            runner.num_padded_blocks, runner.num_padded_blocks + runner.num_decode_blocks
+        ),
+        "padded_time_share": _share(padded_s - needed_s, padded_s),
+        "traffic": traffic.to_json() if len(traffic) else None,
         "padded_share": _share(
             runner.num_padded_tokens, runner.num_padded_tokens + runner.num_useful_tokens
         ),
@@ -113,7 +123,7 @@ def _describe_request(request: FinishedRequestStats) -> dict[str, Any]:
     }
 
 
-def _share(part: int, whole: int) -> float | None:
+def _share(part: float, whole: float) -> float | None:
     return round(part / whole, 4) if whole else None
 
 

@@ -64,7 +64,7 @@ function showEngine(s) {
   for (const [id, value] of Object.entries({
     running: count(s.running), "max-running": count(s.max_num_seqs), waiting: count(s.waiting),
     preemptions: count(s.preemptions), kv: percent(s.kv_usage), "kv-blocks": count(s.kv_blocks),
-    prefix: percent(s.prefix_hit_rate), padding: percent(s.padded_share),
+    prefix: percent(s.prefix_hit_rate), padding: percent(s.padded_time_share),
     misses: count(s.bucket_misses), hits: count(s.bucket_hits),
     compilations: count(s.late_compilations), restarts: count(s.restarts),
     "first-token": seconds(median(s.recent.map((request) => request.first_token_s))),
@@ -73,15 +73,31 @@ function showEngine(s) {
   byId("running-meter").value = s.running / s.max_num_seqs;
   byId("kv-meter").value = s.kv_usage;
   byId("prefix-meter").value = s.prefix_hit_rate || 0;
-  byId("padding-meter").value = s.padded_share || 0;
+  byId("padding-meter").value = s.padded_time_share || 0;
+  byId("padding-note").title = ["as predicted",
+    ...[[s.padded_share, "tokens"], [s.padded_blocks_share, "KV blocks of decodes"]]
+      .filter(([share]) => share !== null).map(([share, of]) => `${percent(share)} % of ${of}`),
+  ].join(", ");
   byId("restarts-note").hidden = !s.restarts;
   // Only devices that compile shapes have buckets: elsewhere these words would mean nothing.
   const hasBuckets = s.bucket_hits + s.bucket_misses > 0;
   for (const tile of document.querySelectorAll(".of-buckets")) tile.hidden = !hasBuckets;
+  showWarmUp(s.warm_up);
   // A model that embeds or classifies has no tokens to wait for, and one without a decoder no cache.
   for (const tile of document.querySelectorAll(".of-generation")) tile.hidden = !s.generates;
   byId("kv-tile").hidden = !s.generates && !s.kv_blocks;
   showRecent(s.recent);
+}
+
+// Where a server began before all buckets were warmed up.
+function showWarmUp(w) {
+  byId("warm-up").hidden = !w;
+  if (!w) return;
+  showText("warm-buckets", count(w.warm_buckets));
+  showText("wanted-buckets", count(w.wanted_buckets));
+  byId("warm-meter").value = w.warm_buckets / w.wanted_buckets;
+  const left = w.seconds_left === null ? "" : `about ${seconds(w.seconds_left)} left, `;
+  showText("warm-note", `${w.is_warming ? left : ""}longest delay of a step ${seconds(w.longest_delay_s)}`);
 }
 
 // Where the model reads images, sound or videos.

@@ -9,7 +9,7 @@ The catalog is closed (`bucketing/catalog/closure`), so every launch finds a buc
 wrong, the launch gets the shape it has: it compiles, which is logged, and nothing is lost.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -26,6 +26,9 @@ from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch
 from vllm.worker.hpu.launches.late_shapes import LateShapes
 
+Sizes = tuple[int, int, int]
+"""Batch, query length and blocks."""
+
 
 @dataclass(frozen=True, slots=True)
 class PaddedLaunch(Launch):
@@ -38,6 +41,10 @@ class PaddedLaunch(Launch):
     """Prefill: rows are laid end to end in one, with room for so many; 0: each is its own."""
     num_shared: int = 0
     """See `PaddedShape`."""
+    item_slots: int = 0
+    """Slots that each row reads by cross-attention, as in `PaddedShape`."""
+    needed: Sizes | None = None
+    """Batch, query length and blocks that its bucket has to cover; None: it is padding only."""
 
     @property
     def tokens_with_logits(self) -> int:
@@ -55,7 +62,13 @@ class PaddedLaunch(Launch):
     @property
     def shape(self) -> "PaddedShape":
         """What decides the recipe of this launch."""
-        return PaddedShape(self.bucket, self.is_contiguous, self.merged_prompts, self.num_shared)
+        return PaddedShape(
+            self.bucket,
+            self.is_contiguous,
+            self.merged_prompts,
+            self.num_shared,
+            self.item_slots,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +81,8 @@ class PaddedShape:
     num_shared: int = 0
     """Entries beside the slice of a contiguous decode, for references to a block that another row
     of the launch has too; they are gathered."""
+    item_slots: int = 0
+    """Slots that each row reads by cross-attention; 0: as many as a request may have."""
 
     @property
     def num_rows(self) -> int:
@@ -95,12 +110,31 @@ class PaddedShape:
         return padded_cost(self.bucket)
 
 
-def launch_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int = 0) -> list[PaddedShape]:
+def launch_shapes(
+    bucket: Bucket,
+    limits: StepLimits,
+    merged_prompts: int = 0,
+    item_sizes: Sequence[int] = (0,),
+) -> list[PaddedShape]:
     """Return every shape in which batches of a bucket can run.
 
     With contiguous access a decode reads a slice or gathers, whichever costs less for the blocks
     that its sequences have.
+
+    Args:
+        bucket: of the batches.
+        limits: of a step.
+        merged_prompts: see `PaddedShape`.
+        item_sizes: values of `PaddedShape.item_slots`.
     """
+    return [
+        replace(shape, item_slots=size)
+        for shape in _shapes_of_bucket(bucket, limits, merged_prompts)
+        for size in item_sizes
+    ]
+
+
+def _shapes_of_bucket(bucket: Bucket, limits: StepLimits, merged_prompts: int) -> list[PaddedShape]:
     plain = PaddedShape(bucket)
     if bucket.phase is Phase.PREFILL:
         return [PaddedShape(bucket, merged_prompts=merged_prompts)]
@@ -163,9 +197,19 @@ class _Rows(NamedTuple):
         return _Rows(*(column[is_chosen] for column in self))
 
 
+class _Group(NamedTuple):
+    """Requests of one forward pass, its bucket, and the sizes that the bucket has to cover."""
+
+    rows: _Rows
+    bucket: Bucket
+    needed: Sizes
+
+
 PieceEnd = Callable[[int, int, int], int]
 """Row, index of the first token of a piece, and the index where it should end -> where it ends; see
 `ImageSight.piece_end`."""
+ItemSlots = Callable[[IntArray], int]
+"""Rows -> the least `PaddedShape.item_slots` for them; see `DeviceItems.slots_of`."""
 NeedsPrefill = Callable[[IntArray, IntArray], npt.NDArray[np.bool_] | None]
 """Rows and positions of n single tokens -> [n] bool; see `RowPart.needs_prefill`."""
 
@@ -184,6 +228,7 @@ class HPULaunchPlanner:
         needs_prefill: which single tokens may not run as decodes; None: all may.
         piece_end: where prompts may be divided; None: anywhere.
         late: shapes that were compiled at their first use.
+        item_slots: how much rows read by cross-attention; None: nothing.
 
     Attributes:
         catalog, limits: as given.
@@ -200,7 +245,9 @@ class HPULaunchPlanner:
         has_states: bool = False,
         piece_end: PieceEnd | None = None,
         late: LateShapes[PaddedShape] | None = None,
+        item_slots: ItemSlots | None = None,
     ) -> None:
+        self._item_slots = item_slots
         self._piece_end = piece_end
         self.catalog = catalog
         self._late = LateShapes[PaddedShape]() if late is None else late
@@ -246,10 +293,15 @@ class HPULaunchPlanner:
         return [self._decode(part) for part in parts]
 
     def _prefills(self, rows: _Rows) -> list[PaddedLaunch]:
+        slots = self._slots_of(rows)
         return [
-            _launch(part, bucket, merged_prompts=self._merged_prompts)
-            for part, bucket in self._group_prefills(self._split_prompts(rows))
+            _launch(group, self._shape(group.bucket, slots))
+            for group in self._group_prefills(self._split_prompts(rows))
         ]
+
+    def _slots_of(self, rows: _Rows) -> int:
+        """Return `PaddedShape.item_slots` of a launch of these rows."""
+        return 0 if self._item_slots is None else self._item_slots(rows.ids)
 
     def _separate(self, rows: _Rows) -> tuple[_Rows, _Rows]:
         """Decodes, and prompts. A single token of a prompt runs as a decode, which costs less,
@@ -266,7 +318,7 @@ class HPULaunchPlanner:
     def plan_prompts(self, step: SchedulerOutput) -> list[Launch]:
         """The launches of a step of whole prompts, none of which is split or decoded."""
         rows = _Rows.of(step)
-        return [_launch(part, bucket) for part, bucket in self._group_prefills(rows)]
+        return [_launch(group, PaddedShape(group.bucket)) for group in self._group_prefills(rows)]
 
     # ---- decodes --------------------------------------------------------------------------
 
@@ -302,11 +354,16 @@ class HPULaunchPlanner:
         if shape is None:
             own = self._own_shape(Phase.DECODE, batch, query_len, counts.references)
             shape = self._shape(own)
+        slots = self._slots_of(rows)
+        shape = replace(shape, item_slots=slots)
         if not self.is_compiled(shape):
             warmed = self._decode_shape(batch, query_len, counts, warmed_only=True)
-            late = (s for s in self._late if self._holds(s, batch, query_len, counts))
-            shape = self._instead_of(shape, late if warmed is None else [warmed, *late])
-        return self._launch_decode(rows, shape.bucket, shape.is_contiguous, shape.num_shared)
+            late = [s for s in self._late if self._holds(s, batch, query_len, counts, slots)]
+            if warmed is not None:
+                late.insert(0, replace(warmed, item_slots=slots))
+            shape = self._instead_of(shape, late)
+        blocks = counts.span if shape.is_contiguous else counts.references
+        return _launch(_Group(rows, shape.bucket, (batch, query_len, blocks)), shape)
 
     def _decode_shape(
         self, batch: int, query_len: int, counts: DecodeBlockCounts, *, warmed_only: bool = False
@@ -325,19 +382,21 @@ class HPULaunchPlanner:
         return min(options, key=lambda shape: shape.read_cost, default=None)
 
     def _holds(
-        self, shape: PaddedShape, batch: int, query_len: int, counts: DecodeBlockCounts
+        self,
+        shape: PaddedShape,
+        batch: int,
+        query_len: int,
+        counts: DecodeBlockCounts,
+        item_slots: int,
     ) -> bool:
         """Whether a decode can be padded to a shape."""
+        if shape.item_slots not in (0, item_slots):
+            return False
         blocks = counts.span if shape.is_contiguous else counts.references
         is_shared = shape.is_contiguous and counts.shared > shape.num_shared
         asked = Bucket(Phase.DECODE, batch, query_len, blocks)
         is_possible = self.limits.contiguous_pa or not shape.is_contiguous
         return is_possible and not is_shared and shape.bucket.covers(asked)
-
-    def _launch_decode(
-        self, rows: _Rows, bucket: Bucket, is_contiguous: bool = False, num_shared: int = 0
-    ) -> PaddedLaunch:
-        return _launch(rows, bucket, is_contiguous=is_contiguous, num_shared=num_shared)
 
     # ---- prefills -------------------------------------------------------------------------
 
@@ -372,11 +431,12 @@ class HPULaunchPlanner:
                 start = piece_end(row, start, start + longest)
                 yield row, start
 
-    def _group_prefills(self, rows: _Rows) -> list[tuple[_Rows, Bucket]]:
+    def _group_prefills(self, rows: _Rows) -> list[_Group]:
         """Launches of neighbours, in the order of the rows, that cost the least together, what they
         compile included."""
-        cheapest = self._cheapest_groups(rows)
-        new = [shape for shape in self._shapes_of(cheapest) if not self.is_compiled(shape)]
+        cheapest, slots = self._cheapest_groups(rows), self._slots_of(rows)
+        shapes = [self._shape(group.bucket, slots) for group in cheapest]
+        new = [shape for shape in shapes if not self.is_compiled(shape)]
         if not new or not self._has_compiled(Phase.PREFILL):
             return cheapest
         groups = self._cheapest_groups(rows, pays_compiling=True)
@@ -385,9 +445,7 @@ class HPULaunchPlanner:
             self._late.note_loss(new, lost)
         return groups
 
-    def _cheapest_groups(
-        self, rows: _Rows, *, pays_compiling: bool = False
-    ) -> list[tuple[_Rows, Bucket]]:
+    def _cheapest_groups(self, rows: _Rows, *, pays_compiling: bool = False) -> list[_Group]:
         """Launches of neighbours that cost the least.
 
         Args:
@@ -396,10 +454,11 @@ class HPULaunchPlanner:
         """
         ids, scheduled = rows.ids.tolist(), rows.scheduled.tolist()
         contexts = _num_blocks(rows.computed, self._size).tolist()
-        # For each number of leading rows: their cost, and start and bucket of their last launch.
-        best: list[tuple[float, int, Bucket]] = []
+        # For each number of leading rows: their cost, and start, bucket and sizes of their last
+        # launch.
+        best: list[tuple[float, int, Bucket, Sizes]] = []
         for end in range(1, len(scheduled) + 1):
-            options: list[tuple[float, int, Bucket]] = []
+            options: list[tuple[float, int, Bucket, Sizes]] = []
             for start, shape in self._groups_before(ids, scheduled[:end], contexts):
                 bucket = self.catalog.fit(Phase.PREFILL, *shape)
                 if bucket is None:
@@ -408,31 +467,35 @@ class HPULaunchPlanner:
                     bucket = self._own_shape(Phase.PREFILL, *shape)
                 price = 0.0
                 if pays_compiling:
-                    bucket, price = self._padded_prefill(bucket, shape)
+                    bucket, price = self._padded_prefill(bucket, shape, self._slots_of(rows))
                 before = best[start - 1][0] if start else 0
                 cost = before + padded_cost(bucket) + PREFILL_LAUNCH_COST + price
-                options.append((cost, start, bucket))
+                options.append((cost, start, bucket, shape))
             best.append(min(options))
-        groups: list[tuple[_Rows, Bucket]] = []
+        groups: list[_Group] = []
         end = len(best)
         while end:
-            _, start, bucket = best[end - 1]
-            groups.append((rows.part(start, end), bucket))
+            _, start, bucket, sizes = best[end - 1]
+            groups.append(_Group(rows.part(start, end), bucket, sizes))
             end = start
         return groups[::-1]
 
-    def _padded_prefill(self, bucket: Bucket, asked: tuple[int, int, int]) -> tuple[Bucket, float]:
+    def _padded_prefill(
+        self, bucket: Bucket, asked: tuple[int, int, int], item_slots: int
+    ) -> tuple[Bucket, float]:
         """The bucket that a prefill runs in, going by what is compiled, and what compiling it
         costs.
 
         Args:
             bucket: the cheapest one.
             asked: batch, query length and blocks.
+            item_slots: of the launch.
         """
-        shape, wanted = self._shape(bucket), Bucket(Phase.PREFILL, *asked)
+        shape, wanted = self._shape(bucket, item_slots), Bucket(Phase.PREFILL, *asked)
         if self.is_compiled(shape):
             return bucket, 0.0
-        options = [s.bucket for s in self._late if s.bucket.covers(wanted)]
+        late = [s for s in self._late if s.item_slots == item_slots]
+        options = [s.bucket for s in late if s.bucket.covers(wanted)]
         warmed = self.catalog.fit(Phase.PREFILL, *asked, warmed_only=True)
         if warmed is not None:
             options.append(warmed)
@@ -442,12 +505,9 @@ class HPULaunchPlanner:
             return bucket, price
         return padded, 0.0
 
-    def _shapes_of(self, groups: list[tuple[_Rows, Bucket]]) -> list[PaddedShape]:
-        return [self._shape(bucket) for _, bucket in groups]
-
     def _groups_before(
         self, ids: list[int], scheduled: list[int], contexts: list[int]
-    ) -> Iterator[tuple[int, tuple[int, int, int]]]:
+    ) -> Iterator[tuple[int, Sizes]]:
         """First row and shape of each group that ends with the last row, the smallest first."""
         longest = tokens = most = blocks = 0
         for start in range(len(scheduled) - 1, -1, -1):
@@ -474,11 +534,11 @@ class HPULaunchPlanner:
         compiled = (*self.catalog.warmed, *(shape.bucket for shape in self._late))
         return any(bucket.phase is phase for bucket in compiled)
 
-    def _shape(self, bucket: Bucket) -> PaddedShape:
+    def _shape(self, bucket: Bucket, item_slots: int = 0) -> PaddedShape:
         """Return the shape of a prefill, or of a decode that gathers its blocks."""
         if bucket.phase is Phase.PREFILL:
-            return PaddedShape(bucket, merged_prompts=self._merged_prompts)
-        return PaddedShape(bucket)
+            return PaddedShape(bucket, merged_prompts=self._merged_prompts, item_slots=item_slots)
+        return PaddedShape(bucket, item_slots=item_slots)
 
     def _instead_of(self, shape: PaddedShape, compiled: Iterable[PaddedShape]) -> PaddedShape:
         """The cheapest of some shapes that are compiled, unless it costs more than compiling
@@ -495,22 +555,18 @@ class HPULaunchPlanner:
         return Bucket(phase, batch, padded, blocks)
 
 
-def _launch(
-    rows: _Rows,
-    bucket: Bucket,
-    *,
-    is_contiguous: bool = False,
-    merged_prompts: int = 0,
-    num_shared: int = 0,
-) -> PaddedLaunch:
+def _launch(group: _Group, shape: PaddedShape) -> PaddedLaunch:
+    rows = group.rows
     return PaddedLaunch(
         rows.ids,
         rows.computed,
         rows.scheduled,
-        bucket,
-        is_contiguous,
-        merged_prompts,
-        num_shared,
+        shape.bucket,
+        shape.is_contiguous,
+        shape.merged_prompts,
+        shape.num_shared,
+        shape.item_slots,
+        group.needed,
         num_drafts=rows.drafts if rows.drafts.any() else None,
     )
 
@@ -536,8 +592,8 @@ def _with_kept(launch: PaddedLaunch, ends: dict[tuple[int, int], list[int]]) -> 
     return replace(launch, kept_states=np.array(kept, np.int32)) if kept else launch
 
 
-def _cost_of(groups: list[tuple[_Rows, Bucket]]) -> int:
-    return sum(padded_cost(bucket) + PREFILL_LAUNCH_COST for _, bucket in groups)
+def _cost_of(groups: list[_Group]) -> int:
+    return sum(padded_cost(group.bucket) + PREFILL_LAUNCH_COST for group in groups)
 
 
 def _num_blocks(num_tokens: IntArray, block_size: int) -> IntArray:

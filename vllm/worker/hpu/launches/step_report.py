@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
-from vllm.bucketing.bucket import Phase
+from vllm.bucketing.bucket import Bucket, Phase
 from vllm.config.hpu import StepLog
 from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import DeviceCounters, HabanaBridge
@@ -46,6 +46,45 @@ class StepShape:
             f"is_prompt: {self.is_prompt}, num_seqs: {self.num_seqs}, "
             f"max_context_len: {self.max_context_len}, max_num_blocks {max_num_blocks}"
         )
+
+
+class RecentLaunches:
+    """Sizes of the forward passes of the last two steps, before and after padding.
+
+    Only the process that collects metrics counts them by size, so that a step does not wait for it.
+
+    Attributes:
+        num_decode_blocks: KV blocks that decodes had to read.
+        num_padded_blocks: KV blocks of padding that they read as well.
+        record: of `RunnerStats`; it is replaced and never changed, so any thread may read it.
+    """
+
+    def __init__(self) -> None:
+        self.num_decode_blocks = 0
+        self.num_padded_blocks = 0
+        self.record: tuple[int, ...] = ()
+        self._last_step = 1
+
+    def begin_step(self) -> None:
+        """Forget all steps but the last one."""
+        record = self.record
+        if record:
+            self.record = (record[0], *record[self._last_step :])
+            self._last_step = len(self.record)
+
+    def add(self, needed: tuple[int, int, int], bucket: Bucket) -> None:
+        """Record a forward pass.
+
+        Args:
+            needed: batch, query length and blocks that it has.
+            bucket: that it is padded to.
+        """
+        record, phase = self.record or (0,), int(bucket.phase)
+        padded = (bucket.batch, bucket.query_len, bucket.blocks)
+        self.record = (record[0] + 1, *record[1:], phase, *needed, *padded)
+        if phase:
+            self.num_decode_blocks += needed[2]
+            self.num_padded_blocks += bucket.blocks - needed[2]
 
 
 class StepReport:

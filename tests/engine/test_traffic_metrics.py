@@ -1,0 +1,125 @@
+"""Sizes of forward passes: counted once each, in metrics, in a table and in a file."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.engine.fakes import make_config
+from tests.engine.test_metrics import NOTHING, scrape
+from vllm.bucketing.bucket import decode, prefill
+from vllm.bucketing.traffic import TrafficTable
+from vllm.cost_model.padded import forward_seconds
+from vllm.engine.metrics.engine_metrics import EngineMetrics
+from vllm.engine.metrics.replica_metrics import ReplicaMetrics, sum_stats
+from vllm.engine.metrics.traffic_metrics import TrafficFile
+from vllm.errors import ConfigError
+from vllm.messages import RunnerStats, SchedulerStats
+
+PREFILL = (0, 1, 100, 0, 1, 128, 0)
+DECODE = (1, 3, 1, 20, 4, 1, 32)
+
+
+def make_metrics() -> EngineMetrics:
+    return EngineMetrics("stdlib", make_config(max_model_len=100))
+
+
+def report(metrics: EngineMetrics, *recent: int) -> None:
+    """A message of the core."""
+    stats = SchedulerStats(runner=RunnerStats(recent_launches=recent))
+    metrics.record_output(stats, NOTHING)
+
+
+def test_each_forward_pass_counts_once_also_after_a_restart() -> None:
+    metrics = make_metrics()
+    report(metrics)
+    report(metrics, 1, *PREFILL)
+    report(metrics, 1, *PREFILL)
+    report(metrics, 2, *PREFILL, *DECODE)
+    report(metrics, 5, *DECODE, *DECODE)  # and one that nobody has reported
+    report(metrics, 1, *PREFILL)  # of a new process
+    assert [cell[:2] for cell in metrics.traffic_table] == [
+        (prefill(1, 100), 2),
+        (decode(3, 20), 3),
+    ]
+    assert metrics.traffic_table.num_forgotten == 1
+    samples = scrape(metrics)
+    assert samples["forward_pass_batch_sum phase=decode"] == 9
+    assert samples["forward_pass_query_tokens_count phase=prefill"] == 2
+    assert samples["forward_pass_kv_blocks_bucket le=16.0 phase=decode"] == 0
+    assert samples["forward_pass_kv_blocks_bucket le=32.0 phase=decode"] == 3
+
+
+def test_padding_has_its_share_of_the_device_time() -> None:
+    metrics = make_metrics()
+    assert metrics.traffic.padding is None
+    report(metrics, 1, *DECODE)
+    size = metrics.config.cache.block_size
+    needed, padded = (forward_seconds(1, *s, size) for s in ((3, 1, 20), (4, 1, 32)))
+    assert metrics.traffic.padding == pytest.approx(1 - needed / padded)
+    samples = scrape(metrics)
+    assert samples["predicted_device_seconds_total"] == pytest.approx(padded)
+    assert samples["predicted_padding_seconds_total"] == pytest.approx(padded - needed)
+
+
+def test_replicas_have_one_table_and_one_device_time() -> None:
+    replicas = [make_metrics(), make_metrics()]
+    for metrics in replicas:
+        report(metrics, 2, *PREFILL, *DECODE)
+    both = ReplicaMetrics(replicas)
+    assert both.traffic_table.num_launches == 4
+    assert both.device_seconds[1] == 2 * replicas[0].device_seconds[1]
+    assert replicas[0].traffic_table.num_launches == 2
+    sum_stats([replica.stats for replica in replicas])
+
+
+def test_a_file_is_written_at_most_once_a_minute_and_continued(tmp_path: Path) -> None:
+    path, now = tmp_path / "traffic.json", [0.0]
+    for run in (1, 2):
+        metrics = make_metrics()
+        file = TrafficFile(path, metrics, clock=lambda: now[0])
+        report(metrics, 1, *DECODE)
+        file.write_if_due()
+        assert path.exists() == (run > 1)
+        now[0] += 61
+        file.write()
+        assert TrafficTable.load(path).num_launches == run
+    written = path.stat().st_mtime_ns
+    file.write()
+    assert path.stat().st_mtime_ns == written, "nothing is new"
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = make_metrics()
+    file = TrafficFile(tmp_path / "missing" / "traffic.json", metrics)
+    for number in (1, 2):
+        report(metrics, number, *DECODE)
+        file.write()
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "the server continues" in caplog.text
+    os.mkdir(tmp_path / "missing")
+    report(metrics, 3, *DECODE)
+    file.write()
+    assert TrafficTable.load(tmp_path / "missing" / "traffic.json").num_launches == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("{", "cut off"), (None, "traffic of blocks of 7 tokens, and this engine has blocks of")],
+)
+def test_a_file_of_something_else_is_not_overwritten(
+    tmp_path: Path, content: str | None, words: str
+) -> None:
+    path = tmp_path / "traffic.json"
+    if content is None:
+        other = TrafficTable(7)
+        other.add(*DECODE[:4])
+        other.save(path)
+    else:
+        path.write_text(content)
+    before = path.read_text()
+    with pytest.raises(ConfigError, match=words):
+        TrafficFile(path, make_metrics())
+    assert path.read_text() == before

@@ -1,0 +1,181 @@
+"""The sizes that forward passes needed, as metrics, as a table and as a file.
+
+A device without padded sizes has none of it.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from vllm.bucketing.bucket import Phase
+from vllm.bucketing.traffic import TrafficTable
+from vllm.cost_model.padded import forward_seconds
+from vllm.engine.metrics.registry import MetricSet
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+from vllm.messages import RunnerStats
+from vllm.utils.background_work import start_in_short_turns
+
+logger = init_logger(__name__)
+
+WRITE_INTERVAL_S = 60.0
+_FIELDS = 7
+"""Values of a forward pass in `RunnerStats.recent_launches`."""
+_POWERS = tuple(2**power for power in range(18))
+
+
+class TrafficMetrics:
+    """Counts the forward passes of one replica.
+
+    Args:
+        metrics: where its histograms are added.
+        block_size: tokens of a KV block.
+
+    Attributes:
+        table: counts by size.
+        needed_s: predicted seconds of all forward passes without padding.
+        padded_s: the same with padding.
+    """
+
+    def __init__(self, metrics: MetricSet, block_size: int) -> None:
+        self.table = TrafficTable(block_size)
+        self.needed_s = self.padded_s = 0.0
+        self._num_seen = 0
+        batch, query_len, blocks = (
+            metrics.histograms(f"vllm:forward_pass_{name}", help, _POWERS, "phase")
+            for name, help in (
+                ("batch", "Requests of a forward pass, before padding."),
+                ("query_tokens", "Most tokens of a request in a forward pass, before padding."),
+                ("kv_blocks", "KV blocks of a forward pass, before padding."),
+            )
+        )
+        self._histograms = [
+            [histogram.cell(str(phase)) for histogram in (batch, query_len, blocks)]
+            for phase in Phase
+        ]
+
+    @property
+    def padding(self) -> float | None:
+        """Share of the device time that is padding, as predicted; None: nothing has run."""
+        return 1 - self.needed_s / self.padded_s if self.padded_s else None
+
+    def count(self, runner: RunnerStats) -> None:
+        """Count the forward passes since the last call.
+
+        Args:
+            runner: the latest statistics of a worker.
+        """
+        recent = runner.recent_launches
+        if not recent or recent[0] == self._num_seen:
+            return
+        num_launches, num_listed = recent[0], (len(recent) - 1) // _FIELDS
+        if num_launches < self._num_seen:  # a new process
+            self._num_seen = 0
+        num_new = num_launches - self._num_seen
+        self._num_seen = num_launches
+        if num_new > num_listed:  # of steps whose statistics nobody has read
+            self.table.num_forgotten += num_new - num_listed
+            num_new = num_listed
+        block_size = self.table.block_size
+        for start in range(1 + (num_listed - num_new) * _FIELDS, len(recent), _FIELDS):
+            phase, batch, query_len, blocks, *padded = recent[start : start + _FIELDS]
+            padded_batch, padded_len, padded_blocks = padded
+            self.table.add(phase, batch, query_len, blocks)
+            self.needed_s += forward_seconds(phase, batch, query_len, blocks, block_size)
+            self.padded_s += forward_seconds(
+                phase, padded_batch, padded_len, padded_blocks, block_size
+            )
+            histograms = self._histograms[phase]
+            for histogram, size in zip(histograms, (batch, query_len, blocks), strict=True):
+                histogram.observe(size)
+
+
+class RecordedMetrics(Protocol):
+    """Has the traffic of one replica or of all."""
+
+    @property
+    def traffic_table(self) -> TrafficTable: ...
+
+
+class TrafficFile:
+    """Writes recorded traffic to a file, whole and at most once a minute.
+
+    Serving goes on if it cannot be written, with one warning.
+
+    Args:
+        path: of the file; a table that is there already is continued.
+        metrics: of the engine.
+        clock: seconds that only grow.
+
+    Raises:
+        ConfigError: the file is no recorded traffic, or of another block size.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        metrics: "RecordedMetrics",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path, self._metrics, self._clock = path, metrics, clock
+        block_size = metrics.traffic_table.block_size
+        self._before = TrafficTable(block_size)
+        if path.exists():
+            self._before = TrafficTable.load(path)
+            if self._before.block_size != block_size:
+                raise ConfigError(
+                    f"--record-traffic {path}: the file has traffic of blocks of "
+                    f"{self._before.block_size} tokens, and this engine has blocks of "
+                    f"{block_size}. Use another file, or --block-size {self._before.block_size}."
+                )
+        self._last = clock()
+        self._has_failed = self._is_writing = False
+        self._num_written = 0.0
+
+    async def run(self) -> None:
+        """Write once a minute, until it is cancelled."""
+        while True:
+            await asyncio.sleep(WRITE_INTERVAL_S / 4)
+            self.write_if_due()
+
+    def write_if_due(self) -> None:
+        """Write in the background what has been counted, if a minute has passed."""
+        if self._clock() - self._last < WRITE_INTERVAL_S or self._is_writing:
+            return
+        table = self._whole()
+        if table is None:
+            return
+        self._last, self._is_writing = self._clock(), True
+        start_in_short_turns(lambda: self._write(table), "write traffic")
+
+    def write(self) -> None:
+        """Write now, as at the end of the engine."""
+        table = self._whole()
+        if table is not None:
+            self._write(table)
+
+    def _whole(self) -> TrafficTable | None:
+        """Return all that the file is to have; None: it has it."""
+        found = self._metrics.traffic_table
+        if found.num_launches == self._num_written:
+            return None
+        self._num_written = found.num_launches
+        table = self._before.copy()
+        table.merge(found)
+        return table
+
+    def _write(self, table: TrafficTable) -> None:
+        try:
+            table.save(self._path)
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning(
+                    "traffic cannot be written to %s (--record-traffic): %s; the server continues, "
+                    "and tries again each minute",
+                    *(self._path, error),
+                )
+            self._has_failed = True
+        finally:
+            self._is_writing = False
