@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.planning.throughput.search import FoundCards
 
 DEVICES = (*CARDS, "cpu")
+_MOST_GIB = 2**20
 
 
 def add_parser(
@@ -44,6 +46,11 @@ def add_parser(
         metavar="N",
         help="cards that share each layer; the same as --tensor-parallel-size",
     )
+    group.add_argument(
+        "--host-memory",
+        metavar="GIB",
+        help="memory of the machine in GiB, for --device cpu; not set: as much as this one has",
+    )
     group.add_argument("--json", action="store_true", help="print one JSON object")
     group.add_argument(
         "--measured",
@@ -57,7 +64,7 @@ def add_parser(
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Returns the exit code."""
     device = _device(args.device)
-    num_cards = _num_cards(args)
+    num_cards, host_bytes = _num_cards(args), _host_bytes(args)
     # A card of this machine is not opened: its library would take the device name "hpu".
     envs.export("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     logging.getLogger("vllm").setLevel(logging.WARNING)
@@ -74,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     measured = None if args.measured is None else _measured(args.measured, device)
     found = _search(args, engine_args, device, num_cards, measured)
     if found is None:
-        plan = make_plan(engine_args, device, num_cards, measured)
+        plan = make_plan(engine_args, device, num_cards, host_bytes, measured)
     else:
         plan = describe(found.plan, device, measured)
     as_json, lines = plan.as_json(), list(plan_lines(plan))
@@ -167,7 +174,17 @@ def _search(
 
 
 _OWN_FLAGS = {
-    *("device", "num_cards", "json", "measured", "input_len", "output_len", "run", "command"),
+    *(
+        "device",
+        "num_cards",
+        "host_memory",
+        "json",
+        "measured",
+        "input_len",
+        "output_len",
+        "run",
+        "command",
+    ),
     *("goal_ttft", "goal_tpot", "goal_tokens_per_s"),
     *("model", "model_tag", "tensor_parallel_size", "max_num_seqs"),
 }
@@ -221,3 +238,22 @@ def _num_cards(args: argparse.Namespace) -> int:
             f"one of them out"
         )
     return int(given)
+
+
+def _host_bytes(args: argparse.Namespace) -> int | None:
+    """
+    Raises:
+        ConfigError: it is no positive number of GiB, or the device is a card.
+    """
+    text: Any = args.host_memory
+    if text is None:
+        return None
+    if args.device != "cpu":
+        raise ConfigError("--host-memory is for --device cpu; a card has memory of its own")
+    try:
+        size = float(text)
+    except ValueError:
+        size = math.nan
+    if not 0 < size < _MOST_GIB:
+        raise ConfigError(f"--host-memory {text} must be a number of GiB above 0, such as 64")
+    return int(size * 2**30)

@@ -6,7 +6,7 @@ finished by its method as soon as it is complete, before the next one gets memor
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -20,6 +20,8 @@ from vllm.config.parallel import check_tensor_split
 from vllm.distributed import Stage, TPGroup
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import ParallelLinear
+from vllm.model_executor.layers.stored.stored_linear import KeepsPacked
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.checkpoint import iterate_tensors
 from vllm.model_executor.loader.gguf_file import stored_format
@@ -186,10 +188,10 @@ def _read(
     phase = f"loading {num_bytes / 2**30:.2f} GiB of weights"
     startup_progress.report(phase)
 
-    finisher = _LayerFinisher(model)
+    finisher = _LayerFinisher(model) if has_values else _FinisherWithoutValues(model)
     if not has_values:
         memory = ParameterMemory(model, device, on_host)
-        for module in model.modules():
+        for module in list(model.modules()):
             memory.allocate(module)
             finisher.finish_filled(module)
         materialize_buffers(model, device)
@@ -350,6 +352,48 @@ class _LayerFinisher:
         if isinstance(module, MethodLayer) and module not in self._finished:
             self._finished.add(module)
             module.finish()
+
+
+class _FinisherWithoutValues(_LayerFinisher):
+    """Finishes layers that have no values. Of quantized layers with the same shapes, which are
+    finished on the host, the first one is finished, and the others get the same memory.
+
+    Args:
+        model: of the layers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._first: dict[Hashable, KeepsPacked] = {}
+
+    def finish(self, module: nn.Module) -> None:
+        """Finish the module, unless another one is like it."""
+        if not isinstance(module, MethodLayer) or module in self._finished:
+            return
+        method = module.method
+        if not isinstance(module, ParallelLinear) or not isinstance(method, KeepsPacked):
+            if not method.finish_on_shapes(module):
+                super().finish(module)
+            self._finished.add(module)
+            return
+        self._finished.add(module)
+        if module.is_held:
+            return
+        shapes = [(n, p.shape, p.dtype) for n, p in module.named_parameters(recurse=False)]
+        key = (type(method), *shapes)
+        first = self._first.get(key)
+        if first is not None:
+            method.finish_like(module, first)
+            return
+        if module.method.finish_on_shapes(module):
+            self._first[key] = method
+            return
+        for name, param in module.named_parameters(recurse=False):
+            if "scale" in name:  # a scale of 0 is refused
+                param.copy_(torch.ones(param.shape, dtype=param.dtype))
+        module.method.fill_indices(module)
+        module.finish()
+        self._first[key] = method
 
 
 def _model_class(arch: ModelArch, is_pooling: bool) -> type[CausalLM] | type[PoolingModel]:

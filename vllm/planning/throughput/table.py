@@ -37,7 +37,8 @@ def serving_cost(plan: EnginePlan, fitted: Fitted | None = None) -> ServingCost:
 def most_requests(plan: EnginePlan, lengths: Lengths) -> int:
     """Return how many requests of these lengths the KV cache holds at a time."""
     blocks = -(-lengths.total // plan.config.cache.block_size)
-    return (plan.report.num_blocks - 1) // blocks
+    num_usable = (plan.report.num_blocks - 1) // len(plan.report.windows)
+    return num_usable // blocks
 
 
 def predict_plan(
