@@ -17,6 +17,7 @@ from benchmarks.fit_cost_model import (
     read_runs,
     whole_groups_held_out,
 )
+from vllm.cost_model import constants
 from vllm.cost_model.fitted import CONSTANTS, FILE, fitted_constants
 
 CARDS = ("gaudi2", "gaudi3")
@@ -52,12 +53,20 @@ def test_the_page_has_each_run_as_the_shipped_constants_predict_it():
 
 @pytest.mark.parametrize("card", CARDS)
 def test_each_shipped_constant_lies_in_its_range(card):
-    constants = json.loads(FILE.read_text("utf-8"))["cards"][card]["constants"]
-    assert list(constants) == list(CONSTANTS)
-    for constant in constants.values():
+    shipped = json.loads(FILE.read_text("utf-8"))["cards"][card]["constants"]
+    assert list(shipped) == list(CONSTANTS)
+    for constant in shipped.values():
         assert constant["low"] <= constant["value"] <= constant["high"]
-    assert constants["weights"]["value"] == 1.25
-    assert 20 <= constants["layer_us"]["value"] <= 100
+    assert shipped["weights"]["value"] == 1.25
+    assert 20 <= shipped["layer_us"]["value"] <= 100
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_shares_of_single_operators_have_the_fitted_constants_in_their_range(card):
+    fitted = dict(zip(CONSTANTS, fitted_constants(card).values, strict=True))
+    hbm, gemm = constants.HBM_SHARE, constants.GEMM_SHARE
+    assert hbm.low <= 1 / fitted["keys_and_values"] <= hbm.high
+    assert gemm.low <= 1 / fitted["prompt_matmuls"] <= gemm.high
 
 
 @pytest.mark.parametrize("splits", [3, pytest.param(100, marks=pytest.mark.exhaustive)])

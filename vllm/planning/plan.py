@@ -9,11 +9,12 @@ from vllm.config import VllmConfig
 from vllm.cost_model.measured import Measured
 from vllm.engine.arg_utils import EngineArgs
 from vllm.planning.engine_plan import EnginePlan
+from vllm.planning.engine_throughput import serving_cost, throughput_grid
 from vllm.planning.fit import planned_or_nearest
 from vllm.planning.host import start_on_host
 from vllm.planning.start import StartPlan, plan_start
 from vllm.planning.throughput.prediction import Prediction
-from vllm.planning.throughput.table import as_objects, serving_cost, throughput_grid
+from vllm.planning.throughput.table import as_objects
 from vllm.platforms.cpu import machine_memory_bytes
 from vllm.worker.hpu.warmup.profile import held_bytes
 from vllm.worker.interface import MemoryReport

@@ -17,8 +17,8 @@ from vllm.utils import FlexibleArgumentParser
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.planning.card_search import FoundCards
     from vllm.planning.engine_plan import EnginePlan
-    from vllm.planning.throughput.search import FoundCards
 
 DEVICES = (*CARDS, "cpu")
 _MOST_GIB = 2**20
@@ -70,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("vllm").setLevel(logging.WARNING)
 
     from vllm.entrypoints.openai.cli_args import exit_after_help, read_args
+    from vllm.planning.card_search import found_lines, found_object, serve_command
     from vllm.planning.plan import describe, make_plan
     from vllm.planning.text import plan_lines
-    from vllm.planning.throughput.search import found_lines, found_object, serve_command
 
     args.device = None
     flags = _given_flags(args)
@@ -139,10 +139,10 @@ def _search(
     Raises:
         ConfigError: a goal or a length is wrong, or the model fits no number of cards.
     """
+    from vllm.planning.card_search import NUMBERS_OF_CARDS, search_cards
     from vllm.planning.engine_plan import make_engine_plan
     from vllm.planning.throughput.goals import Goals
     from vllm.planning.throughput.prediction import Lengths
-    from vllm.planning.throughput.search import NUMBERS_OF_CARDS, search_cards
 
     goals = Goals(
         ttft_ms=args.goal_ttft, tpot_ms=args.goal_tpot, tokens_per_s=args.goal_tokens_per_s

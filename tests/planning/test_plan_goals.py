@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.planning.throughput.test_table import DENSE, write_model
+from tests.planning.test_card_search import DENSE, write_model
 from vllm.cost_model.measured import Measured
 from vllm.entrypoints.cli.main import main
 

@@ -8,15 +8,10 @@ from typing import Any
 from vllm.cost_model.fitted import Fitted
 from vllm.errors import ConfigError
 from vllm.planning.engine_plan import EnginePlan
+from vllm.planning.engine_throughput import most_requests, predict_plan, serving_cost
 from vllm.planning.throughput.goals import Choice, Goals, search
 from vllm.planning.throughput.prediction import Lengths, Prediction
-from vllm.planning.throughput.table import (
-    as_lines,
-    as_objects,
-    most_requests,
-    predict_plan,
-    serving_cost,
-)
+from vllm.planning.throughput.table import as_lines, as_objects
 
 NUMBERS_OF_CARDS = (1, 2, 4, 8)
 MOST_REQUESTS = 1024
