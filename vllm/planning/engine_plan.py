@@ -32,10 +32,10 @@ _UNLIMITED_BYTES = 1 << 50
 
 @dataclass(frozen=True)
 class LaunchWork:
-    """What a forward pass of one shape does on each card.
+    """Operators of a forward pass of one shape on each card.
 
     Attributes:
-        operators: in the order in which they run, those without work left out.
+        operators: in the order in which they run; operators without work are left out.
         num_ops: operators, views included: what is captured.
         recipes: that are compiled for it: for each of them something that two shapes have in common
             if it serves both, and its number of operators.
@@ -181,7 +181,7 @@ def weights_bytes(
 
     Args:
         args, device, num_cards: see `make_engine_plan`.
-        quantization: another one than that of `args`; None: the same.
+        quantization: another one instead of the quantization in `args`; None: the same.
 
     Raises:
         ConfigError: the engine cannot start with these arguments.

@@ -1,5 +1,4 @@
-"""An engine on a CPU that is planned: its weights have no values, and its machine has as much memory
-as one says."""
+"""A planned engine on a CPU: its weights have no values, and its machine has a given memory."""
 
 from vllm.bucketing import format_bytes
 from vllm.config import VllmConfig
@@ -73,7 +72,7 @@ class PlannedCPUWorker(CPUWorker):
 
     @property
     def memory_uses(self) -> list[MemoryUse]:
-        """Return what has memory in each rank beside the KV cache."""
+        """Return the uses of the memory of each rank but its KV cache."""
         states = states_bytes(self.config, self._layout)
         states += (self._num_kept_states or 0) * self._layout.state_bytes
         return [*self._uses(self.num_local_ranks), states_use(self.config, states)]

@@ -1,4 +1,4 @@
-"""What `vllm plan` answers: memory, buckets and the time of a start, as plain numbers."""
+"""The answer of `vllm plan` as plain values: memory, buckets, time of a start, throughput."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +29,7 @@ class MemorySection:
 
     total_bytes: int
     uses: tuple[tuple[str, int], ...]
-    """What it is used for, and the bytes: together they are the total."""
+    """Names of uses with their bytes; together they are the total."""
     block_bytes: int
     """Of a KV block in all layers."""
     block_size: int
@@ -59,7 +59,7 @@ class Plan:
     """Which constants were measured; empty: none."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the same numbers for programs."""
+        """Return the same figures for programs."""
         start = None
         if self.start is not None:
             totals = {name: getattr(self.start, name) for name in ("cold_s", "cached_s")}
@@ -115,8 +115,8 @@ def describe(engine: EnginePlan, device: str, measured: Measured | None = None) 
 
 
 def plan_memory(engine: EnginePlan) -> MemorySection:
-    """Return the memory of a card in the classes of its ledger, those of weights and of workspace
-    in their parts."""
+    """Return the memory of a card by the classes of its ledger; weights and workspace are divided
+    further."""
     config, ledger, report = engine.config, engine.ledger, engine.report
     held = min(held_bytes(config), ledger.budget(MemoryClass.WORKSPACE))
     uses = [

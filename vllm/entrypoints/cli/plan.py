@@ -249,7 +249,9 @@ def _host_bytes(args: argparse.Namespace) -> int | None:
     if text is None:
         return None
     if args.device != "cpu":
-        raise ConfigError("--host-memory is for --device cpu; a card has memory of its own")
+        raise ConfigError(
+            "--host-memory must be given with --device cpu only: the memory of a card is known"
+        )
     try:
         size = float(text)
     except ValueError:
