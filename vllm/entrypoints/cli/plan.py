@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
@@ -43,6 +44,18 @@ def add_parser(
         help="cards that share each layer; the same as --tensor-parallel-size",
     )
     group.add_argument("--json", action="store_true", help="print one JSON object")
+    group.add_argument(
+        "--traffic",
+        metavar="FILE",
+        help="choose --num-buckets buckets of each phase for this traffic: a file that "
+        "--record-traffic has written, or lengths of requests, as CSV or JSON Lines with "
+        "input_tokens, output_tokens and, if there, timestamp",
+    )
+    group.add_argument(
+        "--write-buckets",
+        metavar="FILE",
+        help="write the buckets for --traffic to a file for VLLM_BUCKETING_FROM_FILE",
+    )
     _add_goals(parser)
     return parser
 
@@ -56,28 +69,54 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("vllm").setLevel(logging.WARNING)
 
     from vllm.entrypoints.openai.cli_args import exit_after_help, read_args
-    from vllm.planning.plan import describe, make_plan
+    from vllm.planning.fit import planned_or_nearest
+    from vllm.planning.plan import describe
     from vllm.planning.text import plan_lines
     from vllm.planning.throughput.search import found_lines, found_object, serve_command
+    from vllm.planning.throughput.table import serving_cost
+    from vllm.planning.traffic import plan_traffic, write_buckets
 
     args.device = None
+    traffic = _traffic(args, device)
+    args.traffic = None
     flags = _given_flags(args)
     engine_args, server_args = read_args(args)
     exit_after_help(server_args)
     found = _search(args, engine_args, device, num_cards)
-    if found is None:
-        plan = make_plan(engine_args, device, num_cards)
-    else:
-        plan = describe(found.plan, device)
+    engine = planned_or_nearest(engine_args, device, num_cards) if found is None else found.plan
+    plan = describe(engine, device)
     as_json, lines = plan.as_json(), list(plan_lines(plan))
     if found is not None:
         command = serve_command(found.choice, plan.model, flags)
         as_json["goals"] = found_object(found, command)
         lines += ["", *found_lines(found, command)]
+    if traffic is not None:
+        buckets = plan_traffic(engine, traffic, engine.config.hpu.num_buckets, serving_cost(engine))
+        as_json["traffic"] = buckets.as_json()
+        lines += ["", *buckets.lines()]
+        if args.write_buckets is not None:
+            write_buckets(buckets, Path(args.write_buckets))
     if args.json:
         lines = [json.dumps(as_json)]
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
+
+
+def _traffic(args: argparse.Namespace, device: str) -> Path | None:
+    """Return the file of --traffic, or None.
+
+    Raises:
+        ConfigError: the device has no buckets, or there is nothing to choose them for.
+    """
+    if args.traffic is None:
+        if args.write_buckets is not None:
+            raise ConfigError(
+                f"--write-buckets {args.write_buckets} needs --traffic: buckets are chosen for it"
+            )
+        return None
+    if device not in CARDS:
+        raise ConfigError(f"--traffic needs a card: --device {device} has no buckets")
+    return Path(args.traffic)
 
 
 def _add_goals(parser: FlexibleArgumentParser) -> None:
@@ -145,6 +184,7 @@ def _search(
 
 _OWN_FLAGS = {
     *("device", "num_cards", "json", "input_len", "output_len", "run", "command"),
+    *("traffic", "write_buckets"),
     *("goal_ttft", "goal_tpot", "goal_tokens_per_s"),
     *("model", "model_tag", "tensor_parallel_size", "max_num_seqs"),
 }
