@@ -1,4 +1,4 @@
-"""Padding of buckets that were chosen for a trace of requests, against those of the strategies.
+"""Padding of buckets that were chosen for a trace of requests, against the strategies.
 
 The first half of a trace chooses, the second half pays.
 
@@ -28,7 +28,14 @@ from vllm.bucketing.catalog.from_traffic import bucket_cost, choose_for_traffic
 from vllm.bucketing.optimal import Ints, Weights, choose_buckets, cost_of
 from vllm.bucketing.settings import BucketSettings
 from vllm.bucketing.strategies.generate import Strategy, generate_buckets
-from vllm.config import CacheConfig, HPUConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    HPUConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.planning.replay import Replay, replay
 from vllm.planning.request_lengths import RequestLengths, read_lengths
 
@@ -108,6 +115,7 @@ def measure_prompts(requests: RequestLengths, longest: int) -> dict[str, Any]:
 def make_config(args: argparse.Namespace, **hpu: Any) -> VllmConfig:
     return VllmConfig(
         model=ModelConfig(model="none"),
+        device=DeviceConfig(device="hpu"),
         cache=CacheConfig(block_size=BLOCK_SIZE),
         scheduler=SchedulerConfig(
             max_model_len=args.max_model_len, max_num_seqs=128, max_num_batched_tokens=8192
@@ -133,7 +141,7 @@ def measure_decodes(
     cost, num_blocks = bucket_cost(BLOCK_SIZE), args.num_blocks
     results: dict[str, Any] = {"rate": rate, "requests": len(first), "sets": {}}
     recorded = None
-    for strategy in ("linear", "exponential"):
+    for strategy in args.strategies:
         config = make_config(args, bucketing_strategy=strategy)
         plan = plan_buckets(config, num_blocks)
         if recorded is None:
@@ -180,6 +188,7 @@ def main() -> None:
     add("--decodes", type=int, default=0, metavar="N", help="requests of each half to replay")
     add("--rate", type=float, nargs="+", default=[1.0], help="times the rate of the trace")
     add("--buckets", type=int, nargs="+", default=[8, 16, 32])
+    add("--strategies", nargs="+", default=["linear", "exponential"])
     add("--max-model-len", type=int, default=8192, help="of the replayed engine")
     add("--num-blocks", type=int, default=4103)
     args = parser.parse_args()

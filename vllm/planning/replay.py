@@ -68,7 +68,12 @@ class ScheduleLoop:
         draft_source: DraftSource | None = None,
     ) -> None:
         cache = config.cache
-        blocks = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching)
+        blocks = KVCacheManager(
+            num_blocks,
+            cache.block_size,
+            cache.enable_prefix_caching,
+            is_dense=config.has_dense_cache,
+        )
         self.scheduler = Scheduler(config.scheduler, blocks, draft_source)
         self.plan = plan
         self.batch = make_batch(config)

@@ -21,7 +21,7 @@ from vllm.cost_model.throughput import ServingCost
 from vllm.errors import ConfigError
 from vllm.planning.engine_plan import EnginePlan
 from vllm.planning.replay import Replay, replay
-from vllm.planning.request_lengths import is_recorded, read_lengths
+from vllm.planning.request_lengths import RequestLengths, is_recorded, read_lengths
 
 
 @dataclass(frozen=True)
@@ -88,19 +88,33 @@ class TrafficPlan:
         return bucket_file_text(self.chosen.buckets, (*self.certificates, f"for {self.source}"))
 
 
+def read_traffic(path: Path) -> TrafficTable | RequestLengths:
+    """Read recorded traffic, or lengths of requests.
+
+    Raises:
+        ConfigError: the file is damaged or has no traffic.
+    """
+    return TrafficTable.load(path) if is_recorded(path) else read_lengths(path)
+
+
 def plan_traffic(
-    engine: EnginePlan, path: Path, num_buckets: int, cost: ServingCost
+    engine: EnginePlan,
+    traffic: TrafficTable | RequestLengths,
+    source: str,
+    num_buckets: int,
+    cost: ServingCost,
 ) -> TrafficPlan:
     """Choose the buckets of an engine for a traffic.
 
     Args:
         engine: planned, with the buckets that it has without the traffic.
-        path: of recorded traffic, or of lengths of requests.
+        traffic: for which they are chosen.
+        source: name of its file.
         num_buckets: of each phase.
         cost: of its steps.
 
     Raises:
-        ConfigError: the file is damaged or has no traffic, or is of another block size.
+        ConfigError: the traffic is of another block size.
     """
     config, num_blocks = engine.config, engine.report.num_blocks
     seconds = shape_seconds(cost, config.cache.block_size)
@@ -112,15 +126,16 @@ def plan_traffic(
         return choose_for_traffic(table, limits, num_buckets, longest_prompt=longest, cost=seconds)
 
     num_present = len(engine.catalog)
-    if is_recorded(path):
-        table = TrafficTable.load(path, config.cache.block_size)
+    if isinstance(traffic, TrafficTable):
+        table = traffic
+        table.check(source, config.cache.block_size)
         chosen = choose(table)
         buckets = (*engine.catalog.prefill, *engine.catalog.decode)
         padding = recorded_padding(table, buckets, traffic_limits(table, limits), seconds)
         return TrafficPlan(
-            *(str(path), table.num_launches, chosen, num_present, padding, chosen.padding, None)
+            *(source, table.num_launches, chosen, num_present, padding, chosen.padding, None)
         )
-    requests = read_lengths(path)
+    requests = traffic
 
     def bucket_seconds(bucket: Bucket) -> float:
         sizes = np.array([(bucket.phase, bucket.batch, bucket.query_len, bucket.blocks)], np.int64)
@@ -135,7 +150,7 @@ def plan_traffic(
     plan = plan_buckets(with_chosen, num_blocks)
     second = replay(with_chosen, num_blocks, plan, requests, bucket_seconds)
     return TrafficPlan(
-        source=str(path),
+        source=source,
         num_launches=first.table.num_launches,
         chosen=chosen,
         num_present=num_present,

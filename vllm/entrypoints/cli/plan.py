@@ -74,11 +74,15 @@ def run(args: argparse.Namespace) -> int:
     from vllm.planning.text import plan_lines
     from vllm.planning.throughput.search import found_lines, found_object, serve_command
     from vllm.planning.throughput.table import serving_cost
-    from vllm.planning.traffic import plan_traffic, write_buckets
+    from vllm.planning.traffic import plan_traffic, read_traffic, write_buckets
 
     args.device = None
-    traffic = _traffic(args, device)
-    args.traffic = None
+    source, args.traffic = args.traffic, None
+    traffic = None if source is None else read_traffic(_traffic_path(source, device))
+    if traffic is None and args.write_buckets is not None:
+        raise ConfigError(
+            f"--write-buckets {args.write_buckets} needs --traffic: buckets are chosen for it"
+        )
     flags = _given_flags(args)
     engine_args, server_args = read_args(args)
     exit_after_help(server_args)
@@ -91,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
         as_json["goals"] = found_object(found, command)
         lines += ["", *found_lines(found, command)]
     if traffic is not None:
-        buckets = plan_traffic(engine, traffic, engine.config.hpu.num_buckets, serving_cost(engine))
+        count, cost = engine.config.hpu.num_buckets, serving_cost(engine)
+        buckets = plan_traffic(engine, traffic, source, count, cost)
         as_json["traffic"] = buckets.as_json()
         lines += ["", *buckets.lines()]
         if args.write_buckets is not None:
@@ -102,21 +107,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _traffic(args: argparse.Namespace, device: str) -> Path | None:
-    """Return the file of --traffic, or None.
+def _traffic_path(source: str, device: str) -> Path:
+    """Return the path of --traffic.
 
     Raises:
-        ConfigError: the device has no buckets, or there is nothing to choose them for.
+        ConfigError: the device has no buckets.
     """
-    if args.traffic is None:
-        if args.write_buckets is not None:
-            raise ConfigError(
-                f"--write-buckets {args.write_buckets} needs --traffic: buckets are chosen for it"
-            )
-        return None
     if device not in CARDS:
         raise ConfigError(f"--traffic needs a card: --device {device} has no buckets")
-    return Path(args.traffic)
+    return Path(source)
 
 
 def _add_goals(parser: FlexibleArgumentParser) -> None:
