@@ -205,7 +205,7 @@ def replay(
         config: of the engine.
         num_blocks: KV blocks, the null block included.
         plan: its buckets.
-        requests: to replay; those without times come all at once.
+        requests: to replay; without times, all come at once.
         cost: predicted seconds of a forward pass of a shape.
         rate: how many times as fast as in the file the requests come.
     """

@@ -165,7 +165,9 @@ def _csv_lines(file: TextIO, source: str) -> Iterator[tuple[int, Mapping[str, An
                 )
             yield reader.line_num, dict(zip(header, values, strict=True))
     except csv.Error as error:
-        raise ConfigError(f"--traffic {source}, line {reader.line_num}: {error}") from None
+        raise ConfigError(
+            f"--traffic {source}, line {reader.line_num}: it is not CSV ({error})"
+        ) from None
 
 
 def _read_request(record: Mapping[str, Any], where: str) -> tuple[int, int, float | None]:
