@@ -78,7 +78,6 @@ def make_plan(
     device: str,
     num_cards: int = 1,
     host_bytes: int | None = None,
-    measured: Measured | None = None,
 ) -> Plan:
     """Plan an engine.
 
@@ -86,18 +85,23 @@ def make_plan(
         args, num_cards: see `make_engine_plan`.
         device: the same, or cpu.
         host_bytes: memory of the machine, for cpu; None: as much as this one has.
-        measured: rates of a card of this kind.
 
     Raises:
         ConfigError: the engine cannot start with these arguments, or the model does not fit.
     """
     if device == "cpu":
         return _host_plan(args, num_cards, host_bytes)
-    return describe(planned_or_nearest(args, device, num_cards), device, measured)
+    return describe(planned_or_nearest(args, device, num_cards), device)
 
 
 def describe(engine: EnginePlan, device: str, measured: Measured | None = None) -> Plan:
-    """Return the plan of an engine that is planned already."""
+    """Return the plan of an engine that is planned already.
+
+    Args:
+        engine: on a card.
+        device: the card.
+        measured: rates of a card of this kind.
+    """
     config, start = engine.config, plan_start(engine)
     if measured is not None:
         start = start.with_slower_compilations(measured.slowness("compile_s"))

@@ -57,6 +57,18 @@ def add_parser(
         metavar="FILE",
         help="rates of a card of this kind, as 'vllm hpu-check --save FILE' writes them",
     )
+    group.add_argument(
+        "--traffic",
+        metavar="FILE",
+        help="choose --num-buckets buckets of each phase for this traffic: a file that "
+        "--record-traffic has written, or lengths of requests, as CSV or JSON Lines with "
+        "input_tokens, output_tokens and, if there, timestamp",
+    )
+    group.add_argument(
+        "--write-buckets",
+        metavar="FILE",
+        help="write the buckets for --traffic to a file for VLLM_BUCKETING_FROM_FILE",
+    )
     _add_goals(parser)
     return parser
 
@@ -71,28 +83,59 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm.entrypoints.openai.cli_args import exit_after_help, read_args
     from vllm.planning.card_search import found_lines, found_object, serve_command
+    from vllm.planning.engine_throughput import serving_cost
+    from vllm.planning.fit import planned_or_nearest
     from vllm.planning.plan import describe, make_plan
     from vllm.planning.text import plan_lines
+    from vllm.planning.traffic import plan_traffic, read_traffic, write_buckets
 
     args.device = None
+    source, args.traffic = args.traffic, None
+    traffic = None if source is None else read_traffic(_traffic_path(source, device))
+    if traffic is None and args.write_buckets is not None:
+        raise ConfigError(
+            f"--write-buckets {args.write_buckets} needs --traffic: buckets are chosen for it"
+        )
     flags = _given_flags(args)
     engine_args, server_args = read_args(args)
     exit_after_help(server_args)
     measured = None if args.measured is None else _measured(args.measured, device)
     found = _search(args, engine_args, device, num_cards, measured)
-    if found is None:
-        plan = make_plan(engine_args, device, num_cards, host_bytes, measured)
+    engine = None if found is None else found.plan
+    if engine is None and device in CARDS:
+        engine = planned_or_nearest(engine_args, device, num_cards)
+    if engine is None:
+        plan = make_plan(engine_args, device, num_cards, host_bytes)
     else:
-        plan = describe(found.plan, device, measured)
+        plan = describe(engine, device, measured)
     as_json, lines = plan.as_json(), list(plan_lines(plan))
     if found is not None:
         command = serve_command(found.choice, plan.model, flags)
         as_json["goals"] = found_object(found, command)
         lines += ["", *found_lines(found, command)]
+    if traffic is not None and engine is not None:
+        fitted = None if measured is None else measured.fitted
+        count, cost = engine.config.hpu.num_buckets, serving_cost(engine, fitted)
+        buckets = plan_traffic(engine, traffic, source, count, cost)
+        as_json["traffic"] = buckets.as_json()
+        lines += ["", *buckets.lines()]
+        if args.write_buckets is not None:
+            write_buckets(buckets, Path(args.write_buckets))
     if args.json:
         lines = [json.dumps(as_json)]
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
+
+
+def _traffic_path(source: str, device: str) -> Path:
+    """Return the path of --traffic.
+
+    Raises:
+        ConfigError: the device has no buckets.
+    """
+    if device not in CARDS:
+        raise ConfigError(f"--traffic needs a card: --device {device} has no buckets")
+    return Path(source)
 
 
 def _add_goals(parser: FlexibleArgumentParser) -> None:
@@ -174,17 +217,8 @@ def _search(
 
 
 _OWN_FLAGS = {
-    *(
-        "device",
-        "num_cards",
-        "host_memory",
-        "json",
-        "measured",
-        "input_len",
-        "output_len",
-        "run",
-        "command",
-    ),
+    *("device", "num_cards", "host_memory", "json", "measured", "traffic", "write_buckets"),
+    *("input_len", "output_len", "run", "command"),
     *("goal_ttft", "goal_tpot", "goal_tokens_per_s"),
     *("model", "model_tag", "tensor_parallel_size", "max_num_seqs"),
 }
