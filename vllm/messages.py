@@ -523,6 +523,23 @@ class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of decodes without drafts because drafts would have cost more time than they save."""
 
 
+class WarmUpStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine on a card still warms up while it serves."""
+
+    is_warming: bool = False
+    num_warm: int = 0
+    """Buckets in use."""
+    num_wanted: int = 0
+    """Buckets there will be; 0: all were warmed up before the first request, or there are none."""
+    seconds_left: float | None = None
+    """Until nothing is left, at the present load; None: unknown."""
+    longest_delay_s: float = 0.0
+    """The longest time for which a step of the engine has waited for the warm-up."""
+    padded_share: float | None = None
+    """Share of the predicted device time of the traffic so far that would be padding with the
+    buckets in use; None: there was none."""
+
+
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """State of the engine core after a step, and counters, which only grow."""
 
@@ -544,6 +561,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     drafts: DraftStats = DraftStats()
     transfer: TransferStats = TransferStats()
     media: MediaStats = MediaStats()
+    warm_up: WarmUpStats = WarmUpStats()
     runner: RunnerStats = RunnerStats()
 
 
@@ -603,6 +621,13 @@ class BlockStored(_CacheEvent, frozen=True, kw_only=True):
     """Tokens per block."""
     lora_id: int | None
     """`lora_int_id` of the adapter that they were computed with; None: there was none."""
+    medium: str | None = None
+    """Always None: the memory of the device."""
+    lora_name: str | None = None
+    extra_keys: list[list[tuple[str, int]] | None] | None = None
+    """For each block: (identity of an image, sound or video, its first token, counted from the
+    beginning of the block and negative in later blocks) of all that decide the content of the
+    block. None: nothing does but tokens and the adapter."""
 
 
 class BlockRemoved(_CacheEvent, frozen=True, kw_only=True):

@@ -50,7 +50,7 @@ class FakeWorker:
     def allocate(self, num_blocks: int) -> None:
         self.calls.append(f"allocate {num_blocks}")
 
-    def next_warm_up(self, given_up: str | None = None) -> WarmUpStep | None:
+    def next_warm_up(self, given_up=None, seconds=None, longest_s=None) -> WarmUpStep | None:
         if self._current is not None:
             if given_up is None:
                 self.kept.append(self._current)

@@ -15,6 +15,7 @@ BucketingStrategy = Literal["linear", "exponential", "sparse", "pad", "optimal"]
 GraphOrder = Literal["min_tokens", "max_bs"]
 PromptAttention = Literal["fused", "flex", "naive"]
 SamplingWarmUp = Literal["basic", "all"]
+ReadyWhen = Literal["first", "all"]
 StepLog = Literal["off", "some", "all"]
 """No step, steps in which something happened, or every step."""
 
@@ -95,6 +96,23 @@ class HPUConfig:
     launch at a time. What is not compiled yet (offline, all of the others) compiles at its first
     use, once for each padded batch size, with a line in the log; the batch waits for it.
     VLLM_FULL_WARMUP compiles all."""
+    ready_when: ReadyWhen | None = None
+    """When an engine on a card takes requests: first is after the buckets that every request fits
+    into and a few more (first_buckets); the others are warmed up while it serves, and until then
+    forward passes are padded more. all is after all of them. Not set: first for `vllm serve`, but
+    all with VLLM_FULL_WARMUP or --sampling-warmup all; all for programs that use `LLM`."""
+    first_buckets: int = 8
+    """How many buckets for prompts, and how many for decodes, are warmed up before the first
+    request; more where every request needs more."""
+    warm_up_share: float = 0.1
+    """Share of the time of a busy server that goes to the rest of the warm-up, 0 to 1, between two
+    steps; 0: it goes on only while there are no requests."""
+    warm_up_max_delay: float = 1.0
+    """Seconds that one part of the warm-up may delay a step of a busy server. Parts that take
+    longer, by prediction and by what others like it have taken, wait until there are no
+    requests."""
+    recipe_cache: str | None = _variable("PT_HPU_RECIPE_CACHE_CONFIG")
+    """Folder of compiled recipes, and what the bridge does with it."""
     graph_reserved_mem: float = _variable("VLLM_GRAPH_RESERVED_MEM")
     """Share of the usable memory for HPU graphs."""
     graph_prompt_ratio: float = _variable("VLLM_GRAPH_PROMPT_RATIO")
@@ -143,8 +161,26 @@ class HPUConfig:
         check_one_of(self, "bucketing_strategy", get_args(BucketingStrategy))
         check_one_of(self, "sampling_warmup", ("basic", "all"))
         check_one_of(self, "prompt_attention", ("fused", "flex", "naive"))
-        check_at_least(self, 1, "max_seq_len_to_capture", "num_buckets")
+        if self.ready_when is not None:
+            check_one_of(self, "ready_when", get_args(ReadyWhen))
+        check_at_least(self, 1, "max_seq_len_to_capture", "num_buckets", "first_buckets")
+        if not 0 <= self.warm_up_share <= 1:
+            raise ConfigError(f"warm_up_share must be between 0 and 1, got {self.warm_up_share}")
+        if not self.warm_up_max_delay >= 0:
+            raise ConfigError(
+                f"warm_up_max_delay must be at least 0 seconds, got {self.warm_up_max_delay}"
+            )
+        if self.ready_when == "first" and self.full_warmup:
+            raise ConfigError(
+                "ready_when='first' contradicts VLLM_FULL_WARMUP=true, with which nothing is "
+                "warmed up after the start: leave out one of them"
+            )
         _ = self.multimodal_buckets
+
+    @property
+    def serves_while_warming(self) -> bool:
+        """Requests are taken before all buckets are warmed up."""
+        return self.ready_when == "first" and not self.skip_warmup
 
     @property
     def multimodal_buckets(self) -> tuple[int, ...]:

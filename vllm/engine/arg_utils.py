@@ -85,6 +85,7 @@ class EngineArgs:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         settings["model"] = model

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -18,6 +18,7 @@ from vllm.core.media import EncoderCache
 from vllm.core.scheduler import Scheduler
 from vllm.distributed.kv_transfer import KVConnector
 from vllm.distributed.kv_transfer.choose import make_connector
+from vllm.engine.background_warm_up import BackgroundWarmUp
 from vllm.engine.core_calls import CoreCalls
 from vllm.engine.input.named_processors import NamedProcessors
 from vllm.engine.kv_event_publisher import KVEventPublisher
@@ -128,12 +129,19 @@ class EngineCore(CoreCalls):
         self._in_flight: deque[tuple[int, StepHandleLike]] = deque()
         self._resources = RequestResources(self.executor.release)
         self._sleeping_tags: list[str] = []
-        self._idle_warm_up: Iterator[object] | None = self.executor.warm_up()
-        """What the start has left of the warm-up; None when it is done."""
+        self._warm_up = self._make_warm_up()
         # Not the exception itself: its traceback references the engine, which could then not be
         # collected.
         self._failure: str | None = None
         self._publish_events()
+
+    def _make_warm_up(self) -> BackgroundWarmUp:
+        """What the start has left of the warm-up."""
+        hpu, parallel = self.config.hpu, self.config.parallel
+        # Engines of an external launcher act alike, and would not read the same clock.
+        is_alone = parallel.distributed_executor_backend != "external_launcher"
+        share = hpu.warm_up_share if hpu.serves_while_warming and is_alone else 0.0
+        return BackgroundWarmUp(self.executor.warm_up_steps(), share, hpu.warm_up_max_delay)
 
     def _make_transfer(self, cache: KVCacheManager) -> KVTransfer | None:
         connector = self._connector
@@ -210,6 +218,9 @@ class EngineCore(CoreCalls):
             most = self._num_pipelined_steps
         else:
             most = 1 + self._run_ahead.is_worthwhile
+        if self._warm_up.is_due():
+            most = 0 if self._in_flight else most
+            self._run_warm_up()
         while len(self._in_flight) < most and self._start_step():
             pass
         if not self._in_flight:
@@ -235,7 +246,7 @@ class EngineCore(CoreCalls):
         """Whether `idle_step` has something to do: no request is there, and measurements are not
         written yet, or the warm-up has launches left."""
         is_idle = not (self.has_unfinished_requests() or self._sleeping_tags)
-        has_work = self._idle_warm_up is not None or self._has_measured
+        has_work = not self._warm_up.is_done or self._has_measured
         return is_idle and has_work and self._failure is None
 
     def idle_step(self) -> None:
@@ -249,10 +260,21 @@ class EngineCore(CoreCalls):
         try:
             if self._has_measured:
                 self._save_measurements()
-            elif self._idle_warm_up is not None and next(self._idle_warm_up, None) is None:
-                self._idle_warm_up = None
+            elif not self._warm_up.is_done:
+                self._warm_up.run_idle()
         except BaseException as failure:
             self._fail("work between requests", failure)
+
+    def _run_warm_up(self) -> None:
+        """Run the part of the warm-up that is due, unless a step is in flight."""
+        if self._in_flight:
+            return
+        try:
+            self._warm_up.run_due()
+        except BaseException as failure:
+            self._fail("a part of the warm-up", failure)
+        if (line := self._warm_up.cold_line()) is not None:
+            logger.warning(line)
 
     def _save_measurements(self) -> None:
         self._has_measured = False
@@ -263,6 +285,7 @@ class EngineCore(CoreCalls):
         self._has_measured = self._is_measuring
         if not self.scheduler.num_unfinished_requests:
             self._run_ahead.idle()
+            self._warm_up.note_idle()
         if self._transfer is not None:
             self._transfer.enter(request)
         self.scheduler.add_request(request)
@@ -349,6 +372,7 @@ class EngineCore(CoreCalls):
             running_adapters=running,
             waiting_adapters=waiting,
             transfer=TransferStats() if self._transfer is None else self._transfer.stats,
+            warm_up=self._warm_up.stats,
             runner=self.executor.stats(),
         )
 

@@ -4,6 +4,7 @@ An executor says how its workers are called (`start_workers`, `call_workers`). T
 they start, and what they have to agree on, is the same for all executors and stands here.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -101,28 +102,19 @@ class Executor(ABC):
     def warm_up(self) -> Iterator[WarmUpStep]:
         """Warm all workers up: one launch on all of them each time that the iterator is advanced.
 
-        A launch that one rank has no memory for is given up on all ranks. The first iterator is
-        part of the start; another one runs what the workers have left for times without requests.
+        The first iterator is part of the start; another one runs what the start has left. See
+        `WarmUpSteps`.
 
         Yields:
             Each step, with what was decided.
         """
-        given_up = step = None
-        while True:
-            found = self.call_workers(Worker.next_warm_up, given_up)
-            steps = [step for step in found if step is not None]
-            places = {(step.phase, step.name, step.index, step.total) for step in steps}
-            assert len(steps) in (0, len(found)) and len(places) <= 1, f"ranks differ: {found}"
-            if not steps:
-                if step is not None:
-                    startup_progress.report(step.phase, step.total, step.total, 0.0)
-                return
-            step = steps[0]
-            given_up = _first_reason([each.given_up for each in steps])
-            if given_up is None:
-                startup_progress.report(step.phase, step.index - 1, step.total, step.eta_seconds)
-                given_up = _first_reason(self.call_workers(Worker.warm_up))
-            yield msgspec.structs.replace(step, given_up=given_up)
+        steps = self.warm_up_steps()
+        while steps.name() is not None:
+            yield steps.run()
+
+    def warm_up_steps(self) -> "WarmUpSteps":
+        """Return what names and runs the steps of a warm-up."""
+        return WarmUpSteps(self)
 
     # ---- steps ----------------------------------------------------------------------------
 
@@ -206,6 +198,60 @@ class Executor(ABC):
     def shutdown(self) -> None:
         """Shut down what runs of the workers: also after a start that has failed anywhere, and
         before any start. Calling it again does nothing."""
+
+
+class WarmUpSteps:
+    """Names the launches of a warm-up, and runs them on all workers.
+
+    A launch that one rank has no memory for is given up on all ranks. What each has taken is told
+    to all of them, so that they expect the same of the next ones.
+
+    Args:
+        executor: whose workers warm up. No step is in flight in a call of this.
+        clock: in seconds.
+    """
+
+    def __init__(self, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
+        self._executor = executor
+        self._clock = clock
+        self._named: WarmUpStep | None = None
+        self._given_up: str | None = None
+        self._seconds: float | None = None
+
+    def name(self, longest_s: float | None = None) -> WarmUpStep | None:
+        """Name the next step; None: there is none left.
+
+        Args:
+            longest_s: that it may take, as far as is known; None: any time.
+        """
+        given = (self._given_up, self._seconds, longest_s)
+        found = self._executor.call_workers(Worker.next_warm_up, *given)
+        self._given_up = self._seconds = None
+        steps = [step for step in found if step is not None]
+        places = {(step.phase, step.name, step.index, step.total) for step in steps}
+        assert len(steps) in (0, len(found)) and len(places) <= 1, f"ranks differ: {found}"
+        if steps:
+            refusal = _first_reason([each.given_up for each in steps])
+            self._named = msgspec.structs.replace(steps[0], given_up=refusal)
+            return self._named
+        if self._named is not None:
+            step = self._named
+            startup_progress.report(step.phase, step.total, step.total, 0.0)
+        self._named = None
+        return None
+
+    def run(self) -> WarmUpStep:
+        """Run the step that was named. Returns it with what was decided."""
+        step = self._named
+        assert step is not None and not step.must_wait, "no step has been named"
+        given_up = step.given_up
+        if given_up is None:
+            startup_progress.report(step.phase, step.index - 1, step.total, step.eta_seconds)
+            began = self._clock()
+            given_up = _first_reason(self._executor.call_workers(Worker.warm_up))
+            self._seconds = self._clock() - began
+        self._given_up = given_up
+        return msgspec.structs.replace(step, given_up=given_up)
 
 
 def _first_reason(reasons: Sequence[str | None]) -> str | None:

@@ -77,7 +77,18 @@ class WarmUpStep(msgspec.Struct, frozen=True, kw_only=True):
     """Why this launch is given up, such as too little memory; None: it is kept."""
     eta_seconds: float | None = None
     """Estimated seconds until the end of the whole warm-up, as this rank has measured it; None:
-    unknown."""
+    unknown. While the engine serves: seconds of what is left, without those of requests."""
+    expected_s: float | None = None
+    """Seconds that it will take by those like it; None: unknown."""
+    must_wait: bool = False
+    """It is not to run now, as all that is left takes longer than was allowed; `warm_up` is not
+    called. `expected_s` is the time of the one that is wanted most."""
+    num_warm: int = 0
+    """Buckets that are in use."""
+    num_wanted: int = 0
+    """Buckets that there will be at the end; 0: it is not of buckets."""
+    padded_share: float | None = None
+    """See `WarmUpStats`."""
 
 
 class StepHandleLike(Protocol):
@@ -193,17 +204,24 @@ class Worker(WorkerForUsers, Protocol):
         """
         ...
 
-    def next_warm_up(self, given_up: str | None = None) -> WarmUpStep | None:
+    def next_warm_up(
+        self,
+        given_up: str | None = None,
+        seconds: float | None = None,
+        longest_s: float | None = None,
+    ) -> WarmUpStep | None:
         """Finish the last step of the warm-up, and name the next one.
 
         Args:
             given_up: why some rank cannot run the last step, so that no rank uses it;
                 None: all of them keep it.
+            seconds: that the last step has taken on all ranks; None: it has not run.
+            longest_s: seconds that the next one may take, as far as is known; None: any.
 
         Returns:
             The next step; `given_up` is set when this rank knows that it has no memory for it.
-            None: there is no other. Later calls name what is left for times without requests,
-            if there is any, again up to None.
+            None: there is no other. Later calls name what the start has left, if there is any,
+            again up to None.
 
         Raises:
             ConfigError: too much was given up to serve any request.

@@ -145,7 +145,12 @@ class WorkerBase(ABC):
     def allocate(self, num_blocks: int) -> None:
         """Allocate a KV cache of so many blocks, the null block included."""
 
-    def next_warm_up(self, given_up: str | None = None) -> WarmUpStep | None:
+    def next_warm_up(
+        self,
+        given_up: str | None = None,
+        seconds: float | None = None,
+        longest_s: float | None = None,
+    ) -> WarmUpStep | None:
         """Finish the last step of the warm-up, and name the next one; here there is none."""
         return None
 

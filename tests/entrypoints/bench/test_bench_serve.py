@@ -170,6 +170,25 @@ def test_a_server_that_compiled_meanwhile_is_pointed_out(capsys):
         assert "NOT STEADY" not in shown
 
 
+def test_a_server_that_is_still_warming_up_is_pointed_out(capsys):
+    def metrics(num_warm):
+        return (
+            'vllm:compilations_after_warmup_total{model_name="x"} 0.0\n'
+            f'vllm:warm_buckets{{model_name="x"}} {num_warm:.1f}\n'
+            'vllm:wanted_buckets{model_name="x"} 20.0\n'
+        )
+
+    with FakeServer(answer_of(2), metrics=[metrics(5), metrics(9)]) as server:
+        result, shown = bench(capsys, server, "--num-prompts", "1")
+        warm = {"warm_buckets_before": 5, "warm_buckets_after": 9, "wanted_buckets": 20}
+        assert result["server"] == {"compilations_after_warmup": 0} | warm
+        assert "5 of 20 buckets were warm at the beginning, 9 at the end" in shown
+    with FakeServer(answer_of(2), metrics=[metrics(20), metrics(20)]) as server:
+        result, shown = bench(capsys, server, "--num-prompts", "1")
+        assert result["server"] == {"compilations_after_warmup": 0}
+        assert "WARMING" not in shown
+
+
 # ---- what fails ---------------------------------------------------------------------------
 
 REFUSED = '{"object": "error", "message": "too\\nlong", "code": 400}'

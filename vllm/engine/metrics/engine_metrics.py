@@ -26,6 +26,7 @@ from vllm.messages import (
     RunnerStats,
     SchedulerStats,
     TransferStats,
+    WarmUpStats,
 )
 
 NUM_RECENT = 50
@@ -265,6 +266,8 @@ class EngineMetrics:
             ("predicted_padding_seconds", "Of it, for padding.", padded_s - needed_s),
         ):
             metrics.counter(f"vllm:{name}", help).value = seconds
+        if totals.warm_up.num_wanted:
+            _add_warm_up_metrics(metrics, totals.warm_up)
         if self.config.scheduler.max_draft_tokens:
             _add_draft_metrics(metrics, totals.drafts)
         if self.config.connector.kv_transfer is not None:
@@ -432,6 +435,18 @@ def one_two_five(most: int) -> list[int]:
         bounds += [2 * power, 5 * power, 10 * power]
         power *= 10
     return [bound for bound in bounds if bound <= most]
+
+
+def _add_warm_up_metrics(metrics: MetricSet, warm_up: WarmUpStats) -> None:
+    for name, help, value in (
+        ("warm_buckets", "Buckets that are warmed up.", warm_up.num_warm),
+        ("wanted_buckets", "Buckets that there will be.", warm_up.num_wanted),
+        ("warm_up_seconds_left", "Until nothing is left.", warm_up.seconds_left),
+        ("warm_up_longest_delay_seconds", "Of a step.", warm_up.longest_delay_s),
+        ("warm_up_padded_share", "Of device time, 0 to 1.", warm_up.padded_share),
+    ):
+        if value is not None:
+            metrics.gauge(f"vllm:{name}", help).value = value
 
 
 def _add_transfer_metrics(metrics: MetricSet, transfer: TransferStats) -> None:

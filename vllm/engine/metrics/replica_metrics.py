@@ -16,7 +16,14 @@ from vllm.engine.metrics.engine_metrics import NUM_RECENT, EngineMetrics, Finish
 from vllm.engine.metrics.history import Rates
 from vllm.engine.metrics.media_metrics import MediaReadStats, read_metrics
 from vllm.engine.metrics.registry import AnyMetrics, MergedMetrics
-from vllm.messages import DraftStats, MediaStats, RunnerStats, SchedulerStats, TransferStats
+from vllm.messages import (
+    DraftStats,
+    MediaStats,
+    RunnerStats,
+    SchedulerStats,
+    TransferStats,
+    WarmUpStats,
+)
 
 _Counters = TypeVar("_Counters", MediaStats, RunnerStats, TransferStats)
 
@@ -173,7 +180,22 @@ def sum_stats(every: Sequence[SchedulerStats]) -> SchedulerStats:
         ),
         transfer=reduce(_add, (stats.transfer for stats in every)),
         media=reduce(_add, (stats.media for stats in every)),
+        warm_up=_sum_warm_up([stats.warm_up for stats in every]),
         runner=reduce(_add, (stats.runner for stats in every)),
+    )
+
+
+def _sum_warm_up(every: Sequence[WarmUpStats]) -> WarmUpStats:
+    """Buckets of all replicas, and time and padding of the one that has the most left."""
+    seconds = [stats.seconds_left for stats in every if stats.seconds_left is not None]
+    shares = [stats.padded_share for stats in every if stats.padded_share is not None]
+    return WarmUpStats(
+        is_warming=any(stats.is_warming for stats in every),
+        num_warm=sum(stats.num_warm for stats in every),
+        num_wanted=sum(stats.num_wanted for stats in every),
+        seconds_left=max(seconds, default=None),
+        longest_delay_s=max(stats.longest_delay_s for stats in every),
+        padded_share=max(shares, default=None),
     )
 
 

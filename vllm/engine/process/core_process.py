@@ -103,6 +103,7 @@ class CoreLoop:
             self._has_unsent_stats = False
         elif self._core.has_idle_work():
             self._core.idle_step()
+            self._has_unsent_stats = True  # how far the warm-up is
 
     def _take_messages(self) -> None:
         """Handle all messages that have arrived; wait for one when there is nothing to do."""

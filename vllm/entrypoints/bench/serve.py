@@ -25,7 +25,7 @@ from vllm.entrypoints.bench.datasets import (
 from vllm.entrypoints.bench.http_client import HttpClient
 from vllm.entrypoints.bench.load import LoadProgress, LoadRun, Send, arrival_times, run_load
 from vllm.entrypoints.bench.serve_args import add_cli_args, check_args
-from vllm.entrypoints.bench.server import ServedModel, difference, find_model, read_counters
+from vllm.entrypoints.bench.server import ServedModel, difference, find_model, read_server
 from vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,9 +92,9 @@ async def _measure_with(
         keep_text=args.save_detailed,
     )
     await _warm_up(backend.send, requests, args.num_warmups)
-    before = await read_counters(client)
+    before = await read_server(client)
     load = await _send_load(backend.send, requests, args)
-    after = await read_counters(client)
+    after = await read_server(client)
     result: dict[str, Any] = {
         "date": report.timestamp(),
         "machine": report.machine(),
@@ -262,9 +262,19 @@ def _rows(result: dict[str, Any], args: argparse.Namespace) -> Iterator[Sequence
     yield ("ms", *names)
     for metric in args.percentile_metrics:
         yield (metric.upper(), *(result[f"{name}_{metric}_ms"] for name in names))
-    if (result["server"] or {}).get("compilations_after_warmup"):
-        count = result["server"]["compilations_after_warmup"]
+    server = result["server"] or {}
+    if count := server.get("compilations_after_warmup"):
         yield "NOT STEADY", f"the server compiled {count:.0f} graphs in this run: run it again"
+    if "warm_buckets_before" in server:
+        before, after, wanted = (
+            int(server[name])
+            for name in ("warm_buckets_before", "warm_buckets_after", "wanted_buckets")
+        )
+        yield (
+            "STILL WARMING UP",
+            f"{before} of {wanted} buckets were warm at the beginning, {after} at the end: until "
+            f"/readyz says that all are, requests are padded more",
+        )
 
 
 def _save(result: dict[str, Any], load: LoadRun, args: argparse.Namespace) -> None:

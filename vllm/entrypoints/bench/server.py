@@ -23,6 +23,11 @@ _COUNTERS = {
 }
 """Name in our results, and in `/metrics` behind `vllm:` and before `_total`."""
 
+_GAUGES = ("warm_buckets", "wanted_buckets")
+
+_GAUGE_SAMPLE = re.compile(
+    rf"^vllm:({'|'.join(_GAUGES)})(?:\{{[^\n]*\}})? ([-+.\deE]+)", re.MULTILINE
+)
 _SAMPLE = re.compile(r"^vllm:(\w+?)_total(?:\{[^\n]*\})? ([-+.\deE]+)", re.MULTILINE)
 
 
@@ -82,24 +87,49 @@ def _first_model(client: HttpClient, response: Response) -> ServedModel:
         raise ConfigError(f"{client.base_url}/v1/models lists no model: {error!r}") from None
 
 
-async def read_counters(client: HttpClient) -> dict[str, float] | None:
-    """Counters of a server of this package by name; None for other servers."""
+@dataclass(frozen=True)
+class Readings:
+    """What a server of this package shows of itself."""
+
+    counters: dict[str, float]
+    num_warm: int | None = None
+    """Buckets that are warmed up; None: all were before the first request."""
+    num_wanted: int = 0
+
+    @property
+    def is_warming(self) -> bool:
+        """Buckets are still being warmed up, and until then forward passes are padded more."""
+        return self.num_warm is not None and self.num_warm < self.num_wanted
+
+
+async def read_server(client: HttpClient) -> Readings | None:
+    """Return what `/metrics` shows; None for other servers."""
     try:
         response = await client.request("GET", "/metrics")
     except OSError:
         return None
     if response.status != 200:
         return None
+    text = response.body.decode("utf-8", "replace")
     found: dict[str, float] = {}
-    for name, value in _SAMPLE.findall(response.body.decode("utf-8", "replace")):
+    for name, value in _SAMPLE.findall(text) + _GAUGE_SAMPLE.findall(text):
         found[name] = found.get(name, 0.0) + float(value)
-    return {ours: found[theirs] for ours, theirs in _COUNTERS.items() if theirs in found} or None
+    counters = {ours: found[theirs] for ours, theirs in _COUNTERS.items() if theirs in found}
+    if not counters:
+        return None
+    if not all(name in found for name in _GAUGES):
+        return Readings(counters)
+    return Readings(counters, *(int(found[name]) for name in _GAUGES))
 
 
-def difference(
-    before: dict[str, float] | None, after: dict[str, float] | None
-) -> dict[str, float] | None:
-    """By how much counters have grown."""
+def difference(before: Readings | None, after: Readings | None) -> dict[str, float] | None:
+    """By how much counters have grown, and how many buckets were warm where not all were."""
     if before is None or after is None:
         return None
-    return {name: after[name] - value for name, value in before.items() if name in after}
+    old, new = before.counters, after.counters
+    found = {name: new[name] - value for name, value in old.items() if name in new}
+    if before.is_warming and before.num_warm is not None and after.num_warm is not None:
+        found["warm_buckets_before"] = before.num_warm
+        found["warm_buckets_after"] = after.num_warm
+        found["wanted_buckets"] = after.num_wanted
+    return found

@@ -11,7 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.engine.process.core_launch import early_core, end_early_core
-from vllm.entrypoints.openai.cli_args import exit_after_help, make_arg_parser, read_args
+from vllm.entrypoints.openai.cli_args import (
+    exit_after_help,
+    make_arg_parser,
+    read_args,
+    serve_while_warming,
+)
 from vllm.entrypoints.server.log_setup import configure_logs
 from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.utils import FlexibleArgumentParser
@@ -59,6 +64,7 @@ def run_server(
         EngineDeadError: the engine has died.
     """
     configure_logs(args)
+    serve_while_warming(engine_args)
     if args.headless or engine_args.data_parallel_size_local == 0:
         # No core runs here, or `core_host` launches them when the server asks for them.
         end_early_core()

@@ -103,6 +103,13 @@ def read_args(args: argparse.Namespace) -> tuple[EngineArgs, ServerArgs]:
     return engine, _read_server(server)
 
 
+def serve_while_warming(engine: EngineArgs) -> None:
+    """Let a server take requests before all buckets are warmed up, unless it was told otherwise."""
+    is_complete = envs.get().VLLM_FULL_WARMUP or engine.sampling_warmup == "all"
+    if engine.ready_when is None and not is_complete:
+        engine.ready_when = "first"
+
+
 def _read_server(given: dict[str, Any]) -> ServerArgs:
     settings = envs.get()
     if not given.get("api_key") and settings.VLLM_API_KEY:

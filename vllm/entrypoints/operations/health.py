@@ -15,6 +15,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from vllm.entrypoints.shared.context import ServerContext, get_context
+from vllm.messages import WarmUpStats
 from vllm.version import __version__
 
 router = APIRouter(tags=["health"])
@@ -66,6 +67,21 @@ async def load(request: Request) -> JSONResponse:
     return JSONResponse({"server_load": get_context(request).num_in_progress})
 
 
+def describe_warm_up(warm_up: WarmUpStats) -> dict[str, Any] | None:
+    """Return what is warmed up while the server serves; None: all was before the first request."""
+    if not warm_up.num_wanted:
+        return None
+    seconds, share = warm_up.seconds_left, warm_up.padded_share
+    return {
+        "is_warming": warm_up.is_warming,
+        "warm_buckets": warm_up.num_warm,
+        "wanted_buckets": warm_up.num_wanted,
+        "seconds_left": None if seconds is None else round(seconds, 1),
+        "padded_share": None if share is None else round(share, 4),
+        "longest_delay_s": round(warm_up.longest_delay_s, 3),
+    }
+
+
 def _has_started(context: ServerContext) -> bool:
     was_ready = context.has_been_ready or context.engine.startup.is_ready
     return was_ready and not _is_dead(context)
@@ -80,6 +96,9 @@ def _describe(context: ServerContext, status_code: int) -> JSONResponse:
     body: dict[str, Any] = {"status": context.state, "phase": startup.phase}
     if context.state == "paused":
         body["message"] = context.engine.refusal
+    if startup.is_ready and context.engine.metrics is not None:
+        warm_up = describe_warm_up(context.engine.metrics.totals.warm_up)
+        body |= {} if warm_up is None else {"warm_up": warm_up}
     if not startup.is_ready and not _is_dead(context):
         body |= {"done": startup.done, "total": startup.total}
         body["eta_seconds"] = startup.eta_seconds

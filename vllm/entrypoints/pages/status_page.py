@@ -11,6 +11,7 @@ from starlette.responses import Response
 from vllm.engine.metrics.engine_metrics import FinishedRequestStats
 from vllm.engine.metrics.media_metrics import MediaReadStats
 from vllm.engine.metrics.replica_metrics import ReadableMetrics
+from vllm.entrypoints.operations.health import describe_warm_up
 from vllm.entrypoints.operations.metrics_route import engine_metrics
 from vllm.entrypoints.pages.server_state import describe_server, fresh_json
 from vllm.entrypoints.shared.context import ServerContext, get_context
@@ -66,6 +67,7 @@ def _describe_engine(metrics: ReadableMetrics) -> dict[str, Any]:
         "prefix_hit_rate": _share(totals.num_prefix_hits, totals.num_prefix_queries),
         "preemptions": totals.num_preemptions,
         "bucket_hits": runner.num_bucket_hits,
+        "warm_up": describe_warm_up(totals.warm_up),
         "bucket_misses": runner.num_bucket_misses,
         "late_compilations": runner.num_late_compilations,
         "useful_tokens": runner.num_useful_tokens,

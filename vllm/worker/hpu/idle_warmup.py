@@ -6,6 +6,8 @@ The steps have the same form as those of the warm-up; the engine asks for one wh
 import time
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from vllm.bucketing import MemoryLedger, format_bytes
 from vllm.bucketing.ledger import MemoryClass
 from vllm.logger import init_logger
@@ -32,10 +34,16 @@ class IdleWarmUp:
         runner: whose start has ended.
         ledger: has the budget of launches.
         held_bytes: memory of results that are still to be read.
+        expected_s: seconds of a step, as far as is known.
     """
 
     def __init__(
-        self, bridge: HabanaBridge, runner: HPUModelRunner, ledger: MemoryLedger, held_bytes: int
+        self,
+        bridge: HabanaBridge,
+        runner: HPUModelRunner,
+        ledger: MemoryLedger,
+        held_bytes: int,
+        expected_s: float = 0.0,
     ) -> None:
         self._bridge = bridge
         self._runner = runner
@@ -44,10 +52,21 @@ class IdleWarmUp:
         self._given_up = False
         self._launch: tuple[PaddedShape, SamplingMetadata] | None = None
         """Of the step that was named last."""
+        self._named: WarmUpStep | None = None
+        """That had to wait."""
+        self._longest_s = expected_s
+        """Seconds of the longest step so far."""
         self._steps = self._all_steps()
 
-    def next_warm_up(self, given_up: str | None = None) -> WarmUpStep | None:
+    def next_warm_up(
+        self,
+        given_up: str | None = None,
+        seconds: float | None = None,
+        longest_s: float | None = None,
+    ) -> WarmUpStep | None:
         """Finish the last step, and name the next one; see `Worker.next_warm_up`."""
+        if self._launch is None and seconds is not None:
+            self._longest_s = max(self._longest_s, seconds)
         if given_up is not None and not self._given_up:
             self._given_up = True
             logger.warning(
@@ -55,7 +74,16 @@ class IdleWarmUp:
                 "first use.",
                 given_up,
             )
-        return None if self._given_up else next(self._steps, None)
+        if self._given_up:
+            return None
+        step = self._named or next(self._steps, None)
+        self._named = None
+        if step is None:
+            return None
+        must_wait = longest_s is not None and self._longest_s > longest_s
+        if must_wait:
+            self._named = step
+        return replace(step, expected_s=self._longest_s, must_wait=must_wait)
 
     def warm_up(self) -> str | None:
         """Run the launch of the step; why it has to be given up, or None."""

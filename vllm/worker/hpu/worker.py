@@ -1,9 +1,12 @@
 """The worker of a Gaudi card, real or simulated: load, measure, divide the memory, warm up."""
 
 import gc
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
+import msgspec
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
@@ -17,10 +20,14 @@ from vllm.attention.backends.sdpa import (
     require_flex,
 )
 from vllm.attention.cached_layer import layers_with_cache
-from vllm.bucketing import Catalog, Phase, format_bytes, plan_buckets
+from vllm.bucketing import Bucket, Catalog, Phase, StepLimits, format_bytes, plan_buckets
+from vllm.bucketing.catalog.catalog import padded_cost
+from vllm.bucketing.catalog.first_set import choose_first
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.log_lines import num_blocks_line
+from vllm.bucketing.traffic import TrafficTable, even_traffic
 from vllm.config import VllmConfig
+from vllm.cost_model.padded import forward_seconds
 from vllm.distributed import Collectives, Link, Meeting, TorchCollectives
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -58,8 +65,11 @@ from vllm.worker.hpu.memory.sleep import CardCache, CardWeights, SleepingGraphs
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.pooling_runner import HPUPoolingRunner
 from vllm.worker.hpu.speculator_runner import make_speculator_runner
+from vllm.worker.hpu.warmup.later_warmup import LaterWarmUp
 from vllm.worker.hpu.warmup.profile import held_bytes, profile_launches
+from vllm.worker.hpu.warmup.recipe_manifest import RecipeManifest
 from vllm.worker.hpu.warmup.warmup import WarmUp
+from vllm.worker.hpu.warmup.warmup_estimate import Kind, Work
 from vllm.worker.interface import MemoryReport, WarmUpStep
 from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, count_kept_states, log_states
 from vllm.worker.parts.item_rows import count_item_states
@@ -84,6 +94,9 @@ _SLEEPS_WITH = {
     MemoryClass.DECODE_GRAPHS: frozenset(TAGS),
 }
 """What is given back while one of these parts sleeps."""
+
+_SAMPLING = Work(Kind("compile", Phase.DECODE, samples=True), 0.0)
+"""A launch that is like those which compile sampling."""
 
 _PROFILE_BLOCKS = 2
 """KV blocks while the memory of a launch is measured: all its references are to one of them."""
@@ -115,7 +128,11 @@ class HPUWorker(WorkerBase):
         super().__init__(config, self.bridge.device)
         gc.set_threshold(*config.hpu.gc_thresholds)
         set_ops(HPUOps(self.bridge))
-        self._idle_warm_up: IdleWarmUp | None = None
+        self._warm_up: WarmUp | None = None
+        self._later: deque[LaterWarmUp | IdleWarmUp] = deque()
+        """What the start has left of the warm-up."""
+        self._has_started = False
+        self._num_choices = 0
         self._slicing = config.hpu.prompt_slicing(config.scheduler.max_num_batched_tokens)
         self._forecast = MemoryForecast(self._slicing, config.cache.block_size)
         self._meeting: Meeting | None = None
@@ -321,6 +338,8 @@ class HPUWorker(WorkerBase):
             self._bind_caches(num_blocks)
         if self._items is not None:
             self._items.pool.warm_up()
+        if self._encoder is not None:
+            self._encoder.warm_up_agreement()
         if self._drafter is not None:
             self._drafter.start(num_blocks)
         if self.config.connector.kv_transfer is not None:
@@ -352,33 +371,60 @@ class HPUWorker(WorkerBase):
     def _weights_and_kernels(self) -> tuple[Iterable[Tensor], str]:
         return map(_host_bytes, model_tensors(self.model)), self.bridge.device.type
 
-    def next_warm_up(self, given_up: str | None = None) -> WarmUpStep | None:
+    def next_warm_up(
+        self,
+        given_up: str | None = None,
+        seconds: float | None = None,
+        longest_s: float | None = None,
+    ) -> WarmUpStep | None:
         """See `Worker.next_warm_up`."""
-        if self._idle_warm_up is not None:
-            return self._idle_warm_up.next_warm_up(given_up)
-        if self._warm_up is None:
-            self._finish_start()
+        while self._later:
+            step = self._later[0].next_warm_up(given_up, seconds, longest_s)
+            if step is not None:
+                return step
+            self._later.popleft()
+            given_up = seconds = None
+        if self._has_started:
             return None
-        launch = self._warm_up.next_warm_up(given_up)
-        if launch is None:
+        step = None
+        if self._warm_up is not None:
+            step = self._warm_up.next_warm_up(given_up, seconds)
+        if step is None:
             self._finish_start()
-        return launch
+        return step
 
     def warm_up(self) -> str | None:
         """See `Worker.warm_up`."""
-        running = self._idle_warm_up or self._warm_up
+        running = self._later[0] if self._later else self._warm_up
         assert running is not None
         with self._within_memory("a launch for which other cards of the engine have memory"):
             return running.warm_up()
 
     def _finish_start(self) -> None:
-        hpu, runner = self.config.hpu, self.runner
-        if self._warm_up is not None:
+        hpu, runner, start = self.config.hpu, self.runner, self._warm_up
+        self._has_started = True
+        if start is not None:
+            held = held_bytes(self.config)
+            self._manifest.add(start.catalog.warmed)
+            if len(start.catalog) < len(start.wanted):
+                traffic = runner.launches.traffic = TrafficTable(self.config.cache.block_size)
+                self._later.append(
+                    LaterWarmUp(
+                        self.bridge,
+                        runner,
+                        start,
+                        self.ledger,
+                        self._forecast,
+                        held,
+                        traffic,
+                        lambda bucket: self._manifest.add([bucket]),
+                    )
+                )
             if hpu.full_warmup:
                 runner.launches.execution.forbid_recompilation()
             elif hpu.sampling_warmup == "basic" and isinstance(runner, HPUModelRunner):
-                held = held_bytes(self.config)
-                self._idle_warm_up = IdleWarmUp(self.bridge, runner, self.ledger, held)
+                expected_s = start.estimate.expect(_SAMPLING)
+                self._later.append(IdleWarmUp(self.bridge, runner, self.ledger, held, expected_s))
         self._warm_up = None
         self._preparation.end()
         logger.info("init_cache_engine took %s", self._preparation)
@@ -563,7 +609,10 @@ class HPUWorker(WorkerBase):
             # What compiles from here on, requests wait for.
             self.runner.launches.report.finish_warmup()
             return None
-        return WarmUp(
+        mode = self.runner.launches.execution.name
+        self._manifest = RecipeManifest.of(self.config, mode, num_blocks, self.rank)
+        self._on_disk = self._of_rank_0("recipes on disk", sorted(self._manifest.found))
+        warm_up = WarmUp(
             self.config,
             self.bridge,
             self.runner,
@@ -572,7 +621,37 @@ class HPUWorker(WorkerBase):
             self.ledger,
             self._forecast,
             self._encoder,
+            self._choose_first if self.config.hpu.serves_while_warming else None,
+            self._on_disk,
         )
+        self.runner.launches.use_catalog(warm_up.catalog, plan.limits)
+        return warm_up
+
+    def _choose_first(self, wanted: Catalog, limits: StepLimits) -> list[Bucket]:
+        """Choose the buckets that the start warms up."""
+        first = choose_first(
+            wanted,
+            limits,
+            self.config.hpu.first_buckets,
+            even_traffic(limits),
+            partial(forward_seconds, block_size=limits.block_size),
+            memory_sizes=(padded_cost, self._forecast.num_scores),
+            preferred=self._on_disk,
+        )
+        self._num_choices += 1
+        first = self._of_rank_0(f"first buckets {self._num_choices}", first)
+        logger.info(
+            "Ready after %d of %d buckets; the others are warmed up while the engine serves",
+            *(len(first), len({*wanted.prefill, *wanted.decode, *first})),
+        )
+        return first
+
+    def _of_rank_0(self, name: str, buckets: list[Bucket]) -> list[Bucket]:
+        """What rank 0 has in place of these, so that all ranks do the same."""
+        if self._meeting is None:
+            return buckets
+        values = self._meeting.exchange(name, msgspec.json.encode(buckets))
+        return msgspec.json.decode(values[0], type=list[Bucket])
 
 
 def _host_bytes(tensor: Tensor) -> Tensor:

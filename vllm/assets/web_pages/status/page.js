@@ -82,10 +82,22 @@ function showEngine(s) {
   // Only devices that compile shapes have buckets: elsewhere these words would mean nothing.
   const hasBuckets = s.bucket_hits + s.bucket_misses > 0;
   for (const tile of document.querySelectorAll(".of-buckets")) tile.hidden = !hasBuckets;
+  showWarmUp(s.warm_up);
   // A model that embeds or classifies has no tokens to wait for, and one without a decoder no cache.
   for (const tile of document.querySelectorAll(".of-generation")) tile.hidden = !s.generates;
   byId("kv-tile").hidden = !s.generates && !s.kv_blocks;
   showRecent(s.recent);
+}
+
+// Where a server began before all buckets were warmed up.
+function showWarmUp(w) {
+  byId("warm-up").hidden = !w;
+  if (!w) return;
+  showText("warm-buckets", count(w.warm_buckets));
+  showText("wanted-buckets", count(w.wanted_buckets));
+  byId("warm-meter").value = w.warm_buckets / w.wanted_buckets;
+  const left = w.seconds_left === null ? "" : `about ${seconds(w.seconds_left)} left, `;
+  showText("warm-note", `${w.is_warming ? left : ""}longest delay of a step ${seconds(w.longest_delay_s)}`);
 }
 
 // Where the model reads images, sound or videos.

@@ -15,7 +15,7 @@ whether it is kept. Ranks with the same decisions go through the same steps.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -52,6 +52,8 @@ logger = init_logger(__name__)
 
 _Steps = Generator[WarmUpStep, str | None, None]
 """Names a step, and is told afterwards why it is given up (None: it is kept)."""
+
+ChooseFirst = Callable[[Catalog, StepLimits], Sequence[Bucket]]
 
 
 class PaddedEncoder(Protocol):
@@ -94,6 +96,17 @@ class WarmUp:
         ledger: has the budgets of launches and of graphs.
         forecast: knows what the launches of the profiling run have taken; None: there was none.
         encoder: of images; None: the model reads text only.
+        choose_first: the buckets that are warmed up, going by all that are wanted and the limits;
+            the others are left for later. None: all of them.
+        on_disk: buckets whose recipes need not be compiled.
+
+    Attributes:
+        wanted: all buckets, without those that were given up.
+        catalog: of them, those that are warmed up.
+        limits: of a launch, as memory allows.
+        on_disk: as given.
+        batches: padded batch sizes whose sampling has been launched.
+        estimate: knows what kinds of launches take.
     """
 
     def __init__(
@@ -106,13 +119,17 @@ class WarmUp:
         ledger: MemoryLedger,
         forecast: MemoryForecast | None = None,
         encoder: PaddedEncoder | None = None,
+        choose_first: ChooseFirst | None = None,
+        on_disk: Collection[Bucket] = (),
     ) -> None:
         self._config = config
         self._bridge = bridge
         self._runner = runner
         self._launches = runner.launches
-        self._catalog = catalog
-        self._limits = limits
+        self._choose_first = choose_first
+        self.on_disk = on_disk
+        self.wanted, self.limits = catalog, limits
+        self.catalog = self._choose_catalog()
         self._ledger = ledger
         self._held_bytes = held_bytes(config)
         self._forecast = MemoryForecast() if forecast is None else forecast
@@ -120,14 +137,13 @@ class WarmUp:
         self._encoder_sizes = [] if encoder is None else list(encoder.sizes)
         """Sizes of the forward passes of the encoder that have not run, ascending."""
         self._given_up: list[Bucket] = []
-        self._batches: set[int] = set()
-        """Padded batch sizes whose sampling has been launched."""
+        self.batches: set[int] = set()
         self._compiled: set[Bucket] = set()
         # Operator by operator, compiling is launching.
         self._compiles_first = runner.launches.execution.has_recipes and bridge.can_compile_only
         self._captured: set[Bucket] = set()
         """Buckets that have their graphs."""
-        self._estimate = WarmUpEstimate()
+        self.estimate = WarmUpEstimate()
         self._eta_s: float | None = None
         """Of the step that was named last."""
         self._steps = self._all_steps()
@@ -142,13 +158,15 @@ class WarmUp:
         self._used_bytes: int | None = None
         """Memory that the last graph has taken; None: it was not captured."""
 
-    def next_warm_up(self, given_up: str | None = None) -> WarmUpStep | None:
+    def next_warm_up(
+        self, given_up: str | None = None, seconds: float | None = None
+    ) -> WarmUpStep | None:
         """Finish the last step, and name the next one; see `Worker.next_warm_up`.
 
         Raises:
             ConfigError: the memory does not hold even the smallest launches.
         """
-        self._estimate.end(has_run=self._launch is None)
+        self.estimate.end(has_run=self._launch is None, seconds=seconds)
         try:
             step = self._steps.send(given_up)
         except StopIteration:
@@ -164,9 +182,9 @@ class WarmUp:
 
     def _all_steps(self) -> _Steps:
         started, free_before = time.perf_counter(), self._bridge.memory_info().free_bytes
-        self._launches.allow_shapes(3 * len(self._catalog))
+        self._launches.allow_buckets(len(self.wanted))
         self._book_workspace(0)
-        self._estimate.plan(self._work_left())
+        self.estimate.plan(self._work_left())
         if self._encoder is not None:
             yield from self._encode(self._encoder)
         yield from self._launch_long_slices()
@@ -174,7 +192,7 @@ class WarmUp:
             for phase in Phase:
                 yield from self._compile(phase)
         self._compiles_first = False
-        self._batches.clear()
+        self.batches.clear()
         for phase in Phase:
             yield from self._launch_once(phase)
         if self._has_graphs:
@@ -194,7 +212,7 @@ class WarmUp:
         """Every launch from here to the end of the warm-up, if nothing more is given up."""
         for size in self._encoder_sizes:
             yield _encoder_work(size)
-        batches, slices = set(self._batches), self._long_slices()
+        batches, slices = set(self.batches), self._long_slices()
         yield from self._work_of("compile", slices, batches)
         done = self._compiled.union(slices)
         if self._compiles_first:
@@ -208,8 +226,8 @@ class WarmUp:
             for bucket in reversed(pending):
                 yield from self._work_of(self._stage_of(bucket), [bucket], batches)
         if self._has_graphs:
-            yield from self._graphs_left(self._catalog.prefill)
-            yield from self._graphs_left(self._catalog.decode)
+            yield from self._graphs_left(self.catalog.prefill)
+            yield from self._graphs_left(self.catalog.decode)
 
     def _work_of(
         self, stage: Stage, buckets: Sequence[Bucket], batches: set[int]
@@ -229,6 +247,8 @@ class WarmUp:
         return [self._work("capture", shape, samples=False) for shape in self._shapes(bucket)]
 
     def _work(self, stage: Stage, shape: PaddedShape, *, samples: bool) -> Work:
+        if stage == "compile" and shape.bucket in self.on_disk:
+            stage = "load"
         return Work(Kind(stage, shape.bucket.phase, samples), shape.cost)
 
     def _stage_of(self, bucket: Bucket) -> Stage:
@@ -243,7 +263,7 @@ class WarmUp:
         memory."""
         total = len(self._encoder_sizes)
         for index, size in enumerate(reversed(encoder.sizes), start=1):
-            self._eta_s = self._estimate.begin([_encoder_work(size)])
+            self._eta_s = self.estimate.begin([_encoder_work(size)])
             name = f"{size} {encoder.unit}"
             line = encoder_line(index, total, name, self._free_bytes())
             self._launch = partial(_logged, line, partial(self._encode_padding, encoder, size))
@@ -306,7 +326,7 @@ class WarmUp:
             stage = self._stage_of(bucket)
             given_up = yield from self._run_bucket(bucket, step, line, stage, self._launch_shape)
             if given_up is None:
-                self._catalog.mark_warmed([bucket])
+                self.catalog.mark_warmed([bucket])
                 self._launches.report.mark_warmed(
                     bucket.phase, bucket.batch, bucket.query_len, bucket.blocks
                 )
@@ -324,7 +344,7 @@ class WarmUp:
         ranks, as it depends on the config alone."""
         most = self._forecast.most_blocks
         is_long = most is not None and bucket.blocks > most
-        return is_long and self._limits.contiguous_pa and bucket.phase is Phase.DECODE
+        return is_long and self.limits.contiguous_pa and bucket.phase is Phase.DECODE
 
     def _line(self, bucket: Bucket, index: int, total: int) -> str:
         return warmup_line(bucket.phase, index, total, bucket, self._free_bytes())
@@ -340,8 +360,8 @@ class WarmUp:
         """Run all launches of a bucket; why they are given up, or None."""
         for shape in self._shapes(bucket):
             self._needed_bytes = 0
-            samples = shape.num_rows not in self._batches
-            self._eta_s = self._estimate.begin([self._work(stage, shape, samples=samples)])
+            samples = shape.num_rows not in self.batches
+            self._eta_s = self.estimate.begin([self._work(stage, shape, samples=samples)])
             step = msgspec.structs.replace(step, given_up=self._predict(shape))
             self._launch = partial(_logged, line, partial(run, shape))
             given_up = yield step
@@ -349,7 +369,7 @@ class WarmUp:
             if given_up is not None:
                 logger.warning("%s is not used: %s", _name(bucket), given_up)
                 return given_up
-            self._batches.add(shape.num_rows)
+            self.batches.add(shape.num_rows)
             line = None
         return None
 
@@ -385,7 +405,7 @@ class WarmUp:
         )
 
     def _attempt(self, shape: PaddedShape) -> Attempt:
-        sampling: Sampling = "none" if shape.num_rows in self._batches else "warm_up"
+        sampling: Sampling = "none" if shape.num_rows in self.batches else "warm_up"
         launch = partial(self._runner.warm_up, shape, sampling=sampling)
         return attempt(self._bridge, launch, self._resident_bytes(), self._launches.peers)
 
@@ -398,8 +418,8 @@ class WarmUp:
 
     def _pending(self, phase: Phase) -> list[Bucket]:
         """Buckets that have not run yet, ascending."""
-        buckets = self._catalog.prefill if phase is Phase.PREFILL else self._catalog.decode
-        return [bucket for bucket in buckets if not self._catalog.is_warmed(bucket)]
+        buckets = self.catalog.prefill if phase is Phase.PREFILL else self.catalog.decode
+        return [bucket for bucket in buckets if not self.catalog.is_warmed(bucket)]
 
     def _book_workspace(self, needed_bytes: int) -> None:
         """Keep memory for launches that need more than the profiling run did: that of graphs, and
@@ -436,8 +456,8 @@ class WarmUp:
     def _give_up(self, bucket: Bucket) -> None:
         """Drop a bucket; steps that need it use smaller launches."""
         self._given_up.append(bucket)
-        was_sliced = self._limits.contiguous_pa
-        found = shrink_launches(self._catalog.without([bucket]), self._limits, self._given_up)
+        was_sliced = self.limits.contiguous_pa
+        found = shrink_launches(self.wanted.without([bucket]), self.limits, self._given_up)
         if found is None:
             raise ConfigError(
                 f"no memory for any {bucket.phase!s}, {_name(bucket)} being the last that was "
@@ -445,14 +465,26 @@ class WarmUp:
                 f"({self._config.cache.gpu_memory_utilization}), which sizes the KV cache, or "
                 f"--max-model-len ({self._config.scheduler.max_model_len})"
             )
-        self._catalog, self._limits = found
-        if was_sliced and not self._limits.contiguous_pa:
+        self.wanted, self.limits = found
+        warmed = self.catalog.warmed
+        if was_sliced and not self.limits.contiguous_pa:
             # None of them has run the other way yet.
-            decodes = self._catalog.decode
-            self._catalog = self._catalog.without(decodes).with_buckets(decodes)
-        self._launches.allow_shapes(3 * (len(self._catalog) + len(self._given_up)))
-        self._launches.use_catalog(self._catalog, self._limits)
-        self._estimate.plan(self._work_left())
+            decodes = self.wanted.decode
+            self.wanted = self.wanted.without(decodes).with_buckets(decodes)
+            warmed = frozenset(b for b in warmed if b.phase is Phase.PREFILL)
+        self.catalog = self._choose_catalog()
+        self.catalog.mark_warmed(b for b in warmed if b in self.catalog)
+        self._launches.allow_buckets(len(self.wanted) + len(self._given_up))
+        self._launches.use_catalog(self.catalog, self.limits)
+        self.estimate.plan(self._work_left())
+
+    def _choose_catalog(self) -> Catalog:
+        """The catalog with the buckets that are warmed up."""
+        if self._choose_first is None:
+            return self.wanted
+        first = self._choose_first(self.wanted, self.limits)
+        self.wanted = self.wanted.with_buckets(first)
+        return Catalog((), ()).with_buckets(first)
 
     # ---- phase 2 --------------------------------------------------------------------------
 
@@ -465,8 +497,8 @@ class WarmUp:
             )
         )
         plan = capture_graphs(
-            self._catalog.prefill,
-            self._catalog.decode,
+            self.catalog.prefill,
+            self.catalog.decode,
             ledger,
             prefill_order=hpu.graph_prompt_strategy,
             decode_order=hpu.graph_decode_strategy,
@@ -481,9 +513,9 @@ class WarmUp:
                 break
             if step.index <= last_index[step.phase]:
                 # The second pass: what was refused may have memory now.
-                catalog, phase = self._catalog, step.phase
+                catalog, phase = self.catalog, step.phase
                 buckets = catalog.prefill if phase is Phase.PREFILL else catalog.decode
-                self._estimate.add(self._graphs_left(buckets))
+                self.estimate.add(self._graphs_left(buckets))
             last_index[step.phase] = step.index
             capture = yield from self._capture_one(step)
         for phase, result in graphs.items():
@@ -497,7 +529,7 @@ class WarmUp:
     def _capture_one(self, step: CaptureStep) -> Generator[WarmUpStep, str | None, Capture]:
         """Capture the graphs of a bucket, unless they are given up before."""
         self._used_bytes = None
-        self._eta_s = self._estimate.begin(self._capture_work(step.bucket))
+        self._eta_s = self.estimate.begin(self._capture_work(step.bucket))
         self._launch = partial(self._capture_bucket, step)
         given_up = yield WarmUpStep(
             phase=f"warm-up: {step.phase!s} graphs",

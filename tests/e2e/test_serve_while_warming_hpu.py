@@ -1,0 +1,215 @@
+"""Requests from the first second on a simulated card, while it still warms up. Strict mode.
+
+Time is that of a clock that a test advances: a step of the engine takes 10 ms, a part of the
+warm-up 30 ms.
+"""
+
+import random
+from itertools import count
+
+import pytest
+import torch
+
+from tests.e2e.ranks import assert_same
+from tests.hpu import MODES, captured_log, simulated_hpu
+from tests.reach import core_of, executor_of
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.bucketing import MemoryClass, prove
+from vllm.engine.background_warm_up import BackgroundWarmUp
+from vllm.env import ranks as env_ranks
+from vllm.executor import WarmUpSteps
+from vllm.worker.hpu.worker import HPUWorker
+
+ENGINE = {
+    "dtype": "float32",
+    "max_model_len": 96,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 25,
+    "block_size": 16,
+}
+BUCKETS = {
+    "VLLM_PROMPT_BS_BUCKET_MAX": 1,
+    "VLLM_PROMPT_SEQ_BUCKET_MIN": 32,
+    "VLLM_PROMPT_SEQ_BUCKET_STEP": 32,
+    "VLLM_DECODE_BS_BUCKET_MIN": 4,
+    "VLLM_DECODE_BLOCK_BUCKET_MIN": 8,
+    "VLLM_DECODE_BLOCK_BUCKET_STEP": 8,
+    "VLLM_CONTIGUOUS_PA": 0,
+}
+WARMING = {"ready_when": "first", "first_buckets": 2, "warm_up_share": 0.5}
+STEP_S, PART_S = 0.01, 0.03
+NUM_REQUESTS = 24
+CANCELLED = frozenset({"3", "11"})
+
+
+def load() -> list[tuple[list[int], SamplingParams]]:
+    """Prompts and parameters; some sample at random."""
+    rng, requests = random.Random(5), []
+    for index in range(NUM_REQUESTS):
+        prompt = rng.choices(range(16, 4000), k=rng.choice([1, 3, 17, 30, 33, 50, 60, 70]))
+        params = SamplingParams(
+            temperature=0.8 * (index % 3 == 1),
+            seed=index,
+            max_tokens=rng.randint(2, 20),
+            ignore_eos=True,
+            detokenize=False,
+        )
+        requests.append((prompt, params))
+    return requests
+
+
+def serve(llm: LLM, requests, rounds: int = 1, until=lambda: False) -> list[list[RequestOutput]]:
+    """Add a request every other step and cancel two of each round; round after round, until all
+    are done or there are so many rounds.
+
+    Returns:
+        For each round the outputs of those that were not cancelled, in their order.
+    """
+    engine, found = llm.llm_engine, []
+    for number in range(rounds):
+        outputs, waiting = {}, list(enumerate(requests))
+        for step in count():
+            if waiting and step % 2 == 0:
+                index, (prompt, params) = waiting.pop(0)
+                engine.add_request(f"{number}-{index}", {"prompt_token_ids": prompt}, params)
+            if step == 20:
+                engine.abort_request([f"{number}-{index}" for index in CANCELLED])
+            for output in engine.step():
+                if output.finished:
+                    outputs[output.request_id.partition("-")[2]] = output
+            if not waiting and not engine.has_unfinished_requests():
+                break
+        kept = [str(i) for i in range(len(requests)) if str(i) not in CANCELLED]
+        found.append([outputs[index] for index in kept])
+        if until():
+            break
+    return found
+
+
+class Clock:
+    """Simulated time, and what happened in it.
+
+    Attributes:
+        now: in seconds.
+        spent: at each part of the warm-up under load, the seconds for such parts, and the time.
+        problems: what a part of the warm-up has changed that it must not.
+    """
+
+    def __init__(self, monkeypatch) -> None:
+        self.now = 0.0
+        self.began: float | None = None
+        self.spent: list[tuple[float, float]] = []
+        self.problems: list[str] = []
+        for kind, settings in ((BackgroundWarmUp, ()), (WarmUpSteps, ())):
+            monkeypatch.setattr(kind.__init__, "__defaults__", (*settings, self.time))
+        clock, execute, warm_up = self, HPUWorker.execute_model, HPUWorker.warm_up
+
+        def execute_model(worker, step):
+            clock.began = clock.now if clock.began is None else clock.began
+            clock.now += STEP_S
+            return execute(worker, step)
+
+        def run_part(worker):
+            if clock.began is None:  # part of the start
+                clock.now += PART_S
+                return warm_up(worker)
+            before = kept_blocks(worker)
+            workspace = worker.ledger.booked(MemoryClass.WORKSPACE)
+            given_up = warm_up(worker)
+            clock.now += PART_S
+            total = PART_S + (clock.spent[-1][0] if clock.spent else 0.0)
+            clock.spent.append((total, clock.now - clock.began))
+            if not all(map(torch.equal, before, kept_blocks(worker))):
+                clock.problems.append("a block has changed")
+            if given_up is not None or worker.ledger.booked(MemoryClass.WORKSPACE) != workspace:
+                clock.problems.append(f"more memory is needed: {given_up}")
+            planner = worker.runner.launches.planner
+            if not prove(planner.catalog, planner._limits).is_covered:
+                clock.problems.append("a launch has no bucket")
+            if len(planner.catalog.warmed) < len(planner.catalog):
+                clock.problems.append("a bucket is in use that is not warmed up")
+            return given_up
+
+        monkeypatch.setattr(HPUWorker, "execute_model", execute_model)
+        monkeypatch.setattr(HPUWorker, "warm_up", run_part)
+
+    def time(self) -> float:
+        return self.now
+
+
+def kept_blocks(worker: HPUWorker) -> list[torch.Tensor]:
+    """Keys and values of all blocks but the null block."""
+    size = worker.config.cache.block_size
+    caches = [
+        tensor
+        for runner in worker._runners
+        for layer in runner.attention_layers
+        for tensor in layer.kv_caches
+    ]
+    return [tensor.cpu()[size:].clone() for tensor in caches]
+
+
+def all_are_warm(core) -> bool:
+    stats = core.stats().warm_up
+    return stats.num_warm == stats.num_wanted
+
+
+@pytest.fixture(scope="module")
+def want():
+    return serve(LLM(device="cpu", **ENGINE), load())[0]
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings"),
+    [
+        ("HPU graphs", {"tensor_parallel_size": 2}),
+        pytest.param(
+            "HPU graphs",
+            {"tensor_parallel_size": 2, "speculative_config": NGRAM},
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param("torch.compile", {}, marks=pytest.mark.exhaustive),
+        pytest.param("HPU graphs", {}, marks=pytest.mark.exhaustive),
+        pytest.param("lazy", {}, marks=pytest.mark.exhaustive),
+        pytest.param("eager", {}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_requests_from_the_first_second_get_the_tokens_of_the_cpu(
+    mode, settings, want, monkeypatch
+):
+    clock = Clock(monkeypatch)
+    is_lazy, is_eager = MODES[mode]
+    variables = {"PT_HPU_LAZY_MODE": is_lazy, "PT_HPU_ENABLE_LAZY_COLLECTIVES": True, **BUCKETS}
+    for name, value in env_ranks.rank_variables(0, 1).items():
+        monkeypatch.setenv(name, value)  # an engine sets them; they are put back afterwards
+    extension = "tests.executor.late_compilations.LateCompilations"
+    with simulated_hpu(**variables), captured_log() as log:
+        llm = LLM(
+            enforce_eager=is_eager,
+            worker_extension_cls=extension,
+            **ENGINE | WARMING | settings,
+        )
+        core, executor = core_of(llm), executor_of(llm)
+        first = core.stats().warm_up
+        assert first.is_warming and first.num_warm < first.num_wanted
+        rounds = serve(llm, load(), 12, until=lambda: all_are_warm(core))
+        stats = core.stats()
+        assert set(executor.collective_rpc("late_compilations")) == {0}
+        warmed, *others = executor.collective_rpc("warmed_buckets")
+        executor.shutdown()
+    assert not clock.problems
+    for outputs in rounds:
+        assert_same(outputs, want)
+    assert stats.warm_up.num_warm == stats.warm_up.num_wanted
+    assert stats.runner.num_bucket_misses == 0
+    assert len(warmed) == stats.warm_up.num_wanted and others == [warmed] * len(others)
+    assert all(line.endswith("True") for line in warmed)
+    # A part of a new kind may take longer than expected; the next ones wait for it.
+    assert all(spent <= 0.5 * now + PART_S for spent, now in clock.spent)
+    assert clock.spent[-1][0] <= 0.5 * clock.spent[-1][1] + 1e-9
+    assert stats.warm_up.longest_delay_s == pytest.approx(PART_S)
+    assert not [line for line in log if "was not warmed-up!" in line or "not used" in line]

@@ -1,0 +1,165 @@
+"""Runs what the start has left of the warm-up: while there are no requests, and between two steps.
+
+Under load it takes a share of the time at most, and leaves out what would delay a step for longer
+than allowed. Decides when; what is launched the workers say. Nothing waits here for time to pass.
+"""
+
+import time
+from collections.abc import Callable
+
+from vllm.executor import WarmUpStep, WarmUpSteps
+from vllm.logger import init_logger
+from vllm.messages import WarmUpStats
+
+logger = init_logger(__name__)
+
+_ASKED_AGAIN_AFTER_S = 10.0
+"""Time under load after which is asked again for a step that is short enough."""
+_COLD_AFTER_S = 600.0
+"""Time under load after which a line says what stays cold."""
+
+
+class BackgroundWarmUp:
+    """The rest of the warm-up of one engine.
+
+    Args:
+        steps: of the workers.
+        share: of the time under load, 0 to 1; 0: only while there are no requests.
+        max_delay_s: of a step of the engine.
+        clock: in seconds.
+
+    Attributes:
+        is_done: nothing is left.
+    """
+
+    def __init__(
+        self,
+        steps: WarmUpSteps,
+        share: float,
+        max_delay_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._steps = steps
+        self._share = share
+        self._max_delay_s = max_delay_s
+        self._clock = clock
+        self.is_done = False
+        self._named: WarmUpStep | None = None
+        """The step that runs next; None: it is not known."""
+        self._latest: WarmUpStep | None = None
+        self._loaded_since: float | None = None
+        """When time under load was counted last; None: there are no requests."""
+        self._loaded_s = 0.0
+        self._spent_s = 0.0
+        """Of it, for the warm-up."""
+        self._asked_at_s = 0.0
+        self._held_since_s: float | None = None
+        self._longest_delay_s = 0.0
+        self._is_told = False
+        self._num_buckets = 0
+        """That there will be at the end."""
+        if share:
+            self._name(max_delay_s)
+
+    # ---- without requests -----------------------------------------------------------------
+
+    def run_idle(self) -> None:
+        """Run one step while there are no requests."""
+        self.note_idle()
+        if self._named is None or self._named.must_wait:
+            self._name(None)
+        if not self.is_done:
+            self._run()
+
+    def note_idle(self) -> None:
+        """There are no requests: the time until the next one is no time under load."""
+        self._loaded_since = None
+
+    # ---- under load -----------------------------------------------------------------------
+
+    def is_due(self) -> bool:
+        """Count the time under load, and return whether a step is to run as soon as none of the
+        engine is in flight. Cheap; called before each step of the engine."""
+        if self.is_done or not self._share:
+            return False
+        now = self._clock()
+        if self._loaded_since is not None:
+            self._loaded_s += now - self._loaded_since
+        self._loaded_since = now
+        if self._named is None:
+            return True
+        if self._named.must_wait:
+            return self._loaded_s - self._asked_at_s >= _ASKED_AGAIN_AFTER_S
+        expected_s = self._named.expected_s or 0.0
+        return self._spent_s + expected_s <= self._share * (self._loaded_s + expected_s)
+
+    def run_due(self) -> None:
+        """Run the step that is due, or find out whether there is one that is short enough."""
+        if self._named is None or self._named.must_wait:
+            self._name(self._max_delay_s)
+        if self._named is None or self._named.must_wait or not self.is_due():
+            return
+        seconds = self._run()
+        self._spent_s += seconds
+        self._longest_delay_s = max(self._longest_delay_s, seconds)
+        self._name(self._max_delay_s)
+
+    def _name(self, longest_s: float | None) -> None:
+        step = self._named = self._steps.name(longest_s)
+        self._asked_at_s = self._loaded_s
+        if step is None:
+            self.is_done = True
+            return
+        self._latest = step
+        self._num_buckets = step.num_wanted or self._num_buckets
+        if not step.must_wait:
+            self._held_since_s = None
+        elif self._held_since_s is None:
+            self._held_since_s = self._loaded_s
+
+    def _run(self) -> float:
+        began = self._clock()
+        self._steps.run()
+        self._named = None
+        return self._clock() - began
+
+    # ---- what operators see ---------------------------------------------------------------
+
+    def cold_line(self) -> str | None:
+        """Return the line about buckets that stay cold, once; None: there is none."""
+        step, since = self._latest, self._held_since_s
+        if self.is_done or self._is_told or step is None or since is None:
+            return None
+        if self._loaded_s - since < _COLD_AFTER_S:
+            return None
+        self._is_told = True
+        num_cold = step.num_wanted - step.num_warm
+        what = f"{num_cold} buckets" if num_cold else "parts of the sampler"
+        share, costs = step.padded_share, ""
+        if share is not None:
+            costs = f" Padding is {share:.1%} of the device time of the traffic so far."
+        return (
+            f"warm-up: {what} stay cold under this load, as one part takes about "
+            f"{step.expected_s or 0.0:.1f} s and --warm-up-max-delay is {self._max_delay_s:g} s."
+            f"{costs} Raise --warm-up-max-delay, leave the server without requests for a while, or "
+            f"start it with --ready-when all"
+        )
+
+    @property
+    def stats(self) -> WarmUpStats:
+        """What is warm, what is left, and how long steps were delayed."""
+        step = self._latest
+        if step is None or self.is_done:
+            num = self._num_buckets
+            return WarmUpStats(num_warm=num, num_wanted=num, longest_delay_s=self._longest_delay_s)
+        left = step.eta_seconds
+        if left is not None and self._loaded_since is not None and self._share:
+            left /= self._share
+        return WarmUpStats(
+            is_warming=True,
+            num_warm=step.num_warm if step.num_wanted else self._num_buckets,
+            num_wanted=self._num_buckets,
+            seconds_left=left,
+            longest_delay_s=self._longest_delay_s,
+            padded_share=step.padded_share,
+        )

@@ -1,0 +1,313 @@
+"""Warms up the buckets that the start has left out, one launch at a time, while the engine serves.
+
+The engine asks for a step when none of its own is in flight. A bucket is compiled, launched and,
+with HPU graphs, captured, and only then in use: until then launches are padded to others, which
+are closed. What is chosen next saves the most device time for each second that it takes, going by
+the traffic so far and by what launches like it have taken. All ranks choose alike: they have seen
+the same steps, and the engine tells them how long each part took.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from vllm.bucketing import Bucket, MemoryLedger, Phase, format_bytes
+from vllm.bucketing.catalog.first_set import even_shapes, padded_share, savings
+from vllm.bucketing.ledger import MemoryClass
+from vllm.bucketing.traffic import TrafficTable
+from vllm.cost_model.padded import forward_seconds
+from vllm.logger import init_logger
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.worker.hpu.launches.execution import GraphExecution
+from vllm.worker.hpu.launches.launches import PaddedRunner, Sampling
+from vllm.worker.hpu.launches.planner import PaddedShape
+from vllm.worker.hpu.memory.memory_forecast import MemoryForecast
+from vllm.worker.hpu.memory.memory_profile import attempt, used_bytes
+from vllm.worker.hpu.warmup.warmup import WarmUp
+from vllm.worker.hpu.warmup.warmup_estimate import Kind, Stage, Work
+from vllm.worker.interface import WarmUpStep
+
+logger = init_logger(__name__)
+
+_GRAPHS = {Phase.PREFILL: MemoryClass.PREFILL_GRAPHS, Phase.DECODE: MemoryClass.DECODE_GRAPHS}
+_HELD = (MemoryClass.WEIGHTS, MemoryClass.KV_CACHE, *_GRAPHS.values())
+
+_RECOUNTED_AFTER = 16
+"""Steps after which the traffic is looked at again, also if no bucket was completed."""
+
+
+class _Part(NamedTuple):
+    """A launch that a bucket needs."""
+
+    stage: Stage
+    shape: PaddedShape
+
+
+class LaterWarmUp:
+    """Warms up the rest of the buckets of one runner.
+
+    Args:
+        bridge: the card.
+        runner: whose start has ended.
+        start: the warm-up of the start.
+        ledger: has the budgets of launches and of graphs.
+        forecast: knows what launches have taken.
+        held_bytes: memory of results that are still to be read.
+        traffic: of the runner; it grows.
+        on_warm: is told each bucket that is in use from now on.
+    """
+
+    def __init__(
+        self,
+        bridge: HabanaBridge,
+        runner: PaddedRunner,
+        start: WarmUp,
+        ledger: MemoryLedger,
+        forecast: MemoryForecast,
+        held_bytes: int,
+        traffic: TrafficTable,
+        on_warm: Callable[[Bucket], None] = lambda bucket: None,
+    ) -> None:
+        self._bridge = bridge
+        self._runner = runner
+        self._launches = runner.launches
+        self._ledger = ledger
+        self._forecast = forecast
+        self._held_bytes = held_bytes
+        self._traffic = traffic
+        self._on_warm = on_warm
+        self._estimate = start.estimate
+        self._batches = start.batches
+        self._on_disk = start.on_disk
+        self._catalog = start.catalog
+        self._limits = start.limits
+        self._num_wanted = len(start.wanted)
+        self._even = even_shapes(start.limits)
+        self._cost = partial(forward_seconds, block_size=start.limits.block_size)
+        execution = runner.launches.execution
+        self._compiles_first = execution.has_recipes and bridge.can_compile_only
+        self._left = {
+            bucket: self._parts_of(bucket)
+            for bucket in (*start.wanted.prefill, *start.wanted.decode)
+            if bucket not in start.catalog
+        }
+        """Launches that each bucket still needs, in their order."""
+        self._savings: dict[Bucket, float] = {}
+        self._padded_share: float | None = None
+        self._num_named = _RECOUNTED_AFTER
+        """Steps since savings were counted."""
+        self._running: Bucket | None = None
+        """Of the step that was named last."""
+        self._launch: Callable[[], str | None] | None = None
+        self._used_bytes = 0
+        """Memory that the last graph has taken."""
+
+    # ---- steps ----------------------------------------------------------------------------
+
+    def next_warm_up(
+        self,
+        given_up: str | None = None,
+        seconds: float | None = None,
+        longest_s: float | None = None,
+    ) -> WarmUpStep | None:
+        """Finish the last step, and name the next one; see `Worker.next_warm_up`."""
+        if self._running is not None:
+            has_run = self._launch is None
+            self._estimate.end(has_run=has_run, seconds=seconds)
+            if has_run or given_up is not None:
+                self._finish(self._running, given_up)
+            self._running = self._launch = None
+        if not self._left:
+            return None
+        self._num_named += 1
+        if self._num_named >= _RECOUNTED_AFTER:
+            self._count_savings()
+        expected = {bucket: self._expect(parts[0]) for bucket, parts in self._left.items()}
+        short = [b for b, s in expected.items() if longest_s is None or s <= longest_s]
+        bucket = max(short or expected, key=self._worth)
+        part = self._left[bucket][0]
+        step = WarmUpStep(
+            phase=f"warm-up while serving: {bucket.phase!s} {part.stage}",
+            name=f"{bucket.phase!s} {(bucket.batch, bucket.query_len, bucket.blocks)}",
+            index=len(self._catalog) + 1,
+            total=self._num_wanted,
+            given_up=self._refuse(part) if short else None,
+            eta_seconds=sum(map(self._expect, self._all_parts())),
+            expected_s=expected[bucket],
+            must_wait=not short,
+            num_warm=len(self._catalog),
+            num_wanted=self._num_wanted,
+            padded_share=self._padded_share,
+        )
+        if short:
+            self._running, self._launch = bucket, partial(self._run, part)
+            self._estimate.begin([self._work(part)])
+        return step
+
+    def warm_up(self) -> str | None:
+        """Run the launch of the step; why it has to be given up, or None."""
+        assert self._launch is not None, "no step has been named"
+        launch, self._launch = self._launch, None
+        with torch.inference_mode(), self._launches.report.warming_up():
+            return launch()
+
+    def _finish(self, bucket: Bucket, given_up: str | None) -> None:
+        part = self._left[bucket].pop(0)
+        if part.stage == "capture":
+            if given_up is not None:  # it runs without a graph
+                self._launches.release(part.shape)
+            else:
+                self._ledger.book(_GRAPHS[bucket.phase], self._used_bytes)
+        elif given_up is not None:
+            self._give_up(bucket, given_up)
+            return
+        elif part.stage == "run":
+            self._batches.add(part.shape.num_rows)
+        if not self._left[bucket]:
+            self._use(bucket)
+
+    def _use(self, bucket: Bucket) -> None:
+        """All launches of a bucket have run: it is in use."""
+        del self._left[bucket]
+        self._catalog = self._catalog.with_buckets([bucket])
+        self._catalog.mark_warmed([bucket])
+        self._launches.use_catalog(self._catalog, self._limits)
+        self._launches.report.mark_warmed(
+            bucket.phase, bucket.batch, bucket.query_len, bucket.blocks
+        )
+        self._count_savings()
+        self._on_warm(bucket)
+        if not self._left:
+            self._launches.traffic = None
+            logger.info("All %d buckets are warmed up", len(self._catalog))
+
+    def _give_up(self, bucket: Bucket, reason: str) -> None:
+        """Leave out a bucket, and larger ones."""
+        lost = [other for other in self._left if other.covers(bucket)]
+        self._num_wanted -= len(lost)
+        for other in lost:
+            for part in self._parts_of(other):
+                if part.stage == "capture":
+                    self._launches.release(part.shape)
+            del self._left[other]
+        logger.warning("%d more buckets are not used: %s", len(lost), reason)
+
+    # ---- what comes next ------------------------------------------------------------------
+
+    def _parts_of(self, bucket: Bucket) -> list[_Part]:
+        stages: list[Stage] = ["run"]
+        if self._compiles_first:
+            stages.insert(0, "compile")
+        if self._has_graphs:
+            stages.append("capture")
+        shapes = self._launches.launch_shapes(bucket)
+        return [_Part(stage, shape) for shape in shapes for stage in stages]
+
+    def _all_parts(self) -> Iterator[_Part]:
+        for parts in self._left.values():
+            yield from parts
+
+    def _work(self, part: _Part) -> Work:
+        stage, shape = part
+        samples = stage != "capture" and shape.num_rows not in self._batches
+        # Without a mode for compiling alone, the first launch compiles.
+        if stage == "run" and not self._compiles_first:
+            stage = "compile"
+        if stage == "compile" and shape.bucket in self._on_disk:
+            stage = "load"
+        return Work(Kind(stage, shape.bucket.phase, samples), shape.cost)
+
+    def _expect(self, part: _Part) -> float:
+        return self._estimate.expect(self._work(part))
+
+    def _worth(self, bucket: Bucket) -> float:
+        """Seconds that a bucket saves of the traffic, for each second of what it still needs."""
+        seconds = sum(map(self._expect, self._left[bucket]))
+        return self._savings.get(bucket, 0.0) / max(seconds, 1e-9)
+
+    def _count_savings(self) -> None:
+        candidates = list(self._left)
+        asked = [self._traffic.shapes_within(self._limits, phase) for phase in Phase]
+        demand = [
+            each if len(each[0]) else even for each, even in zip(asked, self._even, strict=True)
+        ]
+        found = savings(candidates, self._catalog, demand, self._cost)
+        self._savings = dict(zip(candidates, found, strict=True))
+        self._padded_share = padded_share(self._catalog, asked, self._cost)
+        self._num_named = 0
+
+    # ---- launches -------------------------------------------------------------------------
+
+    @property
+    def _has_graphs(self) -> bool:
+        return isinstance(self._launches.execution, GraphExecution)
+
+    @property
+    def _launch_bytes(self) -> int:
+        return self._ledger.booked(MemoryClass.WORKSPACE) + self._ledger.unassigned_bytes
+
+    def _refuse(self, part: _Part) -> str | None:
+        """Why a launch must not even be tried; None: there may be memory for it."""
+        if part.stage == "capture":
+            cls = _GRAPHS[part.shape.bucket.phase]
+            left, graphs = self._ledger.left(cls), self._num_graphs(part.shape.bucket.phase)
+            needed = self._ledger.booked(cls) // max(1, graphs)
+            if needed < left or not graphs:
+                return None
+            return f"a graph takes about {format_bytes(needed)}, {format_bytes(left)} are left"
+        most_bytes = self._launch_bytes
+        needed_bytes = self._forecast.exceeds(part.shape, most_bytes - self._held_bytes)
+        if needed_bytes is None:
+            return None
+        return self._too_much(needed_bytes, most_bytes)
+
+    def _num_graphs(self, phase: Phase) -> int:
+        execution = self._launches.execution
+        assert isinstance(execution, GraphExecution)
+        return sum(shape.bucket.phase is phase for shape in execution.shapes)
+
+    def _run(self, part: _Part) -> str | None:
+        """Run a launch. Why it is given up, or None."""
+        if part.stage == "capture":
+            return self._capture(part.shape)
+        mode = self._bridge.compile_only if part.stage == "compile" else self._bridge.dry_run
+        sampling: Sampling = "none" if part.shape.num_rows in self._batches else "warm_up"
+        resident_bytes = sum(self._ledger.booked(cls) for cls in _HELD)
+        with mode():
+            attempted = attempt(
+                self._bridge,
+                partial(self._runner.warm_up, part.shape, sampling=sampling),
+                resident_bytes,
+                self._launches.peers,
+            )
+        needed_bytes = attempted.needed_bytes + self._held_bytes
+        # A launch within the workspace of others needs no more than they do.
+        is_above = attempted.has_grown and needed_bytes > self._launch_bytes
+        if attempted.refused_bytes is None and not is_above:
+            return None
+        return self._too_much(needed_bytes, self._launch_bytes)
+
+    def _capture(self, shape: PaddedShape) -> str | None:
+        in_use = used_bytes(self._bridge)
+        self._used_bytes = 0
+        with self._bridge.dry_run():
+            captured = attempt(
+                self._bridge, partial(self._capture_shape, shape), in_use, self._launches.peers
+            )
+        self._used_bytes = max(0, used_bytes(self._bridge) - in_use)
+        left = self._ledger.left(_GRAPHS[shape.bucket.phase])
+        if captured.refused_bytes is None and self._used_bytes <= left:
+            return None
+        needed = format_bytes(max(self._used_bytes, captured.needed_bytes))
+        return f"a graph takes {needed}, {format_bytes(left)} are left"
+
+    def _capture_shape(self, shape: PaddedShape) -> None:
+        self._launches.capture(shape)
+        self._runner.warm_up(shape, sampling="none")
+
+    @staticmethod
+    def _too_much(needed_bytes: int, most_bytes: int) -> str:
+        needed, most = format_bytes(needed_bytes), format_bytes(most_bytes)
+        return f"a launch takes {needed}, there are {most} for launches"
