@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.planning.test_card_search import DENSE, write_model
 from tests.planning.test_replay import synthetic_trace
-from tests.planning.throughput.test_table import DENSE, write_model
 from vllm.bucketing.bucket import Phase
 from vllm.bucketing.strategies.bucket_file import parse_buckets
 from vllm.bucketing.traffic import TrafficTable
