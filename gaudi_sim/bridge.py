@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gaudi_sim.card.card import SimulatedCard
-from gaudi_sim.card.device import HpuTensor, install
+from gaudi_sim.card.device import HpuTensor, activated, install
 from gaudi_sim.card.recipes import RecipeCache
 from gaudi_sim.card.unlaunched import mapped_zeros
 from gaudi_sim.compile import compile_for_card
@@ -42,6 +43,7 @@ class SimBridge:
         recipe_cache: str | None = None,
         release: Version = NEWEST,
         absent: Iterable[str] = (),
+        pool_bytes: int | None = None,
     ) -> None:
         """
         Args:
@@ -57,13 +59,17 @@ class SimBridge:
                 PT_HPU_RECIPE_CACHE_CONFIG; None is nowhere.
             release: of the bridge, which has no part that came later.
             absent: parts that it lacks besides, of `parts.PARTS`.
+            pool_bytes: memory of the card; None: as much as a real one has.
 
         Raises:
             ConfigError: this torch cannot register a device from Python, or the recipe cache is
                 not usable.
         """
+        spec = CARDS[model]
+        if pool_bytes is not None:
+            spec = replace(spec, pool_bytes=pool_bytes)
         self.card = SimulatedCard(
-            CARDS[model],
+            spec,
             is_lazy=is_lazy,
             is_strict=is_strict,
             has_lazy_collectives=has_lazy_collectives,
@@ -169,6 +175,10 @@ class SimBridge:
             yield
         finally:
             self.card.is_dry_run = before
+
+    def activated(self) -> AbstractContextManager[None]:
+        """Inside, the device `hpu` is this card; afterwards the one before."""
+        return activated(self.card)
 
     def manual_seed(self, seed: int) -> None:
         random.manual_seed_all(seed)

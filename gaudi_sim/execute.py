@@ -305,7 +305,7 @@ class _Call:
         operands = [x for x in leaves_of(self.args) if isinstance(x, torch.Tensor)]
         # A recipe has no node for an allocation.
         is_launched = bool(results) and not self.operator.is_allocation
-        seconds = 0.0
+        seconds, work = 0.0, None
         if self.operator.is_collective:
             seconds = self._num_bytes() / card.spec.link_bytes_per_s
         elif is_launched:
@@ -313,7 +313,7 @@ class _Call:
             work = replace(work, num_bytes=work.num_bytes + 2 * copied_bytes)
             seconds = work.seconds(card.spec)
         text = signature_of(op, self.args, self.kwargs)
-        return Signature(text, seconds, need, is_launched=is_launched)
+        return Signature(text, seconds, need, is_launched=is_launched, work=work)
 
     def _check_room(self, card: SimulatedCard) -> None:
         dtype = self.kwargs.get("dtype") or torch.get_default_dtype()

@@ -49,6 +49,7 @@ CONFINED = {
         "model_executor",
         "multimodal",
         "ops",
+        "planning",
         "platforms",
         "sample",
         "structured_output",

@@ -80,7 +80,11 @@ def test_a_bad_value_names_variable_value_and_accepted_form(name, value, accepte
         ("VLLM_GRAPH_PROMPT_RATIO", "-0.1", "at least 0"),
         ("VLLM_DECODE_BS_BUCKET_STEP", "0", "at least 1"),
         ("VLLM_GC_THR_GEN1", "1e3", "an integer"),
-        ("VLLM_BUCKETING_STRATEGY", "even", "one of linear, exponential, sparse, pad, lin, exp"),
+        (
+            "VLLM_BUCKETING_STRATEGY",
+            "even",
+            "one of linear, exponential, sparse, pad, optimal, lin",
+        ),
     ],
 )
 def test_settings_of_gaudi_are_checked(name, value, accepted):

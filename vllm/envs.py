@@ -183,10 +183,11 @@ class Envs:
         "linear",
         "How buckets are spaced. linear has even steps, exponential a constant ratio, sparse the "
         "same with fewer small sizes and prompts one by one, and pad the fewest even steps that "
-        "keep padding within a bound. linear and pad follow the VLLM_*_BUCKET_* variables (the "
-        "defaults of linear and pad differ, see README_GAUDI.md), the others only the limits of "
-        "the engine.",
-        ("linear", "exponential", "sparse", "pad", "lin", "exp"),
+        "keep padding within a bound. optimal chooses the --num-buckets buckets with the least "
+        "padding for the traffic of --traffic, which selects it. linear and pad follow the "
+        "VLLM_*_BUCKET_* variables (the defaults of linear and pad differ, see README_GAUDI.md), "
+        "the others only the limits of the engine.",
+        ("linear", "exponential", "sparse", "pad", "optimal", "lin", "exp"),
     )
     VLLM_EXPONENTIAL_BUCKETING: bool | None = _buckets(
         None,

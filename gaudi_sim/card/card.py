@@ -16,6 +16,7 @@ from gaudi_sim.card.recipes import RecipeCache
 from gaudi_sim.card.unlaunched import Results
 from vllm.cost_model import constants
 from vllm.cost_model.cards import CardSpec
+from vllm.cost_model.work import Work
 from vllm.platforms.habana.bridge import DeviceCounters
 
 
@@ -29,20 +30,31 @@ class Signature:
     A card has one object for each, so recipes are told apart by identity.
     """
 
-    __slots__ = ("compute_s", "host_need", "is_launched", "text")
+    __slots__ = ("compute_s", "host_need", "is_launched", "text", "work")
 
     def __init__(
-        self, text: str, compute_s: float, host_need: str | None, *, is_launched: bool
+        self,
+        text: str,
+        compute_s: float,
+        host_need: str | None,
+        *,
+        is_launched: bool,
+        work: Work | None = None,
     ) -> None:
         """
         Args:
             host_need: what `operators.needs_host` says of it.
             is_launched: False of an allocation and of what has no tensor for a result.
+            work: FLOPs and bytes of HBM; None: it has neither.
         """
         self.text = text
         self.compute_s = compute_s
         self.host_need = host_need
         self.is_launched = is_launched
+        self.work = Work() if work is None else work
+
+
+Recipe = tuple[Signature, ...]
 
 
 class Capture:
@@ -95,6 +107,7 @@ class SimulatedCard:
         self.results: dict[Hashable, Results | None] = {}
         """As far as `sim_execute` knows them without computing, by what they depend on."""
         self._step: list[Signature] = []  # recorded up to the next flush
+        self._recipes_seen: list[Recipe] | None = None
         self._recipes: set[Hashable] = set()
         self._regions = 0  # compiled callables that are running, one inside the other
         self._warmed = 0
@@ -158,12 +171,26 @@ class SimulatedCard:
         self.memory.end_recipe(is_launched=compute_s > 0 and not self.is_compile_only)
         if not compute_s:  # empty, or views that nothing has used
             return
+        if self._recipes_seen is not None:
+            self._recipes_seen.append(tuple(step))
         self._compile(tuple(step))
         if self.capture is not None:
             self.capture.num_ops += len(step)
             self.capture.num_subgraphs += 1
             self.capture.compute_s += compute_s
         self._launch(constants.LAUNCH_STEP_S, compute_s)
+
+    @contextmanager
+    def recipes_launched(self) -> Iterator[list[Recipe]]:
+        """Yield a list to which each recipe that is launched inside is added."""
+        self.flush()
+        seen: list[Recipe] = []
+        self._recipes_seen = seen
+        try:
+            yield seen
+            self.flush()
+        finally:
+            self._recipes_seen = None
 
     def mark_step(self) -> None:
         """Flush in lazy mode; in eager mode there is nothing to end."""

@@ -6,8 +6,8 @@ as if nothing were fused, so step times are on the high side.
 
 from dataclasses import dataclass
 
-from vllm.cost_model import constants
 from vllm.cost_model.cards import CardSpec
+from vllm.cost_model.start import capture_seconds, compile_seconds
 
 
 @dataclass
@@ -25,14 +25,14 @@ class Clock:
 
     def compile(self, num_ops: int) -> float:
         """Charge one recipe; the host waits for it."""
-        seconds = constants.COMPILE_STEP_S + num_ops * constants.COMPILE_OP_S
+        seconds = compile_seconds(num_ops)
         self.host_s += seconds
         self.compile_s += seconds
         return seconds
 
     def capture(self, num_ops: int) -> None:
         """Charge recording a graph, which every process does anew."""
-        seconds = num_ops * constants.CAPTURE_OP_S
+        seconds = capture_seconds(num_ops)
         self.host_s += seconds
         self.compile_s += seconds
 

@@ -4,7 +4,8 @@
 What an operator on such tensors does is `sim_execute`'s. Random numbers are the CPU generator's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +34,16 @@ def active_card() -> SimulatedCard:
     """The card that the device `hpu` stands for."""
     assert _Installed.card is not None, "no simulated card is installed"
     return _Installed.card
+
+
+@contextmanager
+def activated(card: SimulatedCard | None) -> Iterator[None]:
+    """Inside, the device `hpu` stands for this card; afterwards for the one before."""
+    before, _Installed.card = _Installed.card, card
+    try:
+        yield
+    finally:
+        _Installed.card = before
 
 
 def active_tape() -> Tape | None:

@@ -17,7 +17,7 @@ from gaudi_sim.card.card import Capture, SimulatedCard, SimulationError
 from gaudi_sim.card.device import HpuTensor, active_card, set_tape
 from gaudi_sim.card.memory import Lease
 from gaudi_sim.card.tape import Tape
-from vllm.cost_model import constants
+from vllm.cost_model.start import graph_bytes
 
 
 class CapturedGraph:
@@ -44,7 +44,7 @@ class CapturedGraph:
         # What was written into an input is there already; nothing must be written to the old one.
         self._is_alias = [x.raw.untyped_storage()._cdata in owned for x in self._static]
         outputs_of = [x.raw for x in self._static]
-        num_bytes = int(capture.num_ops * constants.GRAPH_BYTES_PER_OP)
+        num_bytes = graph_bytes(capture.num_ops)
         if card.keeps_graph_tensors:
             num_bytes += _storage_bytes(tape.made) - _storage_bytes(outputs_of)
             num_bytes += _storage_bytes([x.raw for x in inputs])
@@ -110,7 +110,7 @@ class HPUGraph:
         self._tape, self._capture = tape, capture
         memory = self._card.memory
         self._leases = [memory.lease_of(raw) for raw in self._static]
-        self._leases.append(Lease(memory, int(capture.num_ops * constants.GRAPH_BYTES_PER_OP)))
+        self._leases.append(Lease(memory, graph_bytes(capture.num_ops)))
 
     def capture_begin(self, dry_run: bool = False) -> None:
         self._block = self.capturing()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.bucketing.helpers import make_limits
-from vllm.bucketing.bucket import Bucket, Phase, decode
+from vllm.bucketing.bucket import Bucket, Phase, decode, prefill
 from vllm.bucketing.optimal import Budget, Ints, choose_buckets, cost_of
 from vllm.bucketing.traffic import Weights, even_traffic
 
@@ -122,7 +122,9 @@ def test_merged_sizes_keep_the_bound_below_the_cost() -> None:
     rng = np.random.default_rng(0)
     batch = rng.integers(1, 129, 3000)
     shapes = np.stack([np.ones(3000), batch, np.ones(3000), batch * rng.integers(1, 30, 3000)], 1)
-    chosen = choose_buckets(shapes.astype(np.int64), np.ones(3000), count=12, cost=seconds)
+    chosen = choose_buckets(
+        shapes.astype(np.int64), np.ones(3000), count=12, cost=seconds, max_seconds=0.5
+    )
     assert chosen.unpadded < chosen.lower_bound <= chosen.cost
     assert len(chosen.buckets) <= 12
 
@@ -156,3 +158,24 @@ def test_a_budget_below_the_mandatory_buckets_names_the_least(
     shapes = np.array([[1, 4, 1, 10], [1, 4, 1, 20]], np.int64)
     with pytest.raises(ValueError, match=words):
         choose_buckets(shapes, np.ones(2), None, mandatory, count=count, cost=seconds)
+
+
+def test_prefills_of_several_requests_may_run_one_by_one() -> None:
+    rng = random.Random("split")
+    largest = prefill(1, 8, 4)
+    for _ in range(40):
+        rows = {(0, rng.randint(1, 4), rng.randint(1, 8), rng.choice([0, 4])) for _ in range(6)}
+        shapes = np.array(sorted(rows), np.int64)
+        weights = np.array([1 + rng.random() for _ in rows])
+        candidates = [prefill(b, q, k) for b in (1, 2, 4) for q in (2, 4, 8) for k in (0, 4)]
+        count = rng.randint(1, 3)
+        costs = [
+            cost_of([largest, *others], shapes, weights, seconds, may_split=True)
+            for size in range(count)
+            for others in itertools.combinations(candidates, size)
+        ]
+        chosen = choose_buckets(
+            *(shapes, weights, candidates, [largest]), count=count, cost=seconds, may_split=True
+        )
+        assert chosen.lower_bound <= min(costs) * (1 + 1e-9)
+        assert min(costs) <= chosen.cost <= min(costs) * 1.2

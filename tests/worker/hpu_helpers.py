@@ -128,7 +128,7 @@ def random_config(rng: random.Random, folder: Path) -> VllmConfig:
     is_chunked = rng.random() < 0.6
     least = max_num_seqs if is_chunked else max(max_num_seqs, max_model_len)
     partial = rng.choice([1, 1, 2, 3])
-    choice = rng.choice(["plain", "variables", "variables", "variables", "file", "other"])
+    choice = rng.choice(["plain", "variables", "variables", "variables", "file", "other", "chosen"])
     hpu: dict[str, Any] = {}
     if choice == "variables":
         hpu["bucket_variables"] = random_variables(rng)
@@ -138,6 +138,12 @@ def random_config(rng: random.Random, folder: Path) -> VllmConfig:
         hpu["bucketing_file"] = str(path)
     elif choice == "other":
         hpu["bucketing_strategy"] = rng.choice(["exponential", "sparse"])
+    elif choice == "chosen":
+        hpu["bucketing_strategy"] = "optimal"
+        hpu["chosen_buckets"] = tuple(
+            (rng.randint(0, 1), rng.randint(1, 12), rng.randint(1, 20), rng.randint(1, 40))
+            for _ in range(rng.randint(0, 8))
+        )
     return make_config(
         block_size=rng.choice([1, 2, 4, 4, 8, 16]),
         enable_prefix_caching=rng.random() < 0.6,

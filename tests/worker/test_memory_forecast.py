@@ -185,7 +185,7 @@ def test_slices_beyond_the_profiling_run_begin_with_the_smallest_and_end_before_
     assert not failed
     lost = [line for line in log if "is not used" in line]
     assert any("as predicted from smaller ones" in line for line in lost)
-    assert prove(planner.catalog, planner._limits).is_covered
+    assert prove(planner.catalog, planner.limits).is_covered
     assert len(planner.catalog.warmed) == len(planner.catalog)
     pattern = re.compile(r"\[Warmup\]\[Decode\].* seq_len:(\d+)")
     order = [int(found[1]) for line in log if (found := pattern.match(line))]

@@ -30,6 +30,9 @@ class MemoryClass(Enum):
         return self.value
 
 
+GRAPHS = (MemoryClass.PREFILL_GRAPHS, MemoryClass.DECODE_GRAPHS)
+
+
 def format_bytes(num_bytes: float) -> str:
     """Format bytes with four significant digits, in the largest unit that gives a number above 1.
 
@@ -208,3 +211,23 @@ def _checked(num_bytes: int) -> int:
     if num_bytes < 0:
         raise ValueError(f"bytes must not be negative, got {num_bytes}")
     return num_bytes
+
+
+def assign_graphs(
+    ledger: MemoryLedger, prompt_ratio: float, most_bytes: int | None = None
+) -> tuple[int, int]:
+    """Give graphs all that no other class has. Return the bytes for prompts and for decodes.
+
+    Args:
+        ledger: has no graphs yet.
+        prompt_ratio: share of prompts.
+        most_bytes: of both; None: all there are.
+    """
+    found = sum(ledger.left(cls) for cls in GRAPHS) + ledger.unassigned_bytes
+    most_bytes = found if most_bytes is None else min(found, most_bytes)
+    parts = split_graph_memory(max(0, most_bytes), prompt_ratio)
+    for cls in GRAPHS:
+        ledger.assign(cls, 0)
+    for cls, num_bytes in zip(GRAPHS, parts, strict=True):
+        ledger.assign(cls, num_bytes)
+    return parts

@@ -19,7 +19,8 @@ It needs numpy only. It knows no engine: costs and prices are functions of the c
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,9 @@ falls when a size grows."""
 _MAX_PAIRS = 1_000_000
 """Shapes times candidates of one problem; with more, neighbouring sizes are merged."""
 _MAX_CHAIN = 2048
+_SPLIT_ROUNDS = 3
+_SPLIT_PADDING = 1.1
+"""Likely padding of prefills that run one by one."""
 _MAX_ROUNDS = 300
 _ROUNDS_BEFORE_HALVING = 12
 _BOUND_SHARE = 0.6
@@ -114,6 +118,7 @@ def choose_buckets(
     count: int | None = None,
     budget: Budget | None = None,
     cost: ShapeCost,
+    may_split: bool = False,
     max_seconds: float = 10.0,
 ) -> ChosenBuckets:
     """Choose the buckets of least cost, within a number of buckets or another budget.
@@ -122,12 +127,13 @@ def choose_buckets(
         shapes: [n, 4] phase, batch, query length and blocks; of both phases, if one budget is for
             both.
         weights: [n] how often each of them occurs.
-        candidates: buckets to choose from; None: any, since those with sizes of the shapes are
-            enough.
+        candidates: buckets to choose from; None: any with sizes of the shapes.
         mandatory: buckets that are in every set.
         count: how many buckets, mandatory ones included.
         budget: what all of them may cost; instead of `count`.
         cost: of a padded forward pass.
+        may_split: a prefill of several requests runs one by one if that costs less, or if no bucket
+            covers it.
         max_seconds: after that, what was reached is returned. Its certificate holds.
 
     Raises:
@@ -142,7 +148,9 @@ def choose_buckets(
     assert limit is not None
     deadline = time.monotonic() + max_seconds
     required = sorted(set(mandatory))
-    problem, bound_problem = _make_problems(shapes, weights, candidates, required, limit, cost)
+    problem, bound_problem = _make_problems(
+        shapes, weights, candidates, required, limit, cost, may_split
+    )
     if problem.room < 0:
         raise ValueError(
             f"{limit.limit:g} {limit.unit} are less than the {limit.limit - problem.room:g} that "
@@ -153,7 +161,21 @@ def choose_buckets(
         _, lower = _solve(bound_problem, deadline)
     exact = float(weights @ cost(*shapes.T))
     buckets = _buckets(problem.sizes[chosen])
-    total = cost_of(buckets, shapes, weights, cost)
+    total = cost_of(buckets, shapes, weights, cost, may_split=may_split)
+    for _ in range(_SPLIT_ROUNDS if may_split else 0):
+        if time.monotonic() > deadline:
+            break
+        # What running one by one costs depends on the set.
+        unbatched = _split_factor(problem.shapes) * _least_costs(
+            buckets, _single(problem.shapes), cost
+        )
+        problem = replace(problem, unbatched=unbatched)
+        chosen, _ = _solve(problem, deadline)
+        others = _buckets(problem.sizes[chosen])
+        other_total = cost_of(others, shapes, weights, cost, may_split=True)
+        if other_total >= total:
+            break
+        buckets, total = others, other_total
     if not np.isfinite(total):
         raise ValueError(
             f"no set of buckets within {limit.limit:g} {limit.unit} covers all shapes, or none was "
@@ -163,11 +185,28 @@ def choose_buckets(
     return ChosenBuckets(buckets, total, min(max(lower, exact), total), exact)
 
 
-def cost_of(buckets: Sequence[Bucket], shapes: Shapes, weights: Weights, cost: ShapeCost) -> float:
+def cost_of(
+    buckets: Sequence[Bucket],
+    shapes: Shapes,
+    weights: Weights,
+    cost: ShapeCost,
+    *,
+    may_split: bool = False,
+) -> float:
     """Return the cost of all shapes, each padded to the cheapest bucket that covers it.
 
-    It is infinite if one is not covered.
+    It is infinite if one is not covered. The arguments are as in `choose_buckets`.
     """
+    least = _least_costs(buckets, shapes, cost)
+    if may_split:
+        least = np.minimum(
+            least, _split_factor(shapes) * _least_costs(buckets, _single(shapes), cost)
+        )
+    return float(weights @ least)
+
+
+def _least_costs(buckets: Sequence[Bucket], shapes: Shapes, cost: ShapeCost) -> Floats:
+    """Return [n] the cost of the cheapest bucket of each shape."""
     sizes = _sizes(buckets)
     prices = cost(*sizes.T)
     least = np.full(len(shapes), np.inf)
@@ -176,7 +215,21 @@ def cost_of(buckets: Sequence[Bucket], shapes: Shapes, weights: Weights, cost: S
     ):
         covered = _covers(np.array([size], np.int64), shapes)[:, 0] & np.isinf(least)
         least[covered] = price
-    return float(weights @ least)
+    return least
+
+
+def _single(shapes: Shapes) -> Shapes:
+    """Return the shapes of a request each."""
+    found: Ints = shapes.copy()
+    found[:, 1] = 1
+    return found
+
+
+def _split_factor(shapes: Shapes) -> Floats:
+    """Return how many forward passes of one request are as much as each shape; infinity: it is no
+    prefill of several."""
+    is_split = (shapes[:, 0] == Phase.PREFILL) & (shapes[:, 1] > 1)
+    return np.where(is_split, shapes[:, 1], np.inf)
 
 
 # ---- the problem --------------------------------------------------------------------------
@@ -189,10 +242,10 @@ class _Problem:
     The candidates [m] begin with the mandatory ones.
     """
 
+    shapes: Ints
+    """[n, 4]"""
     sizes: Ints
     """[m, 4] of each candidate."""
-    costs: Floats
-    """[n, m] weighted cost of each shape in each candidate; `uncovered` where it is not covered."""
     covers: Mask
     """[n, m]"""
     weights: Floats
@@ -204,7 +257,28 @@ class _Problem:
     num_mandatory: int
     room: float
     """Budget beside the mandatory candidates."""
-    uncovered: float
+    unbatched: Floats
+    """[n] cost of one forward pass of each shape without a bucket of its own; infinity: it needs
+    one."""
+
+    @property
+    def may_split(self) -> bool:
+        """Whether some shapes need no bucket of their own."""
+        return bool(np.isfinite(self.unbatched).any())
+
+    @cached_property
+    def otherwise(self) -> Floats:
+        """[n] weighted cost of each shape if no bucket covers it: more than any set costs that
+        covers all shapes, or the cost of a forward pass for each request."""
+        most = 2 * float(self.weights.sum()) * float(self.candidate_costs.max()) + 1e-300
+        return np.minimum(most, self.weights * self.unbatched)
+
+    @cached_property
+    def costs(self) -> Floats:
+        """[n, m] weighted cost of each shape in each candidate; `otherwise` at most, and where it
+        is not covered."""
+        costs = np.minimum(self.weights[:, None] * self.candidate_costs, self.otherwise[:, None])
+        return np.where(self.covers, costs, self.otherwise[:, None])
 
 
 def _make_problems(
@@ -214,14 +288,18 @@ def _make_problems(
     mandatory: list[Bucket],
     budget: Budget,
     cost: ShapeCost,
+    may_split: bool,
 ) -> tuple[_Problem, _Problem | None]:
     """Return the problem, and the one for the bound where that is another one."""
     required = _sizes(mandatory)
     if candidates is not None:
         others = _sizes(sorted(set(candidates) - set(mandatory)))
         sizes = np.concatenate([required, others])
-        shapes, weights = _snapped(shapes, weights, sizes)
-        return _problem(shapes, weights, sizes, sizes, len(required), budget, cost), None
+        if not may_split:
+            shapes, weights = _snapped(shapes, weights, sizes)
+        unbatched = _unbatched(shapes, cost) if may_split else None
+        problem = _problem(shapes, weights, sizes, sizes, len(required), budget, cost, unbatched)
+        return problem, None
     shapes, weights = _merged(shapes, weights)
     tolerance = 0.0
     while True:
@@ -236,10 +314,21 @@ def _make_problems(
         tolerance = max(0.001, tolerance * 1.3)
     up, low = _grid(up_shapes, upper, lower)
     up, low = (np.concatenate([required, grid]) for grid in (up, low))
-    problem = _problem(up_shapes, up_weights, up, up, len(required), budget, cost)
-    if np.array_equal(up, low):
+    low_shapes, _ = _merged(_map(shapes, lower), weights)
+    likely = low_unbatched = None
+    if may_split:
+        likely = _SPLIT_PADDING * _unbatched(up_shapes, cost)
+        low_unbatched = _unbatched(low_shapes, cost)
+    problem = _problem(up_shapes, up_weights, up, up, len(required), budget, cost, likely)
+    if np.array_equal(up, low) and not may_split:
         return problem, None
-    return problem, _problem(up_shapes, up_weights, up, low, len(required), budget, cost)
+    bound = _problem(up_shapes, up_weights, up, low, len(required), budget, cost, low_unbatched)
+    return problem, bound
+
+
+def _unbatched(shapes: Shapes, cost: ShapeCost) -> Floats:
+    """Return [n] the cost of each shape as forward passes of one request each, without padding."""
+    return _split_factor(shapes) * cost(*_single(shapes).T)
 
 
 def _problem(
@@ -250,24 +339,36 @@ def _problem(
     num_mandatory: int,
     budget: Budget,
     cost: ShapeCost,
+    unbatched: Floats | None,
 ) -> _Problem:
-    """Return a problem with costs and prices of other sizes than those that cover."""
+    """Return a problem whose costs and prices are of other sizes than what covers.
+
+    Args:
+        unbatched: [n] cost of shapes that need no bucket of theirs; None: all need one.
+    """
     covers: Mask = _covers(sizes, shapes)
     is_useful: Mask = np.array(covers.any(0))
     is_useful[:num_mandatory] = True
     sizes, priced_sizes, covers = sizes[is_useful], priced_sizes[is_useful], covers[:, is_useful]
-    if not covers.any(1).all():
-        phase, *rest = shapes[~covers.any(1)][0].tolist()
+    is_lost = ~covers.any(1) if unbatched is None else ~covers.any(1) & np.isinf(unbatched)
+    if is_lost.any():
+        phase, *rest = shapes[is_lost][0].tolist()
         raise ValueError(f"no bucket to choose from covers {Bucket(Phase(phase), *rest)}")
     candidate_costs = np.asarray(cost(*priced_sizes.T), np.float64)
     prices = np.asarray(budget.price(*priced_sizes.T), np.float64)
-    costs = weights[:, None] * candidate_costs
-    # More than any set that covers all shapes costs.
-    uncovered = 2 * float(weights.sum()) * float(candidate_costs.max()) + 1e-300
-    costs = np.where(covers, costs, uncovered)
     room = budget.limit - float(prices[:num_mandatory].sum())
+    if unbatched is None:
+        unbatched = np.full(len(weights), np.inf)
     return _Problem(
-        sizes, costs, covers, weights, candidate_costs, prices, num_mandatory, room, uncovered
+        shapes=shapes,
+        sizes=sizes,
+        covers=covers,
+        weights=weights,
+        candidate_costs=candidate_costs,
+        prices=prices,
+        num_mandatory=num_mandatory,
+        room=room,
+        unbatched=unbatched,
     )
 
 
@@ -394,7 +495,7 @@ def _solve_chain(problem: _Problem) -> tuple[Ints, float] | None:
     The shapes are a chain if each candidate covers the first of them, up to some number.
     """
     covers, prices, num_mandatory = problem.covers, problem.prices, problem.num_mandatory
-    if not (prices == 1).all() or len(problem.weights) > _MAX_CHAIN:
+    if problem.may_split or not (prices == 1).all() or len(problem.weights) > _MAX_CHAIN:
         return None
     order = np.argsort(-covers.sum(1), kind="stable")  # what more candidates cover comes first
     covers = covers[order]
@@ -478,9 +579,9 @@ class _Search:
         self.lower = 0.0
 
     def cost(self, chosen: Sequence[int]) -> float:
-        """Return the cost of a set; more than `uncovered` if it does not cover all shapes."""
+        """Return the cost of a set."""
         if not chosen:
-            return np.inf
+            return float(self._problem.otherwise.sum())
         return float(self._problem.costs[:, chosen].min(1).sum())
 
     def greedy(self, given: Sequence[int] = ()) -> list[int]:
@@ -488,7 +589,7 @@ class _Search:
         problem = self._problem
         chosen = sorted({*self._mandatory, *given})
         room = problem.room - sum(problem.prices[j] for j in chosen if j >= problem.num_mandatory)
-        least = np.full(len(problem.weights), problem.uncovered)
+        least = problem.otherwise
         if chosen:
             least = problem.costs[:, chosen].min(1)
         is_open = np.zeros(len(problem.prices), bool)
@@ -536,7 +637,7 @@ class _Search:
             d1, d2 = pair.min(1), pair.max(1)
         else:
             nearest = np.zeros(len(of_open), np.int64)
-            d1, d2 = of_open[:, 0], np.full(len(of_open), problem.uncovered)
+            d1, d2 = of_open[:, 0], problem.otherwise
         saved = np.maximum(0, d1[:, None] - costs)
         order = np.argsort(nearest, kind="stable")
         owners, starts = np.unique(nearest[order], return_index=True)
@@ -583,7 +684,7 @@ class _Search:
                     break
                 continue
             multipliers = multipliers + step * (upper * 1.0001 - value) / length * gradient
-            multipliers = np.clip(multipliers, 0, problem.uncovered)
+            multipliers = np.clip(multipliers, 0, problem.otherwise)
         for key in sorted(visited, key=lambda each: visited[each])[:8]:
             if time.monotonic() > self._deadline or upper - self.lower <= 1e-9 * upper:
                 break

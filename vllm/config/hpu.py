@@ -11,7 +11,7 @@ from vllm.config.fields import check_at_least, check_one_of
 from vllm.envs import Envs
 from vllm.errors import ConfigError
 
-BucketingStrategy = Literal["linear", "exponential", "sparse", "pad"]
+BucketingStrategy = Literal["linear", "exponential", "sparse", "pad", "optimal"]
 GraphOrder = Literal["min_tokens", "max_bs"]
 PromptAttention = Literal["fused", "flex", "naive"]
 SamplingWarmUp = Literal["basic", "all"]
@@ -73,6 +73,16 @@ class HPUConfig:
     bucketing_strategy: BucketingStrategy = field(default="linear", metadata=_NO_FLAG)
     bucketing_file: str | None = _variable("VLLM_BUCKETING_FROM_FILE")
     """Path of a file with the buckets, in place of a strategy."""
+    traffic: str | None = None
+    """File that --record-traffic has written. Buckets are chosen for this traffic, so that padding
+    takes the least device time; the log says how much that is, and what no other set is below."""
+    num_buckets: int = 32
+    """Buckets of prompts, and as many of decodes, that are chosen for the traffic of --traffic.
+    More buckets pad less, and take longer to warm up."""
+    chosen_buckets: tuple[tuple[int, int, int, int], ...] = field(default=(), metadata=_NO_FLAG)
+    """Of the strategy optimal: phase, batch, query length and blocks."""
+    chosen_lines: tuple[str, ...] = field(default=(), metadata=_NO_FLAG)
+    """The certificates of the chosen buckets, for the log."""
     bucket_variables: tuple[tuple[str, int], ...] = field(default=(), metadata=_NO_FLAG)
     """The variables of linear bucketing that are set: name and value."""
     merged_prefill: bool = _variable("VLLM_MERGED_PREFILL")
@@ -153,7 +163,7 @@ class HPUConfig:
         check_one_of(self, "prompt_attention", ("fused", "flex", "naive"))
         if self.ready_when is not None:
             check_one_of(self, "ready_when", get_args(ReadyWhen))
-        check_at_least(self, 1, "max_seq_len_to_capture", "first_buckets")
+        check_at_least(self, 1, "max_seq_len_to_capture", "num_buckets", "first_buckets")
         if not 0 <= self.warm_up_share <= 1:
             raise ConfigError(f"warm_up_share must be between 0 and 1, got {self.warm_up_share}")
         if not self.warm_up_max_delay >= 0:

@@ -21,6 +21,9 @@ from vllm.engine.resolve.compat_args import (
 from vllm.errors import ConfigError
 from vllm.utils.arguments import flag_of
 
+if TYPE_CHECKING:
+    from vllm.platforms import Platform
+
 _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
 _Class = TypeVar("_Class", bound=type)
 
@@ -132,17 +135,20 @@ class EngineArgs:
         known = _FIELDS.keys() | _PARTS.keys() | COMPAT_ARGUMENTS.keys()
         return cls(**{name: value for name, value in vars(args).items() if name in known})
 
-    def create_engine_config(self) -> VllmConfig:
+    def create_engine_config(self, platform: "Platform | None" = None) -> VllmConfig:
         """Read the model's config, ask the platform, and resolve every value.
 
         Downloads the model when it is a name on the hub. Does not change this object.
+
+        Args:
+            platform: of the device; None: of the argument `device`.
 
         Raises:
             ConfigError: the engine cannot start with these arguments.
         """
         from vllm.engine.resolve.config import resolve_config
 
-        return resolve_config(self._settings())
+        return resolve_config(self._settings(), platform)
 
     def create_early_config(self) -> VllmConfig | None:
         """The config, if it needs neither transformers nor a download; else None.

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -18,6 +18,8 @@ from vllm.platforms.interface import Platform
 if TYPE_CHECKING:
     import torch
 
+    from gaudi_sim.bridge import SimBridge
+    from gaudi_sim.card.card import Recipe
     from vllm.platforms.card_reading import CardReading
     from vllm.platforms.habana.bridge import HabanaBridge
 
@@ -65,9 +67,14 @@ class HPUPlatform(Platform):
         """The card. The first use loads torch and, of a real card, the driver."""
         return self._open_bridge()
 
+    @property
+    def is_simulated(self) -> bool:
+        """Return whether the card is a simulated one."""
+        return simulated_card() is not None
+
     def check_present(self) -> None:
         """See `Platform.check_present`."""
-        if simulated_card() is None:
+        if not self.is_simulated:
             _check_card()
 
     @property
@@ -169,6 +176,48 @@ class HPUPlatform(Platform):
         return self.bridge.zeros(shape, dtype)
 
 
+class PlannedPlatform(HPUPlatform):
+    """A card that this machine need not have, to find out what an engine would do on it.
+
+    It has HPU graphs. Nothing is computed that is run in `HabanaBridge.dry_run`.
+
+    Args:
+        card: a key of `cost_model.cards.CARDS`.
+        pool_bytes: memory of the card; None: as much as a real one has.
+    """
+
+    def __init__(self, card: str, pool_bytes: int | None = None) -> None:
+        super().__init__(lambda: _open_planned(card, pool_bytes))
+
+    @property
+    def is_simulated(self) -> bool:
+        return True
+
+    def set_rank(
+        self,
+        rank: int,
+        world_size: int,
+        local_rank: int | None = None,
+        num_local_ranks: int | None = None,
+    ) -> None:
+        """Take any rank."""
+
+    def activated(self) -> AbstractContextManager[None]:
+        """Inside, the device `hpu` of this process is the card; afterwards the one before."""
+        return self._simulation.activated()
+
+    def recipes_launched(self) -> "AbstractContextManager[list[Recipe]]":
+        """Yield a list to which each recipe that the card launches inside is added."""
+        return self._simulation.card.recipes_launched()
+
+    @property
+    def _simulation(self) -> "SimBridge":
+        from gaudi_sim.bridge import SimBridge
+
+        assert isinstance(self.bridge, SimBridge)
+        return self.bridge
+
+
 def create_hpu_platform() -> HPUPlatform:
     """The platform of the simulated card if one is asked for, else of the real one."""
     model = simulated_card()
@@ -222,6 +271,19 @@ def _open_simulation(model: str) -> "HabanaBridge":
         recipe_cache=settings.PT_HPU_RECIPE_CACHE_CONFIG,
         release=parse_release(settings.VLLM_HPU_SIM_BRIDGE),
         absent=parse_names(settings.VLLM_HPU_SIM_ABSENT or ""),
+    )
+
+
+def _open_planned(card: str, pool_bytes: int | None) -> "HabanaBridge":
+    from gaudi_sim.bridge import SimBridge
+
+    settings = envs.get()
+    return SimBridge(
+        card,
+        is_lazy=True,
+        has_lazy_collectives=True,
+        keeps_graph_tensors=settings.PT_HPUGRAPH_DISABLE_TENSOR_CACHE is False,
+        pool_bytes=pool_bytes,
     )
 
 

@@ -54,6 +54,7 @@ class WorkerBase(ABC):
         num_local_ranks: workers on this machine.
         tp: the ranks that share each layer.
         stage: the layers of this rank.
+        has_values: False: weights take memory, and are not read.
     """
 
     model: nn.Module
@@ -63,6 +64,7 @@ class WorkerBase(ABC):
     _blocks: BlockStore
     rank = 0
     local_rank = 0
+    has_values = True
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         self.config = config
@@ -191,10 +193,14 @@ class WorkerBase(ABC):
         """The draft model or speculator of this config, with its weights as they run."""
         row = SPECULATORS.get(self.config.speculative.method or "")
         if row is None:
-            return load_model(config, self.tp, device, self._dense_format())
+            return load_model(
+                config, self.tp, device, self._dense_format(), has_values=self.has_values
+            )
         model = self.model
         assert isinstance(model, CausalLM), "a pooling model has no drafts"
-        return load_speculator(row.class_path, config, model, device, self._dense_format())
+        return load_speculator(
+            row.class_path, config, model, device, self._dense_format(), has_values=self.has_values
+        )
 
     def _build_drafter(self, folder: str) -> nn.Module:
         """The same as `_build_model` of what makes drafts."""

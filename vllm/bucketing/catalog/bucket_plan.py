@@ -5,14 +5,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vllm.bucketing.bucket import Bucket, Phase, decode
-from vllm.bucketing.catalog.catalog import Catalog
+from vllm.bucketing.catalog.catalog import Catalog, padded_cost
 from vllm.bucketing.catalog.closure import missing_buckets, prove, unused_buckets
+from vllm.bucketing.catalog.from_traffic import bucket_cost, choose_for_traffic
 from vllm.bucketing.log_lines import generated_line, listed
 from vllm.bucketing.settings import BucketSettings
 from vllm.bucketing.step_limits import StepLimits, ceil_div, is_within, trim_decodes
 from vllm.bucketing.strategies.generate import GeneratedBuckets, buckets_from_file, generate_buckets
-from vllm.config import VllmConfig
+from vllm.bucketing.traffic import TrafficTable
+from vllm.config import HPUConfig, VllmConfig
 from vllm.errors import ConfigError
+
+LONGEST_PROMPT = "VLLM_PROMPT_SEQ_BUCKET_MAX"
 
 
 @dataclass(frozen=True)
@@ -44,13 +48,16 @@ def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPla
     if config.speculative.draft_model is not None:
         # It runs what it lacks, wherever in a request that begins.
         launch_limits = replace(launch_limits, enable_chunked_prefill=True)
-    catalog = Catalog(generated.prefill, trim_decodes(generated.decode, limits))
-    if launch_limits.enable_chunked_prefill != limits.enable_chunked_prefill:
+    is_optimal = _is_optimal(config)
+    cost = bucket_cost(limits.block_size) if is_optimal else padded_cost
+    catalog = Catalog(generated.prefill, trim_decodes(generated.decode, limits), cost)
+    if launch_limits.enable_chunked_prefill != limits.enable_chunked_prefill and not is_optimal:
         parts = _generate(config, launch_limits).prefill
         catalog = catalog.with_buckets(bucket for bucket in parts if bucket.batch == 1)
     limits = launch_limits
-    added = [] if _is_range_given(config) else decode_steps(catalog, limits)
-    added += _verifying([*catalog.decode, *added], limits)
+    added = [] if is_optimal or _is_range_given(config) else decode_steps(catalog, limits)
+    if not is_optimal:  # the traffic has the lengths of drafts
+        added += _verifying([*catalog.decode, *added], limits)
     added += missing_buckets(catalog.with_buckets(added), limits)
     if added:
         catalog = catalog.with_buckets(added)
@@ -96,7 +103,45 @@ def prompt_budgets(config: VllmConfig) -> tuple[int, int] | None:
 
 def _belongs_to_decode(line: str) -> bool:
     """Sorts the lines of prompts before those of decodes."""
-    return line.startswith("Decode") or " decode buckets" in line
+    return line.startswith("Decode") or " decode bucket" in line
+
+
+def _chosen(hpu: HPUConfig) -> GeneratedBuckets:
+    """Return the buckets that were chosen for all ranks when the configuration was resolved."""
+    buckets = sorted(Bucket(Phase(phase), *sizes) for phase, *sizes in hpu.chosen_buckets)
+    return GeneratedBuckets(
+        prefill=tuple(bucket for bucket in buckets if bucket.phase is Phase.PREFILL),
+        decode=tuple(bucket for bucket in buckets if bucket.phase is Phase.DECODE),
+        info=hpu.chosen_lines,
+        warnings=tuple(
+            f"{name}={value} has no effect: buckets are chosen for the traffic of --traffic"
+            for name, value in hpu.bucket_variables
+            if name != LONGEST_PROMPT
+        ),
+    )
+
+
+def choose_for_config(config: VllmConfig) -> VllmConfig:
+    """Return the configuration with the buckets for its traffic, if it has one.
+
+    Raises:
+        ConfigError: the traffic cannot be read, is of another block size, or is missing.
+    """
+    hpu, size = config.hpu, config.cache.block_size
+    if not _is_optimal(config):
+        return config
+    if hpu.traffic is None:
+        raise ConfigError(
+            "VLLM_BUCKETING_STRATEGY=optimal needs --traffic with a file that --record-traffic has "
+            "written"
+        )
+    table = TrafficTable.load(Path(hpu.traffic), size)
+    limits = step_limits(config, config.cache.num_gpu_blocks_override)
+    limits = replace(limits, max_block_refs=limits.usable_blocks)
+    longest = dict(hpu.bucket_variables).get(LONGEST_PROMPT)
+    chosen = choose_for_traffic(table, limits, hpu.num_buckets, longest_prompt=longest)
+    buckets = tuple((int(b.phase), b.batch, b.query_len, b.blocks) for b in chosen.buckets)
+    return replace(config, hpu=replace(hpu, chosen_buckets=buckets, chosen_lines=chosen.lines))
 
 
 def step_limits(config: VllmConfig, num_blocks: int | None = None) -> StepLimits:
@@ -116,6 +161,10 @@ def step_limits(config: VllmConfig, num_blocks: int | None = None) -> StepLimits
         max_draft_tokens=scheduler.max_draft_tokens,
         max_draft_batch=max_draft_batch,
     )
+
+
+def _is_optimal(config: VllmConfig) -> bool:
+    return config.hpu.bucketing_strategy == "optimal" and config.hpu.bucketing_file is None
 
 
 def _is_range_given(config: VllmConfig) -> bool:
@@ -171,6 +220,8 @@ def _generate(config: VllmConfig, limits: StepLimits) -> GeneratedBuckets:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"VLLM_BUCKETING_FROM_FILE={path}: {error}") from None
         return buckets_from_file(text, str(path), limits)
+    if hpu.bucketing_strategy == "optimal":
+        return _chosen(hpu)
     settings = BucketSettings.resolve(limits, dict(hpu.bucket_variables))
     settings = replace(settings, max_fine_len=hpu.max_seq_len_to_capture)
     return generate_buckets(

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 from vllm import envs
 from vllm.assets import BUNDLED_MODEL
+from vllm.bucketing.catalog.bucket_plan import choose_for_config
 from vllm.config import (
     CacheConfig,
     ConnectorConfig,
@@ -72,6 +73,7 @@ from vllm.model_executor.models.registry import (
     ModelRegistry,
 )
 from vllm.platforms import Platform, resolve_platform
+from vllm.platforms.hpu import HPUPlatform
 from vllm.transformers_utils.hf_config import (
     complete_hf_config,
     is_known_to_transformers,
@@ -88,26 +90,30 @@ _Config = TypeVar("_Config")
 _RUNNABLE_DTYPES = ("float16", "bfloat16", "float32")
 
 
-def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
+def resolve_config(settings: Mapping[str, Any], platform: Platform | None = None) -> VllmConfig:
     """Return the config of an engine.
 
     Args:
         settings: a value for every field of the config classes that users can set; None if the
             platform or the model decides.
+        platform: of the device; None: of the setting `device`.
 
     Raises:
         ConfigError: the engine cannot start with these settings.
     """
     load_general_plugins()
-    check_settings(settings)
-    values: dict[str, Any] = {"given": settings, "platform": resolve_platform(settings["device"])}
+    platform = platform or resolve_platform(settings["device"])
+    check_settings(settings, platform)
+    values: dict[str, Any] = {"given": settings, "platform": platform}
     for name, resolver in RESOLVERS.items():
         values[name] = resolver(**{read: values[read] for read in signature(resolver).parameters})
     config = VllmConfig(**{field.name: values[field.name] for field in fields(VllmConfig)})
-    if values["platform"].name == "hpu":
-        check_simulation(config.hpu)
+    if isinstance(platform, HPUPlatform):
+        check_simulation(config.hpu, platform)
         config = fit_token_budget(config, is_given=settings["max_num_batched_tokens"] is not None)
     check_speculator(config)
+    if values["platform"].name == "hpu":
+        config = choose_for_config(config)
     config = _with_weights(config, values["asked_load"])
     check_images_fit(config)
     return config
@@ -260,14 +266,17 @@ def _with_weights(config: VllmConfig, load: LoadConfig) -> VllmConfig:
     return replace(config, model=replace(model, path=path), speculative=speculative)
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
+def check_settings(settings: Mapping[str, Any], platform: Platform | None = None) -> None:
     """Check everything that does not depend on the model. Reads no files, and does not contact the
     hub.
+
+    Args:
+        settings, platform: see `resolve_config`.
 
     Raises:
         ConfigError: a value is out of range, or two of them contradict each other.
     """
-    platform = resolve_platform(settings["device"])
+    platform = platform or resolve_platform(settings["device"])
     of_no_model = (
         LoadConfig,
         ModelConfig,

@@ -17,7 +17,7 @@ from vllm.config.hpu import (
 )
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.platforms.hpu import simulated_card
+from vllm.platforms.hpu import HPUPlatform
 
 logger = init_logger(__name__)
 
@@ -47,7 +47,7 @@ def resolve_hpu_config(asked: HPUConfig, *, has_slices: bool = True) -> HPUConfi
     return replace(
         asked,
         **as_they_are,
-        bucketing_strategy=_strategy(settings),
+        bucketing_strategy=_strategy(settings, asked.traffic),
         bucket_variables=bucket_variables(settings),
         contiguous_pa=has_slices if contiguous_pa is None else contiguous_pa,
         prompt_attention=_prompt_attention(settings),
@@ -64,13 +64,13 @@ def resolve_hpu_config(asked: HPUConfig, *, has_slices: bool = True) -> HPUConfi
     )
 
 
-def check_simulation(hpu: HPUConfig) -> None:
+def check_simulation(hpu: HPUConfig, platform: HPUPlatform) -> None:
     """Refuse what only a real card could do, on a simulated one.
 
     Raises:
         ConfigError: prompts are to use flex_attention.
     """
-    if hpu.prompt_attention == "flex" and simulated_card() is not None:
+    if hpu.prompt_attention == "flex" and platform.is_simulated:
         raise ConfigError(
             "VLLM_PROMPT_USE_FLEX_ATTENTION=1 cannot run on a simulated card: flex_attention of "
             "torch does not know its tensors. Unset it. VLLM_PROMPT_USE_FUSEDSDPA=0 alone runs "
@@ -125,9 +125,22 @@ def bucket_variables(settings: envs.Envs) -> tuple[tuple[str, int], ...]:
     return tuple((name, value) for name, value in values if value is not None)
 
 
-def _strategy(settings: envs.Envs) -> BucketingStrategy:
+def _strategy(settings: envs.Envs, traffic: str | None) -> BucketingStrategy:
     name = settings.VLLM_BUCKETING_STRATEGY
     strategy = _STRATEGIES.get(name, cast(BucketingStrategy, name))
+    if traffic is not None:
+        if strategy not in ("linear", "optimal") or settings.VLLM_EXPONENTIAL_BUCKETING:
+            raise ConfigError(
+                f"--traffic {traffic} chooses the buckets, and VLLM_BUCKETING_STRATEGY={name} or "
+                f"VLLM_EXPONENTIAL_BUCKETING asks for others. Unset the variable, or leave out "
+                f"--traffic."
+            )
+        if settings.VLLM_BUCKETING_FROM_FILE is not None:
+            raise ConfigError(
+                f"--traffic {traffic} chooses the buckets, and VLLM_BUCKETING_FROM_FILE="
+                f"{settings.VLLM_BUCKETING_FROM_FILE} has others. Leave out one of them."
+            )
+        return "optimal"
     if settings.VLLM_EXPONENTIAL_BUCKETING is None:
         return strategy
     asked: BucketingStrategy = "exponential" if settings.VLLM_EXPONENTIAL_BUCKETING else "linear"

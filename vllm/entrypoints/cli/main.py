@@ -32,6 +32,7 @@ _COMMANDS = {
     "calibrate": "measure the FP8 scales of a model",
     "collect-env": "show versions, hardware and settings for a bug report",
     "hpu-check": "self-test of a Gaudi card",
+    "plan": "show what a model needs on a device, without the device",
 }
 
 

@@ -56,6 +56,8 @@ def load_model(
     choose_host_layers: Callable[[LoadableModel], Iterable[nn.Module]] | None = None,
     stage: Stage | None = None,
     last_embeds: bool = False,
+    *,
+    has_values: bool = True,
 ) -> CausalLM | PoolingModel:
     """The model of `config` with its weights on `device`, ready to run.
 
@@ -71,6 +73,7 @@ def load_model(
         choose_host_layers: called with the model, still without memory; gives the modules whose
             parameters go to the memory of the host.
         stage: of the pipeline; only its layers are read. None: all layers.
+        has_values: False: parameters get memory, and no weights are read or made up.
 
     Raises:
         ConfigError: the architecture or format is not supported, or cannot be split over tp.
@@ -100,7 +103,7 @@ def load_model(
         last_embeds=last_embeds,
     )
     on_host = [] if choose_host_layers is None else list(choose_host_layers(model))
-    _read(model, config, files, formats, tp, device, on_host)
+    _read(model, config, files, formats, tp, device, on_host, has_values=has_values)
     return model
 
 
@@ -111,6 +114,8 @@ def load_speculator(
     target: CausalLM,
     device: torch.device,
     dense_format: Quantization | None = None,
+    *,
+    has_values: bool = True,
 ) -> Speculator:
     """The speculator of `config` with its weights on `device`, ready to run.
 
@@ -119,7 +124,7 @@ def load_speculator(
         config: of the speculator: `VllmConfig.of_draft_model`.
         target: the model that it guesses for, with weights.
         device: where the parameters go.
-        dense_format: see `load_model`.
+        dense_format, has_values: see `load_model`.
 
     Raises:
         WeightLoadError: the checkpoint is missing, damaged or does not fit the config.
@@ -146,7 +151,7 @@ def load_speculator(
         model = speculator_class(config.model.resolved_arch, target, names).eval()
         _use_formats(model, formats, files)
     try:
-        _read(model, config, files, formats, target.tp, device)
+        _read(model, config, files, formats, target.tp, device, has_values=has_values)
     except WeightLoadError as error:
         where = files[0].parent if files else config.model.model
         raise WeightLoadError(f"the speculator '{where}': {error}") from None
@@ -170,6 +175,8 @@ def _read(
     tp: TPGroup,
     device: torch.device,
     on_host: Sequence[nn.Module] = (),
+    *,
+    has_values: bool = True,
 ) -> None:
     """Give a model on the meta device memory and weights; see `load_model`."""
     started = time.perf_counter()
@@ -180,7 +187,13 @@ def _read(
     startup_progress.report(phase)
 
     finisher = _LayerFinisher(model)
-    if config.load.load_format == "dummy":
+    if not has_values:
+        memory = ParameterMemory(model, device, on_host)
+        for module in model.modules():
+            memory.allocate(module)
+            finisher.finish_filled(module)
+        materialize_buffers(model, device)
+    elif config.load.load_format == "dummy":
         materialize(model, device, on_host)
         _fill_with_dummy_weights(model, config.model.seed)
     else:

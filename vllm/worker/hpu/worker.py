@@ -107,14 +107,22 @@ class HPUWorker(WorkerBase):
 
     Args:
         config: of the engine.
+        platform: has the card; None: the card of this process.
+
+    Attributes:
+        memory_uses: what has memory beside forward passes and the KV cache; there from `measure`
+            on.
     """
 
     model: CausalLM | PoolingModel
     runner: HPUModelRunner | HPUPoolingRunner
+    memory_uses: list[MemoryUse]
 
-    def __init__(self, config: VllmConfig) -> None:
-        platform = resolve_platform("hpu")
-        assert isinstance(platform, HPUPlatform)
+    def __init__(self, config: VllmConfig, platform: HPUPlatform | None = None) -> None:
+        if platform is None:
+            found = resolve_platform("hpu")
+            assert isinstance(found, HPUPlatform)
+            platform = found
         self.platform = platform
         self.bridge = platform.bridge
         super().__init__(config, self.bridge.device)
@@ -181,7 +189,13 @@ class HPUWorker(WorkerBase):
         """The model on the card; some of its layers on the host, if that was asked for."""
         asked_bytes = self.config.load.cpu_offload_bytes
         if not asked_bytes:
-            return load_model(self.config, self.tp, self.bridge.device, stage=self.stage)
+            return load_model(
+                self.config,
+                self.tp,
+                self.bridge.device,
+                stage=self.stage,
+                has_values=self.has_values,
+            )
         layers: list[nn.Module] = []
 
         def choose(model: LoadableModel) -> list[nn.Module]:
@@ -190,7 +204,12 @@ class HPUWorker(WorkerBase):
 
         device = self.bridge.device
         model = load_model(
-            self.config, self.tp, device, choose_host_layers=choose, stage=self.stage
+            self.config,
+            self.tp,
+            device,
+            choose_host_layers=choose,
+            stage=self.stage,
+            has_values=self.has_values,
         )
         stream_layers(self.bridge, model, layers, asked_bytes)
         return model
@@ -246,12 +265,13 @@ class HPUWorker(WorkerBase):
                 self.config, free_bytes, layout.state_bytes * self._num_rows
             )
             self._memory_config = config
+            self.memory_uses = self._uses(memory.total_bytes, free_bytes)
             report = divide_memory(
                 config,
                 free_bytes=free_bytes,
                 launch_bytes=self._profile(free_bytes),
                 block_bytes=self._block_bytes(),
-                others=self._uses(memory.total_bytes, free_bytes),
+                others=self.memory_uses,
             )
         limit = None if self._encoder is None else self._encoder.max_embeddings
         self._report = replace(

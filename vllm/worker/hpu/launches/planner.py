@@ -197,6 +197,9 @@ class HPULaunchPlanner:
         needs_prefill: which single tokens may not run as decodes; None: all may.
         piece_end: where prompts may be divided; None: anywhere.
         late: shapes that were compiled at their first use.
+
+    Attributes:
+        catalog, limits: as given.
     """
 
     def __init__(
@@ -215,7 +218,7 @@ class HPULaunchPlanner:
         self.catalog = catalog
         self._late = LateShapes[PaddedShape]() if late is None else late
         self._needs_prefill = needs_prefill
-        self._limits = limits
+        self.limits = limits
         self._batch = batch
         self._merged_prompts = merged_prompts
         self._has_states = has_states
@@ -247,7 +250,7 @@ class HPULaunchPlanner:
         return self._prefills(_Rows(rows, computed, scheduled, np.zeros_like(rows)))
 
     def _decodes(self, rows: _Rows) -> list[PaddedLaunch]:
-        most = self._limits.max_draft_batch
+        most = self.limits.max_draft_batch
         if most is None or len(rows.ids) <= most or not rows.drafts.any():
             return [self._decode(part) for part in self._split_decodes(rows)]
         has_drafts = rows.drafts > 0
@@ -284,7 +287,7 @@ class HPULaunchPlanner:
         """Runs of rows within the largest batch and the most blocks of one launch."""
         if not len(rows.ids):
             return []
-        limits = self._limits
+        limits = self.limits
         max_batch = max_batch or limits.max_decode_batch
         most = limits.max_block_refs
         refs = _num_blocks(rows.computed + rows.scheduled, self._size)
@@ -302,7 +305,7 @@ class HPULaunchPlanner:
     def _decode(self, rows: _Rows) -> PaddedLaunch:
         batch, seq_lens = len(rows.ids), rows.computed + rows.scheduled
         query_len = int(rows.scheduled.max())
-        if self._limits.contiguous_pa:
+        if self.limits.contiguous_pa:
             table = self._batch.block_table[rows.ids]
             counts = count_decode_blocks(table, seq_lens, self._size)
         else:
@@ -329,8 +332,8 @@ class HPULaunchPlanner:
             return self.catalog.fit(Phase.DECODE, batch, query_len, blocks, warmed_only)
 
         options: list[PaddedShape] = []
-        if self._limits.contiguous_pa and (bucket := fit(counts.span)) is not None:
-            sliced = _sliced_shapes(bucket, self._limits)
+        if self.limits.contiguous_pa and (bucket := fit(counts.span)) is not None:
+            sliced = _sliced_shapes(bucket, self.limits)
             options += [shape for shape in sliced if counts.shared <= shape.num_shared]
         if (bucket := fit(counts.references)) is not None:
             options.append(self._shape(bucket))
@@ -343,7 +346,7 @@ class HPULaunchPlanner:
         blocks = counts.span if shape.is_contiguous else counts.references
         is_shared = shape.is_contiguous and counts.shared > shape.num_shared
         asked = Bucket(Phase.DECODE, batch, query_len, blocks)
-        is_possible = self._limits.contiguous_pa or not shape.is_contiguous
+        is_possible = self.limits.contiguous_pa or not shape.is_contiguous
         return is_possible and not is_shared and shape.bucket.covers(asked)
 
     # ---- prefills -------------------------------------------------------------------------
@@ -351,7 +354,7 @@ class HPULaunchPlanner:
     def _split_prompts(self, rows: _Rows) -> _Rows:
         """Prompts longer than a launch may be in pieces, each of which has those before it as
         context. Pieces may even share a launch: all of its keys are written before any is read."""
-        longest = self._limits.max_query_len
+        longest = self.limits.max_query_len
         if not len(rows.ids) or rows.scheduled.max() <= longest:
             return rows
         if self._piece_end is not None:

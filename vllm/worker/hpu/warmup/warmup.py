@@ -27,7 +27,7 @@ from vllm.bucketing import Bucket, Catalog, MemoryLedger, Phase, StepLimits, for
 from vllm.bucketing.catalog.capture_plan import Capture, CaptureStep, PhaseGraphs, capture_graphs
 from vllm.bucketing.catalog.catalog import padded_cost
 from vllm.bucketing.catalog.shrink import shrink_launches
-from vllm.bucketing.ledger import MemoryClass, split_graph_memory
+from vllm.bucketing.ledger import GRAPHS, MemoryClass, assign_graphs
 from vllm.bucketing.log_lines import (
     captured_line,
     encoder_line,
@@ -54,8 +54,6 @@ _Steps = Generator[WarmUpStep, str | None, None]
 """Names a step, and is told afterwards why it is given up (None: it is kept)."""
 
 ChooseFirst = Callable[[Catalog, StepLimits], Sequence[Bucket]]
-
-_GRAPHS = (MemoryClass.PREFILL_GRAPHS, MemoryClass.DECODE_GRAPHS)
 
 
 class PaddedEncoder(Protocol):
@@ -434,7 +432,7 @@ class WarmUp:
         more = needed_bytes - ledger.booked(workspace)
         if more <= 0:
             return
-        for cls in _GRAPHS:
+        for cls in GRAPHS:
             lacking = max(0, more - ledger.unassigned_bytes)
             ledger.assign(cls, ledger.budget(cls) - min(lacking, ledger.left(cls)))
         margin = min(max(0, more - ledger.unassigned_bytes), ledger.booked(MemoryClass.MARGIN))
@@ -446,13 +444,13 @@ class WarmUp:
 
     def _resident_bytes(self) -> int:
         """In use whatever is launched."""
-        held = (MemoryClass.WEIGHTS, MemoryClass.KV_CACHE, *_GRAPHS)
+        held = (MemoryClass.WEIGHTS, MemoryClass.KV_CACHE, *GRAPHS)
         return sum(self._ledger.booked(cls) for cls in held)
 
     def _launch_bytes(self) -> int:
         """What launches can have at most: then no graph is captured."""
         ledger = self._ledger
-        graphs = sum(ledger.left(cls) for cls in _GRAPHS)
+        graphs = sum(ledger.left(cls) for cls in GRAPHS)
         return ledger.booked(MemoryClass.WORKSPACE) + ledger.unassigned_bytes + graphs
 
     def _give_up(self, bucket: Bucket) -> None:
@@ -525,15 +523,8 @@ class WarmUp:
 
     def _assign_graphs(self) -> tuple[int, int]:
         """Give graphs all that is left but the margin; bytes for prompts and for decodes."""
-        ledger = self._ledger
-        assigned = sum(ledger.left(cls) for cls in _GRAPHS) + ledger.unassigned_bytes
-        left = self._free_bytes() - ledger.booked(MemoryClass.MARGIN)
-        parts = split_graph_memory(max(0, min(assigned, left)), self._config.hpu.graph_prompt_ratio)
-        for cls in _GRAPHS:
-            ledger.assign(cls, 0)
-        for cls, num_bytes in zip(_GRAPHS, parts, strict=True):
-            ledger.assign(cls, num_bytes)
-        return parts
+        left = self._free_bytes() - self._ledger.booked(MemoryClass.MARGIN)
+        return assign_graphs(self._ledger, self._config.hpu.graph_prompt_ratio, left)
 
     def _capture_one(self, step: CaptureStep) -> Generator[WarmUpStep, str | None, Capture]:
         """Capture the graphs of a bucket, unless they are given up before."""

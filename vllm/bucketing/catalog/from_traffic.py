@@ -1,0 +1,138 @@
+"""Buckets of an engine for its traffic, and the file with them.
+
+A set has the mandatory buckets, which hold the largest forward pass of each phase. So it has a
+bucket for every forward pass.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from vllm.bucketing.bucket import Bucket, Phase, prefill
+from vllm.bucketing.catalog.catalog import Catalog, Cost
+from vllm.bucketing.catalog.closure import missing_buckets
+from vllm.bucketing.optimal import Budget, ChosenBuckets, ShapeCost, choose_buckets
+from vllm.bucketing.step_limits import StepLimits, round_up
+from vllm.bucketing.traffic import TrafficTable
+from vllm.cost_model.padded import forward_seconds
+
+ForPhase = dict[Phase, ChosenBuckets]
+
+
+@dataclass(frozen=True)
+class TrafficBuckets:
+    """Buckets for a traffic, of both phases."""
+
+    by_phase: ForPhase
+    """Without a phase that the traffic does not have."""
+    buckets: tuple[Bucket, ...]
+    """Of both phases, ascending; also the mandatory ones of a phase without traffic."""
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The certificate of each phase, as text."""
+        return tuple(self.by_phase[phase].describe() for phase in Phase if phase in self.by_phase)
+
+    @property
+    def padding(self) -> float:
+        """Cost of padding, relative to the cost of both phases without any."""
+        cost = sum(chosen.cost for chosen in self.by_phase.values())
+        unpadded = sum(chosen.unpadded for chosen in self.by_phase.values())
+        return cost / unpadded - 1 if unpadded else 0.0
+
+
+def seconds_of(limits: StepLimits) -> ShapeCost:
+    """Return the predicted seconds of forward passes of an engine."""
+    return partial(forward_seconds, block_size=limits.block_size)
+
+
+def bucket_cost(block_size: int) -> Cost:
+    """Return the cost by which the buckets of a traffic compare."""
+    return lambda b: forward_seconds(b.phase, b.batch, b.query_len, b.blocks, block_size)
+
+
+def traffic_limits(
+    table: TrafficTable, limits: StepLimits, longest_prompt: int | None = None
+) -> StepLimits:
+    """Return the limits of a forward pass: no longer prompt than the longest one of the traffic.
+
+    Args:
+        table: recorded.
+        limits: of a step.
+        longest_prompt: tokens of the longest prompt bucket; None: as the traffic has.
+    """
+    if longest_prompt is None:
+        shapes, _ = table.shapes(Phase.PREFILL)
+        longest_prompt = int(shapes[:, 2].max()) if len(shapes) else limits.block_size
+    longest = round_up(longest_prompt, limits.block_size)
+    if longest >= limits.max_query_len:
+        return limits
+    # A part of a prompt has context, whatever the scheduler is allowed to emit.
+    return replace(limits, enable_chunked_prefill=True, max_chunk_tokens=longest)
+
+
+def mandatory_buckets(limits: StepLimits) -> list[Bucket]:
+    """Return the fewest buckets that hold every forward pass, the largest of each phase."""
+    longest = round_up(limits.max_query_len, limits.block_size)
+    return missing_buckets(Catalog([prefill(1, longest)], []), limits) or [prefill(1, longest)]
+
+
+def choose_for_traffic(
+    table: TrafficTable,
+    limits: StepLimits,
+    num_buckets: int,
+    *,
+    longest_prompt: int | None = None,
+    cost: ShapeCost | None = None,
+    max_seconds: float = 10.0,
+) -> TrafficBuckets:
+    """Choose the buckets of an engine.
+
+    Args:
+        table: traffic, of the block size of the engine.
+        limits: of a step.
+        num_buckets: of each phase, mandatory ones included; more only if these are more.
+        longest_prompt: see `traffic_limits`.
+        cost: of a forward pass; None: of a model with 8 billion parameters.
+        max_seconds: see `choose_buckets`; half of it for each phase.
+    """
+    limits = traffic_limits(table, limits, longest_prompt)
+    cost = cost or seconds_of(limits)
+    mandatory = mandatory_buckets(limits)
+    by_phase: ForPhase = {}
+    for phase in Phase:
+        shapes, weights = table.shapes_within(limits, phase)
+        if not len(shapes):
+            continue
+        unpadded = float(weights @ cost(*shapes.T))
+        if phase is Phase.PREFILL:
+            # A bucket of prompts is a multiple of a block.
+            shapes[:, 2] = -(-shapes[:, 2] // limits.block_size) * limits.block_size
+        required = [bucket for bucket in mandatory if bucket.phase is phase]
+        chosen = choose_buckets(
+            shapes,
+            weights,
+            None,
+            required,
+            budget=Budget.of_count(max(num_buckets, len(required))),
+            cost=cost,
+            may_split=True,
+            max_seconds=max_seconds / 2,
+        )
+        by_phase[phase] = replace(chosen, unpadded=unpadded)
+    found = {bucket for chosen in by_phase.values() for bucket in chosen.buckets}
+    return TrafficBuckets(by_phase, tuple(sorted(found.union(mandatory))))
+
+
+def bucket_file_text(buckets: Iterable[Bucket], lines: Iterable[str] = ()) -> str:
+    """Return the text of a file for VLLM_BUCKETING_FROM_FILE.
+
+    A decode that verifies drafts is written as one without: the engine adds what drafts need.
+
+    Args:
+        buckets: to write.
+        lines: of comments.
+    """
+    found = sorted({replace(b, query_len=1) if b.phase is Phase.DECODE else b for b in buckets})
+    comments = [f"# {line}" for line in (*lines, "batch, query_len, blocks")]
+    return "\n".join([*comments, *(f"({b.batch}, {b.query_len}, {b.blocks})" for b in found), ""])

@@ -1,0 +1,206 @@
+"""The start of an engine on cards that are not there: its config, buckets and memory, and the work
+of each of its forward passes.
+
+Runs the worker of a card in this process, on a simulated card that computes nothing. Knows no
+model, format or size: what it returns is what the worker has found.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+from vllm.bucketing import Bucket, Catalog, MemoryLedger, Phase, StepLimits
+from vllm.config import VllmConfig
+from vllm.cost_model.cards import CARDS, CardSpec
+from vllm.cost_model.work import Work
+from vllm.engine.arg_utils import EngineArgs
+from vllm.errors import ConfigError
+from vllm.planning.worker import PlannedWorker, on_planned_card
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.platforms.hpu import PlannedPlatform
+from vllm.worker.hpu.launches.planner import PaddedShape
+from vllm.worker.hpu.memory.memory_profile import used_bytes
+from vllm.worker.interface import MemoryReport
+from vllm.worker.parts.memory_use import MemoryUse
+
+Result = TypeVar("Result")
+
+_UNLIMITED_BYTES = 1 << 50
+
+
+@dataclass(frozen=True)
+class LaunchWork:
+    """What a forward pass of one shape does on each card.
+
+    Attributes:
+        operators: in the order in which they run, those without work left out.
+        num_ops: operators, views included: what is captured.
+        recipes: that are compiled for it: for each of them something that two shapes have in common
+            if it serves both, and its number of operators.
+    """
+
+    operators: tuple[Work, ...]
+    num_ops: int
+    recipes: Mapping[Hashable, int]
+
+    @classmethod
+    def of(cls, launched: Sequence[Sequence[Any]]) -> "LaunchWork":
+        """Return the work of recipes that a card has launched."""
+        works = (operator.work for recipe in launched for operator in recipe)
+        return cls(
+            tuple(work for work in works if work != Work()),
+            sum(map(len, launched)),
+            {tuple(recipe): len(recipe) for recipe in launched},
+        )
+
+    @cached_property
+    def flops(self) -> float:
+        """Return the FLOPs."""
+        return sum(work.flops for work in self.operators)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Return the bytes that operators read and write in HBM."""
+        return sum(work.num_bytes for work in self.operators)
+
+    def seconds(self, spec: CardSpec) -> float:
+        """Return the seconds that the operators take one after the other."""
+        return sum(work.seconds(spec) for work in self.operators)
+
+
+class EnginePlan:
+    """An engine that is planned for one kind of card, as its first rank sees it.
+
+    Args:
+        config: of the engine.
+        platform: has the card.
+
+    Attributes:
+        config, spec: of the engine, and of its cards.
+        report: what the profiling run has found, and how the memory is divided.
+        ledger: of the card, with its KV cache.
+
+    Raises:
+        ConfigError: the model does not fit the cards.
+    """
+
+    report: MemoryReport
+
+    def __init__(self, config: VllmConfig, platform: PlannedPlatform, spec: CardSpec) -> None:
+        self.config, self.spec = config, spec
+        self._platform = platform
+        with on_planned_card(platform):
+            self.worker = worker = PlannedWorker(config, platform)
+            worker.start(0)
+            self.report = worker.measure()
+            worker.allocate(self.report.num_blocks)
+        self._works: dict[PaddedShape, LaunchWork] = {}
+
+    @property
+    def catalog(self) -> Catalog:
+        """Return the buckets that can be launched."""
+        return self.worker.runner.launches.planner.catalog
+
+    @property
+    def limits(self) -> StepLimits:
+        """Return the limits of a launch."""
+        return self.worker.runner.launches.planner.limits
+
+    @property
+    def ledger(self) -> MemoryLedger:
+        """Return the memory by class."""
+        return self.worker.ledger
+
+    @property
+    def memory_uses(self) -> list[MemoryUse]:
+        """Return what else than forward passes and the KV cache has memory."""
+        return self.worker.memory_uses
+
+    @cached_property
+    def shapes(self) -> tuple[PaddedShape, ...]:
+        """Return every shape in which a forward pass can run."""
+        buckets = (*self.catalog.prefill, *self.catalog.decode)
+        return tuple(shape for each in buckets for shape in self.shapes_of(each))
+
+    def shapes_of(self, bucket: Bucket) -> list[PaddedShape]:
+        """Return the shapes in which forward passes of a bucket can run."""
+        return self.worker.runner.launches.launch_shapes(bucket)
+
+    def buckets_of(self, phase: Phase) -> Sequence[Bucket]:
+        """Return the buckets of a phase."""
+        return self.catalog.prefill if phase is Phase.PREFILL else self.catalog.decode
+
+    @property
+    def bridge(self) -> HabanaBridge:
+        """Return the card."""
+        return self._platform.bridge
+
+    def launch_work(self, shape: PaddedShape) -> LaunchWork:
+        """Return the work of a forward pass on each card, without sampling."""
+        work = self._works.get(shape)
+        if work is None:
+            run = self.worker.runner.launches.run_padding
+            work = self._works[shape] = self.record(partial(run, shape))[1]
+        return work
+
+    def record(self, run: Callable[[], Result]) -> tuple[Result, LaunchWork]:
+        """Call a function that launches something, with whatever it computes left out.
+
+        Returns:
+            What it returns, and the work of all that it has launched.
+        """
+        with on_planned_card(self._platform), self._platform.recipes_launched() as launched:
+            result = run()
+        return result, LaunchWork.of(launched)
+
+
+def make_engine_plan(args: EngineArgs, device: str, num_cards: int = 1) -> EnginePlan:
+    """Plan an engine.
+
+    Args:
+        args: of the engine; `device` of them is not looked at. Weights are not read.
+        device: a key of `cost_model.cards.CARDS`.
+        num_cards: that share each layer.
+
+    Raises:
+        ConfigError: the engine cannot start with these arguments, or the model does not fit.
+    """
+    if device not in CARDS:
+        raise ConfigError(f"device={device!r} is not known; accepted: {', '.join(CARDS)}")
+    platform = PlannedPlatform(device)
+    return EnginePlan(_config(args, platform, num_cards), platform, CARDS[device])
+
+
+def weights_bytes(
+    args: EngineArgs, device: str, num_cards: int, quantization: str | None = None
+) -> tuple[VllmConfig, int]:
+    """Return the config of an engine, and the memory that its weights take on a card, however large
+    it is.
+
+    Args:
+        args, device, num_cards: see `make_engine_plan`.
+        quantization: another one than that of `args`; None: the same.
+
+    Raises:
+        ConfigError: the engine cannot start with these arguments.
+    """
+    platform = PlannedPlatform(device, _UNLIMITED_BYTES)
+    more = {} if quantization is None else {"quantization": quantization}
+    config = _config(args, platform, num_cards, **more)
+    bridge = platform.bridge
+    with on_planned_card(platform):
+        before = used_bytes(bridge)
+        worker = PlannedWorker(config, platform)
+        worker.load(0)
+        return config, used_bytes(bridge) - before
+
+
+def _config(
+    args: EngineArgs, platform: PlannedPlatform, num_cards: int, **more: object
+) -> VllmConfig:
+    """Return the config of an engine whose weights need not be there."""
+    settings = {name: value for name, value in vars(args).items() if value is not None}
+    settings |= {"device": platform.name, "tensor_parallel_size": num_cards, **more}
+    settings["load_format"] = "dummy"
+    return EngineArgs(**settings).create_engine_config(platform)

@@ -1,0 +1,77 @@
+"""The sentence for a model that does not fit a device, with the nearest setting that does."""
+
+from vllm.bucketing import format_bytes
+from vllm.cost_model.cards import CARDS
+from vllm.engine.arg_utils import EngineArgs
+from vllm.errors import ConfigError
+from vllm.planning.engine_plan import EnginePlan, make_engine_plan, weights_bytes
+
+_CARD_COUNTS = (1, 2, 4, 8)
+"""A box has eight cards."""
+
+
+def planned_or_nearest(args: EngineArgs, device: str, num_cards: int) -> EnginePlan:
+    """Return the plan of an engine; see `make_engine_plan`.
+
+    Raises:
+        ConfigError: the engine cannot start. Where its weights are too large, the error names the
+            fewest cards that hold them, and whether FP8 would do.
+    """
+    try:
+        return make_engine_plan(args, device, num_cards)
+    except ConfigError as error:
+        found = _excess(args, device, num_cards)
+        if found is None:
+            raise
+        raise ConfigError(found) from error
+
+
+def _excess(args: EngineArgs, device: str, num_cards: int) -> str | None:
+    """Return what is wrong where the weights do not fit the cards; None: they fit, or there is
+    another error."""
+    card_bytes = CARDS[device].pool_bytes
+    try:
+        config, num_bytes = weights_bytes(args, device, num_cards)
+    except ConfigError:
+        return None
+    if num_bytes <= card_bytes:
+        return None
+    on_each = f" on each of {num_cards} cards" if num_cards > 1 else ""
+    name = (config.model.model or "the model").rstrip("/").rpartition("/")[2]
+    text = (
+        f"{name} in {config.model.quantization or config.model.dtype_name} takes "
+        f"{format_bytes(num_bytes)}{on_each}, a {device} card has {format_bytes(card_bytes)}. "
+    )
+    ways = []
+    for more in (count for count in _CARD_COUNTS if count > num_cards):
+        if _fits(args, device, more):
+            ways.append(f"--num-cards {more}")
+            break
+    fp8 = _fp8_bytes(args, device, num_cards)
+    if fp8 is not None and fp8 < card_bytes:
+        ways.append(f"an FP8 checkpoint ({format_bytes(fp8)})")
+    if not ways:
+        return f"{text}It fits on no number of cards up to {_CARD_COUNTS[-1]}. Use a smaller model"
+    return f"{text}Use {', or '.join(ways)}"
+
+
+def _fits(args: EngineArgs, device: str, num_cards: int) -> bool:
+    try:
+        _, num_bytes = weights_bytes(args, device, num_cards)
+        if num_bytes > CARDS[device].pool_bytes:
+            return False
+        make_engine_plan(args, device, num_cards)
+    except ConfigError:
+        return False
+    return True
+
+
+def _fp8_bytes(args: EngineArgs, device: str, num_cards: int) -> int | None:
+    """Return the bytes of the weights in FP8; None: they have a format already, or none of FP8."""
+    if args.quantization is not None:
+        return None
+    try:
+        _, num_bytes = weights_bytes(args, device, num_cards, quantization="fp8")
+    except ConfigError:
+        return None
+    return num_bytes

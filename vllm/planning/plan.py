@@ -1,0 +1,103 @@
+"""What `vllm plan` answers: memory, buckets and the time of a start, as plain numbers."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm.bucketing.ledger import GRAPHS, MemoryClass
+from vllm.engine.arg_utils import EngineArgs
+from vllm.planning.engine_plan import EnginePlan
+from vllm.planning.fit import planned_or_nearest
+from vllm.planning.start import StartPlan, plan_start
+from vllm.worker.hpu.warmup.profile import held_bytes
+
+JSON_VERSION = 1
+"""Of `Plan.as_json`; a later one may have more keys, and none less."""
+
+
+@dataclass(frozen=True)
+class MemorySection:
+    """The memory of each card."""
+
+    total_bytes: int
+    uses: tuple[tuple[str, int], ...]
+    """What it is used for, and the bytes: together they are the total."""
+    block_bytes: int
+    """Of a KV block in all layers."""
+    block_size: int
+    """Tokens of a KV block."""
+    num_blocks: int
+    max_model_len: int
+    num_sequences: float
+    """Sequences of max_model_len tokens that fit the cache at a time."""
+    longest_context: int
+    """Tokens of the longest sequence that the model and the memory allow."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An engine on a device that this machine need not have. Each section is rendered by itself."""
+
+    model: str
+    dtype: str
+    device: str
+    num_cards: int
+    memory: MemorySection
+    start: StartPlan | None
+    """None: the device compiles nothing."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the same numbers for programs."""
+        start = None
+        if self.start is not None:
+            totals = {name: getattr(self.start, name) for name in ("cold_s", "cached_s")}
+            start = asdict(self.start) | totals
+        return {"version": JSON_VERSION, **asdict(self), "start": start}
+
+
+def make_plan(args: EngineArgs, device: str, num_cards: int = 1) -> Plan:
+    """Plan an engine.
+
+    Args:
+        args, device, num_cards: see `make_engine_plan`.
+
+    Raises:
+        ConfigError: the engine cannot start with these arguments, or the model does not fit.
+    """
+    engine = planned_or_nearest(args, device, num_cards)
+    config = engine.config
+    return Plan(
+        model=config.model.model or "",
+        dtype=config.model.dtype_name,
+        device=device,
+        num_cards=config.parallel.world_size,
+        memory=plan_memory(engine),
+        start=plan_start(engine),
+    )
+
+
+def plan_memory(engine: EnginePlan) -> MemorySection:
+    """Return the memory of a card in the classes of its ledger, those of weights and of workspace
+    in their parts."""
+    config, ledger, report = engine.config, engine.ledger, engine.report
+    held = min(held_bytes(config), ledger.budget(MemoryClass.WORKSPACE))
+    uses = [
+        *((use.what, use.num_bytes) for use in engine.memory_uses),
+        (str(MemoryClass.WORKSPACE), ledger.budget(MemoryClass.WORKSPACE) - held),
+        ("results held", held),
+        *((str(cls), ledger.budget(cls)) for cls in GRAPHS),
+        (str(MemoryClass.KV_CACHE), ledger.budget(MemoryClass.KV_CACHE)),
+        (str(MemoryClass.MARGIN), ledger.budget(MemoryClass.MARGIN)),
+        ("in no class", ledger.unassigned_bytes),
+    ]
+    size, max_model_len = config.cache.block_size, config.scheduler.max_model_len
+    num_tokens = (report.num_blocks - 1) * size
+    return MemorySection(
+        total_bytes=ledger.total_bytes,
+        uses=tuple((what, num_bytes) for what, num_bytes in uses if num_bytes),
+        block_bytes=report.block_bytes,
+        block_size=size,
+        num_blocks=report.num_blocks,
+        max_model_len=max_model_len,
+        num_sequences=(report.num_blocks - 1) / config.max_blocks_per_request,
+        longest_context=min(num_tokens, config.model.resolved_arch.derived_max_model_len),
+    )

@@ -1,0 +1,238 @@
+"""How long the start of an engine takes on cards, and the HPU graphs that it keeps.
+
+Shapes of one kind launch the same operators, so the smallest and the largest of each kind are run,
+and what lies between is interpolated.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+
+from vllm.bucketing import Phase
+from vllm.bucketing.catalog.capture_plan import Capture, PhaseGraphs, capture_graphs
+from vllm.bucketing.ledger import assign_graphs
+from vllm.cost_model.start import capture_seconds, compile_seconds
+from vllm.planning.engine_plan import EnginePlan, LaunchWork
+from vllm.worker.hpu.launches.execution import GraphExecution
+from vllm.worker.hpu.launches.planner import PaddedShape
+from vllm.worker.hpu.memory.memory_profile import used_bytes
+
+_Kind = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class PhaseStart:
+    """What the start makes for forward passes of one phase."""
+
+    num_buckets: int
+    num_shapes: int
+    compile_s: float
+    run_s: float
+    num_graphs: int
+    """Buckets that have HPU graphs."""
+    capture_s: float
+    graph_bytes: int
+
+
+@dataclass(frozen=True)
+class StartPlan:
+    """The warm-up, in seconds of the cost model. Reading the weights is not in it."""
+
+    prefill: PhaseStart
+    decode: PhaseStart
+    sampling_s: float
+    """Compiling what samples, once for each padded batch size."""
+
+    @property
+    def phases(self) -> tuple[PhaseStart, PhaseStart]:
+        """Return prompts and decodes."""
+        return self.prefill, self.decode
+
+    @property
+    def compile_s(self) -> float:
+        """Return the seconds of all compilations."""
+        return self.sampling_s + sum(phase.compile_s for phase in self.phases)
+
+    @property
+    def cached_s(self) -> float:
+        """Return the seconds until the first answer where all recipes are on disk."""
+        return sum(phase.run_s + phase.capture_s for phase in self.phases)
+
+    @property
+    def cold_s(self) -> float:
+        """Return the seconds until the first answer without recipes on disk."""
+        return self.compile_s + self.cached_s
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A shape that has been run."""
+
+    shape: PaddedShape
+    warm_up: LaunchWork
+    """Of a launch of the warm-up, whatever follows the forward pass included."""
+    forward: LaunchWork
+    row_bytes: int
+    token_bytes: int
+    """Of what a graph returns, for each of its logits and of its tokens."""
+    extra_bytes: int
+    """Of a graph beside what it returns."""
+
+
+class ShapeCosts:
+    """Seconds and bytes of the shapes of an engine.
+
+    Args:
+        plan: of the engine.
+    """
+
+    def __init__(self, plan: EnginePlan) -> None:
+        self._plan = plan
+        self._samples: dict[_Kind, tuple[_Sample, _Sample]] = {}
+        kinds: dict[_Kind, list[PaddedShape]] = defaultdict(list)
+        for shape in plan.shapes:
+            kinds[_kind_of(shape)].append(shape)
+        for kind, shapes in kinds.items():
+            ends = min(shapes, key=_size), max(shapes, key=_size)
+            first = self._run(ends[0])
+            self._samples[kind] = first, first if ends[0] == ends[1] else self._run(ends[1])
+        seen = Counter(
+            recipe for sample in self._all_samples() for recipe in sample.warm_up.recipes
+        )
+        self._shared = {recipe for recipe, count in seen.items() if count > 1}
+
+    def _all_samples(self) -> Iterable[_Sample]:
+        return {id(sample): sample for both in self._samples.values() for sample in both}.values()
+
+    def _run(self, shape: PaddedShape) -> _Sample:
+        runner = self._plan.worker.runner
+        launches, extra_bytes = runner.launches, 0
+        run = partial(launches.run_padding, shape)
+        if isinstance(launches.execution, GraphExecution):
+            before = used_bytes(self._plan.bridge)
+            _, forward = self._plan.record(partial(launches.capture, shape))
+            (_, result, hidden), _ = self._plan.record(run)
+            extra_bytes = used_bytes(self._plan.bridge) - before - result.nbytes - hidden.nbytes
+            launches.release(shape)
+        else:
+            (_, result, hidden), forward = self._plan.record(run)
+        row_bytes, token_bytes = result.nbytes // len(result), hidden.nbytes // len(hidden)
+        del result, hidden
+        _, warm_up = self._plan.record(partial(runner.warm_up, shape, sampling="none"))
+        return _Sample(shape, warm_up, forward, row_bytes, token_bytes, extra_bytes)
+
+    # ---- of one shape ---------------------------------------------------------------------
+
+    def compile_s(self, shape: PaddedShape) -> float:
+        """Return the seconds of compiling what this shape alone needs."""
+        return self._between(shape, lambda sample: _seconds(self._own_recipes(sample)))
+
+    @property
+    def shared_s(self) -> float:
+        """Return the seconds of compiling what several shapes have in common."""
+        recipes = {r: n for x in self._all_samples() for r, n in x.warm_up.recipes.items()}
+        return _seconds({r: n for r, n in recipes.items() if r in self._shared})
+
+    def run_s(self, shape: PaddedShape) -> float:
+        """Return the seconds of one launch."""
+        return self._between(shape, lambda sample: sample.warm_up.seconds(self._plan.spec))
+
+    def capture_s(self, shape: PaddedShape) -> float:
+        """Return the seconds of capturing its HPU graph."""
+        return self._between(shape, lambda sample: capture_seconds(sample.forward.num_ops))
+
+    def graph_bytes(self, shape: PaddedShape) -> int:
+        """Return the memory that its HPU graph keeps."""
+        sample = self._samples[_kind_of(shape)][0]
+        outputs = shape.num_rows * sample.row_bytes + shape.bucket.num_tokens * sample.token_bytes
+        return outputs + round(self._between(shape, lambda sample: sample.extra_bytes))
+
+    def _own_recipes(self, sample: _Sample) -> Mapping[Hashable, int]:
+        return {r: n for r, n in sample.warm_up.recipes.items() if r not in self._shared}
+
+    def _between(self, shape: PaddedShape, value: Callable[[_Sample], float]) -> float:
+        low, high = self._samples[_kind_of(shape)]
+        start, end = _size(low.shape), _size(high.shape)
+        share = (_size(shape) - start) / (end - start) if end > start else 0.0
+        return value(low) + share * (value(high) - value(low))
+
+    def sampling_s(self) -> float:
+        """Return the seconds of compiling what samples, for all padded batch sizes."""
+        sample = next(iter(self._samples.values()))[0]
+        run = partial(self._plan.worker.runner.warm_up, sample.shape, sampling="warm_up")
+        _, work = self._plan.record(run)
+        known = {recipe for each in self._all_samples() for recipe in each.warm_up.recipes}
+        num_sizes = len({shape.num_rows for shape in self._plan.shapes})
+        return num_sizes * _seconds({r: n for r, n in work.recipes.items() if r not in known})
+
+
+def plan_start(plan: EnginePlan) -> StartPlan:
+    """Return how long the warm-up of an engine takes."""
+    costs = ShapeCosts(plan)
+    graphs = _plan_graphs(plan, costs)
+
+    def of(phase: Phase) -> PhaseStart:
+        buckets = plan.buckets_of(phase)
+        shapes = [shape for bucket in buckets for shape in plan.shapes_of(bucket)]
+        found = graphs.get(phase)
+        captured = () if found is None else found.captured
+        with_graphs = [shape for bucket in captured for shape in plan.shapes_of(bucket)]
+        return PhaseStart(
+            num_buckets=len(buckets),
+            num_shapes=len(shapes),
+            compile_s=sum(map(costs.compile_s, shapes)),
+            run_s=sum(map(costs.run_s, shapes)),
+            num_graphs=len(captured),
+            capture_s=sum(map(costs.capture_s, with_graphs)),
+            graph_bytes=0 if found is None else found.used_bytes,
+        )
+
+    return StartPlan(
+        prefill=of(Phase.PREFILL),
+        decode=of(Phase.DECODE),
+        sampling_s=costs.sampling_s() + costs.shared_s,
+    )
+
+
+def _plan_graphs(plan: EnginePlan, costs: ShapeCosts) -> Mapping[Phase, PhaseGraphs]:
+    """Return the graphs that the memory holds; none where the mode has no graphs."""
+    if not isinstance(plan.worker.runner.launches.execution, GraphExecution):
+        return {}
+    hpu, ledger = plan.config.hpu, deepcopy(plan.ledger)
+    assign_graphs(ledger, hpu.graph_prompt_ratio)
+    steps = capture_graphs(
+        plan.catalog.prefill,
+        plan.catalog.decode,
+        ledger,
+        prefill_order=hpu.graph_prompt_strategy,
+        decode_order=hpu.graph_decode_strategy,
+    )
+    try:
+        step = next(steps)
+        while True:
+            if step.refusal is not None:
+                step = steps.send(Capture(None, step.refusal))
+                continue
+            needed = sum(map(costs.graph_bytes, plan.shapes_of(step.bucket)))
+            step = steps.send(Capture(needed, step.refusal_of(needed)))
+    except StopIteration as end:
+        graphs: Mapping[Phase, PhaseGraphs] = end.value
+        return graphs
+
+
+def _kind_of(shape: PaddedShape) -> _Kind:
+    """Return what decides the operators of a shape, whatever its sizes are."""
+    bucket = shape.bucket
+    if bucket.phase is Phase.PREFILL:
+        return bucket.phase, bucket.blocks > 0, shape.merged_prompts > 0
+    return bucket.phase, bucket.query_len > 1, shape.is_contiguous, shape.num_shared > 0
+
+
+def _size(shape: PaddedShape) -> int:
+    return shape.cost
+
+
+def _seconds(recipes: Mapping[Hashable, int]) -> float:
+    return sum(map(compile_seconds, recipes.values()))

@@ -1,0 +1,68 @@
+"""The tables of `vllm plan`: one function for each section, 100 columns at most."""
+
+from collections.abc import Iterator
+
+from vllm.bucketing import format_bytes
+from vllm.planning.plan import MemorySection, Plan
+from vllm.planning.start import PhaseStart, StartPlan
+
+_BAR_WIDTH = 40
+
+
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """Yield the lines of a plan."""
+    cards = "1 card" if plan.num_cards == 1 else f"{plan.num_cards} cards"
+    yield f"{plan.model}, {plan.dtype}, on {cards} of {plan.device}. Planned, not measured."
+    yield ""
+    yield from memory_lines(plan.memory)
+    if plan.start is not None:
+        yield ""
+        yield from start_lines(plan.start)
+
+
+def memory_lines(memory: MemorySection) -> Iterator[str]:
+    """Yield the lines of the memory of a card."""
+    yield f"Memory of each card                 {format_bytes(memory.total_bytes):>10}"
+    for what, num_bytes in memory.uses:
+        share = num_bytes / memory.total_bytes
+        bar = "#" * round(share * _BAR_WIDTH)
+        yield f"  {what:<32}  {format_bytes(num_bytes):>10} {share:>6.1%}  {bar}".rstrip()
+    yield (
+        f"KV cache: {memory.num_blocks} blocks of {memory.block_size} tokens, "
+        f"{format_bytes(memory.block_bytes)} each"
+    )
+    yield (
+        f"Fits {memory.num_sequences:.1f} sequences of {memory.max_model_len} tokens "
+        f"(--max-model-len); the longest context is {memory.longest_context} tokens"
+    )
+
+
+def start_lines(start: StartPlan) -> Iterator[str]:
+    """Yield the lines of the warm-up."""
+    yield "Warm-up     buckets  shapes   compile       run  HPU graphs   capture  graph memory"
+    for name, phase in (("prompts", start.prefill), ("decodes", start.decode)):
+        yield _phase_line(name, phase)
+    yield f"  sampling                  {_seconds(start.sampling_s):>9}"
+    yield (
+        f"The first answer comes {_seconds(start.cold_s)} after the weights are read, or "
+        f"{_seconds(start.cached_s)} with recipes on disk"
+    )
+
+
+def _phase_line(name: str, phase: PhaseStart) -> str:
+    return (
+        f"  {name:<8}  {phase.num_buckets:>7}  {phase.num_shapes:>6} "
+        f"{_seconds(phase.compile_s):>9} {_seconds(phase.run_s):>9}  {phase.num_graphs:>10} "
+        f"{_seconds(phase.capture_s):>9}  {format_bytes(phase.graph_bytes):>12}"
+    )
+
+
+def _seconds(seconds: float) -> str:
+    """Format seconds, or minutes from two minutes on.
+
+    >>> [_seconds(x) for x in (0.31, 59.6, 119.0, 696.0)]
+    ['0.3 s', '60 s', '119 s', '11.6 min']
+    """
+    if seconds >= 120:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

@@ -1,0 +1,106 @@
+"""A rank of an engine on cards that are not there: it takes the steps of a start, and computes
+nothing.
+
+It is the worker of a card, with weights that have no values, and with other ranks that never come:
+what they would send is taken as sent. So memory, buckets and the operators of a forward pass are
+those that the engine itself finds.
+"""
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from vllm.config import VllmConfig
+from vllm.distributed import Meeting, RankLayout
+from vllm.ops import get_ops, set_ops
+from vllm.ops.hpu.operators import HPUOps
+from vllm.platforms.hpu import PlannedPlatform
+from vllm.worker.hpu.worker import HPUWorker
+
+
+@contextmanager
+def on_planned_card(platform: PlannedPlatform) -> Iterator[None]:
+    """Let the device `hpu` be the card, where nothing is computed; afterwards the process is as
+    it was."""
+    thresholds = gc.get_threshold()
+    ops = get_ops()
+    bridge = platform.bridge  # which loads the compiler of torch
+    compiler: Any = torch._dynamo.config
+    try:
+        with (
+            compiler.patch(disable=compiler.disable),
+            torch.inference_mode(),
+            platform.activated(),
+            bridge.dry_run(),
+        ):
+            set_ops(HPUOps(bridge))
+            yield
+    finally:
+        set_ops(ops)
+        gc.set_threshold(*thresholds)
+
+
+class PlannedWorker(HPUWorker):
+    """One rank.
+
+    Args:
+        config: of the engine.
+        platform: has the card.
+    """
+
+    has_values = False
+
+    def __init__(self, config: VllmConfig, platform: PlannedPlatform) -> None:
+        super().__init__(config, platform)
+
+    def start(self, rank: int) -> None:
+        """Load the model, without values."""
+        self.load(rank)
+        parallel = self.config.parallel
+        if parallel.world_size > 1:
+            self.join(AbsentPeers(rank=rank, layout=RankLayout.of(parallel)))
+
+
+class AbsentPeers(Meeting):
+    """A meeting with ranks that never come, and are taken to have whatever this one has.
+
+    Args:
+        rank: of this process.
+        layout: of the ranks.
+    """
+
+    def __init__(self, *, rank: int, layout: RankLayout) -> None:
+        super().__init__(rank=rank, layout=layout, timeout_s=0, address=("", 0))
+
+    def join(self, backend: str) -> None:
+        """Open a process group whose collectives leave tensors as they are."""
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        distributed = torch.distributed
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        distributed.init_process_group(
+            "fake", store=FakeStore(), rank=self.rank, world_size=self.layout.world_size
+        )
+        self.has_joined = True
+
+    def exchange(
+        self,
+        name: str,
+        value: bytes,
+        what: str | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+    ) -> list[bytes]:
+        """Return the value for each of the ranks."""
+        return [value] * (self.layout.world_size if ranks is None else len(ranks))
+
+    def is_stage_here(self, name: str, patience_s: float) -> bool:
+        """Return that all ranks have come."""
+        return True
+
+    def arrive(self, name: str, value: bytes = b"") -> None:
+        """Tell nobody."""
