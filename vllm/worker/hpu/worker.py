@@ -4,7 +4,7 @@ import gc
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from pathlib import Path
 
 import msgspec
 import torch
@@ -23,11 +23,11 @@ from vllm.attention.cached_layer import layers_with_cache
 from vllm.bucketing import Bucket, Catalog, Phase, StepLimits, format_bytes, plan_buckets
 from vllm.bucketing.catalog.catalog import padded_cost
 from vllm.bucketing.catalog.first_set import choose_first
+from vllm.bucketing.catalog.from_traffic import seconds_of
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.log_lines import num_blocks_line
 from vllm.bucketing.traffic import TrafficTable, even_traffic
 from vllm.config import VllmConfig
-from vllm.cost_model.padded import forward_seconds
 from vllm.distributed import Collectives, Link, Meeting, TorchCollectives
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -627,12 +627,15 @@ class HPUWorker(WorkerBase):
 
     def _choose_first(self, wanted: Catalog, limits: StepLimits) -> list[Bucket]:
         """Choose the buckets that the start warms up."""
+        hpu, traffic = self.config.hpu, even_traffic(limits)
+        if hpu.traffic is not None and self.rank == 0:  # which alone decides
+            traffic = TrafficTable.load(Path(hpu.traffic))
         first = choose_first(
             wanted,
             limits,
-            self.config.hpu.first_buckets,
-            even_traffic(limits),
-            partial(forward_seconds, block_size=limits.block_size),
+            hpu.first_buckets,
+            traffic,
+            seconds_of(limits),
             memory_sizes=(padded_cost, self._forecast.num_scores),
             preferred=self._on_disk,
         )

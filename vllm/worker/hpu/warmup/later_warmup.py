@@ -15,9 +15,9 @@ import torch
 
 from vllm.bucketing import Bucket, MemoryLedger, Phase, format_bytes
 from vllm.bucketing.catalog.first_set import even_shapes, padded_share, savings
+from vllm.bucketing.catalog.from_traffic import seconds_of
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.traffic import TrafficTable
-from vllm.cost_model.padded import forward_seconds
 from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.hpu.launches.execution import GraphExecution
@@ -85,7 +85,7 @@ class LaterWarmUp:
         self._limits = start.limits
         self._num_wanted = len(start.wanted)
         self._even = even_shapes(start.limits)
-        self._cost = partial(forward_seconds, block_size=start.limits.block_size)
+        self._cost = seconds_of(start.limits)
         execution = runner.launches.execution
         self._compiles_first = execution.has_recipes and bridge.can_compile_only
         self._left = {

@@ -482,9 +482,10 @@ class WarmUp:
         """The catalog with the buckets that are warmed up."""
         if self._choose_first is None:
             return self.wanted
-        first = self._choose_first(self.wanted, self.limits)
+        first = set(self._choose_first(self.wanted, self.limits))
         self.wanted = self.wanted.with_buckets(first)
-        return Catalog((), ()).with_buckets(first)
+        every = (*self.wanted.prefill, *self.wanted.decode)
+        return self.wanted.without(bucket for bucket in every if bucket not in first)
 
     # ---- phase 2 --------------------------------------------------------------------------
 
