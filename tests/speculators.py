@@ -392,6 +392,26 @@ def _mimo(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def _qwen(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors as Qwen3-Next has them, whose norms are stored less 1."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        own = name.removeprefix("model.layers.3.")
+        if own == name:
+            renamed[name] = tensor
+        elif own in _NAMES_OF_QWEN.values():
+            renamed[f"mtp.{own}"] = tensor - 1 if "norm" in own else tensor
+        elif own not in ("embed_tokens.weight", "shared_head.head.weight"):
+            renamed[f"mtp.layers.0.{own}"] = tensor
+    return renamed
+
+
+_NAMES_OF_QWEN = {
+    "enorm.weight": "pre_fc_norm_embedding.weight",
+    "hnorm.weight": "pre_fc_norm_hidden.weight",
+    "eh_proj.weight": "fc.weight",
+    "norm.weight": "norm.weight",
+}
 _NAMES_OF_MIMO = {
     "enorm.weight": "token_layernorm.weight",
     "hnorm.weight": "hidden_layernorm.weight",
@@ -407,6 +427,22 @@ MTP_DIALECTS = {
         config={"architectures": ["MiMoForCausalLM"], "model_type": "mimo"},
         store=_mimo,
     ),
+    **{
+        family: Dialect(
+            family,
+            {"layer_types": ["linear_attention", "full_attention"] * 2},
+            names=_NAMES_OF_QWEN,
+            config={"num_nextn_predict_layers": None, **config},
+            store=_qwen,
+        )
+        for family, config in (
+            ("qwen3_next", {}),
+            (
+                "qwen3_5",
+                {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"},
+            ),
+        )
+    },
     "bailing_moe_v2": Dialect(
         "glm4_moe",
         {"attention_bias": False},

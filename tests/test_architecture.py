@@ -1,6 +1,7 @@
 """The layers of pyproject.toml, read from the sources with `ast`: nothing is imported."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -18,8 +19,6 @@ from tools.structure import (
 
 ROOT = Path(__file__).parents[1]
 SOURCES = read_sources(ROOT)
-TREES = {name: parse(source) for name, source in SOURCES.items()}
-IMPORTS = imports_between(TREES)
 LAYERS = read_layers(ROOT)
 
 # May only get shorter.
@@ -75,6 +74,17 @@ CONFINED = {
 }
 
 
+# Not at the import of this module, which every test process does: it takes seconds.
+@functools.cache
+def trees() -> dict[str, list[ast.AST]]:
+    return {name: parse(source) for name, source in SOURCES.items()}
+
+
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    return imports_between(trees())
+
+
 def test_every_file_has_a_layer():
     for container, layers in LAYERS.items():
         folder = container.replace(".", "/")
@@ -86,37 +96,37 @@ def test_every_file_has_a_layer():
 
 @pytest.mark.parametrize("container", LAYERS)
 def test_imports_point_down(container):
-    assert wrong_imports(container, IMPORTS) == []
+    assert wrong_imports(container, imports()) == []
 
 
-def wrong_imports(container, imports):
+def wrong_imports(container, arrows):
     return [
         f"{name} may not import {target}"
-        for name, targets in imports.items()
+        for name, targets in arrows.items()
         for target in sorted(targets)
         if not LAYERS[container].allows(module_name(name), module_name(target))
     ]
 
 
 def test_the_names_that_the_package_offers_are_for_programs():
-    users = {name for name, targets in IMPORTS.items() if "vllm/__init__.py" in targets}
+    users = {name for name, targets in imports().items() if "vllm/__init__.py" in targets}
     assert {name for name in users if not name.startswith("vllm/entrypoints/")} == set()
 
 
 def test_folders_do_not_import_each_other():
-    pairs = set(mutual_folders(IMPORTS))
+    pairs = set(mutual_folders(imports()))
     assert pairs - KNOWN_PAIRS == set(), "these import each other"
     assert KNOWN_PAIRS - pairs == set(), "these no longer do: take them out of KNOWN_PAIRS"
 
 
 def test_files_do_not_import_each_other():
-    assert circles(IMPORTS) == []
+    assert circles(imports()) == []
 
 
 @pytest.mark.parametrize("external", CONFINED)
 def test_external_packages_stay_where_they_belong(external):
     wrong = []
-    for name, nodes in TREES.items():
+    for name, nodes in trees().items():
         file = name.removeprefix("vllm/")
         if {file, file.partition("/")[0].removesuffix(".py")} & CONFINED[external]:
             continue
@@ -200,13 +210,13 @@ if TYPE_CHECKING:
 
 
 def test_an_upward_import_is_recognised():
-    imports = imports_between({name: parse(source) for name, source in UPWARD.items()})
-    assert wrong_imports("vllm", imports) == [
+    arrows = imports_between({name: parse(source) for name, source in UPWARD.items()})
+    assert wrong_imports("vllm", arrows) == [
         "vllm/core/x.py may not import vllm/engine/y.py",
         "vllm/core/x.py may not import vllm/worker/y.py",
         "vllm/ops/x.py may not import vllm/worker/y.py",
     ]
-    assert wrong_imports("vllm.entrypoints", imports) == [
+    assert wrong_imports("vllm.entrypoints", arrows) == [
         "vllm/entrypoints/shared/x.py may not import vllm/entrypoints/openai/chat/turn.py",
         "vllm/entrypoints/pages/x.py may not import vllm/entrypoints/batch/y.py",
     ]

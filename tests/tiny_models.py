@@ -480,6 +480,19 @@ _KIMI_LINEAR = {
     "num_experts_per_token": 3,
     "moe_intermediate_size": 48,
 }
+_ZAMBA2 = {name: value for name, value in _DECODER.items() if name != "num_key_value_heads"} | {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"],  # as published
+    "tie_word_embeddings": True,  # transformers ties blocks with them only
+    "num_mem_blocks": 2,
+    "use_shared_attention_adapter": True,
+    "adapter_rank": 8,
+    "use_mem_rope": True,
+    "n_mamba_heads": 8,
+    "mamba_ngroups": 2,
+    "mamba_d_state": 12,
+    "time_step_min": 1e-20,  # as in Nemotron-H
+}
 _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known("bamba", "BambaConfig", _HYBRID | {"attn_layer_indices": [1]}),
     **_if_known(
@@ -516,6 +529,8 @@ _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     ),
     "mamba": (transformers.MambaConfig, _MAMBA | {"use_bias": True}),
     "mamba2": (transformers.Mamba2Config, _MAMBA2),
+    # Version 4 cannot save weights that layers share.
+    **({} if is_version_4() else _if_known("zamba2", "Zamba2Config", _ZAMBA2)),
     **_if_known("kimi_linear", "KimiLinearConfig", _KIMI_LINEAR),
     **_if_known("qwen3_next", "Qwen3NextConfig", _DELTA_NET),
     **_if_known("qwen3_5", "Qwen3_5TextConfig", _DELTA_NET | {"rope_parameters": _DELTA_NET_ROPE}),
@@ -618,9 +633,25 @@ _MIMO_V2 = {name: value for name, value in _ROUTED.items() if name not in _NOT_O
         "sliding_attention": _PARTLY | {"rope_theta": 10000.0},
     },
 }
+_LONGCAT = {
+    **{
+        name: value
+        for name, value in _LATENT.items()
+        if name not in ("num_hidden_layers", "intermediate_size")
+    },
+    "num_layers": 2,
+    "head_dim": 16,
+    "ffn_hidden_size": 80,
+    "expert_ffn_hidden_size": 48,
+    "n_routed_experts": 6,
+    "zero_expert_num": 3,
+    "moe_topk": 4,
+    "routed_scaling_factor": 2.5,
+}
 _WITHOUT_PROGRAM: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     **_if_known("mimo_v2", "MiMoV2FlashConfig", _MIMO_V2),
     **_if_known("gemma3n", "Gemma3nTextConfig", _GEMMA3N),
+    **_if_known("longcat_flash", "LongcatFlashConfig", _LONGCAT),
 }
 _MORE |= _ROWS | _OWN | _WITHOUT_PROGRAM | _SHARING
 _FAMILIES |= _MORE
@@ -639,11 +670,12 @@ RARE_FAMILIES = (
 """Families whose costly settings are for the exhaustive run, as other families have the same
 mechanisms."""
 
-ONE_STAGE = ("gemma3n", "gemma4")
-"""Families whose layers read earlier layers, so that a pipeline cannot divide them."""
+ONE_STAGE = ("gemma3n", "gemma4", "zamba2")
+"""Families whose layers read earlier layers or share weights, so that a pipeline cannot divide
+them."""
 
 WITHOUT_PROGRAM = (*STATE_FAMILIES, *_WITHOUT_PROGRAM)
-"""Families without a program on the CPU: with states, or with an activation that no kernel has."""
+"""Families without a program on the CPU: with states, or with an operation that no kernel has."""
 
 ALL_FAMILIES = tuple(_FAMILIES)
 """Every family `make_tiny_model` knows."""
@@ -733,4 +765,7 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
             if "fc2" in name:
                 # ReLU outputs have a mean: unless rows sum to zero, every token gets the same.
                 values -= values.mean(dim=1, keepdim=True)
-            param.copy_(values * 1.5 * param.shape[1] ** -0.5)
+            # Blocks of Zamba2 have no residuals: with larger weights errors of rounding grow.
+            is_block = "shared_transformer" in name or name.endswith(".linear.weight")
+            scale = 0.6 if is_block else 1.5
+            param.copy_(values * scale * param.shape[1] ** -0.5)

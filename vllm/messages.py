@@ -621,6 +621,13 @@ class BlockStored(_CacheEvent, frozen=True, kw_only=True):
     """Tokens per block."""
     lora_id: int | None
     """`lora_int_id` of the adapter that they were computed with; None: there was none."""
+    medium: str | None = None
+    """Always None: the memory of the device."""
+    lora_name: str | None = None
+    extra_keys: list[list[tuple[str, int]] | None] | None = None
+    """For each block: (identity of an image, sound or video, its first token, counted from the
+    beginning of the block and negative in later blocks) of all that decide the content of the
+    block. None: nothing does but tokens and the adapter."""
 
 
 class BlockRemoved(_CacheEvent, frozen=True, kw_only=True):

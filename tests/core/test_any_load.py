@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.core.helpers import Loop, make_request, make_scheduler
 from tests.core.reference import VOCAB_SIZE, expected_result
+from tests.exhaustive import seeds
 from vllm.core.drafting.draft_control import DraftControl
 from vllm.core.drafts import DraftSource
 from vllm.core.media import EncoderCache
@@ -218,7 +219,7 @@ def test_any_load_gives_everybody_what_they_get_alone(setup, program):
     run_program(setup, program)
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", seeds(40, 120))
 def test_a_long_crowded_load_gives_everybody_what_they_get_alone(seed):
     rng = random.Random(seed)
     setup = random_setup(rng)
@@ -282,7 +283,7 @@ def random_event(rng: random.Random) -> tuple[str, Any]:
     }
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(20, 40))
 def test_a_crowded_load_with_images_gives_everybody_what_they_get_alone(seed):
     rng = random.Random(seed)
     setup = random_setup(rng)
@@ -301,7 +302,7 @@ def test_a_crowded_load_with_images_gives_everybody_what_they_get_alone(seed):
     assert loop.scheduler.media.num_queries >= loop.runner.num_encoded
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(15, 30))
 def test_a_crowded_load_with_cross_attention_gives_everybody_what_they_get_alone(seed):
     rng = random.Random(seed)
     setup = random_setup(rng)

@@ -19,6 +19,7 @@ from tests.docker.image_build import (
     write_wheel,
 )
 from tests.docker.requirements import read_file, with_dependencies
+from tests.exhaustive import exhaustive
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,10 @@ def package_folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=TRITON)
+@pytest.fixture(
+    scope="module",
+    params=[name if name.startswith("2.6.0") else exhaustive(name) for name in TRITON],
+)
 def torch_version(request) -> str:
     return request.param
 

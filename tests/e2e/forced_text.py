@@ -113,6 +113,6 @@ def _field(body: bytes) -> dict[str, Any] | None:
     """Return the field `forced` of a body. None: the body has no such field, or is not JSON."""
     try:
         value = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value.get("forced") if isinstance(value, dict) else None

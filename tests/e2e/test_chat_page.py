@@ -13,9 +13,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tests.e2e.browser import CHROMIUM, Page
 from tests.e2e.page_checks import LOWEST_CONTRAST, NAMELESS
-from tests.e2e.talking_server import Faulty, TalkingEngine, make_app
+from tests.e2e.talking_server import Faulty, ReadsMedia, TalkingEngine, make_app
 from tests.entrypoints.openai.observed_server import KEY, served
 from vllm.config import PoolerConfig
+from vllm.entrypoints.shared.context import ServerContext
 
 pytestmark = [
     pytest.mark.e2e,
@@ -23,6 +24,11 @@ pytestmark = [
 ]
 
 ANSWER = ".assistant:last-child"
+PRESS_ENTER = (
+    "document.querySelector('#input').dispatchEvent(new KeyboardEvent('keydown', "
+    "{key: 'Enter', shiftKey: %s, bubbles: true, cancelable: true}))"
+)
+"""The result is whether the field handles it; % the state of the shift key."""
 TOOL = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {}}}}
 
 
@@ -565,6 +571,23 @@ def test_a_recording_becomes_text_where_the_model_transcribes(engine, talk, page
     wait_for_answer(page, "ok")
 
 
+def test_a_model_that_only_transcribes_has_nothing_to_send(engine, talk, page, monkeypatch):
+    open_chat(page, talk[2])
+    assert page.is_shown("#send") and page.is_shown("#open-settings")
+    engine.read_media("audio")
+    monkeypatch.setattr(ReadsMedia, "required", "audio")
+    monkeypatch.setattr(ReadsMedia, "placeholder", "")
+    monkeypatch.setattr(ServerContext, "speech", object())
+    open_chat(page, talk[2])
+    page.wait_for_text("#greeting", "This model does not chat")
+    assert page.is_shown("#record") and page.is_shown("#add-sound") and page.is_shown("#input")
+    page.fill("#input", "hello")
+    assert not page.is_shown("#send") and not page.is_shown("#open-settings")
+    page.evaluate(PRESS_ENTER % "false")
+    assert page.evaluate("document.querySelector('#input').value.trim()") == "hello"
+    assert not engine.requests and not page.evaluate("document.querySelector('.user')")
+
+
 # ---- faults --------------------------------------------------------------------------------------
 
 
@@ -638,12 +661,8 @@ def test_while_an_answer_comes_nothing_else_is_asked(chat, engine):
 
 def test_enter_sends_and_shift_enter_begins_a_line(chat, engine):
     chat.fill("#input", "Hi")
-    press_enter = (
-        "document.querySelector('#input').dispatchEvent(new KeyboardEvent('keydown', "
-        "{key: 'Enter', shiftKey: %s, bubbles: true, cancelable: true}))"
-    )
-    assert chat.evaluate(press_enter % "true")  # left to the field
-    assert not chat.evaluate(press_enter % "false")
+    assert chat.evaluate(PRESS_ENTER % "true")  # left to the field
+    assert not chat.evaluate(PRESS_ENTER % "false")
     wait_for_answer(chat, "ok")
     assert engine.prompts == ["<user>Hi<assistant>"]
 

@@ -3,7 +3,7 @@ changes a token. Strict mode."""
 
 import pytest
 
-from tests.e2e.test_images import ENGINE, GREEDY, BrokenEncoder, requests_of, tokens_of
+from tests.e2e.test_images import ENGINE, GREEDY, BrokenEncoder, images_of, requests_of, tokens_of
 from tests.hpu import FEW_BUCKETS, simulated_hpu
 from tests.reach import runner_of, scheduler_of, worker_of
 from tests.tiny_images import make_tiny_images
@@ -35,6 +35,18 @@ def expected(folder):
     return tokens_of(LLM(str(folder), **ENGINE).generate(requests_of(FAMILY), GREEDY))
 
 
+def many_images():
+    """A prompt with more images than the smaller number of slots has room for."""
+    images = images_of([2, 3, 2, 4])
+    return {"prompt": "<|image|>" * len(images), "multi_modal_data": {"image": images}}
+
+
+@pytest.fixture(scope="module")
+def many(folder):
+    (tokens,) = tokens_of(LLM(str(folder), **ENGINE).generate(many_images(), GREEDY))
+    return tokens
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_settings_change_no_token(folder, expected, settings):
@@ -51,13 +63,27 @@ def test_settings_change_no_token(folder, expected, settings):
         assert not scheduler_of(llm).media._held
 
 
+def read_slots(llm, monkeypatch):
+    """The set that takes in how many slots of images each batch of an engine reads."""
+    launches, found = runner_of(llm).launches, set()
+    run = launches.run
+
+    def note(given):
+        found.add(given.launch.item_slots)
+        return run(given)
+
+    monkeypatch.setattr(launches, "run", note)
+    return found
+
+
 def test_a_card_that_slept_and_an_image_that_failed_leave_nothing_to_others(
-    folder, expected, monkeypatch
+    folder, expected, many, monkeypatch
 ):
     requests = requests_of(FAMILY)
     with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS) as bridge:
         llm = LLM(str(folder), **ENGINE, enable_sleep_mode=True)
         before = bridge.counters().compilations
+        slots = read_slots(llm, monkeypatch)
         media = runner_of(llm).parts.find(DeviceItems)._media
         with monkeypatch.context() as patched:
             patched.setattr(media, "_encoder", BrokenEncoder())
@@ -65,7 +91,9 @@ def test_a_card_that_slept_and_an_image_that_failed_leave_nothing_to_others(
         reasons = [output.outputs[0].finish_reason for output in outputs]
         assert reasons == ["error", "length", "error"]
         assert tokens_of(outputs) == [[], expected[2], []]
-        assert tokens_of(llm.generate(requests, GREEDY)) == expected
+        assert slots == {128}  # of an image of up to 68 hidden states, or two that are smaller
+        assert tokens_of(llm.generate([*requests, many_images()], GREEDY)) == [*expected, many]
+        assert slots == {128, 0}  # 0: of 16 images
         in_use = bridge.card.memory.in_use_bytes
         llm.sleep()
         layers = cross_attention_layers(worker_of(llm).model)

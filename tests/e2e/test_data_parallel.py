@@ -11,15 +11,15 @@ import pytest
 
 from tests.e2e.ranks import ENGINE, PARAMS, assert_same, generate
 from tests.e2e.ranks import PROMPTS as IDS
-from tests.e2e.server import start_server
+from tests.e2e.server import KEY, start_server
 from tests.tiny_models import make_tiny_model
 from vllm import LLM
+from vllm.assets import BUNDLED_MODEL
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.async_llm_engine import AsyncLLM
 
 pytestmark = pytest.mark.e2e
 
-KEY = "secret"
 HEADER = {"Authorization": f"Bearer {KEY}"}
 PREFIX = "import os\nimport sys\n\n" * 20
 PROMPTS = [f"import os{n}\ndef f" for n in range(12)] + [f"{PREFIX}def g{n}" for n in range(4)]
@@ -45,7 +45,7 @@ async def complete(server, max_tokens=24) -> list[str]:
         async def one(prompt: str) -> str:
             try:
                 answer = await client.completions.create(
-                    model="m",
+                    model=BUNDLED_MODEL.name,
                     prompt=prompt,
                     max_tokens=max_tokens,
                     temperature=0,
@@ -59,19 +59,20 @@ async def complete(server, max_tokens=24) -> list[str]:
 
 
 async def kill_during_load(server, core: psutil.Process) -> list[str]:
-    load = asyncio.create_task(complete(server, max_tokens=800))
+    load = asyncio.create_task(complete(server, max_tokens=300))
     while sum(replicas(server, "num_requests")) < len(PROMPTS):
         await asyncio.sleep(0.01)
     core.kill()
     return await load
 
 
-def test_two_replicas_answer_as_one_and_survive_the_death_of_either():
-    flags = ("--served-model-name", "m", "--api-key", KEY)
-    with start_server(*flags) as server:
-        expected = asyncio.run(complete(server))
+@pytest.mark.exhaustive  # replicas that die: test_far_replicas.py; tokens: tests/engine
+def test_two_replicas_answer_as_one_and_survive_the_death_of_either(guarded_server):
+    expected = asyncio.run(complete(guarded_server))
     dev = {"VLLM_SERVER_DEV_MODE": "1"}
-    with start_server(*flags, "-dp", "2", "--restart-engine", "1", variables=dev) as server:
+    with start_server(
+        "--api-key", KEY, "-dp", "2", "--restart-engine", "1", variables=dev
+    ) as server:
         assert server.request("GET", "/replicas")[0] == 401
         assert asyncio.run(complete(server)) == expected
         page = server.request("GET", "/metrics", **HEADER)[2].decode()

@@ -69,7 +69,6 @@ def check(llm: LLM, want: dict[str, list], counts: tuple[int, ...]) -> None:
 ALONE, TWO_RANKS, TWO_STAGES = {}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 LAYOUTS = {"one rank": ALONE, "two ranks": TWO_RANKS, "two stages": TWO_STAGES}
 SHORT = {
-    ("ngram", "two stages"),
     ("eagle3", "two ranks"),
     ("medusa", "one rank"),
 }

@@ -44,7 +44,7 @@ from vllm.outputs import RequestOutput
 from vllm.transformers_utils.transformers_version import is_version_4
 
 MAX_MODEL_LEN = 128
-MAX_TOKENS = 16
+MAX_TOKENS = 8
 LONGEST = 100
 MIXED = random_prompts(10, LONGEST, vocab_size=4096)
 PROMPTS = [*MIXED, *(max(MIXED, key=len)[start:][:60] for start in range(1, 5))]
@@ -109,6 +109,7 @@ class Setting:
 ALL_AT_ONCE = "chunks, preemption, prefix cache, embeddings, aborts"
 PLAIN = "whole prompts"
 CARD = "chunks, preemption, prefix cache"
+CONTIGUOUS = "contiguous, chunks, preemption, prefix cache"
 LAYERS_APART = "chunks, layers compiled apart"
 TWO_BUCKETS = "two buckets, preemption"
 LARGE_BLOCKS = "chunks, preemption, blocks of 64"
@@ -132,9 +133,7 @@ SETTINGS = {
     "contiguous, no prefix cache": Setting(
         WHOLE_PROMPTS | NO_PREFIXES, {"VLLM_CONTIGUOUS_PA": True}
     ),
-    "contiguous, chunks, preemption, prefix cache": Setting(
-        CHUNKS | TINY_CACHE, {"VLLM_CONTIGUOUS_PA": True}
-    ),
+    CONTIGUOUS: Setting(CHUNKS | TINY_CACHE, {"VLLM_CONTIGUOUS_PA": True}),
     "exponential buckets": Setting(CHUNKS, {"VLLM_EXPONENTIAL_BUCKETING": True}),
     "blocks of 128": Setting(WHOLE_PROMPTS | {"block_size": 128}),
     "merged prompts": Setting(CHUNKS, {"VLLM_MERGED_PREFILL": True}),
@@ -249,8 +248,7 @@ prefixes, as these keep more blocks."""
 
 ON_A_CARD = {
     *((family, GRAPHS, CARD) for family in FAMILIES if family not in SAME_LAYERS),
-    *((family, GRAPHS, LOGPROBS) for family in ("llama", "opt", "gemma3", "deepseek_v3")),
-    *(("llama", mode, LOGPROBS) for mode in ("lazy", "eager")),
+    *((family, GRAPHS, LOGPROBS) for family in ("llama", "gemma3", "deepseek_v3")),
     # ALiBi; no rotations in some layers, and pairs of neighbours; a soft cap of scores, with a
     # window in some layers; learned positions and one key/value head; LongRoPE; experts.
     *((family, GRAPHS, CARD) for family in ("falcon_rw", "cohere2", "gemma2")),
@@ -263,45 +261,29 @@ ON_A_CARD = {
         ("llama", GRAPHS, setting)
         for setting in (
             PLAIN,
-            "contiguous, no prefix cache",
-            "chunks, preemption, no prefix cache",
-            "contiguous, chunks, preemption, prefix cache",
+            CONTIGUOUS,
             "exponential buckets",
             "blocks of 128",
             "merged prompts",
-            "merged prompts, embeddings",
-            "merged prompts, no prefix cache",
             "other softmax",
             "plain attention",
             "chunks, embeddings",
         )
     ),
-    *((family, GRAPHS, "chunks, embeddings") for family in ("gemma3", "opt_post_norm")),
-    # One for each kind of launch: a graph is captured from what lazy mode runs, with the same
-    # buckets, and an operator with a recipe in lazy mode has one in eager mode too.
-    *(
-        ("llama", mode, setting)
-        for mode in ("lazy", "eager")
-        for setting in (
-            PLAIN,
-            "merged prompts",
-            "contiguous, chunks, preemption, prefix cache",
-            "chunks, embeddings",
-        )
-    ),
+    ("opt_post_norm", GRAPHS, "chunks, embeddings"),
+    # A graph is captured from what lazy mode runs, with the same buckets, and an operator with a
+    # recipe in lazy mode has one in eager mode too.
+    *(("llama", mode, CONTIGUOUS) for mode in ("lazy", "eager")),
     ("llama", COMPILED, TWO_BUCKETS),
     # Each number of blocks that a prompt may have as its context is a graph to compile: of 16
     # tokens 1, 2, 4 and 8 blocks, of 64 tokens 1 and 2.
     ("mistral", COMPILED, LAYERS_APART),
-    ("mistral", COMPILED, "contiguous, chunks, preemption, blocks of 64"),
-    ("llama", COMPILED, "chunks, embeddings"),
-    *((family, GRAPHS, "slices") for family in ("falcon_rw", "gemma2")),
+    ("gemma2", GRAPHS, "slices"),
     # Simulated builds of the bridge: without what came late, without what no build should lack,
     # and with kernels for the softmax of blocks.
     ("gpt_oss", GRAPHS, "release 1.19"),
     ("gemma3", GRAPHS, "no late kernels"),
     ("cohere2", GRAPHS, "gaudi3, fused softmax of blocks"),
-    ("gemma2", GRAPHS, "gaudi3"),
 }
 
 EXHAUSTIVE = {
@@ -315,9 +297,29 @@ EXHAUSTIVE = {
     ),
     *((family, GRAPHS, CARD) for family in ("bundled", *SAME_LAYERS)),
     *(("opt", mode, CARD) for mode in ("lazy", "eager")),
-    *((family, GRAPHS, "slices") for family in ("gpt_oss", "llama4")),
+    *((family, GRAPHS, "slices") for family in ("falcon_rw", "gpt_oss", "llama4")),
+    *(("llama", mode, LOGPROBS) for mode in ("lazy", "eager")),
+    *(
+        ("llama", GRAPHS, setting)
+        for setting in (
+            "contiguous, no prefix cache",
+            "chunks, preemption, no prefix cache",
+            "merged prompts, embeddings",
+            "merged prompts, no prefix cache",
+        )
+    ),
+    # Each kind of launch in the modes without graphs.
+    *(
+        ("llama", mode, setting)
+        for mode in ("lazy", "eager")
+        for setting in (PLAIN, "merged prompts", "chunks, embeddings")
+    ),
+    ("gemma3", GRAPHS, "chunks, embeddings"),
+    ("gemma2", GRAPHS, "gaudi3"),
     *((family, COMPILED, LARGE_BLOCKS) for family in (*FAMILIES, *MORE_FAMILIES)),
     ("opt", COMPILED, TWO_BUCKETS),
+    ("mistral", COMPILED, "contiguous, chunks, preemption, blocks of 64"),
+    ("llama", COMPILED, "chunks, embeddings"),
     ("mistral", COMPILED, "merged prompts, blocks of 64"),
     ("falcon_rw", COMPILED, "slices"),
     *((family, COMPILED, PAIRS) for family in STATE_FAMILIES),

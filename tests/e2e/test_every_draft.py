@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.exhaustive import exhaustive
 from tests.hpu import FEW_BUCKETS, simulated_hpu, steps_in_flight
 from tests.reach import stats_of
 from tests.speculators import (
@@ -91,10 +92,6 @@ PROMPTS = {
 }
 NUM_SAMPLED = 400
 SAMPLED_PROMPT = [3, 4, 3, 4, 3]
-
-
-def exhaustive(*case: Any) -> Any:
-    return pytest.param(*case, marks=pytest.mark.exhaustive)
 
 
 def seen_by_user(output: Any) -> list[Any]:
@@ -230,7 +227,11 @@ def check_users(case: Case, want: dict[str, list[Any]]) -> LLM:
     return llm
 
 
-@pytest.mark.parametrize("method", METHODS)
+# The others: test_speculators.py, and together with aborts in test_drafts_cancelled.py.
+@pytest.mark.parametrize(
+    "method",
+    [m if m in ("ngram", "draft_model", "eagle", "mtp") else exhaustive(m) for m in METHODS],
+)
 def test_users_get_the_same_with_drafts_as_without(method, cases, expected, chances):
     target = cases[method].target
     llm = check_users(cases[method], expected[target])

@@ -123,7 +123,8 @@ def test_every_tokenization_is_read_the_same(chat_server, ask, is_streamed):
     for name, (text, expected) in SAID.items():
         if name == "a damaged call" and ask is by_messages:
             continue  # a message holds objects only
-        for cut in CUTS:
+        # A whole answer is put together before it is read, whatever its tokens were.
+        for cut in CUTS if is_streamed else ("characters",):
             found = ask(chat_server, {"text": text, "cut": cut}, is_streamed=is_streamed)
             assert found == expected, (name, cut)
 

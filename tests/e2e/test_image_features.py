@@ -10,6 +10,7 @@ from tests.quantized_checkpoints import write as write_quantized
 from tests.reach import scheduler_of, worker_of
 from tests.tiny_images import draw_image, make_tiny_images
 from vllm import LLM, SamplingParams
+from vllm.core.kv.cache_events import CacheEventLog
 from vllm.errors import RequestError, WeightLoadError
 from vllm.sampling_params import BeamSearchParams
 
@@ -334,3 +335,33 @@ def test_emptying_the_prefix_cache_drops_embeddings_of_images(folder):
     changed = tokens_of(llm.generate(requests_of(), GREEDY))
     unchanged = [i for i in range(len(before)) if before[i] == changed[i]]
     assert unchanged == [2], "of the prompt without an image"
+
+
+def test_events_of_the_cache_tell_images_apart(folder):
+    llm = LLM(str(folder), **ENGINE)
+    cache = scheduler_of(llm).cache
+    cache._events = events = CacheEventLog(ENGINE["block_size"])
+    text = "a <image><image> and more text, which fills blocks"
+    one, two = IMAGE, draw_image(2, 32, 32)
+    params = SamplingParams(max_tokens=1)
+
+    def keys_of(*images, **others):
+        (output,) = llm.generate(ask(text, *images, **others), params)
+        stored = events.drain()
+        token_ids = [token for event in stored for token in event.token_ids]
+        assert token_ids == output.prompt_token_ids[: len(token_ids)]
+        return [block for event in stored for block in event.extra_keys]
+
+    first, second, third, *rest = keys_of(one, two)
+    ((one_key, begin),) = first
+    assert begin == 2 and second[0] == (one_key, -14)
+    two_key = second[1][0]
+    assert second[1:] == [(two_key, 2)] and third == [(two_key, -14)]
+    assert len({one_key, two_key, "0" * len(one_key)}) == 3 and int(one_key, 16)
+    assert len(one_key) == 64 and rest == [None]
+    other, *_ = keys_of(two, one)
+    assert other == [(two_key, 2)]
+    salted, *_ = keys_of(one, two, cache_salt="salt")
+    assert salted[0][0] not in (one_key, two_key)
+    llm.generate("No image, and enough text for a block", params)
+    assert [event.extra_keys for event in events.drain()] == [None]

@@ -9,7 +9,7 @@ from tests.reach import runner_of, scheduler_of, worker_of
 from tests.tiny_images import FAMILIES, draw_image, expected_outputs, make_tiny_images
 from vllm import LLM, SamplingParams
 from vllm.distributed import Stage, TPGroup
-from vllm.errors import ConfigError, RequestError
+from vllm.errors import ConfigError
 from vllm.model_executor.loader.model_loader import load_model
 from vllm.transformers_utils.transformers_version import is_version_4
 from vllm.worker.parts.embedding_rows import EmbeddingRows
@@ -125,14 +125,22 @@ def test_requests_whose_image_fails_end_and_leave_nothing_to_others(
     [
         ("llava", "HPU graphs"),
         ("qwen2_vl", "HPU graphs"),
+        ("qwen3_vl", "HPU graphs"),  # adds to hidden states
         *(
             pytest.param(family, mode, marks=pytest.mark.exhaustive)
             for mode in ("lazy", "torch.compile", "eager")
-            for family in ("llava", "qwen2_vl", "gemma3")
+            for family in ("llava", "qwen2_vl", "qwen3_vl", "gemma3")
         ),
         *(
             pytest.param(family, "HPU graphs", marks=pytest.mark.exhaustive)
-            for family in ("glm4v_moe", "qwen3_5", "mistral3", "idefics3", "internvl")
+            for family in (
+                "glm4v_moe",
+                "qwen3_vl_moe",
+                "qwen3_5",
+                "mistral3",
+                "idefics3",
+                "internvl",
+            )
         ),
         *(
             pytest.param("qwen2_5_vl", mode, marks=pytest.mark.exhaustive)  # has windows
@@ -151,6 +159,21 @@ def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(family, mode, tm
         assert bridge.counters().compilations == before.compilations
 
 
+def test_on_a_card_embeddings_of_requests_add_nothing_to_hidden_states(tmp_path):
+    folder = make_tiny_images("qwen3_vl", tmp_path)
+    requests = requests_of("qwen3_vl")
+    llm = LLM(str(folder), **ENGINE)
+    table, token_ids = worker_of(llm).model.embedding.weight, list(range(10, 40))
+    given = {"prompt_embeds": table[token_ids].detach().clone()}
+    requests.append({"prompt_token_ids": token_ids})
+    expected = tokens_of(llm.generate(requests, GREEDY))
+    with simulated_hpu(VLLM_MERGED_PREFILL=1, has_profiling_run=False, **FEW_BUCKETS):
+        llm = LLM(str(folder), **ENGINE, enable_prompt_embeds=True, enforce_eager=True)
+        for last in (given, requests[-1], given):
+            found = tokens_of(llm.generate([*requests[:-1], last], GREEDY))
+            assert found == expected
+
+
 def test_values_for_the_first_layers_need_these_layers_on_the_first_stage(tmp_path):
     folder = make_tiny_images("qwen3_vl", tmp_path, num_hidden_layers=2)
     with pytest.raises(ConfigError, match="values for the first 2 layers, and the language model"):
@@ -167,17 +190,6 @@ def test_stages_of_a_pipeline_read_images(tmp_path):
     expected = tokens_of(LLM(str(folder), **ENGINE).generate(requests_of("qwen3_vl"), GREEDY))
     llm = LLM(str(folder), **ENGINE, pipeline_parallel_size=2)
     assert tokens_of(llm.generate(requests_of("qwen3_vl"), GREEDY)) == expected
-
-
-def test_on_a_card_a_family_for_the_cpu_reads_text(tmp_path):
-    folder = make_tiny_images("qwen3_vl", tmp_path)
-    prompt = {"prompt": "No picture"}
-    expected = tokens_of(LLM(str(folder), **ENGINE).generate([prompt], GREEDY))
-    with simulated_hpu(**FEW_BUCKETS):
-        llm = LLM(str(folder), **ENGINE, enforce_eager=True)
-        assert tokens_of(llm.generate([prompt], GREEDY)) == expected
-        with pytest.raises(RequestError, match="reads text only"):
-            llm.generate(requests_of("qwen3_vl")[:1], GREEDY)
 
 
 def test_the_cpu_leaves_memory_for_kept_embeddings(llava, monkeypatch):

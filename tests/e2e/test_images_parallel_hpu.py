@@ -12,6 +12,8 @@ from vllm.env import ranks as env_ranks
 CASES = [
     ("qwen2_vl", {"pipeline_parallel_size": 2}, "HPU graphs"),
     ("qwen2_vl", {"tensor_parallel_size": 2}, "HPU graphs"),
+    ("qwen3_vl", {"pipeline_parallel_size": 2}, "lazy"),
+    ("qwen3_vl", {"tensor_parallel_size": 2}, "HPU graphs"),
     ("llava_next", {"tensor_parallel_size": 2}, "lazy"),
     ("llava", {"pipeline_parallel_size": 2}, "torch.compile"),
     ("llava", {"tensor_parallel_size": 2}, "eager"),
@@ -25,8 +27,9 @@ CASES = [
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("family", "sizes", "mode"), CASES)
 def test_cards_give_the_tokens_of_the_cpu(family, sizes, mode, tmp_path, monkeypatch):
+    requests = requests_of(family)
     folder = str(make_tiny_images(family, tmp_path))
-    expected = tokens_of(LLM(folder, device="cpu", **ENGINE).generate(requests_of(family), GREEDY))
+    expected = tokens_of(LLM(folder, device="cpu", **ENGINE).generate(requests, GREEDY))
     for name, value in env_ranks.rank_variables(0, 1).items():
         monkeypatch.setenv(name, value)  # an engine sets them; they are put back afterwards
     is_lazy, enforce_eager = MODES[mode]
@@ -42,6 +45,16 @@ def test_cards_give_the_tokens_of_the_cpu(family, sizes, mode, tmp_path, monkeyp
             **sizes,
         )
         executor = executor_of(llm)
-        assert tokens_of(llm.generate(requests_of(family), GREEDY)) == expected
+        # An image that one rank cannot encode fails on all of them, and nothing else does.
+        for rank in range(sizes.get("tensor_parallel_size", 0)):
+            executor.collective_rpc("break_encoder", args=(rank, True))
+            outputs = llm.generate(requests, GREEDY)
+            is_text = [not request["multi_modal_data"]["image"] for request in requests]
+            reasons = [output.outputs[0].finish_reason for output in outputs]
+            assert reasons == ["length" if each else "error" for each in is_text]
+            for output, tokens, reads_text in zip(outputs, expected, is_text, strict=True):
+                assert tokens_of([output]) == [tokens if reads_text else []]
+        executor.collective_rpc("break_encoder", args=(0, False))
+        assert tokens_of(llm.generate(requests, GREEDY)) == expected
         assert set(executor.collective_rpc("late_compilations")) == {0}
         executor.shutdown()

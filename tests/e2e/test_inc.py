@@ -119,6 +119,7 @@ def test_a_calibration_that_was_stopped_goes_on_after_its_last_batch(
     assert json.loads((folder / name).read_text()) == json.loads((calibrated / name).read_text())
 
 
+@pytest.mark.exhaustive  # files of ranks: tests/model_executor/test_inc_ranks.py
 def test_two_ranks_are_measured_and_unified_to_one(calibrated, texts, tmp_path, capsys):
     """With the short flags; the numbers are those of one rank, but for the order of sums."""
     short = ["-d", str(texts), "-o", str(tmp_path), "-l", "4", "-b", "2", "-t", "2", "-r", "1"]

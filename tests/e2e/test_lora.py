@@ -322,7 +322,8 @@ def test_metrics_and_events_name_adapters(adapters, monkeypatch):
     while engine.has_unfinished_requests():
         engine.step()
     assert core.stats().running_adapters == core.stats().waiting_adapters == []
-    assert {event.lora_id for event in events.drain()} == {1, 2, None}
+    named = {(event.lora_id, event.lora_name) for event in events.drain()}
+    assert named == {(1, "plain"), (2, "rslora"), (None, None)}
 
 
 def test_no_step_reads_an_adapter(adapters, monkeypatch):

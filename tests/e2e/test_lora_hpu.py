@@ -91,8 +91,8 @@ def want(folder, mixes) -> list[list[tuple[list, list]]]:
     ("mode", "is_merged"),
     [
         ("HPU graphs", False),
-        ("HPU graphs", True),
-        ("eager", False),
+        pytest.param("HPU graphs", True, marks=pytest.mark.exhaustive),
+        pytest.param("eager", False, marks=pytest.mark.exhaustive),
         pytest.param("lazy", False, marks=pytest.mark.exhaustive),
         pytest.param("torch.compile", False, marks=pytest.mark.exhaustive),
     ],
@@ -155,7 +155,7 @@ def mixes_of(model: Path, root: Path, folders: list[Path]) -> list[list[LoRARequ
     [
         ("mixtral", ("HPU graphs",)),
         ("qwen3_moe", ("HPU graphs",)),
-        ("gpt_oss", ("HPU graphs",)),
+        pytest.param("gpt_oss", ("HPU graphs",), marks=pytest.mark.exhaustive),
         pytest.param("llama4", ("HPU graphs",), marks=pytest.mark.exhaustive),
         pytest.param("mixtral", ("lazy", "eager"), marks=pytest.mark.exhaustive),
         pytest.param("qwen3_moe", ("torch.compile",), marks=pytest.mark.exhaustive),
@@ -198,6 +198,7 @@ def assert_as_on_the_cpu(
             assert_same_without_compilation(bridge, llm, mixes, want)
 
 
+@pytest.mark.exhaustive  # the message: test_lora.py
 def test_adapters_change_experts_on_a_card_only_if_asked_to(tmp_path):
     model, ((adapter, *_), *_) = with_experts("mixtral", tmp_path)
     with simulated_hpu(**FEW_BUCKETS, PT_HPU_LAZY_MODE=1, has_profiling_run=False):
@@ -207,7 +208,7 @@ def test_adapters_change_experts_on_a_card_only_if_asked_to(tmp_path):
             llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=adapter)
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("quantization", [pytest.param(None, marks=pytest.mark.exhaustive), "fp8"])
 def test_rows_without_an_adapter_of_experts_keep_their_bits(quantization, tmp_path):
     model, mixes = with_experts("mixtral", tmp_path)
     options = {"dtype": "bfloat16", "quantization": quantization}
@@ -225,14 +226,8 @@ def tokens_of(llm: LLM, adapters: list[LoRARequest | None]) -> list[list[int]]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {
-            "speculative_config": {
-                "method": "ngram",
-                "num_speculative_tokens": 3,
-                "prompt_lookup_max": 2,
-                "prompt_lookup_min": 1,
-            }
-        },
+        # Drafts with adapters on the CPU: test_speculators.py.
+        pytest.param({"speculative_config": NGRAM}, marks=pytest.mark.exhaustive),
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.exhaustive),
         pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.exhaustive),
     ],

@@ -36,6 +36,7 @@ def seen(output) -> tuple[list[int], list[float]]:
     return ids, [row[i].logprob for i, row in zip(ids, sample.logprobs, strict=True)]
 
 
+@pytest.mark.exhaustive  # the random load mixes adapters too
 def test_sixty_four_adapters_and_base_rows_in_one_batch(tmp_path):
     """A step has 64 rows; the last adapters follow when base rows have ended."""
     model = make_tiny_model("llama", tmp_path / "model")

@@ -99,7 +99,9 @@ def test_a_speculator_is_on_the_last_stage(method, made, expected, in_threads):
     executor.shutdown()
 
 
-@pytest.mark.parametrize("sizes_", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    "sizes_", [*(pytest.param(n, marks=pytest.mark.exhaustive) for n in ((2, 1), (1, 2))), (2, 2)]
+)
 def test_a_speculator_reads_the_files_of_the_stages(sizes_, made, expected, in_threads, tmp_path):
     """The last stage finds the embedding in the file of the first one."""
     tensor, stages = sizes_

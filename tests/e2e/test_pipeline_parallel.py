@@ -73,14 +73,16 @@ def assert_stages_are_one(
     ("family", "tensor", "stages"),
     [
         ("llama", 1, 2),  # three layers
-        ("llama", 1, 3),
         ("llama", 2, 2),
         ("qwen2", 1, 2),  # a window in one of the stages only
         ("granite_code", 1, 2),  # tied embeddings
-        ("opt", 1, 2),  # learned positions
         ("opt_post_norm", 1, 2),  # projections around the layers
-        ("gpt_oss", 1, 2),
         ("mamba", 1, 2),  # states, and no KV cache
+        # Every family, in two stages and in three: `test_stages_of_every_family`, exhaustive.
+        *(
+            pytest.param(*row, marks=pytest.mark.exhaustive)
+            for row in (("llama", 1, 3), ("opt", 1, 2), ("gpt_oss", 1, 2))
+        ),
     ],
 )
 def test_stages_give_the_tokens_of_one_process(family, tensor, stages, tmp_path, monkeypatch):
@@ -347,6 +349,7 @@ def test_a_stage_that_is_killed_ends_all_requests_at_once(two):
             engine.step()
 
 
+@pytest.mark.exhaustive  # a rank that is stopped: test_tensor_parallel.py
 def test_a_stage_that_is_stopped_is_named_when_time_is_up(folder):
     files = named_files()
     llm = LLM(folder, pipeline_parallel_size=2, distributed_timeout_s=1.0, **ENGINE)

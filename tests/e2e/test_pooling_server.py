@@ -98,6 +98,7 @@ def test_what_the_model_cannot_do_is_a_400(path, served):
     assert status == 400 and "task 'embed'" in json.loads(body)["error"]["message"]
 
 
+@pytest.mark.exhaustive  # scores: test_pooling.py; routes: tests/entrypoints/openai
 def test_a_cross_encoder_scores_and_ranks(tmp_path):
     architecture = "BertForSequenceClassification"
     add_tokenizer(make_pooling_model(architecture, tmp_path, num_labels=1))

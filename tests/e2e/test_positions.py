@@ -366,8 +366,8 @@ HPU_SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     [
         ("chunks, preemption", "HPU graphs", 3),
         pytest.param("chunks, preemption", "torch.compile", 3, marks=pytest.mark.exhaustive),
-        ("merged prompts", "lazy", 3),
-        ("merged prompts", "eager", 1),
+        pytest.param("merged prompts", "lazy", 3, marks=pytest.mark.exhaustive),
+        pytest.param("merged prompts", "eager", 1, marks=pytest.mark.exhaustive),
         ("several decodes", "lazy", 3),
     ],
 )

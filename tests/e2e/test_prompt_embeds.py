@@ -89,6 +89,7 @@ def test_the_embeddings_of_tokens_give_what_the_tokens_give(models):
         assert run([each]) == run([token_ids])
 
 
+@pytest.mark.exhaustive  # stages on cards: test_parallel_hpu.py
 def test_stages_on_cards_plan_alike(models, monkeypatch):
     """The last prompt token of 33 runs as a prefill on the stage that reads no embedding, too."""
     table = table_of(models("llama"))

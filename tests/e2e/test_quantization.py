@@ -73,6 +73,7 @@ def test_embeddings_of_an_int8_model_are_near_those_of_the_dense_one(tmp_path, d
     assert not np.array_equal(dense, rounded)
 
 
+@pytest.mark.exhaustive  # flags become settings: tests/engine/test_arg_utils.py
 @pytest.mark.e2e
 def test_a_server_takes_the_flag():
     with start_server("--quantization", "int4") as server:

@@ -76,8 +76,9 @@ def test_tokens_on_the_cpu_are_those_of_the_dequantized_weights(checkpoint, name
 @pytest.mark.parametrize(
     ("name", "card"),
     [
-        *(("fp8-block", "gaudi2"), ("fp8-static", "gaudi3"), ("gptq-4-order", "gaudi2")),
-        ("gptq-8-order", "gaudi2"),
+        *(("fp8-block", "gaudi2"), ("gptq-4-order", "gaudi2")),
+        pytest.param("fp8-static", "gaudi3", marks=pytest.mark.exhaustive),
+        pytest.param("gptq-8-order", "gaudi2", marks=pytest.mark.exhaustive),
         pytest.param("gptq-8", "gaudi3", marks=pytest.mark.exhaustive),
         pytest.param("ct-w8a8", "gaudi2", marks=pytest.mark.exhaustive),
         pytest.param("gptq-3", "gaudi3", marks=pytest.mark.exhaustive),
@@ -128,8 +129,8 @@ UINT4_EXPERTS = ("gptq-4", {"torch.int32"})
     [
         (FP8_EXPERTS, "HPU graphs", "gaudi2"),
         pytest.param(FP8_EXPERTS, "torch.compile", "gaudi3", marks=pytest.mark.exhaustive),
-        (FP8_EXPERTS, "eager", "gaudi2"),
-        (INT8_EXPERTS, "HPU graphs", "gaudi2"),
+        pytest.param(FP8_EXPERTS, "eager", "gaudi2", marks=pytest.mark.exhaustive),
+        pytest.param(INT8_EXPERTS, "HPU graphs", "gaudi2", marks=pytest.mark.exhaustive),
         (UINT4_EXPERTS, "HPU graphs", "gaudi3"),
         pytest.param(UINT4_EXPERTS, "torch.compile", "gaudi3", marks=pytest.mark.exhaustive),
         pytest.param(UINT4_EXPERTS, "eager", "gaudi2", marks=pytest.mark.exhaustive),

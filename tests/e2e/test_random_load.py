@@ -92,7 +92,7 @@ def count_decodes(engine) -> list[int]:
     return found
 
 
-@pytest.fixture(params=["waits", "runs ahead"])
+@pytest.fixture(params=[pytest.param("waits", marks=pytest.mark.exhaustive), "runs ahead"])
 def is_ahead(request, monkeypatch):
     """Whether every step is scheduled before the result of the last one is known."""
     ahead = request.param == "runs ahead"

@@ -102,9 +102,8 @@ def test_a_batch_whose_engine_dies_ends_with_a_record_for_every_line(tmp_path, l
     assert records[-1]["response"]["status_code"] == 500
 
 
-@pytest.mark.parametrize(
-    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive  # records that stay: tests/entrypoints/openai/test_run_batch.py
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_batch_that_is_broken_off_keeps_its_records_and_leaves_no_process(
     tmp_path, long_batch, signum
 ):

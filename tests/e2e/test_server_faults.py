@@ -120,33 +120,23 @@ async def answers_around(server, bodies, act):
     return await asyncio.wait_for(asyncio.gather(*tasks), 300)
 
 
-def test_an_engine_that_is_killed_ends_the_server_and_every_request_is_told():
+def test_an_engine_that_is_killed_is_started_again_as_often_as_allowed_and_every_request_is_told():
     """Also where drafts are in flight: the outputs repeat themselves soon."""
     drafts = '{"method": "ngram", "adaptive": false}'
-    with start_server("--speculative-config", drafts) as server:
+    with start_server("--restart-engine", "1", "--speculative-config", drafts) as server:
         bodies = [LONG] * 8 + [{**LONG, "stream": True}] * 8
+        first = server.engine_process()
 
         def kill():
             while not server.metric("vllm:spec_decode_num_drafts_total"):
                 pass
-            server.engine_process().kill()
+            first.kill()
 
         answers = asyncio.run(answers_around(server, bodies, kill))
         for status, text in answers[:8]:
             assert status == 500 and "signal 9" in text
         for status, text in answers[8:]:
             assert status == 200 and "signal 9" in text and "[DONE]" in text
-        assert server.wait_for_exit() == 1
-        errors = [line for line in server.log_text().splitlines() if line.startswith("error: ")]
-        how = "the engine process has ended (killed by signal 9, probably out of memory: "
-        assert len(errors) == 1 and errors[0].startswith(f"error: {how}")
-
-
-def test_an_engine_that_is_killed_is_started_again_as_often_as_allowed():
-    with start_server("--restart-engine", "1") as server:
-        first = server.engine_process()
-        ((status, _),) = asyncio.run(answers_around(server, [LONG], first.kill))
-        assert status == 500
         assert server.request("GET", "/livez")[0] == 200
         waited = server.request("POST", "/v1/completions", SHORT)  # for the engine to be back
         assert waited[0] == 200
@@ -155,16 +145,12 @@ def test_an_engine_that_is_killed_is_started_again_as_often_as_allowed():
         assert second.pid != first.pid
         second.kill()
         assert server.wait_for_exit() == 1
+        errors = [line for line in server.log_text().splitlines() if line.startswith("error: ")]
+        how = "the engine process has ended (killed by signal 9, probably out of memory: "
+        assert len(errors) == 1 and errors[0].startswith(f"error: {how}")
 
 
-def test_a_shutdown_under_load_answers_everyone():
-    with start_server("--shutdown-timeout", "300") as server:
-        bodies = [{**SHORT, "max_tokens": 200}] * 64
-        answers = asyncio.run(answers_around(server, bodies, server.send_signal))
-        assert [status for status, _ in answers] == [200] * 64
-        assert server.wait_for_exit() == 0
-
-
+@pytest.mark.exhaustive  # one core ends with its parent in tests/engine/test_core_process.py
 def test_the_engine_ends_with_a_server_that_is_killed():
     with start_server() as server:
         core = server.engine_process()

@@ -81,18 +81,19 @@ def test_early_requests_may_be_rejected(engine_hold):
     "signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)]
 )
 def test_a_signal_lets_running_requests_end(signum):
-    with start_server() as server:
-        running = Background(server, {**LONG, "max_tokens": 500})
+    with start_server("--shutdown-timeout", "300") as server:
+        running = [Background(server, {**LONG, "max_tokens": 100}) for _ in range(64)]
+        wait_until(server, lambda: server.get_json("/load")["server_load"] == len(running))
         wait_for_running(server, 1)
         core = server.engine_process()
-        core.suspend()  # the request shall not end before all is asked
+        core.suspend()  # no request shall end before all is asked
         server.send_signal(signum)
         wait_until_it_ends(server)
         status, headers, _ = server.request("POST", "/v1/completions", PROMPT)
         assert (status, headers["connection"]) == (503, "close")
         core.resume()
-        status, _, body = running.result()
-        assert status == 200 and json.loads(body)["usage"]["completion_tokens"] == 500
+        for status, _, body in (each.result() for each in running):
+            assert status == 200 and json.loads(body)["usage"]["completion_tokens"] == 100
         assert server.wait_for_exit() == 0
 
 
@@ -111,6 +112,7 @@ def test_requests_that_do_not_end_in_time_are_told():
         assert "shut down" in body.split("\n\n")[-3]
 
 
+@pytest.mark.exhaustive  # with a fake engine: tests/entrypoints/openai/test_uvicorn_server.py
 def test_a_second_signal_ends_at_once():
     with start_server() as server:
         Background(server, LONG)

@@ -81,7 +81,7 @@ def check(llm: LLM, folder: Path, expected: dict[str, list]) -> None:
     assert max(num_decodes) > 4 and num_decodes.count(1) > 20
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("is_ahead", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_many_decodes_in_a_step_change_nothing(is_ahead, folder, expected, monkeypatch):
     monkeypatch.setattr(uniproc, "has_core_to_spare", lambda: is_ahead)
     check(make_llm(folder, num_scheduler_steps=16), folder, expected)

@@ -126,7 +126,7 @@ def random_requests(count: int, seed: int) -> tuple[list[str], list[SamplingPara
 @pytest.mark.slow
 def test_whatever_ends_validates(llm):
     rng = random.Random(3)
-    forms = [asked(rng) for _ in range(200)]
+    forms = [asked(rng) for _ in range(100)]
     params = [
         SamplingParams(temperature=1.0, seed=i, max_tokens=120, guided_decoding=form)
         for i, form in enumerate(forms)
@@ -134,7 +134,7 @@ def test_whatever_ends_validates(llm):
     outputs = llm.generate(rng.choices(PROMPTS, k=len(forms)), params, use_tqdm=False)
     reasons = [output.outputs[0].finish_reason for output in outputs]
     assert set(reasons) <= {"stop", "length"}
-    assert reasons.count("stop") > 130
+    assert reasons.count("stop") > 65
     for form, output in zip(forms, outputs, strict=True):
         if output.outputs[0].finish_reason == "stop":
             check(form, output.outputs[0].text)
@@ -143,7 +143,7 @@ def test_whatever_ends_validates(llm):
 @pytest.mark.slow
 def test_a_request_gets_the_same_in_a_crowd_as_alone(llm):
     """Chunked prefill, prefix cache and preemption, beside requests without a form."""
-    prompts, params = random_requests(40, seed=5)
+    prompts, params = random_requests(20, seed=5)
     alone = [
         llm.generate([prompt], p, use_tqdm=False)[0]
         for prompt, p in zip(prompts, params, strict=True)

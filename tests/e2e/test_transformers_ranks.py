@@ -29,14 +29,16 @@ def on_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch, **values: int) -> LL
 @pytest.mark.parametrize(
     ("model_type", "tensor", "stages"),
     [
-        ("smollm3", 2, 1),  # layers with and without rotation
+        pytest.param("smollm3", 2, 1, marks=pytest.mark.exhaustive),  # rotation in some layers
         ("exaone4", 1, 2),  # windows, and norms of heads
         ("seed_oss", 2, 2),  # biases
         ("arcee", 4, 1),  # ranks share heads of keys
-        ("apertus", 1, 2),  # an activation with parameters
+        # An activation with parameters.
+        pytest.param("apertus", 1, 2, marks=pytest.mark.exhaustive),
         # Experts, shared ones, and a layer without.
         pytest.param("ernie4_5_moe", 2, 2, marks=pytest.mark.exhaustive),
-        ("flex_olmo", 2, 1),  # norms of all heads at once, so attention is whole
+        # Norms of all heads at once, so attention is whole.
+        pytest.param("flex_olmo", 2, 1, marks=pytest.mark.exhaustive),
         ("phimoe", 2, 1),  # a plan for experts only
     ],
 )

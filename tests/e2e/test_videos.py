@@ -36,9 +36,6 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 MORE_FAMILIES = [
     pytest.param(name, marks=pytest.mark.exhaustive) for name in SIDE if name not in FAMILIES
 ]
-EXHAUSTIVE_MODES = [
-    pytest.param(mode, marks=pytest.mark.exhaustive) for mode in MODES if mode != "HPU graphs"
-]
 # Positions in time stay below the width of the frames. Above it the text after a video continues
 # from the width in transformers 5, and from the largest position in the paper and in version 4.
 PROMPTS = [
@@ -176,9 +173,21 @@ def test_fewer_frames_of_a_file_can_be_chosen(llm):
         generate(llm, long, mm_processor_kwargs=larger)
 
 
-@pytest.mark.parametrize("mode", ["HPU graphs", *EXHAUSTIVE_MODES])
-def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(folder, mode):
-    requests = requests_of("qwen2_5_vl")
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        ("qwen2_5_vl", "HPU graphs"),
+        *(
+            pytest.param(family, mode, marks=pytest.mark.exhaustive)
+            for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+            for mode in MODES
+            if (family, mode) != ("qwen2_5_vl", "HPU graphs")
+        ),
+    ],
+)
+def test_on_a_simulated_card_nothing_compiles_after_the_warm_up(family, mode, tmp_path):
+    folder = make_model(family, tmp_path)
+    requests = requests_of(family)
     expected = tokens_of(LLM(str(folder), **ENGINE).generate(requests, GREEDY))
     lazy, eager = MODES[mode]
     with simulated_hpu(PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:

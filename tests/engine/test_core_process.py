@@ -111,7 +111,9 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_nothing():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)]
+)
 def test_a_core_ends_with_its_parent_however_that_ends(how):
     program = textwrap.dedent(
         """

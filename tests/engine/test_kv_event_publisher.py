@@ -98,7 +98,7 @@ def test_messages_have_the_form_that_subscribers_know(open_socket, addresses):
             break
     assert number == last > 0
     assert events == [
-        ["BlockStored", [2**64 - 1, 7], 5, [1, 2, 3, 4], 2, None],
+        ["BlockStored", [2**64 - 1, 7], 5, [1, 2, 3, 4], 2, None, None, None, None],
         ["BlockRemoved", [7]],
     ]
     assert decode(data).events == [STORED, BlockRemoved(block_hashes=[7])]

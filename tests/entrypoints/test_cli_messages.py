@@ -52,7 +52,7 @@ def test_a_wrong_word_is_answered_with_the_right_one(args, text, capsys):
 
 @pytest.mark.parametrize("command", ["serve", "run-batch", "generate"])
 def test_no_section_of_a_help_is_empty(command, capsys):
-    code, out, _ = said_by([command, "--help"], capsys)
+    code, out, _ = said_by([command, "--help=all"], capsys)
     assert code == 0
     sections = out.split("\n\n")
     heads = [text for text in sections if text.split("\n")[0].endswith(":")]

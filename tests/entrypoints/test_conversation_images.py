@@ -351,8 +351,8 @@ def test_a_program_may_name_a_relative_path():
         ({"type": "image_pil", "image_pil": {"a": 1}}, "must be an image of Pillow, got dict"),
         ({"type": "image", "image": [1, 2]}, "must be an image of Pillow, an array, or a URL"),
         (
-            {"type": "image_embeds", "image_embeds": "AA"},
-            "must have the type 'image_url', as embeddings are not accepted",
+            {"type": "audio_embeds", "audio_embeds": "AA"},
+            "must have the type 'image_url', as embeddings of sounds are not accepted",
         ),
         (
             {"type": "input_audio", "input_audio": {}},

@@ -153,7 +153,9 @@ def slow_replay(bridge: SimBridge, replay=CapturedGraph.replay):
     return call
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [f if f == "slow" else pytest.param(f, marks=pytest.mark.exhaustive) for f in FAULTS]
+)
 def test_a_faulty_compiled_layer_is_found(eager_bridge, monkeypatch, fault):
     if fault == "slow":
         times = iter([0.001, 0.008])

@@ -59,7 +59,7 @@ def test_a_prompt_names_its_images_and_what_is_text():
     chat = RenderedChat("<image><image><image>", parts, [1])
     prompt = media_prompt(chat, parts, RULES, {"max_pixels": 9})
     file, pixels = prompt["multi_modal_data"]["image"]
-    assert pixels is PIXELS
+    assert pixels.item is PIXELS
     assert (file.modality, file.data, file.where) == ("image", b"file", "messages[0].content[1]")
     assert (file.uuid, file.detail) == ("u1", "low")
     assert prompt["multi_modal_uuids"] == {"image": ["u1", None]}

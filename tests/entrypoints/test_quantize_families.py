@@ -104,7 +104,8 @@ def quantized(folder, out, method):
         )
         for method in MOST
         for family in ALL_FAMILIES
-        if method != "gptq" or family not in ONE_STAGE
+        # In transformers, experts of LongCat-Flash are no linear layers, whose inputs are measured.
+        if method != "gptq" or family not in (*ONE_STAGE, "longcat_flash")
     ],
 )
 def test_weights_are_near_those_before(dense, tmp_path, monkeypatch, method, family):

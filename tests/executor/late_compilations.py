@@ -1,5 +1,7 @@
 """Methods that tests add to the workers of cards."""
 
+from typing import Any, NoReturn
+
 
 class LateCompilations:
     """For --worker-extension-cls."""
@@ -9,8 +11,19 @@ class LateCompilations:
         count: int = self.stats().num_late_compilations  # type: ignore[attr-defined]
         return count
 
+    def break_encoder(self, rank: int, is_broken: bool) -> None:
+        """Let one rank fail to encode images, or let it encode again."""
+        encoder = self.runner.encoder  # type: ignore[attr-defined]
+        vars(encoder).pop("encode", None)
+        if is_broken and self.tp.rank == rank:  # type: ignore[attr-defined]
+            encoder.encode = _fail
+
     def warmed_buckets(self) -> list[str]:
         """Those of this rank's catalog, in its order, and whether each is warmed up."""
         catalog = self.runner.launches.planner.catalog  # type: ignore[attr-defined]
         buckets = *catalog.prefill, *catalog.decode
         return [f"{bucket}: {catalog.is_warmed(bucket)}" for bucket in buckets]
+
+
+def _fail(items: Any) -> NoReturn:
+    raise RuntimeError("broken")

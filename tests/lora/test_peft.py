@@ -38,7 +38,7 @@ OTHER_TARGETS: dict[str, dict[str, Any]] = {
         family: {"target_modules": _LATENT}
         for family in (
             *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32"),
-            *("glm4_moe_lite", "glm_moe_dsa"),
+            *("glm4_moe_lite", "glm_moe_dsa", "longcat_flash"),
         )
     },
     # Without gate_proj and up_proj: for them peft doubles the rank, as if experts had one matrix.
@@ -57,6 +57,7 @@ OTHER_TARGETS: dict[str, dict[str, Any]] = {
         family: {"target_modules": ["in_proj", *_ATTENTION, "gate_proj", "up_proj", "down_proj"]}
         for family in ("falcon_h1", "falcon_h1_norms", "nemotron_h")
     },
+    "zamba2": {"target_modules": ["in_proj", "linear"]},  # the others are of several layers
     "nemotron_h_latent": {"target_modules": ["in_proj", "fc1_latent_proj", "fc2_latent_proj"]},
 }
 """Where not every linear layer of a family can have one."""

@@ -103,6 +103,7 @@ def _gloo_rank(rank: int, folder: Path, rendezvous: str, results: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.exhaustive  # ranks as processes: tests/e2e/test_tensor_parallel.py
 @pytest.mark.slow
 def test_ranks_as_processes_with_gloo(tiny_model, tmp_path):
     folder = tiny_model("granite_code")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.exhaustive import exhaustive
 from vllm import envs
 from vllm.config import DeviceConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -190,8 +191,8 @@ def run_worker(variables, **device):
 @pytest.mark.parametrize(
     ("variables", "device", "num_threads", "num_cores"),
     [
-        ({"OMP_NUM_THREADS": "1"}, {}, 1, None),
-        ({"VLLM_CPU_OMP_THREADS_BIND": "FIRST"}, {}, 1, 1),
+        exhaustive({"OMP_NUM_THREADS": "1"}, {}, 1, None),
+        exhaustive({"VLLM_CPU_OMP_THREADS_BIND": "FIRST"}, {}, 1, 1),
         ({"VLLM_CPU_OMP_THREADS_BIND": "FIRST", "OMP_NUM_THREADS": "2"}, {}, 2, 1),
         ({}, {"is_beside_server": True}, max(1, len(usable_cores()) - 1), None),
     ],

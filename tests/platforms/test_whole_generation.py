@@ -51,7 +51,7 @@ def num_compiled() -> int:
     [
         pytest.param(True, False, id="HPU graphs"),
         pytest.param(True, True, id="lazy"),
-        pytest.param(False, False, id="torch.compile", marks=pytest.mark.slow),
+        pytest.param(False, False, id="torch.compile", marks=pytest.mark.exhaustive),
         pytest.param(False, True, id="eager"),
     ],
 )

@@ -141,7 +141,7 @@ def test_after_the_warm_up_nothing_compiles_or_waits_and_tokens_are_those_of_a_c
     state = static_state(bridge.device, to_device=HostBuffers(bridge).to_device)
     sampler = warm_up(bridge, state, padded_size)
     rng = np.random.default_rng(padded_size)
-    for _ in range(200):
+    for _ in range(60):
         mixture = Mixture(rng, padded_size, state.padding_row)
         before = replace(bridge.counters(), h2d_bytes=0, launches=None)
         with bridge.warmed_section():

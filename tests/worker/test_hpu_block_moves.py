@@ -6,6 +6,7 @@ import numpy as np
 
 from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, captured_log, simulated_hpu
 from tests.reach import core_of, runner_of
+from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 
 
@@ -20,20 +21,27 @@ def churn(llm: LLM) -> list[list[int]]:
             ids = rng.choice(stems)[: rng.choice([0, 16, 33, 64])] + own
             prompts.append({"prompt_token_ids": ids})
             params.append(
-                SamplingParams(max_tokens=rng.choice([2, 12, 18]), temperature=0, ignore_eos=True)
+                SamplingParams(
+                    max_tokens=rng.choice([2, 12, 18]),
+                    temperature=0,
+                    ignore_eos=True,
+                    detokenize=False,
+                )
             )
         outputs = llm.generate(prompts, params, use_tqdm=False)
         tokens += [output.outputs[0].token_ids for output in outputs]
     return tokens
 
 
-def test_tokens_are_those_without_a_prefix_cache_and_nothing_compiles(monkeypatch):
+def test_tokens_are_those_without_a_prefix_cache_and_nothing_compiles(monkeypatch, tmp_path):
+    engine = SMALL_ENGINE | {"model": str(make_tiny_model("llama", tmp_path))}
+    engine["skip_tokenizer_init"] = True
     variables = FEW_BUCKETS | {"PT_HPU_LAZY_MODE": 1}
     variables["VLLM_CONTIGUOUS_PA"] = 1
     found = {}
     for has_prefixes in (True, False):
         with simulated_hpu(has_profiling_run=False, **variables) as bridge, captured_log():
-            llm = LLM(**SMALL_ENGINE, enable_prefix_caching=has_prefixes, enforce_eager=True)
+            llm = LLM(**engine, enable_prefix_caching=has_prefixes, enforce_eager=True)
             core = core_of(llm)
             moved = []
             mover = runner_of(core)._mover

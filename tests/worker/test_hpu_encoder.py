@@ -4,6 +4,7 @@ import itertools
 import logging
 import random
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -203,11 +204,16 @@ def test_an_encoder_with_masks_compiles_nothing_after_the_warm_up(is_lazy, tmp_p
         want = on_cpu(items)
     with simulated_hpu(PT_HPU_LAZY_MODE=is_lazy, **FEW_BUCKETS) as bridge:
         on_card = deepcopy(on_cpu).to(bridge.device)
-        encoder = CardEncoder(config, on_card, family, bridge, is_here=True)
+        two = TPGroup(0, 2, SimpleNamespace(all_reduce=lambda x: x + x))
+        encoder = CardEncoder(config, on_card, family, bridge, two, is_here=True)
         assert encoder.sizes == (1, 2, 4, 8)
         for size in encoder.sizes:
             encoder.warm_up(size)
+        encoder.warm_up_agreement()
         compilations, found = bridge.counters().compilations, []
+        for count in (1, 32, 80):  # ranks agree on as many images as a step has
+            are_there = [index % 3 > 0 for index in range(count)]
+            assert encoder.agree(are_there) == are_there
         while len(found) < len(items):
             found += encoder.encode(items[len(found) : len(found) + rng.randint(1, 9)])
         assert bridge.counters().compilations == compilations

@@ -18,7 +18,10 @@ def generate(llm: LLM, *lengths: int) -> None:
     llm.generate(prompts, GREEDY, use_tqdm=False)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [m if m != "torch.compile" else pytest.param(m, marks=pytest.mark.exhaustive) for m in MODES],
+)
 def test_without_warm_up_every_shape_is_named_once(mode):
     is_lazy, is_eager = MODES[mode]
     variables = FEW_BUCKETS | {"VLLM_SKIP_WARMUP": 1, "PT_HPU_LAZY_MODE": is_lazy}

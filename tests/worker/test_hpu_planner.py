@@ -15,6 +15,7 @@ from vllm.messages import IntArray, MediaItem, SchedulerOutput
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.hpu.launches.planner import (
     HPULaunchPlanner,
+    ItemSlots,
     PaddedLaunch,
     PaddedShape,
     PieceEnd,
@@ -34,6 +35,7 @@ def plan(
     has_states: bool = False,
     piece_end: PieceEnd | None = None,
     kept: list[tuple[int, int, int]] | None = None,
+    item_slots: ItemSlots | None = None,
     **limits: Any,
 ) -> list[PaddedLaunch]:
     """The launches of a step.
@@ -42,7 +44,7 @@ def plan(
         rows: row, computed tokens and scheduled tokens of each.
         buckets: what there is.
         tables: blocks of rows; only contiguous attention looks at them.
-        merged_prompts, has_states, piece_end: see HPULaunchPlanner.
+        merged_prompts, has_states, piece_end, item_slots: see HPULaunchPlanner.
         kept: see `SchedulerOutput.kept_states`.
         limits: of a launch.
     """
@@ -62,6 +64,7 @@ def plan(
         merged_prompts,
         has_states=has_states,
         piece_end=piece_end,
+        item_slots=item_slots,
     )
     columns = [np.array(column, np.int32) for column in zip(*rows, strict=True)]
     step = make_step(*columns)
@@ -420,3 +423,23 @@ def test_a_launch_without_a_bucket_has_its_own_shape_in_whole_blocks(rows, bucke
     launches = plan(rows, buckets)
     assert [launch.bucket for launch in launches] == expected
     assert entries(launches) == rows
+
+
+def test_a_batch_reads_as_many_slots_of_items_as_one_of_its_rows_needs():
+    needed = {0: 128, 1: 128, 2: 0}  # 0: the most
+
+    def slots_of(rows: IntArray) -> int:
+        return min(needed[row] for row in rows.tolist())
+
+    buckets = [prefill(2, 16), decode(2, 8)]
+    for rows, expected in (
+        ([(0, 5, 1), (1, 0, 8)], [128, 128]),
+        ([(0, 5, 1), (2, 0, 8)], [128, 0]),
+        ([(1, 5, 1), (2, 5, 1), (0, 0, 8)], [0, 128]),
+    ):
+        launches = plan(rows, buckets, item_slots=slots_of)
+        assert [launch.shape.item_slots for launch in launches] == expected
+    limits = make_limits(block_size=SIZE, max_num_seqs=8, enable_chunked_prefill=True)
+    for bucket in buckets:
+        shapes = launch_shapes(bucket, limits, item_sizes=(128, 0))
+        assert [shape.item_slots for shape in shapes] == [128, 0]

@@ -72,7 +72,13 @@ def check_memory(worker: HPUWorker) -> None:
 
 @pytest.mark.parametrize(
     ("pool_mib", "is_eager"),
-    [(30, False), (36, True), (48, True), (56, False), (70, True), (130, False)],
+    [
+        *((30, False), (48, True), (130, False)),
+        *(
+            pytest.param(*row, marks=pytest.mark.exhaustive)
+            for row in ((36, True), (56, False), (70, True))
+        ),
+    ],
 )
 def test_whatever_memory_there_is_a_start_serves_or_says_why_not(pool_mib, is_eager, load):
     prompts, params, want = load

@@ -110,7 +110,10 @@ def test_a_number_of_bytes_takes_the_place_of_the_share():
             divide_memory(replace(worker.config, cache=cache), **given)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [m if m != "torch.compile" else pytest.param(m, marks=pytest.mark.exhaustive) for m in MODES],
+)
 def test_the_profiling_run_books_what_the_largest_launches_need(mode):
     is_lazy, is_eager = MODES[mode]
     with simulated_hpu(PT_HPU_LAZY_MODE=is_lazy, **FEW_BUCKETS) as bridge:

@@ -33,6 +33,20 @@ class GivenEmbeddings(Protocol):
         ...
 
 
+class GivenStates(Protocol):
+    """Values that a launch brings, which are added to hidden states of some of its tokens after the
+    first layers."""
+
+    @property
+    def num_layers(self) -> int:
+        """The first layers, which have values."""
+        ...
+
+    def add_to(self, hidden_states: Tensor, layer: int) -> Tensor:
+        """Return the hidden states [T, hidden] after one of these layers, with its values added."""
+        ...
+
+
 @dataclass(frozen=True)
 class ReplacedTokens:
     """Tokens of a launch whose embeddings are given, and not looked up."""
@@ -49,33 +63,48 @@ class ReplacedTokens:
 
 @dataclass(frozen=True)
 class AddedStates:
-    """Tokens of a launch with something to add to their hidden states after some layers."""
+    """Tokens of a launch with values to add to their hidden states; see `GivenStates`."""
 
     indices: Tensor
     """[m] int64: which of the T tokens."""
     values: tuple[Tensor, ...]
     """[m, hidden] for each of the first layers of the model, in any floating type."""
 
+    @property
+    def num_layers(self) -> int:
+        return len(self.values)
+
     def add_to(self, hidden_states: Tensor, layer: int) -> Tensor:
-        """Return the hidden states [T, hidden] after one of these layers, with its values added."""
         values = self.values[layer].to(hidden_states.dtype)
         return hidden_states.index_add(0, self.indices, values)
 
 
 @dataclass(frozen=True)
 class TableEmbeddings:
-    """Embeddings that a launch brings in a table: shapes depend on its size alone."""
+    """Embeddings that a launch brings in a table, and values that it adds to hidden states: shapes
+    depend on the size of the table alone. See `GivenEmbeddings` and `GivenStates`."""
 
     index: Tensor
-    """[T] int32: row of the table for each token; negative: its embedding is looked up."""
+    """[T] int32: entry of the table for each token; negative: its embedding is looked up."""
     table: Tensor
-    """[N, embedding_dim]"""
+    """[1 + num_layers, N, embedding_dim]: embeddings, and what is added after each of the first
+    layers."""
+
+    @property
+    def num_layers(self) -> int:
+        return self.table.shape[0] - 1
 
     def put_into(self, rows: Tensor) -> Tensor:
-        """Return the embeddings [T, embedding_dim] that were looked up, with those of the table
-        where there are some."""
-        given = self.table.index_select(0, self.index.clamp_min(0))
-        return torch.where(self.index[:, None] >= 0, given, rows)
+        return torch.where(self.index[:, None] >= 0, self._read(0), rows)
+
+    def add_to(self, hidden_states: Tensor, layer: int) -> Tensor:
+        added = hidden_states + self._read(1 + layer).to(hidden_states.dtype)
+        return torch.where(self.index[:, None] >= 0, added, hidden_states)
+
+    def _read(self, part: int) -> Tensor:
+        """Return a part of the entry [T, embedding_dim] of each token, of any entry if it has
+        none."""
+        return self.table[part].index_select(0, self.index.clamp_min(0))
 
 
 class LaunchAdapters(Protocol):
@@ -143,7 +172,7 @@ class LaunchParts(TypedDict, total=False):
 
     positions: Tensor
     replaced: GivenEmbeddings
-    added: AddedStates
+    added: GivenStates
     adapters: LaunchAdapters
     items: SeenItems
 
@@ -176,7 +205,7 @@ class LaunchContext:
     are the same. Masks depend on the index of a token in its request, which `attention` knows."""
     replaced: GivenEmbeddings | None = None
     """Embeddings that take the place of tokens; None: all embeddings are looked up."""
-    added: AddedStates | None = None
+    added: GivenStates | None = None
     """Values to add to hidden states after the first layers; None: there are none."""
     rotary_angles: Sequence[tuple[Tensor, Tensor]] | None = None
     """What `Ops.rotate` takes, of each table of the model: the tables at `RotaryEmbedding.index`.

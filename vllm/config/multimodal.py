@@ -58,6 +58,9 @@ class MultiModalConfig:
     limits the frames of a video. A number without a name limits the images. Not set: 16 images, 16
     sounds, 4 videos; with image=0 no videos."""
 
+    enable_mm_embeds: bool = False
+    """Accept embeddings of images instead of images (image_embeds)."""
+
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the image processor or feature extractor that replace the settings of the
     checkpoint (JSON), such as {"max_pixels": 1003520}."""

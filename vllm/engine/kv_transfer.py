@@ -19,7 +19,7 @@ from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.distributed.kv_transfer import BlockData, KVConnector
 from vllm.executor import Executor, Worker
 from vllm.logger import init_logger
-from vllm.messages import EngineOutput, EngineRequest, TransferStats, number_of
+from vllm.messages import EngineOutput, EngineRequest, TransferStats
 from vllm.request import Request
 
 logger = init_logger(__name__)
@@ -226,7 +226,7 @@ class KVTransfer:
             request.prompt_token_ids,
             self._connector.load,
             self._write,
-            number_of(request.adapter),
+            request,
         )
         self._num_hits += num_loaded * size
         if num_loaded:

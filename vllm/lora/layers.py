@@ -82,6 +82,8 @@ class AdapterLayers:
         for path, layer in self.model.named_modules():
             if not isinstance(layer, ParallelLinear) or layer.is_held or layer.is_of_items:
                 continue
+            if layer.is_shared:
+                continue
             if ".experts." in f".{path}." or layer.weight_dtype:
                 continue  # adapters are of the model's dtype
             if not self._is_chosen(path, *layer.feature_slices):

@@ -1,7 +1,7 @@
 """Images, sounds and videos that a program gives as objects, for `MediaSource`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from vllm.errors import RequestError
 from vllm.multimodal.images.image import to_rgb
-from vllm.multimodal.interface.family import VideoFrames
+from vllm.multimodal.interface.family import EncoderInput, VideoFrames
 from vllm.multimodal.interface.source import MediaSource
 
 DEFAULT_FPS = 2.0
@@ -29,6 +29,15 @@ _INT16 = 2.0**15
 _FPS = (1e-6, 1e6)
 """Least and most frames per second."""
 _MAX_CHANNELS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class NamedItem:
+    """An item that a program gives as an object in a conversation."""
+
+    where: str
+    """Its name in error messages."""
+    item: Any
 
 
 def as_list(modality: str, given: Any) -> list[Any]:
@@ -60,7 +69,7 @@ def as_source(
 
     Args:
         modality: "image", "audio" or "video".
-        item: in any of the usual forms.
+        item: in any of the usual forms; embeddings as `GivenEmbeddings.divide` returns them.
         where: its name in error messages.
         uuid: its name.
         overrides: settings of the processor for the request.
@@ -69,8 +78,12 @@ def as_source(
     Raises:
         RequestError: it has another type or shape, or values out of range.
     """
+    if isinstance(item, NamedItem):
+        item, where = item.item, item.where
     if isinstance(item, MediaSource):
         return replace(item, overrides=overrides)
+    if isinstance(item, EncoderInput):
+        return MediaSource(modality=modality, where=where, uuid=uuid, encoded=item)
     fields: dict[str, Any] | None = None
     if isinstance(item, bytes):
         fields = {"data": item}

@@ -1,6 +1,6 @@
 """What `vllm plan` answers: memory, buckets and the time of a start, as plain numbers."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vllm.bucketing.ledger import GRAPHS, MemoryClass
@@ -8,6 +8,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.planning.engine_plan import EnginePlan
 from vllm.planning.fit import planned_or_nearest
 from vllm.planning.start import StartPlan, plan_start
+from vllm.planning.throughput.prediction import Prediction
+from vllm.planning.throughput.table import as_objects, serving_cost, throughput_grid
 from vllm.worker.hpu.warmup.profile import held_bytes
 
 JSON_VERSION = 1
@@ -44,6 +46,8 @@ class Plan:
     memory: MemorySection
     start: StartPlan | None
     """None: the device compiles nothing."""
+    throughput: tuple[Prediction, ...] = ()
+    """For prompts of several lengths; empty where the cost model does not know the device."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the same numbers for programs."""
@@ -51,7 +55,13 @@ class Plan:
         if self.start is not None:
             totals = {name: getattr(self.start, name) for name in ("cold_s", "cached_s")}
             start = asdict(self.start) | totals
-        return {"version": JSON_VERSION, **asdict(self), "start": start}
+        throughput = as_objects(self.throughput)
+        return {
+            "version": JSON_VERSION,
+            **asdict(replace(self, throughput=())),
+            "start": start,
+            "throughput": throughput,
+        }
 
 
 def make_plan(args: EngineArgs, device: str, num_cards: int = 1) -> Plan:
@@ -63,7 +73,11 @@ def make_plan(args: EngineArgs, device: str, num_cards: int = 1) -> Plan:
     Raises:
         ConfigError: the engine cannot start with these arguments, or the model does not fit.
     """
-    engine = planned_or_nearest(args, device, num_cards)
+    return describe(planned_or_nearest(args, device, num_cards), device)
+
+
+def describe(engine: EnginePlan, device: str) -> Plan:
+    """Return the plan of an engine that is planned already."""
     config = engine.config
     return Plan(
         model=config.model.model or "",
@@ -72,6 +86,7 @@ def make_plan(args: EngineArgs, device: str, num_cards: int = 1) -> Plan:
         num_cards=config.parallel.world_size,
         memory=plan_memory(engine),
         start=plan_start(engine),
+        throughput=tuple(throughput_grid(engine, serving_cost(engine))),
     )
 
 

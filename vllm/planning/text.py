@@ -1,10 +1,12 @@
 """The tables of `vllm plan`: one function for each section, 100 columns at most."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from vllm.bucketing import format_bytes
 from vllm.planning.plan import MemorySection, Plan
 from vllm.planning.start import PhaseStart, StartPlan
+from vllm.planning.throughput.prediction import Prediction
+from vllm.planning.throughput.table import as_lines
 
 _BAR_WIDTH = 40
 
@@ -18,6 +20,9 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     if plan.start is not None:
         yield ""
         yield from start_lines(plan.start)
+    if plan.throughput:
+        yield ""
+        yield from throughput_lines(plan.throughput)
 
 
 def memory_lines(memory: MemorySection) -> Iterator[str]:
@@ -47,6 +52,14 @@ def start_lines(start: StartPlan) -> Iterator[str]:
         f"The first answer comes {_seconds(start.cold_s)} after the weights are read, or "
         f"{_seconds(start.cached_s)} with recipes on disk"
     )
+
+
+def throughput_lines(predictions: Sequence[Prediction]) -> Iterator[str]:
+    """Yield the lines of the throughput."""
+    output = predictions[0].lengths.output
+    yield f"Throughput with so many requests of {output} output tokens at a time (band)"
+    for line in as_lines(predictions):
+        yield f"  {line}"
 
 
 def _phase_line(name: str, phase: PhaseStart) -> str:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from vllm.utils.help import HelpAction
+
 
 def flag_of(name: str) -> str:
     """The command-line flag of a setting.
@@ -28,8 +30,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     A flag that is on or off may be followed by true or false: `--flag=false` is `--no-flag`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+    def __init__(self, *args: Any, add_help: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs, "add_help": False})
+        if add_help:
+            self.add_argument("-h", "--help", action=HelpAction)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

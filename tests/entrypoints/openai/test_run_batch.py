@@ -16,11 +16,23 @@ from tests.fake_core import FakeCoreClient, FakeEngineCore, fake_clients
 from vllm.assets import BUNDLED_MODEL
 from vllm.entrypoints.batch import files
 from vllm.entrypoints.batch.lines import URLS, run_lines
+from vllm.entrypoints.batch.sound_lines import SOUND_URLS
 from vllm.entrypoints.openai import run_batch
-from vllm.errors import ConfigError
+from vllm.entrypoints.openai.audio.form import UploadedFile, read_form
+from vllm.entrypoints.openai.protocol.batch import BatchRequestInput
+from vllm.entrypoints.openai.protocol.transcription import TranscriptionRequest
+from vllm.errors import ConfigError, RequestError
 from vllm.utils import FlexibleArgumentParser
 
 CHAT = "/v1/chat/completions"
+SOUND = b"RIFF\r\n--batch \xff\x00"
+"""Content of the sound at every URL but one."""
+
+
+async def fetch(url, where):
+    if url == "http://nobody/":
+        raise RequestError(f"{where}: cannot fetch", param=where)
+    return SOUND
 
 
 class Application:
@@ -36,7 +48,14 @@ class Application:
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         try:
-            body = await request.json()
+            if request.headers["content-type"].startswith("multipart/form-data"):
+                fields = read_form(
+                    TranscriptionRequest, await request.body(), request.headers["content-type"]
+                )
+                assert fields.file == UploadedFile("sound", SOUND)
+                body = fields.model_dump(exclude={"file"}, exclude_unset=True)
+            else:
+                body = await request.json()
             target = self.num_passed + body.get("wait", 0)
             await asyncio.sleep(0.001)
             while self.num_passed < target:
@@ -59,7 +78,7 @@ def run(lines, max_concurrent=4, application=None):
     records = []
     app = (application or Application()).app
     data = [text if isinstance(text, bytes) else text.encode() for text in lines]
-    counts = asyncio.run(run_lines(app, data, records.append, max_concurrent))
+    counts = asyncio.run(run_lines(app, data, records.append, max_concurrent, fetch))
     assert all(record.endswith(b"\n") and record.count(b"\n") == 1 for record in records)
     assert counts.num_written == len(records)
     decoded = [json.loads(record) for record in records]
@@ -67,8 +86,14 @@ def run(lines, max_concurrent=4, application=None):
     return decoded
 
 
+TEXT = {"text": "é\n"}
+
+
 def test_every_route_is_called_and_answers_come_in_the_order_of_the_lines():
-    lines = [line(str(i), {"wait": 3 - i % 4, "text": "é\n"}, url) for i, url in enumerate(URLS)]
+    lines = [
+        line(str(i), {"file_url": "data:,"} if url in SOUND_URLS else {"wait": i % 3, **TEXT}, url)
+        for i, url in enumerate(URLS)
+    ]
     records = run(["", *lines, "  \n"])
     assert [record["custom_id"] for record in records] == [str(i) for i in range(len(URLS))]
     assert [record["response"]["body"]["url"] for record in records] == list(URLS)
@@ -110,6 +135,37 @@ def test_a_route_that_crashes_gives_an_error_without_details():
     assert "sesame" not in json.dumps(records)
 
 
+def test_a_line_about_a_sound_becomes_the_form_of_its_route():
+    body = {
+        "file_url": "https://a.example/talk.mp3",
+        "language": "de",
+        "prompt": 'a "quoted"\r\nname é',
+        "temperature": 0.25,
+        "timestamp_granularities": ["segment"],
+        "response_format": "verbose_json",
+        "seed": None,
+        "chunking_strategy": "auto",
+    }
+    url = SOUND_URLS[0]
+    (record,) = run([line("1", body, url)])
+    want = {key: value for key, value in body.items() if key not in ("file_url", "seed")}
+    assert record["response"]["body"]["echo"] == want
+    read = BatchRequestInput.model_validate(json.loads(line("1", body, url)))
+    assert read.body.file_url == body["file_url"] and read.body.language == "de"
+    wrong = [
+        ({}, "file_url must be the URL of a sound"),
+        ({"file_url": 5}, "file_url must be the URL of a sound"),
+        ({"file_url": "data:,", "file": "a"}, "file must be absent"),
+        ({"file_url": "data:,", "stream": True}, "stream is not available"),
+        ({"file_url": "data:,", "response_format": "srt"}, "must be json or verbose_json"),
+        ({"file_url": "data:,", "prompt": {"a": 1}}, "prompt must be a text, a number or a list"),
+        ({"file_url": "http://nobody/"}, "file_url: cannot fetch"),
+    ]
+    for record, (_, message) in zip(run([line("1", b, url) for b, _ in wrong]), wrong, strict=True):
+        assert record["response"]["status_code"] == 400
+        assert message in record["error"]["message"]
+
+
 @pytest.mark.parametrize("max_concurrent", [1, 3])
 def test_no_more_requests_run_at_once_than_allowed(max_concurrent):
     application = Application()
@@ -125,7 +181,7 @@ def test_requests_that_run_are_ended_when_nothing_can_be_written():
 
     lines = [line("a", {}), line("b", {"wait": 100})]
     with pytest.raises(OSError, match="disk full"):
-        asyncio.run(run_lines(application.app, [t.encode() for t in lines], full_disk, 2))
+        asyncio.run(run_lines(application.app, [t.encode() for t in lines], full_disk, 2, fetch))
     assert application.num_running == 0
 
 

@@ -200,11 +200,11 @@ class ModelArch:
     @property
     def is_one_stage(self) -> bool:
         """Whether all layers have to be on the same ranks, as some read others, a table by token
-        ids, or an encoder."""
+        ids, or an encoder, or share weights."""
+        family = family_of_architecture(self.architecture)
         has_table = self.hf_config.get("hidden_size_per_layer_input")
-        reads_encoder = family_of_architecture(self.architecture).decoder_keys
         has_sources = any(source is not None for source in self.kv_sources)
-        return bool(has_table or reads_encoder) or has_sources
+        return bool(has_table or family.decoder_keys or family.has_shared_layers) or has_sources
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -296,7 +296,7 @@ _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
-_HEAD_SIZE = ("head_dim", "qk_rope_head_dim")
+_HEAD_SIZE = ("head_dim", "qk_rope_head_dim", "attention_head_dim")
 _INTERMEDIATE_SIZE = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _MAX_POSITIONS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
@@ -309,10 +309,9 @@ _ACTIVATION = ("hidden_activation", "hidden_act", "activation_function")
 
 def missing_keys(config: Mapping[str, Any]) -> list[str]:
     """Return the sizes of a decoder that a config does not have, each by its usual name."""
-    required, family = (
-        [_HIDDEN_SIZE, _NUM_LAYERS, ("vocab_size",)],
-        family_of(config.get("model_type")),
-    )
+    family = family_of(config.get("model_type"))
+    num_layers = _NUM_LAYERS if family.num_layers_key is None else (family.num_layers_key,)
+    required: list[tuple[str, ...]] = [_HIDDEN_SIZE, num_layers, ("vocab_size",)]
     if not family.heads_are_channels:
         required.append(_NUM_HEADS)
     if family.default_max_positions is None:
@@ -355,6 +354,8 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
 
 def _read_num_layers(config: Mapping[str, Any]) -> int:
     """Return the number of layers; a config of Nemotron-H may only list their kinds."""
+    if key := family_of(config.get("model_type")).num_layers_key:
+        return _number(config, key)
     if _first(config, _NUM_LAYERS) is None and (kinds := read_layer_kinds(config)):
         return len(kinds)
     return _number(config, *_NUM_LAYERS)

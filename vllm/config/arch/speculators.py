@@ -116,15 +116,18 @@ def _read_mtp(file: SpeculatorFile) -> SpeculatorArch:
     """Read the config of a model with a layer behind the last one, as DeepSeek V3 has it (arXiv
     2412.19437, section 2.2). It is run again for each further draft."""
     target = file.target
-    if family_of_architecture(target.architecture).mtp is None:
+    facts = family_of_architecture(target.architecture).mtp
+    if facts is None:
         names = [name for each in FAMILIES.values() if each.mtp for name in each.architectures]
         raise ConfigError(
             f"{file.path}: the method mtp needs a model with layers that guess further tokens "
             f"({', '.join(names)}), and this is {target.architecture}. Use another method"
         )
-    if type(count := target.hf_config.get("num_nextn_predict_layers")) is not int or count < 1:
+    count = target.hf_config.get(facts.count_key)
+    count = facts.default_count or None if count is None else count
+    if type(count) is not int or count < 1:
         raise ConfigError(
-            f"{file.path}: num_nextn_predict_layers is {count!r}, so the model has no layers for "
+            f"{file.path}: {facts.count_key} is {count!r}, so the model has no layers for "
             f"the method mtp, which needs 1 or more. Use another method"
         )
     return SpeculatorArch(target)

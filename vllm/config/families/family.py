@@ -94,8 +94,14 @@ class MTPFacts:
 
     prefix: str = "model.layers.{}."
     """Beginning of the names of its tensors; {} is the number of layers of the model."""
+    layer_prefix: str = ""
+    """What follows it in the names of tensors that other layers of the model have too."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Modules that other layers of the model lack -> their names in DeepSeek V3."""
+    count_key: str = "num_nextn_predict_layers"
+    """Key of config.json with the number of such layers."""
+    default_count: int = 0
+    """The number where config.json does not have the key."""
     is_state_first: bool = False
     """The projection takes the hidden state first, then the embedding."""
 
@@ -149,8 +155,6 @@ class Family:
     or sound; None: the models read text only."""
     media_by_tower: Mapping[str, str] = field(default_factory=dict)
     """`model_type` of `vision_config` -> the module for such towers, where it is not `media`."""
-    media_is_cpu_only: bool = False
-    """Images or sounds are read on the CPU only, and on a card the models read text."""
     decoder_keys: Mapping[str, str] = field(default_factory=dict)
     """Keys of config.json that describe the decoder of an encoder-decoder -> their usual names."""
     num_unsampled_tokens: int = 0
@@ -183,12 +187,18 @@ class Family:
     others keep a recurrent state."""
     has_states_beside_attention: bool = False
     """Every layer keeps a recurrent state, and keys and values."""
+    has_shared_layers: bool = False
+    """Layers share weights and read embeddings, so that a pipeline cannot divide them."""
     dense_up_to_key: str | None = None
     """Key of the config with the number of tokens up to which each attends to all before it. In
     longer texts the original attends to some of them; here attention stays dense."""
     heads_are_channels: bool = False
     """The channels of a layer are independent of each other, as heads are; the config has no number
     of heads."""
+
+    num_layers_key: str | None = None
+    """Key of the config with the number of layers, where `num_hidden_layers` counts the attentions
+    in them."""
 
     # ---- positions
     has_positions: bool = True

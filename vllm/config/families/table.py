@@ -69,6 +69,18 @@ _BERT_DEFAULTS: dict[str, Any] = {
 _ROBERTA_DEFAULTS: dict[str, Any] = {**_BERT_DEFAULTS, "pad_token_id": 1, "eos_token_id": 2}
 
 _MTP = MTPFacts()
+_MTP_QWEN = MTPFacts(
+    prefix="mtp.",
+    layer_prefix="layers.0.",
+    names={
+        "pre_fc_norm_embedding": "enorm",
+        "pre_fc_norm_hidden": "hnorm",
+        "fc": "eh_proj",
+        "norm": "shared_head.norm",
+    },
+    count_key="mtp_num_hidden_layers",
+    default_count=1,
+)
 
 _ATTENTION = ("input_layernorm", "self_attn.[qkv]_proj")
 _VALUES = ("self_attn.v_proj", "self_attn.o_proj")
@@ -410,18 +422,21 @@ _QWENS = (
         model_type="qwen3_next",
         module="qwen3_next",
         architectures=("Qwen3NextForCausalLM",),
+        mtp=_MTP_QWEN,
         tokenizer="Qwen2Tokenizer",
     ),
     Family(
         model_type="qwen3_5_text",
         module="qwen3_next",
         architectures=("Qwen3_5ForCausalLM",),
+        mtp=_MTP_QWEN,
         tokenizer="Qwen3_5Tokenizer",
     ),
     Family(
         model_type="qwen3_5_moe_text",
         module="qwen3_next",
         architectures=("Qwen3_5MoeForCausalLM",),
+        mtp=_MTP_QWEN,
         tokenizer="Qwen3_5Tokenizer",
         replaces_tokenizer=True,
     ),
@@ -868,6 +883,13 @@ _OTHERS = (
         rope_switch=("mla_use_nope", False),
     ),
     Family(
+        model_type="longcat_flash",
+        module="longcat",
+        architectures=("LongcatFlashForCausalLM",),
+        num_layers_key="num_layers",
+        tokenizer="",
+    ),
+    Family(
         model_type="mamba",
         module="mamba",
         architectures=("MambaForCausalLM",),
@@ -1060,6 +1082,15 @@ _OTHERS = (
             values={"sliding_window": ".attention.sliding_window"},
         ),
     ),
+    Family(
+        model_type="zamba2",
+        module="zamba",
+        architectures=("Zamba2ForCausalLM",),
+        has_states_beside_attention=True,
+        has_shared_layers=True,
+        rope_switch=("use_mem_rope", True),
+        tokenizer="",
+    ),
 )
 _WITH_MEDIA = (
     Family(
@@ -1175,7 +1206,6 @@ _WITH_MEDIA = (
         architectures=("Qwen3VLForConditionalGeneration",),
         text_type="qwen3_vl_text",
         media="qwen3_vl",
-        media_is_cpu_only=True,
         tokenizer="Qwen2Tokenizer",
     ),
     Family(
@@ -1184,7 +1214,6 @@ _WITH_MEDIA = (
         architectures=("Qwen3VLMoeForConditionalGeneration",),
         text_type="qwen3_vl_moe_text",
         media="qwen3_vl",
-        media_is_cpu_only=True,
         tokenizer="Qwen2Tokenizer",
     ),
     Family(
@@ -1207,6 +1236,7 @@ _WITH_MEDIA = (
         model_type="qwen3_5",
         module="text_of_images",
         architectures=("Qwen3_5ForConditionalGeneration",),
+        mtp=_MTP_QWEN,
         text_type="qwen3_5_text",
         media="qwen3_5",
         tokenizer="Qwen3_5Tokenizer",
@@ -1216,6 +1246,7 @@ _WITH_MEDIA = (
         model_type="qwen3_5_moe",
         module="text_of_images",
         architectures=("Qwen3_5MoeForConditionalGeneration",),
+        mtp=_MTP_QWEN,
         text_type="qwen3_5_moe_text",
         media="qwen3_5",
         tokenizer="Qwen3_5Tokenizer",

@@ -7,9 +7,18 @@ if any layer has, so every hit needs its blocks.
 """
 
 from collections.abc import Sequence
+from hashlib import sha256
 
 from vllm.core.kv.block_hash import is_of_first_group
-from vllm.messages import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from vllm.messages import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheEvent,
+    EngineRequest,
+    MediaItem,
+    number_of,
+)
 
 _HASH_BYTES = 8
 """Bytes of a block's hash (of 32) that events have: subscribers take 64-bit integers."""
@@ -31,7 +40,7 @@ class CacheEventLog:
         hashes: Sequence[bytes],
         stored: Sequence[int],
         token_ids: Sequence[int],
-        lora_id: int | None = None,
+        source: EngineRequest | None = None,
     ) -> None:
         """Blocks of a request can be found from now on.
 
@@ -39,13 +48,13 @@ class CacheEventLog:
             hashes: of all blocks of the request up to the last of these.
             stored: indices into `hashes`, ascending; the others are not new.
             token_ids: of the request.
-            lora_id: number of its adapter; None: it has none.
+            source: the request; None: it has neither an adapter nor media.
         """
         first = 0
         for position, index in enumerate(stored):
             if position + 1 < len(stored) and stored[position + 1] == index + 1:
                 continue  # the next block follows directly
-            self._append_run(hashes, stored[first], index + 1, token_ids, lora_id)
+            self._append_run(hashes, stored[first], index + 1, token_ids, source)
             first = position + 1
 
     def removed(self, hashes: Sequence[bytes]) -> None:
@@ -69,18 +78,34 @@ class CacheEventLog:
         start: int,
         end: int,
         token_ids: Sequence[int],
-        lora_id: int | None,
+        source: EngineRequest | None,
     ) -> None:
         size = self._block_size
+        adapter = None if source is None else source.adapter
+        media = () if source is None else source.media
+        spans = [(index * size, (index + 1) * size) for index in range(start, end)]
+        keys = [_media_of(media, *span) for span in spans] if media else []
         self._events.append(
             BlockStored(
                 block_hashes=list(map(public_hash, hashes[start:end])),
                 parent_block_hash=public_hash(hashes[start - 1]) if start else None,
                 token_ids=list(token_ids[start * size : end * size]),
                 block_size=size,
-                lora_id=lora_id,
+                lora_id=number_of(adapter),
+                lora_name=None if adapter is None else adapter.name,
+                extra_keys=keys if any(keys) else None,
             )
         )
+
+
+def _media_of(media: Sequence[MediaItem], start: int, end: int) -> list[tuple[str, int]] | None:
+    """Return (identity, index of the first token minus `start`) of the items of a request that
+    decide the content of a block; None: none does."""
+    return [
+        (sha256(item.key.encode("utf-8", "surrogatepass")).hexdigest(), item.start - start)
+        for item in media
+        if item.start < end and item.end > start
+    ] or None
 
 
 def public_hash(block_hash: bytes) -> int:

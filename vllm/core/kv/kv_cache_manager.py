@@ -11,7 +11,7 @@ from vllm.core.kv.block_pool import BlockPool
 from vllm.core.kv.cache_events import CacheEventLog
 from vllm.core.kv.state_cache import StateCache
 from vllm.kv_cache_spec import FULL_GROUP, KVCacheGroup
-from vllm.messages import NULL_BLOCK_ID, IntArray, number_of
+from vllm.messages import NULL_BLOCK_ID, EngineRequest, IntArray
 from vllm.request import Request
 
 _Block = TypeVar("_Block")
@@ -268,9 +268,8 @@ class KVCacheManager:
                 block_ids, new = [table[i] for i in places], [hashes[i] for i in places]
             stored = self.pool.remember(block_ids, group_keys(new, index))
             if self._events is not None and index == 0:
-                lora_id = number_of(request.spec.adapter)
                 new_places = [places[i] for i in stored]
-                self._events.stored(hashes, new_places, request.token_ids, lora_id)
+                self._events.stored(hashes, new_places, request.token_ids, request.spec)
             self._being_computed.update(block_ids)
         request.num_cached_blocks = end
 
@@ -318,7 +317,7 @@ class KVCacheManager:
         token_ids: Sequence[int],
         load: Callable[[Sequence[bytes]], list[_Block]],
         write: Callable[[list[int], list[_Block]], bool],
-        lora_id: int | None = None,
+        source: EngineRequest | None = None,
     ) -> int:
         """Fill free blocks with contents that are kept elsewhere; they are findable then.
 
@@ -327,7 +326,7 @@ class KVCacheManager:
             token_ids: of these blocks, for events.
             load: gives the contents of hashes, up to the first that is not there.
             write: writes contents into blocks; False: it has not.
-            lora_id: number of the adapter of the prompt, for events; None: it has none.
+            source: request with the prompt, for events; None: it has neither an adapter nor media.
 
         Returns:
             The number of blocks that were filled.
@@ -346,7 +345,7 @@ class KVCacheManager:
             stored = pool.remember(block_ids, hashes[len(found) : end])
             if self._events is not None:
                 places = [len(found) + i for i in stored]
-                self._events.stored(hashes, places, token_ids, lora_id)
+                self._events.stored(hashes, places, token_ids, source)
             return len(contents)
         finally:
             pool.free(reversed(block_ids))

@@ -18,6 +18,7 @@ from vllm.engine.input.media_placer import MediaPlacer, ReadMedia, Vocabulary
 from vllm.errors import RequestError
 from vllm.inputs import PromptType, plural
 from vllm.multimodal.given import as_list, as_source, kind_of
+from vllm.multimodal.given_embeddings import GivenEmbeddings
 from vllm.multimodal.interface.family import (
     MediaFamily,
 )
@@ -116,6 +117,16 @@ class MediaInput:
         return job_arguments(self._engine)
 
     @cached_property
+    def _embeddings(self) -> GivenEmbeddings:
+        assert self.family is not None
+        return GivenEmbeddings(
+            self.family,
+            self._model.resolved_arch.embedding_size,
+            self._model.dtype_name,
+            is_enabled=self._config.enable_mm_embeds,
+        )
+
+    @cached_property
     def _job(self) -> Job:
         return make_job(**self.job_arguments)
 
@@ -147,6 +158,8 @@ class MediaInput:
                 f"{' and '.join(map(plural, self.limits))} and no other media"
             )
         items = {kind: as_list(kind, value) for kind, value in given.items()}
+        if "image" in items:
+            items["image"] = self._embeddings.divide(items["image"])
         uuids = self._uuids(prompt)
         overrides = _overrides_of(prompt)
         found = []
@@ -196,7 +209,9 @@ class MediaInput:
             return found
         salt = cache_salt_of(prompt)
         return [
-            ReadMedia.of(source.modality, media_key(source, salt), self._job(source))
+            ReadMedia.of(
+                source.modality, media_key(source, salt), source.encoded or self._job(source)
+            )
             for source in self.sources(prompt)
         ]
 
@@ -283,7 +298,8 @@ def media_key(source: MediaSource, cache_salt: str | None) -> str:
     A name that the client gives (uuid) replaces the content, never the settings.
     """
     digest = hashlib.sha256()
-    settings = [source.modality, source.detail, dict(source.overrides), cache_salt]
+    is_encoded = source.encoded is not None
+    settings = [source.modality, is_encoded, source.detail, dict(source.overrides), cache_salt]
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     if source.uuid is not None:
         digest.update(b"\0uuid\0" + source.uuid.encode())

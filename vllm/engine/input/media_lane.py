@@ -194,6 +194,8 @@ class MediaLane:
         return [(media_key(each, salt), each) for each in self._source().media.sources(prompt)]
 
     async def _read_one(self, key: str, source: MediaSource) -> EncoderInput:
+        if source.encoded is not None:
+            return source.encoded
         found = self.cache.find(key)
         if found is not None:
             return found

@@ -372,7 +372,7 @@ def _resolve_model(
         lambda raw: check_architecture(raw, config_folder, asked.model_impl),
     )
     arch = _read_arch(asked, load, raw, config_folder)
-    arch = resolve_media(arch, folder, load, max_items, platform.name)
+    arch = resolve_media(arch, folder, load, max_items)
     if named_dtype(arch.hf_config) is None and load.load_format != "dummy":
         arch = replace(arch, dtype=dtype_of_files(folder, load.load_format) or arch.dtype)
     arch, window = resolve_windows(asked, arch)

@@ -39,7 +39,6 @@ def resolve_media(
     folder: Path,
     load: LoadConfig,
     max_items: Mapping[str, int] | None,
-    device: str,
 ) -> ModelArch:
     """Return the architecture without images and sounds where the encoder cannot run or nobody
     needs it, and log the reason.
@@ -49,7 +48,6 @@ def resolve_media(
         folder: of the model.
         load: how the weights are loaded.
         max_items: of a request, by modality; None: it is a draft model, which reads only tokens.
-        device: name of the platform.
 
     Raises:
         ConfigError: the encoder cannot run, and every prompt needs it.
@@ -60,7 +58,7 @@ def resolve_media(
         return arch
     media = family.media
     kind = _SOUNDS if media and "image" not in family_class(media).modalities else _IMAGES
-    reason = _reason_for_text(arch, folder, load, max_items, device, kind)
+    reason = _reason_for_text(arch, folder, load, max_items, kind)
     if reason is None:
         return arch
     if family.decoder_keys:
@@ -135,17 +133,12 @@ def _reason_for_text(
     folder: Path,
     load: LoadConfig,
     max_items: Mapping[str, int] | None,
-    device: str,
     kind: _Kind,
 ) -> str | None:
     """Return why a model reads text only; None: it also reads images or sounds."""
     family = family_of_architecture(arch.architecture)
     if family.media is None:
         return "images are not implemented for its class of models"
-    if family.media_is_cpu_only and device != "cpu":
-        return (
-            f"{kind.name} of its class of models are implemented for --device cpu, not for {device}"
-        )
     if arch.media_config is None:
         return f"config.json describes no encoder of {kind.name}"
     if max_items is None:

@@ -28,7 +28,7 @@ def resolve_parallel(
     if arch.is_one_stage:
         raise ConfigError(
             f"pipeline_parallel_size={size}: {arch.architecture} needs 1, as its last layers read "
-            f"earlier layers, or an encoder. Use tensor_parallel_size"
+            f"earlier layers, embeddings or an encoder. Use tensor_parallel_size"
         )
     num_layers = arch.num_layers
     partition = _asked_partition(size, num_layers) or even_partition(num_layers, size)

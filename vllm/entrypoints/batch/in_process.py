@@ -5,13 +5,16 @@ import asyncio
 from starlette.types import ASGIApp, Message
 
 
-async def call_app(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
-    """POST a JSON body to a route that does not stream. Cancelling it disconnects the client.
+async def call_app(
+    app: ASGIApp, path: str, body: bytes, content_type: str = "application/json"
+) -> tuple[int, bytes]:
+    """POST a body to a route that does not stream. Cancelling it disconnects the client.
 
     Args:
         app: the application.
         path: of the route, in ASCII.
         body: of the request.
+        content_type: of the body.
 
     Returns:
         Status and body of the response.
@@ -38,7 +41,7 @@ async def call_app(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
             if not message.get("more_body"):
                 has_ended.set()
 
-    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+    headers = [(b"content-type", content_type.encode()), (b"host", b"localhost")]
     headers.append((b"content-length", str(len(body)).encode()))
     scope = {
         "type": "http",

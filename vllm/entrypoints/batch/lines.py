@@ -13,6 +13,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from vllm.entrypoints.batch.in_process import call_app
+from vllm.entrypoints.batch.sound_lines import SOUND_URLS, Fetch, check_sound_body, sound_form
 from vllm.entrypoints.openai.protocol.base import random_id
 from vllm.entrypoints.openai.protocol.batch import URLS
 from vllm.entrypoints.shared.errors import describe_error
@@ -54,7 +55,11 @@ class BatchCounts:
 
 
 async def run_lines(
-    app: ASGIApp, lines: Iterable[bytes], sink: Callable[[bytes], object], max_concurrent: int
+    app: ASGIApp,
+    lines: Iterable[bytes],
+    sink: Callable[[bytes], object],
+    max_concurrent: int,
+    fetch: Fetch,
 ) -> BatchCounts:
     """Answer all lines.
 
@@ -63,6 +68,7 @@ async def run_lines(
         lines: of the input, read as needed.
         sink: gets the records, each with a newline, in the order of the input.
         max_concurrent: requests at once.
+        fetch: gets the sounds that lines name.
 
     Raises:
         OSError: from `lines` or `sink`; requests that run are ended.
@@ -70,7 +76,8 @@ async def run_lines(
     counts = BatchCounts()
     numbered = enumerate(line for line in lines if line.strip())
     workers = [
-        asyncio.create_task(_work(app, numbered, sink, counts)) for _ in range(max_concurrent)
+        asyncio.create_task(_work(app, numbered, sink, counts, fetch))
+        for _ in range(max_concurrent)
     ]
     try:
         await asyncio.gather(*workers)
@@ -86,10 +93,11 @@ async def _work(
     numbered: Iterator[tuple[int, bytes]],
     sink: Callable[[bytes], object],
     counts: BatchCounts,
+    fetch: Fetch,
 ) -> None:
     waiting = counts._waiting
     for index, line in numbered:
-        record = await answer_line(app, line)
+        record = await answer_line(app, line, fetch)
         if record["error"] is not None:
             counts.failures[_reason(record["error"])] += 1
         waiting[index] = msgspec.json.encode(record) + b"\n"
@@ -99,12 +107,16 @@ async def _work(
             counts.num_written += 1
 
 
-async def answer_line(app: ASGIApp, line: bytes) -> dict[str, Any]:
+async def answer_line(app: ASGIApp, line: bytes, fetch: Fetch) -> dict[str, Any]:
     """The record of a line, as JSON values. Errors of the line or the route become part of the
     record."""
     try:
         request = _read_line(line)
-        status, body = await call_app(app, request.url, bytes(request.body))
+        given = bytes(request.body)
+        if request.url in SOUND_URLS:
+            status, body = await call_app(app, request.url, *await sound_form(given, fetch))
+        else:
+            status, body = await call_app(app, request.url, given)
         answer = msgspec.json.decode(body)
     except Exception as error:  # becomes this line's record; other lines are not affected
         info = describe_error(error)
@@ -134,6 +146,8 @@ def _read_line(line: bytes) -> _Line:
         )
     if body.stream:
         raise RequestError("stream is not available in a batch: leave it out", param="stream")
+    if request.url in SOUND_URLS:
+        check_sound_body(bytes(request.body))
     return request
 
 

@@ -1,15 +1,21 @@
 """`vllm plan`: the memory, buckets and start of an engine, without its device and its weights."""
 
 import argparse
+import dataclasses
 import json
 import logging
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.cost_model.cards import CARDS
 from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.planning.engine_plan import EnginePlan
+    from vllm.planning.throughput.search import FoundCards
 
 DEVICES = (*CARDS, "cpu")
 
@@ -37,6 +43,7 @@ def add_parser(
         help="cards that share each layer; the same as --tensor-parallel-size",
     )
     group.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_goals(parser)
     return parser
 
 
@@ -49,16 +56,116 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("vllm").setLevel(logging.WARNING)
 
     from vllm.entrypoints.openai.cli_args import exit_after_help, read_args
-    from vllm.planning.plan import make_plan
+    from vllm.planning.plan import describe, make_plan
     from vllm.planning.text import plan_lines
+    from vllm.planning.throughput.search import found_lines, found_object, serve_command
 
     args.device = None
+    flags = _given_flags(args)
     engine_args, server_args = read_args(args)
     exit_after_help(server_args)
-    plan = make_plan(engine_args, device, num_cards)
-    lines = [json.dumps(plan.as_json())] if args.json else plan_lines(plan)
+    found = _search(args, engine_args, device, num_cards)
+    if found is None:
+        plan = make_plan(engine_args, device, num_cards)
+    else:
+        plan = describe(found.plan, device)
+    as_json, lines = plan.as_json(), list(plan_lines(plan))
+    if found is not None:
+        command = serve_command(found.choice, plan.model, flags)
+        as_json["goals"] = found_object(found, command)
+        lines += ["", *found_lines(found, command)]
+    if args.json:
+        lines = [json.dumps(as_json)]
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
+
+
+def _add_goals(parser: FlexibleArgumentParser) -> None:
+    """Declare the flags of the search for cards."""
+    group = parser.add_argument_group(
+        "Goals",
+        "Shows the fewest of 1, 2, 4 or 8 cards that meet all goals, or --num-cards, the largest "
+        "--max-num-seqs with them, and the command that serves the model so.",
+    )
+    group.add_argument("--goal-ttft", type=float, metavar="MS", help="time to first token, at most")
+    group.add_argument("--goal-tpot", type=float, metavar="MS", help="time per token, at most")
+    group.add_argument(
+        "--goal-tokens-per-s", type=float, metavar="N", help="tokens of output, at least"
+    )
+    for name, default in (("input", 1024), ("output", 128)):
+        group.add_argument(
+            f"--{name}-len",
+            type=int,
+            default=default,
+            metavar="N",
+            help=f"{name} tokens of each request (default: {default})",
+        )
+
+
+def _search(
+    args: argparse.Namespace, engine_args: "EngineArgs", device: str, num_cards: int
+) -> "FoundCards | None":
+    """Return the cards that meet the goals; None without goals.
+
+    Raises:
+        ConfigError: a goal or a length is wrong, or the model fits no number of cards.
+    """
+    from vllm.planning.engine_plan import make_engine_plan
+    from vllm.planning.throughput.goals import Goals
+    from vllm.planning.throughput.prediction import Lengths
+    from vllm.planning.throughput.search import NUMBERS_OF_CARDS, search_cards
+
+    goals = Goals(
+        ttft_ms=args.goal_ttft, tpot_ms=args.goal_tpot, tokens_per_s=args.goal_tokens_per_s
+    )
+    if not goals.given:
+        return None
+    if device not in CARDS:
+        raise ConfigError(
+            f"goals need a card whose speed is known: --device {device} is not one of "
+            f"{', '.join(CARDS)}"
+        )
+    for name in ("input_len", "output_len"):
+        if getattr(args, name) < 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} is {getattr(args, name)}, and must be at least 1")
+
+    def make_plan(num_cards: int, max_num_seqs: int | None) -> "EnginePlan":
+        changes: dict[str, Any] = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
+        return make_engine_plan(dataclasses.replace(engine_args, **changes), device, num_cards)
+
+    is_given = args.num_cards is not None or args.tensor_parallel_size is not None
+    return search_cards(
+        make_plan,
+        goals,
+        Lengths(args.input_len, args.output_len),
+        numbers_of_cards=(num_cards,) if is_given else NUMBERS_OF_CARDS,
+    )
+
+
+_OWN_FLAGS = {
+    *("device", "num_cards", "json", "input_len", "output_len", "run", "command"),
+    *("goal_ttft", "goal_tpot", "goal_tokens_per_s"),
+    *("model", "model_tag", "tensor_parallel_size", "max_num_seqs"),
+}
+"""Not of the command that serves the model, or given there by the search."""
+
+
+def _given_flags(args: argparse.Namespace) -> list[str]:
+    """Return the flags of `vllm serve` that were given."""
+    words: list[str] = []
+    for name, value in vars(args).items():
+        flag = name.replace("_", "-")
+        if value is None or name in _OWN_FLAGS:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list | tuple):
+            words += [f"--{flag}", *map(str, value)]
+        else:
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            words += [f"--{flag}", text]
+    return words
 
 
 def _device(name: str | None) -> str:

@@ -32,11 +32,12 @@ _KINDS = {
     "video_url": _Kind("video", ("video_url",)),
     "input_video": _Kind("video", ("video_url",)),
     "video": _Kind("video", ("video", "url", "path")),
+    "image_embeds": _Kind("image", ("image_embeds",)),
 }
 _USUAL_TYPES = {"image": "image_url", "audio": "input_audio", "video": "video_url"}
 """Type of the parts that messages recommend, by modality."""
-_EMBEDDINGS = ("image_embeds", "audio_embeds")
-MEDIA_TYPES = frozenset((*_KINDS, *_EMBEDDINGS))
+_REFUSED = ("audio_embeds",)
+MEDIA_TYPES = frozenset((*_KINDS, *_REFUSED))
 """Types of parts that are not text."""
 _DETAILS = ("auto", "low", "high", "original")
 _SCHEMES = ("http://", "https://", "data:", "file://")
@@ -56,7 +57,7 @@ class MediaPart:
     modality: str
     """"image", "audio" or "video"."""
     source: Any = field(repr=False)
-    """A URL (str), the bytes of a file, or an object of a program."""
+    """A URL (str), the bytes of a file, embeddings (dict), or an object of a program."""
     where: str
     """Its position in the request, such as `messages[2].content[1]`, for errors."""
     uuid: str | None = None
@@ -123,7 +124,7 @@ class MediaParts:
         """
         if isinstance(named := part.get(WHERE), str):
             where = named[:_MAX_WHERE_CHARS]
-        if kind in _EMBEDDINGS or _KINDS[kind].modality not in self._limits:
+        if kind in _REFUSED or _KINDS[kind].modality not in self._limits:
             raise RequestError(
                 f"{where} must have the type {self._accepted(kind)}; got {kind!r}", param="messages"
             )
@@ -136,8 +137,8 @@ class MediaParts:
         if not self._limits:
             return "'text', as this model reads text only"
         types = " or ".join(repr(_USUAL_TYPES[modality]) for modality in self._limits)
-        if kind in _EMBEDDINGS:
-            return f"{types}, as embeddings are not accepted"
+        if kind in _REFUSED:
+            return f"{types}, as embeddings of sounds are not accepted"
         reads = " and ".join(map(plural, self._limits))
         return f"'text' or {types}, as this model reads text and {reads} only"
 
@@ -212,11 +213,12 @@ def _read_part(where: str, kind: str, part: Mapping[str, Any], is_local: bool) -
             f"{where}.uuid must be a string of 1 to {_MAX_UUID_CHARS} characters, got {uuid!r:.80}",
             param="messages",
         )
-    source = (
-        _read_base64(name, given)
-        if key == "input_audio"
-        else _read_source(name, key, modality, given, is_local)
-    )
+    if key == "input_audio":
+        source: Any = _read_base64(name, given)
+    elif key == "image_embeds":
+        source = _read_embeddings(name, given)
+    else:
+        source = _read_source(name, key, modality, given, is_local)
     return MediaPart(modality, source, where, uuid, None if detail == "auto" else detail)
 
 
@@ -237,6 +239,19 @@ def _read_base64(name: str, given: Any) -> str:
             param="messages",
         )
     return data if data[:5].lower() == "data:" else f"data:audio/{form or 'wav'};base64,{data}"
+
+
+def _read_embeddings(name: str, given: Any) -> Mapping[str, Any]:
+    """Return embeddings as `multi_modal_data` takes them."""
+    if isinstance(given, str) or hasattr(given, "shape"):
+        return {"image_embeds": given}
+    if not isinstance(given, Mapping):
+        raise RequestError(
+            f"{name} must be the base64 text of a tensor, or an object such as "
+            f'{{"image_embeds": "...", "image_grid_thw": "..."}}, got {type(given).__name__}',
+            param="messages",
+        )
+    return given
 
 
 def _read_source(name: str, key: str, modality: str, given: Any, is_local: bool) -> Any:

@@ -154,7 +154,11 @@ async def _run(
         await engine.start()
         context.has_been_ready = True
         begin = time.perf_counter()
-        counts = await run_lines(app, lines, sink, max_concurrent)
+
+        async def fetch(url: str, where: str) -> bytes:
+            return await context.media_fetcher.fetch(url, "audio", where)
+
+        counts = await run_lines(app, lines, sink, max_concurrent, fetch)
         elapsed_s = time.perf_counter() - begin
         _log_end(counts, elapsed_s)
         return 1 if engine.errored or (fails_on_error and counts.num_failed) else 0

@@ -43,12 +43,15 @@ def media_rules(processor: "InputProcessor", *, is_local: bool = False) -> Media
 
 def chat_modalities(processor: "InputProcessor") -> list[str]:
     """Return the modalities that messages of a chat may have: "text", and "image", "audio" and
-    "video" if the model of the engine reads them.
+    "video" if the model of the engine reads them. A model has none if each prompt needs an item
+    that messages cannot have, as it is with models that only transcribe.
 
     Args:
         processor: of the engine.
     """
-    rules = media_rules(processor)
+    rules, family = media_rules(processor), processor.media.family
+    if family is not None and family.required is not None and rules is None:
+        return []
     limits = {} if rules is None else rules.limits
     return ["text", *(modality for modality, limit in limits.items() if limit)]
 
@@ -167,10 +170,11 @@ def media_prompt(
 
 def _as_item(part: MediaPart) -> Any:
     """Return an item as the engine reads it: a fetched file with its description, or an object."""
+    from vllm.multimodal.given import NamedItem
     from vllm.multimodal.interface.source import MediaSource
 
     if not isinstance(part.source, bytes):
-        return part.source
+        return NamedItem(part.where, part.source)
     return MediaSource(
         modality=part.modality,
         where=part.where,

@@ -148,7 +148,7 @@ class Experts(MethodLayer):
             )
         self.intermediate_size = intermediate_size // self.tp.size
         """Of this rank."""
-        first = self.expert_ids.start if self.elsewhere else None
+        first = self.expert_ids.start if self.elsewhere else options.first_expert
         self.options = replace(options, first_expert=first)
         self.register_parameter("gate_up_bias", None)
         self.register_parameter("down_bias", None)

@@ -66,6 +66,9 @@ class ParallelLinear(MethodLayer):
     """Its rows are the hidden states whose logits are computed."""
     is_of_items: bool = False
     """It runs once for each image or sound, outside of steps: adapters cannot change it."""
+    is_shared: bool = False
+    """Several layers of the model run it. Adapters cannot change it: they have a change for each of
+    these layers."""
     is_absorbed: bool = False
     """Launches multiply with what is made of the weight, and do not apply the layer."""
 

@@ -442,6 +442,19 @@ class Decoder(nn.Module):
             )
             self.layers.append(layer_type(spec))
         self.norm = options.norm(arch, size)
+        self.is_one_stage = arch.is_one_stage
+
+    def check_whole(self, first: int, end: int) -> None:
+        """Refuse to run some layers of a model whose layers depend on others.
+
+        Raises:
+            ConfigError: the model is one, and not all layers are to run.
+        """
+        if self.is_one_stage and (first, end) != (0, len(self.layers)):
+            raise ConfigError(
+                "the layers of this model cannot run apart: they read earlier layers, embeddings, "
+                "or a table by token ids. Leave out what divides them"
+            )
 
     def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
         """See `CausalLM.run_layers`.

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,18 @@ _LATENT_NORM_EPS = 1e-6
 """Of the norms of compressed vectors, whatever config.json says of the others."""
 
 
+class LatentScales(NamedTuple):
+    """Factors of compressed vectors (LongCat-Flash, arXiv 2509.01322)."""
+
+    query: float = 1.0
+    """Of queries."""
+    latent: float = 1.0
+    """Of the vector that keys and values are projections of, and of no rotated key."""
+
+
+_NO_SCALES = LatentScales()
+
+
 class LatentSelfAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
 
@@ -47,7 +59,13 @@ class LatentSelfAttention(nn.Module):
     Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]
     """
 
-    def __init__(self, arch: ModelArch, rotary_emb: RotaryEmbedding | None, tp: TPGroup) -> None:
+    def __init__(
+        self,
+        arch: ModelArch,
+        rotary_emb: RotaryEmbedding | None,
+        tp: TPGroup,
+        scales: LatentScales = _NO_SCALES,
+    ) -> None:
         super().__init__()
         config, hidden, num_heads = arch.hf_config, arch.hidden_size, arch.num_heads
         size = arch.config_size
@@ -69,9 +87,9 @@ class LatentSelfAttention(nn.Module):
         self.kv_b_proj = LatentUpProjection(latent_size, num_heads, key_size, value_size, tp)
         self.o_proj = RowParallelLinear(num_heads * value_size, hidden, tp, bias=has_bias)
         self.rotary_emb = rotary_emb
-        self.attn = LatentAttention(
-            divide(num_heads, tp.size), latent_size, rotary_size, _attention_scale(arch)
-        )
+        self.latent_scale = scales.latent
+        scale = _attention_scale(arch) * scales.query
+        self.attn = LatentAttention(divide(num_heads, tp.size), latent_size, rotary_size, scale)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         query = self._project_query(hidden_states).unflatten(-1, (-1, sum(self.query_sizes)))
@@ -81,7 +99,10 @@ class LatentSelfAttention(nn.Module):
         if self.rotary_emb is not None:
             rotated, shared_key = self.rotary_emb(positions, rotated, shared_key)
         query = self.kv_b_proj.absorb(query, rotated)
-        key = torch.cat((self.kv_a_layernorm(latent).unsqueeze(1), shared_key), dim=-1)
+        latent = self.kv_a_layernorm(latent)
+        if self.latent_scale != 1.0:
+            latent = latent * self.latent_scale
+        key = torch.cat((latent.unsqueeze(1), shared_key), dim=-1)
         attended = self.kv_b_proj.expand(self.attn(query, key))
         return self.o_proj(attended.flatten(1))
 
@@ -91,7 +112,7 @@ class LatentSelfAttention(nn.Module):
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
 
 
-def latent_attention(spec: LayerSpec) -> LatentSelfAttention:
+def latent_attention(spec: LayerSpec, scales: LatentScales = _NO_SCALES) -> LatentSelfAttention:
     """Return latent attention for a layer.
 
     Raises:
@@ -99,7 +120,7 @@ def latent_attention(spec: LayerSpec) -> LatentSelfAttention:
     """
     if spec.rotary_emb is None:
         raise ConfigError(f"{spec.arch.architecture} needs rope_theta in config.json")
-    return LatentSelfAttention(spec.arch, spec.rotary_emb, spec.tp)
+    return LatentSelfAttention(spec.arch, spec.rotary_emb, spec.tp, scales)
 
 
 def _attention_scale(arch: ModelArch) -> float:

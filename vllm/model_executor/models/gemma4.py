@@ -300,7 +300,6 @@ class Gemma4Decoder(Decoder):
     ) -> None:
         super().__init__(arch, options, layer_type, tp)
         self.kv_sources, self.hidden_size = arch.kv_sources, arch.hidden_size
-        self.is_one_stage = arch.is_one_stage
         has_features = bool(arch.hf_config.get("hidden_size_per_layer_input"))
         self.features = TokenFeatures(arch, tp) if has_features else None
 
@@ -310,12 +309,7 @@ class Gemma4Decoder(Decoder):
         Raises:
             ConfigError: some layers are to run, and depend on others.
         """
-        is_whole = (first, end) == (0, len(self.layers))
-        if not is_whole and self.is_one_stage:
-            raise ConfigError(
-                "the layers of this model cannot run apart: they read the keys and values of "
-                "earlier layers, or a table by token ids. Leave out what divides them"
-            )
+        self.check_whole(first, end)
         features: Sequence[Tensor | None] = [None] * len(self.layers)
         if self.features is not None:
             sizes = (self.hidden_size, hidden_states.shape[-1] - self.hidden_size)

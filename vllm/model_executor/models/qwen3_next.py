@@ -45,7 +45,7 @@ class _DeltaNetOrAttention(Layer):
     """A layer with Gated DeltaNet where config.json says so."""
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
-        if spec.arch.state_layers[spec.index]:
+        if spec.index < spec.arch.num_layers and spec.arch.state_layers[spec.index]:
             return GatedDeltaNet(delta_net_sizes(spec.arch), spec.tp)
         return super().make_attention(spec)
 
@@ -59,8 +59,8 @@ class DeltaNetMixtureLayer(_DeltaNetOrAttention, MixtureLayer):
 
 
 class Qwen3NextForCausalLM(DecoderForCausalLM):
-    """Qwen3-Next 80B-A3B and Coder-Next (Qwen team 2025). Layers that guess further tokens are not
-    loaded."""
+    """Qwen3-Next 80B-A3B and Coder-Next (Qwen team 2025). Layers that guess further tokens
+    (`vllm.model_executor.speculators.mtp`) are not part of it."""
 
     layer_type: ClassVar[type[Layer]] = DeltaNetMixtureLayer
 

@@ -196,10 +196,10 @@ class _WithAddedStates(_LanguageModel, DecoderForCausalLM, ReadsContext):
         context = self.launch.context
         added = None if context is None else context.added
         if added is not None:
-            for layer in range(first, min(end, len(added.values))):
+            for layer in range(first, min(end, added.num_layers)):
                 hidden_states = super().run_layers(hidden_states, positions, layer, layer + 1)
                 hidden_states = added.add_to(hidden_states, layer)
-            first = max(first, min(end, len(added.values)))
+            first = max(first, min(end, added.num_layers))
         if first == end:
             return hidden_states
         return super().run_layers(hidden_states, positions, first, end)

@@ -50,6 +50,7 @@ class MTP(Speculator):
         own = name.removeprefix(self._prefix)
         if own == name or own in _OF_THE_MODEL:
             return ()
+        own = own.removeprefix(self._facts.layer_prefix)
         module, _, parameter = own.rpartition(".")
         module = self._facts.names.get(module, module)
         if module in ("enorm", "hnorm", "eh_proj", "shared_head.norm"):

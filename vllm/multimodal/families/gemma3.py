@@ -11,7 +11,7 @@ from vllm.multimodal.images.settings import check_fixed_size, setting_bool
 from vllm.multimodal.images.tiles import TiledFamily
 from vllm.multimodal.images.tower_config import TowerConfig
 from vllm.multimodal.interface.checks import config_whole, wrong_config, wrong_setting
-from vllm.multimodal.interface.family import EncoderInput, Expansion, TokenLookup
+from vllm.multimodal.interface.family import EncoderInput, Expansion, TokenLookup, grid_of_size
 
 TOWERS = ("siglip_vision_model",)
 """`model_type` of the towers of Gemma 3."""
@@ -52,6 +52,9 @@ class Gemma3Family(TiledFamily):
 
     def process(self, pixels: npt.NDArray[np.uint8]) -> EncoderInput:
         return self.encoder_input(self.processor(pixels)["pixel_values"], self._grid)
+
+    def grid_of_embeddings(self, count: int, grid: tuple[int, ...] | None) -> tuple[int, ...]:
+        return grid_of_size(count, *self._grid, grid)
 
     def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
         (num_tokens,) = grid

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from vllm.errors import RequestError
 from vllm.multimodal.images.settings import check_fixed_size
 from vllm.multimodal.images.tiles import TiledFamily
 from vllm.multimodal.images.tower_config import TowerConfig
@@ -58,6 +59,17 @@ class InternVLFamily(TiledFamily):
 
     def process(self, pixels: npt.NDArray[np.uint8]) -> EncoderInput:
         return self._input(self.processor(pixels)["pixel_values"])
+
+    def grid_of_embeddings(self, count: int, grid: tuple[int, ...] | None) -> tuple[int, ...]:
+        size = self._tokens_of_tile
+        if grid is not None:
+            raise RequestError("image_grid_thw must be absent: this model counts tiles")
+        if count % size or not 0 < count <= self._most * size:
+            raise RequestError(
+                f"an image of this model must have {size} embeddings for each of its tiles, at "
+                f"most {self._most * size}, got {count}"
+            )
+        return (count // size,)
 
     def _input(self, tiles: npt.NDArray[np.uint8]) -> EncoderInput:
         return self.encoder_input(tiles, (len(tiles),))

@@ -12,7 +12,7 @@ from vllm.multimodal.images.settings import check_fixed_size
 from vllm.multimodal.images.tiles import TiledFamily
 from vllm.multimodal.images.tower_config import TowerConfig
 from vllm.multimodal.interface.checks import is_whole, wrong_config
-from vllm.multimodal.interface.family import EncoderInput, Expansion, TokenLookup
+from vllm.multimodal.interface.family import EncoderInput, Expansion, TokenLookup, grid_of_size
 
 CLIP_OR_SIGLIP = ("clip_vision_model", "siglip_vision_model")
 """`model_type` of the towers of the LLaVA models."""
@@ -98,6 +98,9 @@ class LlavaFamily(RepeatedToken):
 
     def process(self, pixels: npt.NDArray[np.uint8]) -> EncoderInput:
         return self.encoder_input(self.processor(pixels)["pixel_values"], self._grid)
+
+    def grid_of_embeddings(self, count: int, grid: tuple[int, ...] | None) -> tuple[int, ...]:
+        return grid_of_size(count, *self._grid, grid)
 
     def num_tokens(self, grid: tuple[int, ...]) -> int:
         return grid[0]

@@ -1,9 +1,22 @@
 """Images and videos of Qwen3-VL (arXiv 2511.21631)."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from vllm.multimodal.interface.checks import config_object, layer_indices
 from vllm.multimodal.video.grid_videos import StampedVideoFamily
+
+_DEEP_LAYERS = (8, 16, 24)
+
+
+def read_deep_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the layers of the tower that the language model reads as well.
+
+    Raises:
+        ConfigError: config.json has no list of layers there.
+    """
+    vision = config_object(config, "vision_config")
+    return layer_indices(vision, "deepstack_visual_indexes", _DEEP_LAYERS)
 
 
 class Qwen3VLFamily(StampedVideoFamily):
@@ -14,6 +27,10 @@ class Qwen3VLFamily(StampedVideoFamily):
         "shortest_edge": 128 * 32 * 32,
         "longest_edge": 768 * 32 * 32,
     }
+
+    @property
+    def num_added(self) -> int:
+        return len(read_deep_layers(self.config))
 
 
 Family = Qwen3VLFamily

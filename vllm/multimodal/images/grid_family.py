@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from vllm.errors import RequestError
 from vllm.multimodal.images.hf_processor import MAX_RATIO, HfImageProcessor
 from vllm.multimodal.images.settings import pixel_statistics, setting_bool
 from vllm.multimodal.interface.checks import config_object, config_whole, is_whole, wrong_setting
@@ -59,6 +60,29 @@ class GridFamily(MediaFamily):
             self._processor = HfImageProcessor(given)
         found = self._processor(pixels)
         return self._input(found["pixel_values"].astype(np.uint8), found["image_grid_thw"][0])
+
+    def grid_of_embeddings(self, count: int, grid: tuple[int, ...] | None) -> tuple[int, ...]:
+        if grid is None:
+            raise RequestError(
+                "image_grid_thw must come with embeddings of this model: 1, and height and width "
+                "in patches"
+            )
+        side = self._merge_size
+        frames, rows, columns = grid
+        if frames != 1 or min(rows, columns) < 1 or rows % side or columns % side:
+            raise RequestError(
+                f"image_grid_thw must be 1, height and width in patches, which are multiples of "
+                f"{side}, got {list(grid)}"
+            )
+        if count != self._num_tokens(grid):
+            raise RequestError(
+                f"an image of image_grid_thw {list(grid)} must have {self._num_tokens(grid)} "
+                f"embeddings, got {count}"
+            )
+        return grid
+
+    def num_embeddings_of(self, grid: tuple[int, ...]) -> int:
+        return self._num_tokens(grid)
 
     def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
         count = self._num_tokens(grid)

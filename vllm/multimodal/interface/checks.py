@@ -10,6 +10,9 @@ SETTINGS_FILE = "preprocessor_config.json or processor_config.json"
 `image_processor` or `feature_extractor`."""
 
 
+_MAX_LAYERS = 1024
+
+
 def wrong_config(key: str, value: Any, accepted: str) -> ConfigError:
     """Return the error about a value in config.json.
 
@@ -115,3 +118,23 @@ def config_number(config: Mapping[str, Any], key: str, default: float, within: s
     if not is_number(value) or value <= 0:
         raise wrong_config(within + key, value, "a positive number")
     return float(value)
+
+
+def layer_indices(vision: Mapping[str, Any], key: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the indices of some layers.
+
+    Args:
+        vision: `vision_config` of config.json.
+        key: with the list.
+        default: where the list is absent or null.
+
+    Raises:
+        ConfigError: it is no list of indices of layers, in ascending order.
+    """
+    given = vision.get(key)
+    given = default if given is None else given
+    is_list = isinstance(given, (list, tuple)) and all(is_whole(n, _MAX_LAYERS, 0) for n in given)
+    if not is_list or sorted(set(given)) != list(given):
+        accepted = "a list of indices of layers, in ascending order"
+        raise wrong_config(f"vision_config.{key}", given, accepted)
+    return tuple(given)

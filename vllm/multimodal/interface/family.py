@@ -14,10 +14,14 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from vllm.errors import RequestError
 from vllm.messages import END_OF_REQUEST
 from vllm.multimodal.interface.speech import SpeechRules
 
 IntArray = npt.NDArray[np.int32]
+
+EMBEDDINGS = "embeddings"
+"""Name of the only tensor of an item that a request brings as embeddings [n, width]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,22 @@ class VideoFrames:
     """[n, height, width, 3] in RGB."""
     seconds: npt.NDArray[np.float64]
     """[n]: when each frame is shown, from the beginning of the video."""
+
+
+def grid_of_size(count: int, size: int, grid: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the grid of an image whose embeddings a request brings, where all images have equally
+    many; see `MediaFamily.grid_of_embeddings`.
+
+    Args:
+        count: number of embeddings.
+        size: that an image has.
+        grid: that the request has.
+    """
+    if grid is not None:
+        raise RequestError("image_grid_thw must be absent: images of this model have one size")
+    if count != size:
+        raise RequestError(f"an image of this model must have {size} embeddings, got {count}")
+    return (size,)
 
 
 class TokenLookup(Protocol):
@@ -159,6 +179,32 @@ class MediaFamily(ABC):
             RequestError: the video cannot be used.
         """
         raise NotImplementedError("this model reads no videos")
+
+    def grid_of_embeddings(self, count: int, grid: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Return the grid of an image whose embeddings a request brings.
+
+        Args:
+            count: number of embeddings.
+            grid: `image_grid_thw` of the request; None: it has none.
+
+        Raises:
+            RequestError: an image cannot have so many, or the family cannot know its grid.
+        """
+        raise RequestError("this model takes no embeddings of images: send the image")
+
+    def num_embeddings_of(self, grid: tuple[int, ...]) -> int:
+        """Return how many embeddings an image has whose `image_grid_thw` a request brings.
+
+        Raises:
+            RequestError: images of this model have no such grids.
+        """
+        raise RequestError("image_grid_thw must be absent: images of this model have no such grid")
+
+    @property
+    def num_added(self) -> int:
+        """Number of layers of the language model after which values of an image are added to
+        hidden states, which follow each embedding."""
+        return 0
 
     @abstractmethod
     def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:

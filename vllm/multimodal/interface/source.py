@@ -1,4 +1,4 @@
-"""One image, sound or video of a request, as it was received."""
+"""One image, sound or video of a request, as it was received, or the embeddings of one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm.errors import RequestError
-from vllm.multimodal.interface.family import VideoFrames
+from vllm.multimodal.interface.family import EMBEDDINGS, EncoderInput, VideoFrames
 
 
 def refuse(where: str, reason: str) -> RequestError:
@@ -24,7 +24,7 @@ def refuse(where: str, reason: str) -> RequestError:
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MediaSource:
     """An image, sound or video of a request, not decoded yet. Has exactly one of `data`, `pixels`,
-    `samples` and `frames`.
+    `samples`, `frames` and `encoded`.
 
     Attributes:
         modality: "image", "audio" or "video".
@@ -34,6 +34,7 @@ class MediaSource:
         samples: [n] from -1 to 1, one channel, of a sound that a program has decoded.
         sampling_rate: `samples` per second.
         frames: of a video that a program has decoded.
+        encoded: embeddings, which no encoder has to make.
         uuid: name that the client has given it.
         detail: resolution that the client asks for: "low", "high", "auto" or "original".
         overrides: settings of the image processor for this request.
@@ -46,24 +47,28 @@ class MediaSource:
     samples: NDArray[np.float32] | None = field(default=None, repr=False)
     sampling_rate: int | None = None
     frames: VideoFrames | None = field(default=None, repr=False)
+    encoded: EncoderInput | None = field(default=None, repr=False)
     uuid: str | None = None
     detail: str | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        contents = (self.data, self.pixels, self.samples, self.frames)
+        contents = (self.data, self.pixels, self.samples, self.frames, self.encoded)
         assert sum(each is not None for each in contents) == 1, "one content"
         assert (self.samples is None) == (self.sampling_rate is None), "a rate of samples"
 
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The content by name, as `with_arrays` reads it. A file is an array of bytes."""
+        """The content by name. A file is an array of bytes. `with_arrays` reads all but embeddings,
+        which are not read in other processes."""
         if self.data is not None:
             return {"data": np.frombuffer(self.data, np.uint8)}
         if self.pixels is not None:
             return {"pixels": self.pixels}
         if self.samples is not None:
             return {"samples": self.samples}
+        if self.encoded is not None:
+            return {EMBEDDINGS: self.encoded.tensors[EMBEDDINGS]}
         assert self.frames is not None
         return {"frames": self.frames.pixels, "seconds": self.frames.seconds}
 

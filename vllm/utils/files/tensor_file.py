@@ -11,7 +11,7 @@ import math
 import pickletools
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,15 +23,33 @@ _MAX_PICKLE_BYTES = 4096
 _ENTRY_SIGN = b"PK\1\2"
 """Begins each entry of the list at the end of a zip file."""
 
-_NUMPY_TYPES = {"float16": "<f2", "bfloat16": "<u2", "float32": "<f4", "float64": "<f8"}
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+INTEGERS = ("int32", "int64")
+_NUMPY_TYPES = {
+    "float16": "<f2",
+    "bfloat16": "<u2",
+    "float32": "<f4",
+    "float64": "<f8",
+    "int32": "<i4",
+    "int64": "<i8",
+}
 """numpy has no bfloat16: its bits."""
 _STORAGE_DTYPES = {
     "torch HalfStorage": "float16",
     "torch BFloat16Storage": "bfloat16",
     "torch FloatStorage": "float32",
     "torch DoubleStorage": "float64",
+    "torch IntStorage": "int32",
+    "torch LongStorage": "int64",
 }
-_SAFETENSORS_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+_SAFETENSORS_DTYPES = {
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "I32": "int32",
+    "I64": "int64",
+}
 _REBUILD_TENSOR = "torch._utils _rebuild_tensor_v2"
 _REBUILD_PARAMETER = "torch._utils _rebuild_parameter"
 _ORDERED_DICT = "collections OrderedDict"
@@ -47,10 +65,14 @@ class RawTensor(NamedTuple):
     """A dense tensor without the library that made it."""
 
     dtype: str
-    """float16, bfloat16, float32 or float64."""
+    """One of `FLOATS` or `INTEGERS`."""
     shape: tuple[int, ...]
     data: bytes
     """In row-major order, little-endian."""
+
+
+class _OtherDtypeError(Exception):
+    """The tensor has no dtype that can be read; the message says what the file has."""
 
 
 class _Storage(NamedTuple):
@@ -71,17 +93,26 @@ class _Global(str):
     """The name of a function or class, which is never looked up."""
 
 
-def read_tensor_file(data: bytes) -> RawTensor:
-    """The tensor of a `torch.save` file or of a safetensors file with one tensor.
+def read_tensor_file(data: bytes, dtypes: Sequence[str] = FLOATS) -> RawTensor:
+    """Return the tensor of a `torch.save` file or of a safetensors file with one tensor.
+
+    Args:
+        data: of the file.
+        dtypes: accepted; some of `FLOATS` and `INTEGERS`.
 
     Raises:
-        TensorFileError: it is neither, or its tensor is not dense floating point, or it describes
-            elements that the file does not have.
+        TensorFileError: it is neither, or its tensor is not dense or has another dtype, or it
+            describes elements that the file does not have.
     """
     try:
-        return _read_torch(data) if data[:2] == b"PK" else _read_safetensors(data)
+        found = _read_torch(data) if data[:2] == b"PK" else _read_safetensors(data)
+        if found.dtype not in dtypes:
+            raise _OtherDtypeError(f"holds a tensor of {found.dtype}")
+        return found
     except TensorFileError:
         raise
+    except _OtherDtypeError as error:
+        raise TensorFileError(f"{error}; it must be one of {', '.join(dtypes)}") from None
     # What the readers of zip files and pickles raise for damaged files.
     except (
         *(zipfile.BadZipFile, KeyError, ValueError, TypeError, IndexError, EOFError),
@@ -155,12 +186,8 @@ def _read_safetensors(data: bytes) -> RawTensor:
     ((_, tensor),) = found
     dtype = _SAFETENSORS_DTYPES.get(tensor["dtype"])
     if dtype is None:
-        raise TensorFileError(f"holds a tensor of {tensor['dtype']}; {_accepted()}")
+        raise _OtherDtypeError(f"holds a tensor of {tensor['dtype']}")
     return RawTensor(dtype, tuple(tensor["shape"]), bytes(tensor["data"]))
-
-
-def _accepted() -> str:
-    return f"it must be one of {', '.join(_NUMPY_TYPES)}"
 
 
 # ---- the description of a tensor by torch.save ------------------------------------------------
@@ -270,7 +297,7 @@ def _storage_of(saved_id: Any) -> _Storage:
     word, kind, key, *_ = saved_id
     dtype = _STORAGE_DTYPES.get(kind) if isinstance(kind, _Global) else None
     if word != "storage" or dtype is None or not isinstance(key, str):
-        raise TensorFileError(f"holds a storage of another type; {_accepted()}")
+        raise _OtherDtypeError("holds a storage of another type")
     return _Storage(dtype, key)
 
 

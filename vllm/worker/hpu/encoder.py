@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from vllm.bucketing import format_bytes
 from vllm.bucketing.encoder_sizes import encoder_sizes, split_into_sizes
 from vllm.config import VllmConfig
-from vllm.distributed import Meeting
+from vllm.distributed import Meeting, TPGroup
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.media.encoder import MediaEncoder
@@ -21,11 +22,14 @@ from vllm.multimodal.interface.family import MediaFamily
 from vllm.multimodal.job import family_of_model, largest_image
 from vllm.platforms.habana.bridge import COMPILE_BACKEND, HabanaBridge
 from vllm.worker.hpu.memory.memory_profile import Attempt, attempt
+from vllm.worker.parts.encoded_media import agreement
 
 logger = init_logger(__name__)
 
 _MULTIPLE = 16
 """Numbers of patches are multiples of it, and of the blocks that an encoder merges."""
+_AGREED = 32
+"""Images that ranks agree on in one exchange."""
 _MOST_PADDING = 2.0
 """A forward pass is padded to so many times its size at most, where that saves compiling."""
 
@@ -38,9 +42,11 @@ class CardEncoder:
         encoder: loaded, on the card; of another stage of a pipeline, on the meta device.
         family: makes the images of the warm-up.
         bridge: the card.
+        tp: the ranks that encode the same images.
         is_here: images are encoded on this stage. The others name the same steps of the warm-up.
 
     Attributes:
+        agree: asks the other ranks which images they have encoded; None: there are none.
         sizes: of forward passes, padding included.
     """
 
@@ -50,9 +56,12 @@ class CardEncoder:
         encoder: MediaEncoder,
         family: MediaFamily,
         bridge: HabanaBridge,
+        tp: TPGroup,
         *,
         is_here: bool,
     ) -> None:
+        self._tp = tp
+        self.agree = agreement(tp, self._add) if is_here else None
         self._encoder, self._bridge, self.is_here = encoder, bridge, is_here
         self._modality = family.modalities[0]
         self._small = encoder.divide(_as_tensors(family.small().tensors))[0]
@@ -152,7 +161,21 @@ class CardEncoder:
         self._warm.add(size)
         return embeddings
 
+    def _add(self, values: Tensor) -> Tensor:
+        """Return the sum over the ranks of values [n] on the host. Every exchange is alike."""
+        found = []
+        for part in values.split(_AGREED):
+            self._bridge.mark_step()  # what is queued is no part of it
+            padded = pad(part, (0, _AGREED - len(part))).to(self._bridge.device)
+            found.append(self._tp.all_reduce(padded).cpu()[: len(part)])
+        return torch.cat(found)
+
     # ---- the start ------------------------------------------------------------------------
+
+    def warm_up_agreement(self) -> None:
+        """Compile the exchange of ranks. All of them call it."""
+        if self.agree is not None:
+            self.agree([True])
 
     def measure(self, resident_bytes: int, most_bytes: int, meeting: Meeting | None) -> int:
         """Run larger and larger forward passes. Sizes that need too much memory are given up, and
@@ -272,10 +295,10 @@ def card_encoder(
         return None
     if model.stage.is_first:
         assert model.media_encoder is not None
-        return CardEncoder(config, model.media_encoder, family, bridge, is_here=True)
+        return CardEncoder(config, model.media_encoder, family, bridge, model.tp, is_here=True)
     with torch.device("meta"):
         encoder = make_encoder(config.model.resolved_arch)
-    return CardEncoder(config, encoder, family, bridge, is_here=False)
+    return CardEncoder(config, encoder, family, bridge, model.tp, is_here=False)
 
 
 class _Run(nn.Module):

@@ -72,10 +72,12 @@ class DeviceItems(KeptItems):
         media: encodes items, and keeps them in `pool`.
         pool: of the model.
         num_rows: of the batch.
-        num_slots: that a request may need.
+        num_slots: that a request with one item may need, and that any request may; a batch reads
+            the least of them that each of its requests has room in.
         bridge: the card.
 
     Attributes:
+        sizes: values of `PaddedShape.item_slots`.
         table: [num_rows + 1, NUM_FIELDS, slots] int32; the last one is the row of padding.
     """
 
@@ -86,15 +88,23 @@ class DeviceItems(KeptItems):
         media: EncodedMedia,
         pool: CardItemPool,
         num_rows: int,
-        num_slots: int,
+        num_slots: Sequence[int],
         bridge: HabanaBridge,
     ) -> None:
         super().__init__(media, pool)
         self._bridge = bridge
         self._to_device = HostBuffers(bridge).to_device
-        self._num_slots = num_slots
-        self.table = bridge.zeros((num_rows + 1, NUM_FIELDS, num_slots), torch.int32)
+        *smaller, self._num_slots = num_slots
+        self.sizes = (*smaller, 0)
+        self._used: IntArray = np.zeros(num_rows + 1, np.int32)
+        """By row: slots that are used."""
+        self.table = bridge.zeros((num_rows + 1, NUM_FIELDS, self._num_slots), torch.int32)
         self._hide(num_rows)
+
+    def slots_of(self, rows: IntArray) -> int:
+        """Return the first of `sizes` with room for what each of some rows sees."""
+        most = self._used[rows].max(initial=0)
+        return next((size for size in self.sizes if size >= most), 0)
 
     def _show(self, row: int, items: Sequence[MediaItem]) -> None:
         fields = np.zeros((NUM_FIELDS, self._num_slots), np.int32)
@@ -106,11 +116,13 @@ class DeviceItems(KeptItems):
             part = slice(begin, begin + len(found))
             fields[0, part], fields[1, part], fields[2, part] = found.numpy(), *item.seen_by
             begin = part.stop
-        # No token sees the slots behind them, which hold what this request has written.
+        # No token sees the slots after them, which hold what this request has written.
         fields[0, begin:] = fields[0, 0]
+        self._used[row] = begin
         self._put(row, fields)
 
     def _hide(self, row: int) -> None:
+        self._used[row] = 0
         self._put(row, np.zeros((NUM_FIELDS, self._num_slots), np.int32))
 
     def _put(self, row: int, fields: IntArray) -> None:
@@ -147,12 +159,15 @@ def card_items(
             "cross-attention. Set VLLM_MERGED_PREFILL=0"
         )
     pool = CardItemPool(layers, bridge)
-    media = EncodedMedia(encoder, layers[0].state_size, pool)
+    media = EncodedMedia(encoder, layers[0].state_size, pool, encoder.agree)
     num_items = most_items(config)
-    num_slots = round_up(num_items * model.media_encoder.max_states, _MULTIPLE)
+    counts = sorted({1, num_items})
+    num_slots = [round_up(n * model.media_encoder.max_states, _MULTIPLE) for n in counts]
     logger.info(
         "Cross-attention reads %d slots for each request on a card, which is room for %d %s "
         "(--limit-mm-per-prompt)",
-        *(num_slots, num_items, encoder.reads),
+        *(num_slots[-1], num_items, encoder.reads),
     )
+    if len(num_slots) > 1:
+        logger.info("In a batch whose requests have one of them at most it reads %d", num_slots[0])
     return DeviceItems(media, pool, config.scheduler.max_num_seqs, num_slots, bridge)

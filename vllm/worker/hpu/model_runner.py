@@ -33,7 +33,7 @@ from vllm.worker.hpu.sampling import PaddedSampling, PaddedTokens
 from vllm.worker.model_runner import Drafter, ModelRunner, sampling_rows
 from vllm.worker.parts.adapters import adapter_reader
 from vllm.worker.parts.embedding_rows import takes_embeddings
-from vllm.worker.parts.encoded_media import EncodedMedia
+from vllm.worker.parts.encoded_media import EncodedMedia, embedding_width
 from vllm.worker.parts.image_sight import ImageSight
 from vllm.worker.parts.position_rows import PositionRows
 from vllm.worker.parts.prompt_logprobs import PromptLogprobs
@@ -94,7 +94,8 @@ class HPUModelRunner(ModelRunner):
         self.items = items = card_items(config, model, bridge, self.encoder)
         media = None
         if items is None and self.encoder is not None and self.encoder.is_here:
-            media = EncodedMedia(self.encoder, model.embedding.embedding_dim)
+            width = embedding_width(model)
+            media = EncodedMedia(self.encoder, width, agree=self.encoder.agree)
 
         def rows() -> Iterator[RowPart]:
             yield from sampling_rows(config, model, sampling.state, grammars)

@@ -338,6 +338,8 @@ class HPUWorker(WorkerBase):
             self._bind_caches(num_blocks)
         if self._items is not None:
             self._items.pool.warm_up()
+        if self._encoder is not None:
+            self._encoder.warm_up_agreement()
         if self._drafter is not None:
             self._drafter.start(num_blocks)
         if self.config.connector.kv_transfer is not None:

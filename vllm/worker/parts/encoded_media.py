@@ -28,6 +28,7 @@ from vllm.messages import (
 )
 from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.model_executor.models.interface import LayeredModel
+from vllm.multimodal.interface.family import EMBEDDINGS
 from vllm.multimodal.media_file import OpenFile, open_files, read_tensor
 
 logger = init_logger(__name__)
@@ -102,12 +103,19 @@ Agree = Callable[[Sequence[bool]], Sequence[bool]]
 """Takes whether this rank has encoded each image; returns whether all ranks have."""
 
 
-def agreement(tp: TPGroup) -> Agree | None:
+def agreement(tp: TPGroup, add: Callable[[Tensor], Tensor] | None = None) -> Agree | None:
     """Return how ranks that share every layer agree on the images that they have encoded: a rank
-    without an image would compute other values than the others. None: there is one rank."""
+    without an image would compute other values than the others. None: there is one rank.
+
+    Args:
+        tp: the ranks.
+        add: returns the sum over the ranks of a tensor [n] float32 on the host; None: the ranks
+            exchange tensors on the host.
+    """
+    total = add or tp.all_reduce
 
     def agree(is_there: Sequence[bool]) -> Sequence[bool]:
-        counts = tp.all_reduce(torch.tensor(is_there, dtype=torch.float32))
+        counts = total(torch.tensor(is_there, dtype=torch.float32))
         return [count == tp.size for count in counts.tolist()]
 
     return None if tp.size == 1 else agree
@@ -127,9 +135,14 @@ class EncodedMedia:
 
     Args:
         encoder: of the model.
-        width: of the embeddings, with everything that `MediaEncoder.num_added` says.
+        width: see there.
         kept: keeps them; None: a dictionary does.
         agree: with the other ranks, which encode the same images; None: nothing is asked.
+
+    Attributes:
+        width: of the embeddings, with everything that `MediaEncoder.num_added` says.
+        num_encoded: items that have been encoded.
+        encode_seconds: that this took.
     """
 
     def __init__(
@@ -140,7 +153,7 @@ class EncodedMedia:
         agree: Agree | None = None,
     ) -> None:
         self._encoder = encoder
-        self._width = width
+        self.width = width
         self._agree = agree
         self._kept: KeepsMedia = {} if kept is None else kept
         self._items: dict[int, tuple[MediaItem, ...]] = {}
@@ -200,7 +213,7 @@ class EncodedMedia:
         encoded, which `errors_of` tells."""
         found = self.find(row, item)
         if found is None:
-            return torch.zeros(item.num_embeddings, self._width)
+            return torch.zeros(item.num_embeddings, self.width)
         return found
 
     def find(self, row: int, item: MediaItem) -> Tensor | None:
@@ -239,7 +252,11 @@ class EncodedMedia:
         read: list[tuple[int, MediaItem, dict[str, Tensor]]] = []
         for row, item in wanted:
             try:
-                read.append((row, item, _tensors(item.tensors, self._files_of(row))))
+                tensors = _tensors(item.tensors, self._files_of(row))
+                if EMBEDDINGS in tensors:
+                    self._keep(item, tensors[EMBEDDINGS])
+                else:
+                    read.append((row, item, tensors))
             except (OSError, ValueError) as error:
                 self._errors[row] = f"{singular(item.modality)} cannot be read: {error}"
         if not read:
@@ -250,6 +267,7 @@ class EncodedMedia:
             self.encode_seconds += time.monotonic() - began
             for (_, item, _), embeddings in zip(read, found, strict=True):
                 self._keep(item, embeddings)
+                self.num_encoded += 1
         except (RuntimeError, ValueError) as error:
             if len(read) > 1:
                 for row, item, _ in read:
@@ -264,13 +282,12 @@ class EncodedMedia:
         return self._files.get(self._request_ids[row], {})
 
     def _keep(self, item: MediaItem, embeddings: Tensor) -> None:
-        if embeddings.shape != (item.num_embeddings, self._width):
+        if embeddings.shape != (item.num_embeddings, self.width):
             raise ValueError(
-                f"the encoder must return [{item.num_embeddings}, {self._width}] "
-                f"embeddings for this item, got {list(embeddings.shape)}"
+                f"this item must have embeddings [{item.num_embeddings}, {self.width}], got "
+                f"{list(embeddings.shape)}"
             )
         self._kept[item.key] = embeddings
-        self.num_encoded += 1
 
 
 @dataclass(frozen=True, slots=True)

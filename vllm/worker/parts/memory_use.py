@@ -112,7 +112,9 @@ def adapters_use(config: VllmConfig, num_bytes: int) -> MemoryUse:
 def embeddings_use(config: VllmConfig, num_bytes: int) -> MemoryUse:
     """Return the use of the table of embeddings that prompts bring."""
     setting = f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens}"
-    fix = "leave --enable-prompt-embeds out"
+    fix = "lower --max-num-batched-tokens"
+    if config.model.enable_prompt_embeds:
+        fix += " or leave --enable-prompt-embeds out"
     return MemoryUse("embeddings of prompts", num_bytes, fix, setting)
 
 

@@ -92,7 +92,7 @@ def test_any_arguments_come_back(value, size):
     assert json.loads(found) == {"a": value}
 
 
-LARGE = 20_000
+LARGE = 8_000
 HOSTILE = {
     "open brackets": "[{(" * LARGE,
     "open arguments": '{"name": "f", "arguments": ' + "[" * LARGE,
@@ -124,11 +124,11 @@ def test_hostile_texts_are_read_in_linear_time(name):
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_megabyte_of_markers_and_of_calls_is_read(name):
+def test_long_texts_of_markers_and_of_calls_are_read(name):
     for marker in (*ToolParserManager.get(name).markers, "<tool_call>", "["):
-        text = marker * (1_000_000 // len(marker))
+        text = marker * (250_000 // len(marker))
         content, _ = extract(name, text)
         assert len(content) <= len(text)
     text = SAMPLES[name]
-    repeated = text * (50_000 // len(text))
+    repeated = text * (20_000 // len(text))
     assert read(name, repeated) == extract(name, repeated)

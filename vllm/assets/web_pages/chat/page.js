@@ -92,13 +92,20 @@ class Chat {
   showGreeting() {
     const {server} = this, isRefused = server.state === "ready" && server.refusal;
     const isCompletion = server.state === "ready" && this.isCompletion(this.current);
-    showText("greeting-title", isRefused ? "No chat with this model" : isCompletion ? "Begin a text" : `Chat with ${visible(this.current.settings.model ?? "the model")}`);
+    const writesDown = this.onlyTranscribes;
+    showText("greeting-title", isRefused ? "No chat with this model" : writesDown ? "Sound to text" : isCompletion ? "Begin a text" : `Chat with ${visible(this.current.settings.model ?? "the model")}`);
     showText("greeting-text", isRefused ? server.refusal
+      : writesDown ? "Record or add a sound. Its text appears below, to be edited and copied. This model does not chat."
       : isCompletion ? "The model continues what stands here. Send nothing to let it go on."
       : "Under Settings: system prompt, sampling, tools and the form of the answer.");
-    byId("input").placeholder = isCompletion ? "Text to be continued" : "Message";
+    byId("input").placeholder = writesDown ? "Text of the sound" : isCompletion ? "Text to be continued" : "Message";
     byId("composer").hidden = Boolean(isRefused);
-    byId("open-settings").hidden = Boolean(isRefused);
+    byId("open-settings").hidden = Boolean(isRefused) || writesDown;
+  }
+
+  // The model writes down sounds, and messages of a chat can have nothing that it reads.
+  get onlyTranscribes() {
+    return this.server.state === "ready" && this.server.transcribes && !this.server.modalities.length;
   }
 
   get canAnswer() {
@@ -203,8 +210,8 @@ class Chat {
     const isCompletion = this.isCompletion(this.current);
     if (this.canAnswer) this.attachments.offer(this.kinds(this.current), this.server.transcribes && !this.kinds(this.current).includes("audio")); // what is attached stays through a restart
     const hasContent = input.value.trim() || this.attachments.items.length || (isCompletion && !this.current.isEmpty);
-    byId("send").disabled = !this.canAnswer || !hasContent || this.attachments.isReading;
-    byId("send").hidden = isRunning;
+    byId("send").disabled = !this.canAnswer || this.onlyTranscribes || !hasContent || this.attachments.isReading;
+    byId("send").hidden = isRunning || this.onlyTranscribes;
     byId("stop").hidden = !isRunning;
     fitHeight(input);
     // The button that had the focus may be gone.

@@ -6,7 +6,7 @@ The server itself reads lines without these classes, and the routes check the bo
 
 from typing import Annotated, Any
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import RequestModel, ResponseModel
@@ -20,9 +20,38 @@ from vllm.entrypoints.openai.protocol.pooling import (
     ScoreRequest,
     ScoreResponse,
 )
+from vllm.entrypoints.openai.protocol.transcription import (
+    TranscriptionRequest,
+    TranscriptionResponse,
+    TranscriptionResponseVerbose,
+    TranslationRequest,
+)
+
+_NO_FILE: Any = Field(default=None, exclude=True)
+
+
+class BatchTranscriptionRequest(TranscriptionRequest):
+    """A sound to write down, by its URL."""
+
+    file: Any = _NO_FILE
+    file_url: str
+
+
+class BatchTranslationRequest(TranslationRequest):
+    """A sound to write down in English, by its URL."""
+
+    file: Any = _NO_FILE
+    file_url: str
+
 
 BatchRequestInputBody = (
-    ChatCompletionRequest | CompletionRequest | EmbeddingRequest | ScoreRequest | RerankRequest
+    ChatCompletionRequest
+    | CompletionRequest
+    | EmbeddingRequest
+    | ScoreRequest
+    | RerankRequest
+    | BatchTranscriptionRequest
+    | BatchTranslationRequest
 )
 _BODIES: dict[str, type[RequestModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
@@ -33,6 +62,8 @@ _BODIES: dict[str, type[RequestModel]] = {
     "/rerank": RerankRequest,
     "/v1/rerank": RerankRequest,
     "/v2/rerank": RerankRequest,
+    "/v1/audio/transcriptions": BatchTranscriptionRequest,
+    "/v1/audio/translations": BatchTranslationRequest,
 }
 """Route -> the class of its bodies."""
 URLS = tuple(_BODIES)
@@ -69,6 +100,8 @@ class BatchResponseData(ResponseModel):
         | EmbeddingResponse
         | ScoreResponse
         | RerankResponse
+        | TranscriptionResponseVerbose
+        | TranscriptionResponse
         | None
     ) = None
 

@@ -8,12 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.model_executor.media.encoder import MediaEncoder
-from vllm.model_executor.media.vision.grid_encoder import layer_indices
 from vllm.model_executor.media.vision.layers import TowerLinear, normalize
 from vllm.model_executor.media.vision.mllama import MllamaTower, Sequences, padded_length
 from vllm.multimodal.families.mllama import TOWERS, read_layouts
 from vllm.multimodal.images.tower_config import read_tower_config
-from vllm.multimodal.interface.checks import config_object, config_whole, wrong_config
+from vllm.multimodal.interface.checks import (
+    config_object,
+    config_whole,
+    layer_indices,
+    wrong_config,
+)
 
 _MAX_LAYERS = 2**10
 _MAX_WIDTH = 2**20

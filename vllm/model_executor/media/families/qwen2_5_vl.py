@@ -18,12 +18,16 @@ from vllm.model_executor.media.vision.grid_encoder import (
     GridPatchEmbedding,
     GridSizes,
     grid_of,
-    layer_indices,
     read_activation,
     read_sizes,
 )
 from vllm.model_executor.media.vision.packed_attention import attend_within, attend_within_windows
-from vllm.multimodal.interface.checks import config_object, config_whole, wrong_config
+from vllm.multimodal.interface.checks import (
+    config_object,
+    config_whole,
+    layer_indices,
+    wrong_config,
+)
 
 _FULL_LAYERS = (7, 15, 23, 31)
 

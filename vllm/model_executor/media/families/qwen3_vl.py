@@ -16,17 +16,16 @@ from vllm.model_executor.media.vision.grid_encoder import (
     GridLayer,
     GridPatchEmbedding,
     GridSizes,
-    layer_indices,
     read_activation,
     read_sizes,
 )
 from vllm.model_executor.media.vision.interpolated_table import InterpolatedTable, two_neighbours
 from vllm.model_executor.media.vision.layers import TowerLinear
 from vllm.model_executor.media.vision.packed_attention import attend_within
+from vllm.multimodal.families.qwen3_vl import read_deep_layers
 from vllm.multimodal.interface.checks import config_object, config_whole
 
 _NORM_EPS = 1e-6
-_DEEP_LAYERS = (8, 16, 24)
 
 
 class _MLP(nn.Module):
@@ -114,8 +113,7 @@ class Qwen3VLEncoder(GridEncoder):
     def __init__(self, config: Mapping[str, Any], hidden_size: int) -> None:
         super().__init__(config, hidden_size, read_sizes(config, patch_size=16))
         vision = config_object(config, "vision_config")
-        deep_layers = layer_indices(vision, "deepstack_visual_indexes", _DEEP_LAYERS)
-        self.deep_layers = deep_layers if self.has_deep_layers else ()
+        self.deep_layers = read_deep_layers(config) if self.has_deep_layers else ()
         self.num_added = len(self.deep_layers)
         self.visual = _Tower(vision, self.sizes, hidden_size, self.num_added)
 

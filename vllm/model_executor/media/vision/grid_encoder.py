@@ -25,7 +25,6 @@ from vllm.multimodal.interface.checks import (
     config_number,
     config_object,
     config_whole,
-    is_whole,
     wrong_config,
 )
 
@@ -305,26 +304,6 @@ def grid_of(item: Mapping[str, Tensor]) -> tuple[int, int, int]:
     """Return frames, rows and columns of the patches of an image."""
     frames, rows, columns = (int(n) for n in item["grid"])
     return frames, rows, columns
-
-
-def layer_indices(vision: Mapping[str, Any], key: str, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the indices of some layers.
-
-    Args:
-        vision: `vision_config` of config.json.
-        key: with the list.
-        default: where the list is absent or null.
-
-    Raises:
-        ConfigError: it is no list of indices of layers, in ascending order.
-    """
-    given = vision.get(key)
-    given = default if given is None else given
-    is_list = isinstance(given, (list, tuple)) and all(is_whole(n, _MAX_LAYERS, 0) for n in given)
-    if not is_list or sorted(set(given)) != list(given):
-        accepted = "a list of indices of layers, in ascending order"
-        raise wrong_config(f"vision_config.{key}", given, accepted)
-    return tuple(given)
 
 
 def join_blocks(x: Tensor, block: int) -> Tensor:

@@ -1,8 +1,11 @@
 """The embeddings of requests on a card: in a table of one size, which a prefill reads by index."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vllm.bucketing import format_bytes
 from vllm.config import VllmConfig
@@ -19,10 +22,10 @@ from vllm.worker.parts.memory_use import MemoryUse, embeddings_use
 logger = init_logger(__name__)
 
 FIRST_GIVEN = -1
-"""Stands for a token of a prefill whose embedding is row 0 of the table; less by one for each row
-behind it."""
+"""Stands for a token of a prefill whose embedding is entry 0 of the table; less by one for each
+entry after it."""
 _PART_SIZE = 256
-"""Rows of the table that are written at a time, so that one write is compiled."""
+"""Entries of the table that are written at a time, so that one write is compiled."""
 
 
 class DeviceEmbeddings(EmbeddingRows):
@@ -38,8 +41,9 @@ class DeviceEmbeddings(EmbeddingRows):
         media: see `EmbeddingRows`.
 
     Attributes:
-        table: [tokens of a step or more, embedding_dim]; None: another stage of the pipeline looks
-            up embeddings.
+        table: [1 + num_added, tokens of a step or more, embedding_dim]: embeddings, and what
+            `MediaEncoder.num_added` layers add; None: another stage of the pipeline looks up
+            embeddings.
     """
 
     def __init__(
@@ -59,45 +63,52 @@ class DeviceEmbeddings(EmbeddingRows):
         num_parts = -(-limits.max_num_batched_tokens // _PART_SIZE)
         dtype: torch.dtype = getattr(torch, config.model.dtype_name)
         size = model.embedding.embedding_dim
-        self.table = bridge.zeros((num_parts * _PART_SIZE, size), dtype)
-        self._write(self.table, 0, torch.zeros(_PART_SIZE, size))
+        width = size if media is None else media.width
+        self.table = bridge.zeros((width // size, num_parts * _PART_SIZE, size), dtype)
+        self._write(self.table, 0, torch.zeros(_PART_SIZE, width))
         logger.info(
             "Embeddings of prompts take %s on the card, whether they are used or not",
             format_bytes(self.table.nbytes),
         )
 
     def mark(self, launch: Launch, token_ids: IntArray) -> None:
-        """Write the rows of the table in the place of tokens whose embeddings are given.
+        """Write entries of the table in place of tokens whose embeddings are given.
 
         Args:
             launch: a prefill.
             token_ids: [T] of the launch; changed.
         """
-        num_rows = 0
+        num_entries = 0
         for span in self.spans(launch):
-            rows = np.arange(num_rows, num_rows + len(span), dtype=np.int32)
-            token_ids[span.first : span.first + len(span)] = FIRST_GIVEN - rows
-            num_rows += len(span)
+            entries = np.arange(num_entries, num_entries + len(span), dtype=np.int32)
+            token_ids[span.first : span.first + len(span)] = FIRST_GIVEN - entries
+            num_entries += len(span)
 
     def send(self, launch: Launch) -> None:
         """Write the embeddings of a prefill to the table, in the order of `mark`."""
         if self.table is None:
             return
-        found = [span.read() for span in self.spans(launch)]
+        width = self.table.shape[0] * self.table.shape[2]
+        # Embeddings that a request brings itself add nothing after any layer.
+        found = [pad(each, (0, width - each.shape[1])) for each in self._read(launch)]
         if not found:
             return
         embeddings = torch.cat(found)
         for begin in range(0, len(embeddings), _PART_SIZE):
             self._write(self.table, begin, embeddings[begin : begin + _PART_SIZE])
 
+    def _read(self, launch: Launch) -> Iterator[Tensor]:
+        return (span.read() for span in self.spans(launch))
+
     def memory_uses(self) -> list[MemoryUse]:
         return [] if self.table is None else [embeddings_use(self._config, self.table.nbytes)]
 
     def _write(self, table: Tensor, begin: int, embeddings: Tensor) -> None:
-        """Write up to a part of rows, and zeros behind them. Every write is alike."""
-        part = np.zeros((_PART_SIZE, table.shape[1]), np.float32)
-        part[: len(embeddings)] = embeddings.numpy()
+        """Write up to a part of entries, and zeros after them. Every write is alike."""
+        num_parts, _, size = table.shape
+        part = np.zeros((num_parts, _PART_SIZE, size), np.float32)
+        part[:, : len(embeddings)] = embeddings.view(-1, num_parts, size).transpose(0, 1).numpy()
         self._bridge.mark_step()  # what is queued is no part of it
         index = self._to_device(np.arange(begin, begin + _PART_SIZE, dtype=np.int64))
-        table.index_copy_(0, index, self._to_device(part).to(table.dtype))
+        table.index_copy_(1, index, self._to_device(part).to(table.dtype))
         self._bridge.mark_step()

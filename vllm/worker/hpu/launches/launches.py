@@ -18,6 +18,7 @@ from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.utils.trace import get_trace
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch, LaunchInput
+from vllm.worker.hpu.items import DeviceItems
 from vllm.worker.hpu.launches.block_moves import BlockMover, StateMover
 from vllm.worker.hpu.launches.execution import GraphExecution, make_execution
 from vllm.worker.hpu.launches.host_buffers import HostBuffers
@@ -38,6 +39,8 @@ from vllm.worker.parts.row_parts import RowParts
 
 _MAX_MERGED_PROMPTS = 64
 """Rows of the logits of a merged prefill, however few its prompts are."""
+_SHAPES_OF_BUCKET = 3
+"""At most, see `launch_shapes`; for each number of items."""
 
 Sampling = Literal["none", "warm_up", "heaviest"]
 """What follows a launch of padding, beside greedy sampling: nothing, all that the warm-up is to
@@ -127,7 +130,7 @@ class PaddedLaunches:
         )
         self.phases = (Phase.PREFILL,) if whole_prompts else tuple(Phase)
         self._batch = batch
-        self._parts = parts
+        self._parts, self._items = parts, parts.find(DeviceItems)
         self.mover, self.state_mover = mover, state_mover
         self._whole_prompts = whole_prompts
         self._merged_prompts = 0
@@ -165,6 +168,7 @@ class PaddedLaunches:
             has_states=self._config.model.resolved_arch.has_states,
             piece_end=None if sight is None else sight.piece_end,
             late=self._late,
+            item_slots=None if self._items is None else self._items.slots_of,
         )
         for launches in self.beside:
             launches.use_catalog(catalog, limits)
@@ -178,11 +182,14 @@ class PaddedLaunches:
     def runs(self, shape: PaddedShape) -> bool:
         """Whether launches of this shape occur."""
         bucket = shape.bucket
+        if shape.item_slots and self._items is None:
+            return False
         return not self._single_tokens or (bucket.phase is Phase.DECODE and bucket.query_len == 1)
 
     def launch_shapes(self, bucket: Bucket) -> list[PaddedShape]:
         """Every shape in which launches of a bucket can run."""
-        return launch_shapes(bucket, self._limits, self._merged_prompts)
+        sizes = (0,) if self._items is None else self._items.sizes
+        return launch_shapes(bucket, self._limits, self._merged_prompts, sizes)
 
     def plan(self, step: SchedulerOutput) -> list[Launch]:
         """The launches of a step."""
@@ -325,14 +332,18 @@ class PaddedLaunches:
             shape.is_contiguous,
             shape.merged_prompts,
             shape.num_shared,
+            shape.item_slots,
         )
         packed, _ = self.inputs.pack(launch)
         size = self.size_before(shape)
         states = [] if size is None else [self._bridge.zeros(size, self._dtype)]
         return [self.to_device(packed), *states]
 
-    def allow_shapes(self, num_shapes: int) -> None:
-        """Launches of so many shapes will run; see `Execution.allow_shapes`."""
+    def allow_buckets(self, num_buckets: int) -> None:
+        """Launches of so many buckets will run; see `Execution.allow_shapes`."""
+        num_shapes = num_buckets * _SHAPES_OF_BUCKET
+        if self._items is not None:
+            num_shapes *= len(self._items.sizes)
         # Limits count what is compiled of a function, and models share functions.
         num_models = 1 + len(self.beside)
         for launches in (self, *self.beside):

@@ -75,10 +75,13 @@ class PreparedLaunch:
 
     def context(self, rotary_angles: Sequence[tuple[Tensor, Tensor]]) -> LaunchContext:
         """Return the launch as the layers see it."""
+        has_added = self.replaced is not None and self.replaced.num_layers > 0
+        added = self.replaced if has_added else None
         return LaunchContext(
             self.attention,
             self.positions,
             self.replaced,
+            added=added,
             rotary_angles=rotary_angles,
             adapters=self.adapters,
             states=self.states,
@@ -198,7 +201,7 @@ class HPUModel(LaunchModel):
     Attributes:
         keeper: takes the hidden states of all tokens; None: nothing does.
         inner_layers: whose inputs a speculator reads.
-        embeddings: table of embeddings that prompts bring; None: they bring none.
+        embeddings: `DeviceEmbeddings.table`; None: prompts bring no embeddings.
         items: table of the items that rows see, see `DeviceItems`; None: no layer reads any.
 
     Shape: packed input of a launch and, for a stage after the first, what the stage before has
@@ -331,7 +334,7 @@ class HPUModel(LaunchModel):
             given.metadata.slot_mapping,
             adapters=adapters,
             states=states,
-            items=self._items_of(given.rows, given.indices.unflatten(0, (-1, query_len))),
+            items=self._items_of(shape, given.rows, given.indices.unflatten(0, (-1, query_len))),
         )
 
     def _prepare_prefill(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
@@ -347,7 +350,7 @@ class HPUModel(LaunchModel):
             states = PaddedStates(given.rows.long(), is_new, given.metadata.query_lens)
         if self.items is not None:
             column = torch.arange(shape.bucket.query_len, dtype=torch.int32, device=packed.device)
-            items = self._items_of(given.rows, given.metadata.context_lens[:, None] + column)
+            items = self._items_of(shape, given.rows, given.metadata.context_lens[:, None] + column)
         return PreparedLaunch(
             attention,
             token_ids,
@@ -377,11 +380,14 @@ class HPUModel(LaunchModel):
             replaced=replaced,
         )
 
-    def _items_of(self, rows: Tensor, indices: Tensor) -> PaddedItems | None:
+    def _items_of(self, shape: PaddedShape, rows: Tensor, indices: Tensor) -> PaddedItems | None:
         """Return the items that tokens with these indices [B, Q] of rows [B] see."""
         if self.items is None:
             return None
-        return PaddedItems.derive(self.items.index_select(0, rows), indices, self._kernel)
+        tables = self.items.index_select(0, rows)
+        if shape.item_slots:
+            tables = tables[:, :, : shape.item_slots]
+        return PaddedItems.derive(tables, indices, self._kernel)
 
     def _adapters_of(self, slots: Tensor, query_len: int = 1) -> SlottedAdapters | None:
         """Of the tokens of rows with these slots."""

@@ -9,7 +9,7 @@ The catalog is closed (`bucketing/catalog/closure`), so every launch finds a buc
 wrong, the launch gets the shape it has: it compiles, which is logged, and nothing is lost.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -41,6 +41,8 @@ class PaddedLaunch(Launch):
     """Prefill: rows are laid end to end in one, with room for so many; 0: each is its own."""
     num_shared: int = 0
     """See `PaddedShape`."""
+    item_slots: int = 0
+    """Slots that each row reads by cross-attention, as in `PaddedShape`."""
     needed: Sizes | None = None
     """Batch, query length and blocks that its bucket has to cover; None: it is padding only."""
 
@@ -60,7 +62,13 @@ class PaddedLaunch(Launch):
     @property
     def shape(self) -> "PaddedShape":
         """What decides the recipe of this launch."""
-        return PaddedShape(self.bucket, self.is_contiguous, self.merged_prompts, self.num_shared)
+        return PaddedShape(
+            self.bucket,
+            self.is_contiguous,
+            self.merged_prompts,
+            self.num_shared,
+            self.item_slots,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,8 @@ class PaddedShape:
     num_shared: int = 0
     """Entries beside the slice of a contiguous decode, for references to a block that another row
     of the launch has too; they are gathered."""
+    item_slots: int = 0
+    """Slots that each row reads by cross-attention; 0: as many as a request may have."""
 
     @property
     def num_rows(self) -> int:
@@ -100,12 +110,31 @@ class PaddedShape:
         return padded_cost(self.bucket)
 
 
-def launch_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int = 0) -> list[PaddedShape]:
+def launch_shapes(
+    bucket: Bucket,
+    limits: StepLimits,
+    merged_prompts: int = 0,
+    item_sizes: Sequence[int] = (0,),
+) -> list[PaddedShape]:
     """Return every shape in which batches of a bucket can run.
 
     With contiguous access a decode reads a slice or gathers, whichever costs less for the blocks
     that its sequences have.
+
+    Args:
+        bucket: of the batches.
+        limits: of a step.
+        merged_prompts: see `PaddedShape`.
+        item_sizes: values of `PaddedShape.item_slots`.
     """
+    return [
+        replace(shape, item_slots=size)
+        for shape in _shapes_of_bucket(bucket, limits, merged_prompts)
+        for size in item_sizes
+    ]
+
+
+def _shapes_of_bucket(bucket: Bucket, limits: StepLimits, merged_prompts: int) -> list[PaddedShape]:
     plain = PaddedShape(bucket)
     if bucket.phase is Phase.PREFILL:
         return [PaddedShape(bucket, merged_prompts=merged_prompts)]
@@ -179,6 +208,8 @@ class _Group(NamedTuple):
 PieceEnd = Callable[[int, int, int], int]
 """Row, index of the first token of a piece, and the index where it should end -> where it ends; see
 `ImageSight.piece_end`."""
+ItemSlots = Callable[[IntArray], int]
+"""Rows -> the least `PaddedShape.item_slots` for them; see `DeviceItems.slots_of`."""
 NeedsPrefill = Callable[[IntArray, IntArray], npt.NDArray[np.bool_] | None]
 """Rows and positions of n single tokens -> [n] bool; see `RowPart.needs_prefill`."""
 
@@ -197,6 +228,7 @@ class HPULaunchPlanner:
         needs_prefill: which single tokens may not run as decodes; None: all may.
         piece_end: where prompts may be divided; None: anywhere.
         late: shapes that were compiled at their first use.
+        item_slots: how much rows read by cross-attention; None: nothing.
 
     Attributes:
         catalog, limits: as given.
@@ -213,7 +245,9 @@ class HPULaunchPlanner:
         has_states: bool = False,
         piece_end: PieceEnd | None = None,
         late: LateShapes[PaddedShape] | None = None,
+        item_slots: ItemSlots | None = None,
     ) -> None:
+        self._item_slots = item_slots
         self._piece_end = piece_end
         self.catalog = catalog
         self._late = LateShapes[PaddedShape]() if late is None else late
@@ -259,10 +293,15 @@ class HPULaunchPlanner:
         return [self._decode(part) for part in parts]
 
     def _prefills(self, rows: _Rows) -> list[PaddedLaunch]:
+        slots = self._slots_of(rows)
         return [
-            _launch(group, merged_prompts=self._merged_prompts)
+            _launch(group, self._shape(group.bucket, slots))
             for group in self._group_prefills(self._split_prompts(rows))
         ]
+
+    def _slots_of(self, rows: _Rows) -> int:
+        """Return `PaddedShape.item_slots` of a launch of these rows."""
+        return 0 if self._item_slots is None else self._item_slots(rows.ids)
 
     def _separate(self, rows: _Rows) -> tuple[_Rows, _Rows]:
         """Decodes, and prompts. A single token of a prompt runs as a decode, which costs less,
@@ -279,7 +318,7 @@ class HPULaunchPlanner:
     def plan_prompts(self, step: SchedulerOutput) -> list[Launch]:
         """The launches of a step of whole prompts, none of which is split or decoded."""
         rows = _Rows.of(step)
-        return [_launch(group) for group in self._group_prefills(rows)]
+        return [_launch(group, PaddedShape(group.bucket)) for group in self._group_prefills(rows)]
 
     # ---- decodes --------------------------------------------------------------------------
 
@@ -315,13 +354,16 @@ class HPULaunchPlanner:
         if shape is None:
             own = self._own_shape(Phase.DECODE, batch, query_len, counts.references)
             shape = self._shape(own)
+        slots = self._slots_of(rows)
+        shape = replace(shape, item_slots=slots)
         if not self.is_compiled(shape):
             warmed = self._decode_shape(batch, query_len, counts, warmed_only=True)
-            late = (s for s in self._late if self._holds(s, batch, query_len, counts))
-            shape = self._instead_of(shape, late if warmed is None else [warmed, *late])
+            late = [s for s in self._late if self._holds(s, batch, query_len, counts, slots)]
+            if warmed is not None:
+                late.insert(0, replace(warmed, item_slots=slots))
+            shape = self._instead_of(shape, late)
         blocks = counts.span if shape.is_contiguous else counts.references
-        group = _Group(rows, shape.bucket, (batch, query_len, blocks))
-        return _launch(group, is_contiguous=shape.is_contiguous, num_shared=shape.num_shared)
+        return _launch(_Group(rows, shape.bucket, (batch, query_len, blocks)), shape)
 
     def _decode_shape(
         self, batch: int, query_len: int, counts: DecodeBlockCounts, *, warmed_only: bool = False
@@ -340,9 +382,16 @@ class HPULaunchPlanner:
         return min(options, key=lambda shape: shape.read_cost, default=None)
 
     def _holds(
-        self, shape: PaddedShape, batch: int, query_len: int, counts: DecodeBlockCounts
+        self,
+        shape: PaddedShape,
+        batch: int,
+        query_len: int,
+        counts: DecodeBlockCounts,
+        item_slots: int,
     ) -> bool:
         """Whether a decode can be padded to a shape."""
+        if shape.item_slots not in (0, item_slots):
+            return False
         blocks = counts.span if shape.is_contiguous else counts.references
         is_shared = shape.is_contiguous and counts.shared > shape.num_shared
         asked = Bucket(Phase.DECODE, batch, query_len, blocks)
@@ -385,8 +434,9 @@ class HPULaunchPlanner:
     def _group_prefills(self, rows: _Rows) -> list[_Group]:
         """Launches of neighbours, in the order of the rows, that cost the least together, what they
         compile included."""
-        cheapest = self._cheapest_groups(rows)
-        new = [shape for shape in self._shapes_of(cheapest) if not self.is_compiled(shape)]
+        cheapest, slots = self._cheapest_groups(rows), self._slots_of(rows)
+        shapes = [self._shape(group.bucket, slots) for group in cheapest]
+        new = [shape for shape in shapes if not self.is_compiled(shape)]
         if not new or not self._has_compiled(Phase.PREFILL):
             return cheapest
         groups = self._cheapest_groups(rows, pays_compiling=True)
@@ -417,7 +467,7 @@ class HPULaunchPlanner:
                     bucket = self._own_shape(Phase.PREFILL, *shape)
                 price = 0.0
                 if pays_compiling:
-                    bucket, price = self._padded_prefill(bucket, shape)
+                    bucket, price = self._padded_prefill(bucket, shape, self._slots_of(rows))
                 before = best[start - 1][0] if start else 0
                 cost = before + padded_cost(bucket) + PREFILL_LAUNCH_COST + price
                 options.append((cost, start, bucket, shape))
@@ -430,18 +480,22 @@ class HPULaunchPlanner:
             end = start
         return groups[::-1]
 
-    def _padded_prefill(self, bucket: Bucket, asked: tuple[int, int, int]) -> tuple[Bucket, float]:
+    def _padded_prefill(
+        self, bucket: Bucket, asked: tuple[int, int, int], item_slots: int
+    ) -> tuple[Bucket, float]:
         """The bucket that a prefill runs in, going by what is compiled, and what compiling it
         costs.
 
         Args:
             bucket: the cheapest one.
             asked: batch, query length and blocks.
+            item_slots: of the launch.
         """
-        shape, wanted = self._shape(bucket), Bucket(Phase.PREFILL, *asked)
+        shape, wanted = self._shape(bucket, item_slots), Bucket(Phase.PREFILL, *asked)
         if self.is_compiled(shape):
             return bucket, 0.0
-        options = [s.bucket for s in self._late if s.bucket.covers(wanted)]
+        late = [s for s in self._late if s.item_slots == item_slots]
+        options = [s.bucket for s in late if s.bucket.covers(wanted)]
         warmed = self.catalog.fit(Phase.PREFILL, *asked, warmed_only=True)
         if warmed is not None:
             options.append(warmed)
@@ -450,9 +504,6 @@ class HPULaunchPlanner:
         if padded is None or padded_cost(padded) > padded_cost(bucket) + price:
             return bucket, price
         return padded, 0.0
-
-    def _shapes_of(self, groups: list[_Group]) -> list[PaddedShape]:
-        return [self._shape(group.bucket) for group in groups]
 
     def _groups_before(
         self, ids: list[int], scheduled: list[int], contexts: list[int]
@@ -483,11 +534,11 @@ class HPULaunchPlanner:
         compiled = (*self.catalog.warmed, *(shape.bucket for shape in self._late))
         return any(bucket.phase is phase for bucket in compiled)
 
-    def _shape(self, bucket: Bucket) -> PaddedShape:
+    def _shape(self, bucket: Bucket, item_slots: int = 0) -> PaddedShape:
         """Return the shape of a prefill, or of a decode that gathers its blocks."""
         if bucket.phase is Phase.PREFILL:
-            return PaddedShape(bucket, merged_prompts=self._merged_prompts)
-        return PaddedShape(bucket)
+            return PaddedShape(bucket, merged_prompts=self._merged_prompts, item_slots=item_slots)
+        return PaddedShape(bucket, item_slots=item_slots)
 
     def _instead_of(self, shape: PaddedShape, compiled: Iterable[PaddedShape]) -> PaddedShape:
         """The cheapest of some shapes that are compiled, unless it costs more than compiling
@@ -504,18 +555,17 @@ class HPULaunchPlanner:
         return Bucket(phase, batch, padded, blocks)
 
 
-def _launch(
-    group: _Group, *, is_contiguous: bool = False, merged_prompts: int = 0, num_shared: int = 0
-) -> PaddedLaunch:
+def _launch(group: _Group, shape: PaddedShape) -> PaddedLaunch:
     rows = group.rows
     return PaddedLaunch(
         rows.ids,
         rows.computed,
         rows.scheduled,
-        group.bucket,
-        is_contiguous,
-        merged_prompts,
-        num_shared,
+        shape.bucket,
+        shape.is_contiguous,
+        shape.merged_prompts,
+        shape.num_shared,
+        shape.item_slots,
         group.needed,
         num_drafts=rows.drafts if rows.drafts.any() else None,
     )

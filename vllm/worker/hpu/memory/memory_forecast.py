@@ -24,6 +24,8 @@ _TOLERANCE = 0.02
 _MOST_COMPARED = 16
 """Launches that a prediction looks at: those that have taken the most tell the most."""
 
+_Way = tuple[Phase, bool, int]
+"""Launches whose sizes are comparable."""
 _Sizes = npt.NDArray[np.float64]
 
 
@@ -46,7 +48,7 @@ class MemoryForecast:
         self.most_blocks: int | None = None
         self.passing_bytes = 0
         # Sizes, bytes, and whether it has taken these, or at most these.
-        self._seen: dict[tuple[Phase, bool], list[tuple[_Sizes, int, bool]]] = {}
+        self._seen: dict[_Way, list[tuple[_Sizes, int, bool]]] = {}
 
     def add(self, shape: PaddedShape, attempted: Attempt) -> None:
         """Take in a launch that has completed."""
@@ -100,9 +102,8 @@ class MemoryForecast:
         return np.array([1, shape.num_rows, size, scores[0], context, scores[1]], float)
 
 
-def _way(shape: PaddedShape) -> tuple[Phase, bool]:
-    """Launches whose sizes are comparable."""
-    return shape.bucket.phase, shape.is_contiguous
+def _way(shape: PaddedShape) -> _Way:
+    return shape.bucket.phase, shape.is_contiguous, shape.item_slots
 
 
 def _least(

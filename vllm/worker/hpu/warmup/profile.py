@@ -58,7 +58,7 @@ def profile_launches(
         some phase.
     """
     plan = plan_buckets(config)
-    runner.launches.allow_shapes(3 * len(plan.catalog))
+    runner.launches.allow_buckets(len(plan.catalog))
     resident_bytes = used_bytes(bridge)
     forecast.most_blocks = max((bucket.blocks for bucket in plan.catalog.decode), default=0)
 

@@ -182,7 +182,7 @@ class WarmUp:
 
     def _all_steps(self) -> _Steps:
         started, free_before = time.perf_counter(), self._bridge.memory_info().free_bytes
-        self._launches.allow_shapes(3 * len(self.wanted))
+        self._launches.allow_buckets(len(self.wanted))
         self._book_workspace(0)
         self.estimate.plan(self._work_left())
         if self._encoder is not None:
@@ -474,7 +474,7 @@ class WarmUp:
             warmed = frozenset(b for b in warmed if b.phase is Phase.PREFILL)
         self.catalog = self._choose_catalog()
         self.catalog.mark_warmed(b for b in warmed if b in self.catalog)
-        self._launches.allow_shapes(3 * (len(self.wanted) + len(self._given_up)))
+        self._launches.allow_buckets(len(self.wanted) + len(self._given_up))
         self._launches.use_catalog(self.catalog, self.limits)
         self.estimate.plan(self._work_left())
 

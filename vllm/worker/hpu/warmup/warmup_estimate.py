@@ -34,9 +34,9 @@ _PRIOR_S: dict[tuple[Stage, Runs], float] = {
     ("capture", Phase.DECODE): 0.33,
 }
 """Only the ratios count. Compiling and capturing: the times of each bucket in published logs of
-Llama-3.1-8B in bf16. Loading: 35 % of compiling, by the vendor's documentation. Running what is
-compiled: no log shows it; half of compiling is rather too much on a card, as an estimate had better
-fall than rise. An encoder is taken for a prompt."""
+Llama-3.1-8B in bf16. Loading a recipe: 35 % of compiling by the vendor's documentation. Running
+what is compiled: no log shows it; half of compiling is rather too much on a card, as an estimate
+had better fall than rise. An encoder is taken for a prompt."""
 
 _PRIOR_SAMPLING = 2.0
 """A launch with the first sampling of its batch size against one without; an assumption."""

@@ -1,0 +1,15 @@
+"""Cases that `make test-exhaustive` runs and `make test` does not."""
+
+from typing import Any
+
+import pytest
+
+
+def exhaustive(*case: Any) -> Any:
+    """Return the parameters of a test as a case that `make test` leaves out."""
+    return pytest.param(*case, marks=pytest.mark.exhaustive)
+
+
+def seeds(num_always: int, num_all: int) -> list[Any]:
+    """Return the seeds of a random test, of which `make test` runs the first ones."""
+    return [seed if seed < num_always else exhaustive(seed) for seed in range(num_all)]

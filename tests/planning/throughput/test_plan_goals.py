@@ -1,0 +1,48 @@
+"""`vllm plan` with goals: what it prints, and what it refuses."""
+
+import json
+
+import pytest
+
+from tests.planning.throughput.test_table import DENSE, write_model
+from vllm.entrypoints.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory) -> list[str]:
+    folder = write_model(tmp_path_factory.mktemp("models") / "dense", DENSE)
+    limits = ["--max-model-len", "1024", "--num-gpu-blocks-override", "33"]
+    return ["plan", folder, "--device", "gaudi2", "--skip-tokenizer-init", *limits]
+
+
+def test_goals_add_their_cards_and_the_command(flags, capsys):
+    goals = ["--goal-tokens-per-s", "1", "--input-len", "100", "--output-len", "100"]
+    assert main([*flags, *goals, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["goals"]["is_met"]
+    assert found["goals"]["num_cards"] == found["num_cards"] == 1
+    command = found["goals"]["command"].split()
+    assert command[:3] == ["vllm", "serve", flags[1]]
+    assert command[-4:-1] == ["--tensor-parallel-size", "1", "--max-num-seqs"]
+    assert "--num-gpu-blocks-override" in command
+    assert not {"--goal-tokens-per-s", "--device", "--json"} & set(command)
+    assert {row["prompt_tokens"] for row in found["throughput"]} == {128, 512}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--goal-ttft", "0"], "--goal-ttft is 0, and must be a number above 0, in ms"),
+        (["--goal-tpot", "-3"], "--goal-tpot is -3, and must be a number above 0, in ms"),
+        (["--goal-tokens-per-s", "nan"], "--goal-tokens-per-s is nan, and must be a number"),
+        (["--goal-ttft", "5", "--input-len", "0"], "--input-len is 0, and must be at least 1"),
+        (["--goal-ttft", "5", "--output-len", "2000"], "1024 + 2000 tokens are longer than"),
+        (["--goal-ttft", "5", "--device", "cpu"], "goals need a card whose speed is known"),
+        (["--goal-ttft", "5", "--num-cards", "8"], "the engine runs on no number of cards; on 8"),
+    ],
+)
+def test_wrong_goals_are_one_line(flags, given, message, capsys):
+    assert main([*flags, *given]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert message in lines[0]

@@ -1,0 +1,62 @@
+"""The constants that were fitted to published runs, of each kind of card.
+
+`benchmarks/fit_cost_model.py --write` makes the file `fitted.json` that is read here.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+FILE = Path(__file__).with_name("fitted.json")
+
+CONSTANTS = {
+    "prompt_matmuls": "time of the matmuls of prompts, where 1 is the peak of the card",
+    "decode_matmuls": "time of the matmuls of decodes, where 1 is the peak of the card",
+    "keys_and_values": "time of reading keys and values, where 1 is the peak of the memory",
+    "weights": "time of reading the weights once a step, where 1 is the peak of the memory",
+    "layer_us": "microseconds that a layer takes in a step, whatever its size",
+    "link_bytes": "time of all-reduces, where 1 is the peak of the links between the cards used",
+    "all_reduce_us": "microseconds that an all-reduce takes, whatever its size",
+}
+"""Meaning of each constant, in the order of the columns of `throughput.ServingCost`."""
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """Distances of published runs from the prediction, each from a fit without its case."""
+
+    ratios: Floats
+    """Published seconds divided by predicted seconds. [rows]"""
+    coordinates: Floats
+    """Of the runs, as `throughput.coordinates` returns them. [rows, 4]"""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The constants of one kind of card, and the runs that they come from."""
+
+    values: Floats
+    """In the order of `CONSTANTS`."""
+    numbers_of_cards: tuple[int, ...]
+    longest_prompt: int
+    residuals: Residuals
+
+
+@cache
+def fitted_constants(card: str) -> Fitted:
+    """Return the constants of a kind of card, a key of `cards.CARDS`."""
+    data: dict[str, Any] = json.loads(FILE.read_text("utf-8"))["cards"][card]
+    rows = np.array(data["residuals"], np.float64)
+    return Fitted(
+        values=np.array([data["constants"][name]["value"] for name in CONSTANTS], np.float64),
+        numbers_of_cards=tuple(data["numbers_of_cards"]),
+        longest_prompt=data["longest_prompt"],
+        residuals=Residuals(rows[:, 0], rows[:, 1:]),
+    )

@@ -1,0 +1,151 @@
+"""Embeddings of images that a request brings instead of images."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.errors import RequestError
+from vllm.multimodal.given import NamedItem
+from vllm.multimodal.interface.family import EMBEDDINGS, EncoderInput, MediaFamily
+from vllm.multimodal.interface.source import MediaSource
+from vllm.utils.files.dense_tensor import as_array, check_finite, dense_tensor
+from vllm.utils.files.tensor_file import INTEGERS, TensorFileError
+
+IMAGE_EMBEDS = "image_embeds"
+_GRID = "image_grid_thw"
+_GRID_INTEGERS = 3
+
+FloatArray = npt.NDArray[np.float32]
+
+
+class GivenEmbeddings:
+    """Reads the embeddings of images of one model.
+
+    Args:
+        family: of the model.
+        size: of an embedding of a token.
+        dtype: of the model.
+        is_enabled: the engine accepts them (`enable_mm_embeds`).
+    """
+
+    def __init__(self, family: MediaFamily, size: int, dtype: str, *, is_enabled: bool) -> None:
+        self._family, self._size, self._dtype = family, size, dtype
+        self._is_enabled = is_enabled
+
+    def divide(self, given: Sequence[Any]) -> list[Any]:
+        """Return the images of a prompt, of which some are given as embeddings.
+
+        Each of these is an `EncoderInput` in the result. Anything else is left as it is.
+
+        Args:
+            given: images; dictionaries with `image_embeds`, which may be of several images; and
+                tensors [n, width] or [images, n, width], if embeddings are accepted.
+
+        Raises:
+            RequestError: embeddings are not accepted, or these cannot be of the model.
+        """
+        found: list[Any] = []
+        for index, item in enumerate(given):
+            where, value = f"multi_modal_data['image'][{index}]", item
+            if isinstance(item, NamedItem):
+                where, value = item.where, item.item
+            if self._is_tensor(value):
+                value = {IMAGE_EMBEDS: value}
+            if not isinstance(value, Mapping):
+                found.append(item)
+                continue
+            try:
+                found += [NamedItem(where, each) for each in self._read(value)]
+            except (RequestError, TensorFileError) as error:
+                raise RequestError(f"{where}: {error}", param="prompt") from error
+        return found
+
+    @property
+    def _width(self) -> int:
+        return self._size * (1 + self._family.num_added)
+
+    def _is_tensor(self, item: Any) -> bool:
+        """Return whether an object is embeddings and no pixels."""
+        shape: tuple[int, ...] = tuple(getattr(item, "shape", ()))
+        if not self._is_enabled or isinstance(item, MediaSource) or len(shape) not in (2, 3):
+            return False
+        return bool(shape[-1] == self._width)
+
+    def _read(self, given: Mapping[Any, Any]) -> Iterator[EncoderInput]:
+        if set(given) - {IMAGE_EMBEDS, _GRID} or given.get(IMAGE_EMBEDS) is None:
+            raise RequestError(
+                f"an image as a dict must have the key {IMAGE_EMBEDS!r}, and may have {_GRID!r}, "
+                f"got {', '.join(map(repr, given)) or 'none'}"
+            )
+        if not self._is_enabled:
+            raise RequestError(
+                "this engine takes no embeddings of images; start it with --enable-mm-embeds"
+            )
+        value, grids = given[IMAGE_EMBEDS], _read_grids(given.get(_GRID))
+        several = value if isinstance(value, (list, tuple)) else [value]
+        images = [image for each in several for image in self._read_tensor(each)]
+        if grids is not None and len(images) == 1 and len(grids) > 1:
+            images = _cut(images[0], [self._family.num_embeddings_of(grid) for grid in grids])
+        if grids is not None and len(images) != len(grids):
+            raise RequestError(
+                f"{_GRID} must have three integers for each of {len(images)} images, got "
+                f"{len(grids)} times three"
+            )
+        for index, embeddings in enumerate(images):
+            grid = self._family.grid_of_embeddings(
+                len(embeddings), None if grids is None else grids[index]
+            )
+            yield EncoderInput({EMBEDDINGS: embeddings}, grid)
+
+    def _read_tensor(self, value: Any) -> list[FloatArray]:
+        """Return the embeddings [n, width] of each image of a tensor."""
+        try:
+            tensor = dense_tensor(value)
+            check_finite(tensor, self._dtype)
+        except TensorFileError as error:
+            raise RequestError(f"{IMAGE_EMBEDS}: {error}") from error
+        shape, width = tensor.shape, self._width
+        if len(shape) not in (2, 3) or shape[-1] != width or 0 in shape:
+            raise RequestError(
+                f"{IMAGE_EMBEDS}: the tensor has shape {list(shape)}, and must have "
+                f"[embeddings, {width}] or [images, embeddings, {width}]"
+            )
+        array = np.asarray(as_array(tensor), np.float32)
+        return [array] if array.ndim == 2 else list(array)
+
+
+def _read_grids(given: Any) -> list[tuple[int, ...]] | None:
+    """Return the grid of each image; None: the request has none.
+
+    Raises:
+        RequestError: they are no integers.
+    """
+    if given is None:
+        return None
+    is_list = isinstance(given, (list, tuple))
+    try:
+        tensor = dense_tensor(np.array(given) if is_list else given, INTEGERS)
+    except (TensorFileError, ValueError) as error:
+        raise RequestError(f"{_GRID}: {error}") from error
+    array = as_array(tensor)
+    if array.ndim not in (1, 2) or array.shape[-1] != _GRID_INTEGERS or not array.size:
+        raise RequestError(
+            f"{_GRID} must have the shape [3] or [images, 3], got {list(array.shape)}"
+        )
+    return [tuple(grid) for grid in array.reshape(-1, _GRID_INTEGERS).tolist()]
+
+
+def _cut(embeddings: FloatArray, counts: Sequence[int]) -> list[FloatArray]:
+    """Return the embeddings of each image, where they follow each other.
+
+    Raises:
+        RequestError: there are more or fewer than all images have.
+    """
+    if min(counts) < 1 or sum(counts) != len(embeddings):
+        raise RequestError(
+            f"images of this {_GRID} must have {' + '.join(map(str, counts))} embeddings, got "
+            f"{len(embeddings)}"
+        )
+    return np.split(embeddings, np.cumsum(counts)[:-1])

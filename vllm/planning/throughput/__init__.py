@@ -1,0 +1,1 @@
+"""The throughput of a planned engine, and the cards that meet goals."""

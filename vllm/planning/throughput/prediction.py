@@ -1,0 +1,146 @@
+"""The speed of an engine in which a number of equal requests runs all the time.
+
+Each request that ends is replaced by the next: while a request makes its output, each of the others
+is replaced once, and its prefill delays the decodes. Lengths are padded to blocks; the padding of
+buckets is not in it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from vllm.cost_model.fitted import Floats
+from vllm.cost_model.throughput import ServingCost, StepTime
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a request."""
+
+    prompt: int
+    output: int
+
+    @property
+    def total(self) -> int:
+        """Return the tokens of prompt and output."""
+        return self.prompt + self.output
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Times of a request, and rates of an engine; each array has the shape of the batches.
+
+    Attributes:
+        ttft_s: from the arrival of a request to its first token: the decode that is under way,
+            and its prefill.
+        tpot_s: between two tokens of a request, with the prefills of others.
+        tokens_per_s: of all outputs together.
+        prompt_tokens_per_s: of a prefill, without decodes.
+        decode_tokens_per_s: of decodes, without prefills.
+    """
+
+    ttft_s: Floats
+    tpot_s: Floats
+    tokens_per_s: Floats
+    prompt_tokens_per_s: Floats
+    decode_tokens_per_s: Floats
+
+    def at(self, index: int) -> "Speed":
+        """Return the speed of one of the batches."""
+        return Speed(*(getattr(self, field.name)[index : index + 1] for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The speed of batches, its band, and what bounds it.
+
+    Attributes:
+        batch: requests that run at a time.
+        lengths: of each request.
+        expected, slow, fast: in the middle and at the ends of the band.
+        prefill_bound, decode_bound: one of `cost_model.throughput.PARTS` for each batch.
+        outside: why no published run is near; empty if one is.
+    """
+
+    batch: Floats
+    lengths: Lengths
+    expected: Speed
+    slow: Speed
+    fast: Speed
+    prefill_bound: Sequence[str]
+    decode_bound: Sequence[str]
+    outside: tuple[str, ...]
+
+    def at(self, index: int) -> "Prediction":
+        """Return the prediction of one of the batches."""
+        return replace(
+            self,
+            batch=self.batch[index : index + 1],
+            expected=self.expected.at(index),
+            slow=self.slow.at(index),
+            fast=self.fast.at(index),
+            prefill_bound=self.prefill_bound[index : index + 1],
+            decode_bound=self.decode_bound[index : index + 1],
+        )
+
+
+def predict(
+    cost: ServingCost,
+    batch: ArrayLike,
+    lengths: Lengths,
+    *,
+    block_size: int,
+    longest_prefill: int,
+) -> Prediction:
+    """Return the speed of an engine.
+
+    Args:
+        cost: of its steps.
+        batch: requests that run at a time. [n]
+        lengths: of each request.
+        block_size: tokens of a block.
+        longest_prefill: tokens of a prefill; longer prompts are prefilled in chunks.
+    """
+    batch = np.atleast_1d(np.asarray(batch, np.float64))
+    prefill = _prefill(cost, lengths.prompt, block_size, longest_prefill)
+    decode = cost.decode_seconds(batch, batch * mean_context(lengths, block_size))
+    return Prediction(
+        batch=batch,
+        lengths=lengths,
+        expected=_speed(batch, lengths, prefill.seconds, decode.seconds),
+        slow=_speed(batch, lengths, prefill.high, decode.high),
+        fast=_speed(batch, lengths, prefill.low, decode.low),
+        prefill_bound=[str(prefill.bound_by)] * len(batch),
+        decode_bound=[str(name) for name in decode.bound_by],
+        outside=cost.outside_of_data(lengths.prompt),
+    )
+
+
+def mean_context(lengths: Lengths, block_size: int) -> float:
+    """Return the tokens that a decode reads of one request on average, in whole blocks."""
+    positions = lengths.prompt + np.arange(1, max(lengths.output, 2))
+    return float(block_size * np.mean(-(-positions // block_size)))
+
+
+def _prefill(cost: ServingCost, prompt_len: int, block_size: int, longest: int) -> StepTime:
+    """Return the time of all chunks of one prompt."""
+    chunk = max(block_size, longest // block_size * block_size)
+    starts = np.arange(0, prompt_len, chunk)
+    blocks = -(-np.minimum(prompt_len - starts, chunk) // block_size)
+    steps = cost.prefill_seconds(1, blocks * block_size, starts // block_size)
+    return StepTime(steps.parts.sum(0), steps.low.sum(), steps.high.sum())
+
+
+def _speed(batch: Floats, lengths: Lengths, prefill_s: Floats, decode_s: Floats) -> Speed:
+    num_decodes = max(lengths.output - 1, 0)
+    cycle_s = batch * prefill_s + num_decodes * decode_s
+    others_s = (batch - 1) * prefill_s
+    return Speed(
+        ttft_s=prefill_s + decode_s,
+        tpot_s=decode_s + others_s / max(num_decodes, 1),
+        tokens_per_s=batch * lengths.output / cycle_s,
+        prompt_tokens_per_s=np.full_like(batch, lengths.prompt / prefill_s),
+        decode_tokens_per_s=batch / decode_s,
+    )

@@ -1,0 +1,149 @@
+"""The search for cards that meet goals, with a plan of the engine on each number of cards."""
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.cost_model.fitted import Fitted
+from vllm.errors import ConfigError
+from vllm.planning.engine_plan import EnginePlan
+from vllm.planning.throughput.goals import Choice, Goals, search
+from vllm.planning.throughput.prediction import Lengths, Prediction
+from vllm.planning.throughput.table import (
+    as_lines,
+    as_objects,
+    most_requests,
+    predict_plan,
+    serving_cost,
+)
+
+NUMBERS_OF_CARDS = (1, 2, 4, 8)
+MOST_REQUESTS = 1024
+"""At a time. Published runs have up to 4,000, but each size of a batch needs its own buckets."""
+
+MakePlan = Callable[[int, int | None], EnginePlan]
+"""Plans an engine on so many cards, with this max_num_seqs; None: the value of the flags."""
+
+
+@dataclass(frozen=True)
+class FoundCards:
+    """The result of a search.
+
+    Attributes:
+        choice: what meets the goals, or comes nearest.
+        plan: of the engine on these cards, with this max_num_seqs.
+        unfit: why the engine does not run on a number of cards.
+    """
+
+    choice: Choice
+    plan: EnginePlan
+    unfit: dict[int, str]
+
+
+def search_cards(
+    make_plan: MakePlan,
+    goals: Goals,
+    lengths: Lengths,
+    *,
+    numbers_of_cards: Sequence[int] = NUMBERS_OF_CARDS,
+    fitted: Fitted | None = None,
+) -> FoundCards:
+    """Return the fewest cards that meet the goals, and the largest max_num_seqs with them.
+
+    Args:
+        make_plan: raises ConfigError where the engine does not fit.
+        goals: at least one.
+        lengths: of each request.
+        numbers_of_cards: to try, in ascending order.
+        fitted: constants of the card; None: as published runs have it.
+
+    Raises:
+        ConfigError: the engine, or a request of these lengths, fits on no number of cards.
+    """
+    unfit: dict[int, str] = {}
+
+    def predictions() -> Iterator[tuple[int, Prediction]]:
+        for num_cards in numbers_of_cards:
+            try:
+                plan = make_plan(num_cards, None)
+            except ConfigError as error:
+                unfit[num_cards] = str(error)
+                continue
+            if held := _num_held(plan, lengths):
+                yield num_cards, _predict(plan, lengths, held, fitted)
+            else:
+                unfit[num_cards] = f"the KV cache holds no request of {lengths.total} tokens"
+        if len(unfit) == len(numbers_of_cards):
+            most = numbers_of_cards[-1]
+            raise ConfigError(f"the engine runs on no number of cards; on {most}: {unfit[most]}")
+
+    choice = search(goals, predictions())
+    # A larger batch needs more memory outside of the KV cache, which may then hold fewer requests.
+    plan = make_plan(choice.num_cards, choice.max_num_seqs)
+    if (held := _num_held(plan, lengths)) < choice.max_num_seqs:
+        choice = search(goals, [(choice.num_cards, _predict(plan, lengths, held, fitted))])
+        plan = make_plan(choice.num_cards, choice.max_num_seqs)
+    return FoundCards(choice, plan, unfit)
+
+
+def _num_held(plan: EnginePlan, lengths: Lengths) -> int:
+    """Return how many requests the KV cache holds at a time.
+
+    Raises:
+        ConfigError: the model takes no request of these lengths.
+    """
+    limit = plan.config.scheduler.max_model_len
+    if lengths.total > limit:
+        raise ConfigError(
+            f"requests of {lengths.prompt} + {lengths.output} tokens are longer than "
+            f"max_model_len={limit}. Lower --input-len or --output-len, or raise --max-model-len"
+        )
+    return min(most_requests(plan, lengths), MOST_REQUESTS)
+
+
+def _predict(plan: EnginePlan, lengths: Lengths, most: int, fitted: Fitted | None) -> Prediction:
+    """Return the speed of every batch up to the largest."""
+    return predict_plan(plan, serving_cost(plan, fitted), range(1, most + 1), lengths)
+
+
+def serve_command(choice: Choice, model: str, flags: Sequence[str] = ()) -> str:
+    """Return the command that runs the chosen engine.
+
+    Args:
+        choice: cards and limit.
+        model: name or folder.
+        flags: all other flags of the engine.
+    """
+    words = ["vllm", "serve", model, *flags]
+    words += ["--tensor-parallel-size", str(choice.num_cards)]
+    words += ["--max-num-seqs", str(choice.max_num_seqs)]
+    return shlex.join(words)
+
+
+def found_object(found: FoundCards, command: str) -> dict[str, Any]:
+    """Return the result of a search for JSON."""
+    choice = found.choice
+    return {
+        "is_met": not choice.misses,
+        "num_cards": choice.num_cards,
+        "max_num_seqs": choice.max_num_seqs,
+        "misses": [vars(miss) for miss in choice.misses],
+        "does_not_fit": {str(num_cards): reason for num_cards, reason in found.unfit.items()},
+        "speed": as_objects([choice.prediction])[0],
+        "command": command,
+    }
+
+
+def found_lines(found: FoundCards, command: str) -> list[str]:
+    """Return the result of a search as text."""
+    choice = found.choice
+    cards = f"{choice.num_cards} card" + "s" * (choice.num_cards > 1)
+    lines = [f"{num_cards} cards: {reason}" for num_cards, reason in found.unfit.items()]
+    if choice.misses:
+        misses = "; ".join(map(str, choice.misses))
+        nearest = f"{cards} with max_num_seqs={choice.max_num_seqs}"
+        lines.append(f"Nothing meets the goals; nearest is {nearest}: {misses}")
+    else:
+        lines.append(f"The goals are met by {cards} with max_num_seqs={choice.max_num_seqs}")
+    return [*lines, *as_lines([choice.prediction]), command]

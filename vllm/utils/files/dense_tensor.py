@@ -1,0 +1,110 @@
+"""Tensors that a client or a program gives: tensors of torch, arrays of numpy, and base64 of a file
+with one tensor.
+
+Does not import torch: a tensor has its own methods.
+"""
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.utils.files.tensor_file import FLOATS, RawTensor, TensorFileError, read_tensor_file
+
+_LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
+"""Finite number of each dtype of a model."""
+_CHUNK_ELEMENTS = 2**20
+"""How many numbers are checked at a time."""
+
+
+def dense_tensor(value: Any, dtypes: Sequence[str] = FLOATS) -> RawTensor:
+    """Return a copy of a tensor.
+
+    Args:
+        value: a tensor of torch on any device, an array, or base64 of a `torch.save` or safetensors
+            file with one tensor.
+        dtypes: accepted.
+
+    Raises:
+        TensorFileError: it is something else. The message goes on after the name of the field.
+    """
+    if isinstance(value, (str, bytes)):
+        return _decode(value, dtypes)
+    return _copy(value, dtypes)
+
+
+def check_finite(tensor: RawTensor, dtype: str) -> None:
+    """Refuse values that a model cannot compute with: they would stay in the KV cache.
+
+    Args:
+        tensor: of floating point.
+        dtype: of the model.
+
+    Raises:
+        TensorFileError: one is NaN, infinite, or too large.
+    """
+    width = _width_of(tensor.dtype) * _CHUNK_ELEMENTS
+    for start in range(0, len(tensor.data), width):
+        numbers = _as_floats(tensor.dtype, tensor.data[start : start + width])
+        if not (np.abs(numbers) <= _LARGEST[dtype]).all():
+            raise TensorFileError(
+                "the tensor has a value that is NaN, infinite, or too large for the dtype of "
+                "the model"
+            )
+
+
+def as_array(tensor: RawTensor) -> npt.NDArray[Any]:
+    """Return a tensor as an array; bfloat16, which numpy lacks, as float32."""
+    if tensor.dtype == "bfloat16":
+        return _as_floats(tensor.dtype, tensor.data).reshape(tensor.shape)
+    return np.frombuffer(tensor.data, tensor.dtype).reshape(tensor.shape)
+
+
+def _decode(value: str | bytes, dtypes: Sequence[str]) -> RawTensor:
+    try:
+        data = base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise TensorFileError(f"is not base64: {error}") from None
+    try:
+        return read_tensor_file(data, dtypes)
+    except TensorFileError as error:
+        raise TensorFileError(f"the decoded file {error}") from None
+
+
+def _copy(value: Any, dtypes: Sequence[str]) -> RawTensor:
+    if isinstance(value, np.ndarray):
+        found, dtype = value, str(value.dtype)
+    elif type(value).__module__.partition(".")[0] == "torch":
+        dtype = str(value.dtype).removeprefix("torch.")
+        if str(value.layout) != "torch.strided" or value.is_quantized:
+            raise TensorFileError(f"must be a dense tensor, got {value.layout}")
+        if value.device.type == "meta":
+            raise TensorFileError("the tensor is on the device 'meta', so it has no values")
+    else:
+        raise TensorFileError(f"must be a tensor or an array, got {type(value).__name__}")
+    if dtype not in dtypes:
+        raise TensorFileError(f"the tensor has dtype {dtype}; accepted: {', '.join(dtypes)}")
+    if not isinstance(value, np.ndarray):
+        dense = value.detach().to("cpu")
+        found = _bits(dense.float().numpy()) if dtype == "bfloat16" else dense.numpy()
+    shape = tuple(int(size) for size in value.shape)
+    return RawTensor(dtype, shape, np.ascontiguousarray(found).tobytes())
+
+
+def _bits(bfloats: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Return the bits of numbers that are exact in bfloat16."""
+    return (np.ascontiguousarray(bfloats).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def _width_of(dtype: str) -> int:
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+
+
+def _as_floats(dtype: str, data: bytes) -> npt.NDArray[Any]:
+    if dtype == "bfloat16":
+        return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    numbers = np.frombuffer(data, dtype)
+    return numbers.astype(np.float32) if dtype == "float16" else numbers
