@@ -1,6 +1,6 @@
 """Requests from the first second on a simulated card, while it still warms up. Strict mode.
 
-Time is that of a clock that a test advances: a step of the engine takes 10 ms, a part of the
+A test advances the clock: a step of the engine takes 10 ms, a part of the
 warm-up 30 ms.
 """
 
@@ -64,7 +64,7 @@ def serve(llm: LLM, requests, rounds: int = 1, until=lambda: False) -> list[list
     are done or there are so many rounds.
 
     Returns:
-        For each round the outputs of those that were not cancelled, in their order.
+        For each round the outputs of the requests that were not cancelled, in their order.
     """
     engine, found = llm.llm_engine, []
     for number in range(rounds):

@@ -1,7 +1,7 @@
-"""Runs what the start has left of the warm-up: while there are no requests, and between two steps.
+"""Runs the rest of a warm-up after the start: while there are no requests, and between two steps.
 
-Under load it takes a share of the time at most, and leaves out what would delay a step for longer
-than allowed. Decides when; what is launched the workers say. Nothing waits here for time to pass.
+Under load it takes a fraction of the time at most, and leaves out parts that would delay a step for
+longer than allowed. Decides when; what is launched the workers say. Nothing waits here for time to pass.
 """
 
 import time
@@ -147,7 +147,7 @@ class BackgroundWarmUp:
 
     @property
     def stats(self) -> WarmUpStats:
-        """What is warm, what is left, and how long steps were delayed."""
+        """Return the warm buckets, the time left, and the longest delay of a step."""
         step = self._latest
         if step is None or self.is_done:
             num = self._num_buckets

@@ -130,7 +130,7 @@ class HPUWorker(WorkerBase):
         set_ops(HPUOps(self.bridge))
         self._warm_up: WarmUp | None = None
         self._later: deque[LaterWarmUp | IdleWarmUp] = deque()
-        """What the start has left of the warm-up."""
+        """The rest of the warm-up after the start."""
         self._has_started = False
         self._num_choices = 0
         self._slicing = config.hpu.prompt_slicing(config.scheduler.max_num_batched_tokens)
@@ -630,7 +630,7 @@ class HPUWorker(WorkerBase):
     def _choose_first(self, wanted: Catalog, limits: StepLimits) -> list[Bucket]:
         """Choose the buckets that the start warms up."""
         hpu, traffic = self.config.hpu, even_traffic(limits)
-        if hpu.traffic is not None and self.rank == 0:  # which alone decides
+        if hpu.traffic is not None and self.rank == 0:  # its choice counts
             traffic = TrafficTable.load(Path(hpu.traffic))
         first = choose_first(
             wanted,
@@ -650,7 +650,7 @@ class HPUWorker(WorkerBase):
         return first
 
     def _of_rank_0(self, name: str, buckets: list[Bucket]) -> list[Bucket]:
-        """What rank 0 has in place of these, so that all ranks do the same."""
+        """Return the buckets of rank 0, so that all ranks do the same."""
         if self._meeting is None:
             return buckets
         values = self._meeting.exchange(name, msgspec.json.encode(buckets))

@@ -2,8 +2,8 @@
 
 The engine asks for a step when none of its own is in flight. A bucket is compiled, launched and,
 with HPU graphs, captured, and only then in use: until then launches are padded to others, which
-are closed. What is chosen next saves the most device time for each second that it takes, going by
-the traffic so far and by what launches like it have taken. All ranks choose alike: they have seen
+are closed. The next one is the bucket that saves the most device time for each second that it takes,
+by the traffic so far and by launches of its kind. All ranks choose alike: they have seen
 the same steps, and the engine tells them how long each part took.
 """
 
@@ -212,7 +212,7 @@ class LaterWarmUp:
     def _work(self, part: _Part) -> Work:
         stage, shape = part
         samples = stage != "capture" and shape.num_rows not in self._batches
-        # Without a mode for compiling alone, the first launch compiles.
+        # Without a compile-only mode, the first launch compiles.
         if stage == "run" and not self._compiles_first:
             stage = "compile"
         if stage == "compile" and shape.bucket in self._on_disk:
@@ -249,7 +249,7 @@ class LaterWarmUp:
         return self._ledger.booked(MemoryClass.WORKSPACE) + self._ledger.unassigned_bytes
 
     def _refuse(self, part: _Part) -> str | None:
-        """Why a launch must not even be tried; None: there may be memory for it."""
+        """Return the reason not even to try a launch; None: there may be memory for it."""
         if part.stage == "capture":
             cls = _GRAPHS[part.shape.bucket.phase]
             left, graphs = self._ledger.left(cls), self._num_graphs(part.shape.bucket.phase)
@@ -269,7 +269,7 @@ class LaterWarmUp:
         return sum(shape.bucket.phase is phase for shape in execution.shapes)
 
     def _run(self, part: _Part) -> str | None:
-        """Run a launch. Why it is given up, or None."""
+        """Run a launch. Return the reason to give it up, or None."""
         if part.stage == "capture":
             return self._capture(part.shape)
         mode = self._bridge.compile_only if part.stage == "compile" else self._bridge.dry_run
