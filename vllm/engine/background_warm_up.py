@@ -1,7 +1,7 @@
 """Runs the rest of a warm-up after the start: while there are no requests, and between two steps.
 
-Under load it takes a fraction of the time at most, and leaves out parts that would delay a step for
-longer than allowed. Decides when; what is launched the workers say. Nothing waits here for time to pass.
+Under load it takes a fraction of the time at most, and leaves out parts that would delay a step
+for longer than allowed. The workers choose the parts. Nothing waits here for time to pass.
 """
 
 import time

@@ -2,9 +2,9 @@
 
 The engine asks for a step when none of its own is in flight. A bucket is compiled, launched and,
 with HPU graphs, captured, and only then in use: until then launches are padded to others, which
-are closed. The next one is the bucket that saves the most device time for each second that it takes,
-by the traffic so far and by launches of its kind. All ranks choose alike: they have seen
-the same steps, and the engine tells them how long each part took.
+are closed. The next one is the bucket that saves the most device time for each second that it
+takes, by the traffic so far and by launches of its kind. All ranks choose alike: they have seen the
+same steps, and the engine tells them how long each part took.
 """
 
 from collections.abc import Callable, Iterator
