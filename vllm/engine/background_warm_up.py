@@ -99,10 +99,12 @@ class BackgroundWarmUp:
             self._name(self._max_delay_s)
         if self._named is None or self._named.must_wait or not self.is_due():
             return
-        seconds = self._run()
+        began = self._clock()
+        self._run()
+        self._name(self._max_delay_s)  # which takes time, too
+        seconds = self._clock() - began
         self._spent_s += seconds
         self._longest_delay_s = max(self._longest_delay_s, seconds)
-        self._name(self._max_delay_s)
 
     def _name(self, longest_s: float | None) -> None:
         step = self._named = self._steps.name(longest_s)
@@ -117,11 +119,9 @@ class BackgroundWarmUp:
         elif self._held_since_s is None:
             self._held_since_s = self._loaded_s
 
-    def _run(self) -> float:
-        began = self._clock()
+    def _run(self) -> None:
         self._steps.run()
         self._named = None
-        return self._clock() - began
 
     # ---- what operators see ---------------------------------------------------------------
 

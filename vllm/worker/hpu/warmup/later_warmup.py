@@ -7,7 +7,7 @@ takes, by the traffic so far and by launches of its kind. All ranks choose alike
 same steps, and the engine tells them how long each part took.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ logger = init_logger(__name__)
 _GRAPHS = {Phase.PREFILL: MemoryClass.PREFILL_GRAPHS, Phase.DECODE: MemoryClass.DECODE_GRAPHS}
 _HELD = (MemoryClass.WEIGHTS, MemoryClass.KV_CACHE, *_GRAPHS.values())
 
+_LEAST_S = 1e-9
 _RECOUNTED_AFTER = 16
 """Steps after which the traffic is looked at again, also if no bucket was completed."""
 
@@ -95,6 +96,7 @@ class LaterWarmUp:
         }
         """Launches that each bucket still needs, in their order."""
         self._savings: dict[Bucket, float] = {}
+        """Seconds that each bucket would save of the traffic."""
         self._padded_share: float | None = None
         self._num_named = _RECOUNTED_AFTER
         """Steps since savings were counted."""
@@ -124,9 +126,13 @@ class LaterWarmUp:
         self._num_named += 1
         if self._num_named >= _RECOUNTED_AFTER:
             self._count_savings()
-        expected = {bucket: self._expect(parts[0]) for bucket, parts in self._left.items()}
-        short = [b for b, s in expected.items() if longest_s is None or s <= longest_s]
-        bucket = max(short or expected, key=self._worth)
+        expected = {
+            bucket: [self._estimate.expect(self._work(part)) for part in parts]
+            for bucket, parts in self._left.items()
+        }
+        needed = {bucket: sum(each) for bucket, each in expected.items()}
+        short = [b for b, each in expected.items() if longest_s is None or each[0] <= longest_s]
+        bucket = max(short or needed, key=lambda b: self._savings[b] / max(needed[b], _LEAST_S))
         part = self._left[bucket][0]
         step = WarmUpStep(
             phase=f"warm-up while serving: {bucket.phase!s} {part.stage}",
@@ -134,8 +140,8 @@ class LaterWarmUp:
             index=len(self._catalog) + 1,
             total=self._num_wanted,
             given_up=self._refuse(part) if short else None,
-            eta_seconds=sum(map(self._expect, self._all_parts())),
-            expected_s=expected[bucket],
+            eta_seconds=sum(needed.values()),
+            expected_s=expected[bucket][0],
             must_wait=not short,
             num_warm=len(self._catalog),
             num_wanted=self._num_wanted,
@@ -205,10 +211,6 @@ class LaterWarmUp:
         shapes = self._launches.launch_shapes(bucket)
         return [_Part(stage, shape) for shape in shapes for stage in stages]
 
-    def _all_parts(self) -> Iterator[_Part]:
-        for parts in self._left.values():
-            yield from parts
-
     def _work(self, part: _Part) -> Work:
         stage, shape = part
         samples = stage != "capture" and shape.num_rows not in self._batches
@@ -218,14 +220,6 @@ class LaterWarmUp:
         if stage == "compile" and shape.bucket in self._on_disk:
             stage = "load"
         return Work(Kind(stage, shape.bucket.phase, samples), shape.cost)
-
-    def _expect(self, part: _Part) -> float:
-        return self._estimate.expect(self._work(part))
-
-    def _worth(self, bucket: Bucket) -> float:
-        """Seconds that a bucket saves of the traffic, for each second of what it still needs."""
-        seconds = sum(map(self._expect, self._left[bucket]))
-        return self._savings.get(bucket, 0.0) / max(seconds, 1e-9)
 
     def _count_savings(self) -> None:
         candidates = list(self._left)
