@@ -643,10 +643,18 @@ class HPUWorker(WorkerBase):
         )
         self._num_choices += 1
         first = self._of_rank_0(f"first buckets {self._num_choices}", first)
-        logger.info(
-            "Ready after %d of %d buckets; the others are warmed up while the engine serves",
-            *(len(first), len({*wanted.prefill, *wanted.decode, *first})),
-        )
+        num_wanted = len({*wanted.prefill, *wanted.decode, *first})
+        if len(first) < num_wanted:
+            logger.info(
+                "Ready after %d of %d buckets; the others are warmed up while the engine serves",
+                *(len(first), num_wanted),
+            )
+        else:
+            logger.info(
+                "Ready after all %d buckets, as --first-buckets is %d",
+                num_wanted,
+                hpu.first_buckets,
+            )
         return first
 
     def _of_rank_0(self, name: str, buckets: list[Bucket]) -> list[Bucket]:
