@@ -217,7 +217,7 @@ PieceEnd = Callable[[int, int, int], int]
 """Row, index of the first token of a piece, and the index where it should end -> where it ends; see
 `ImageSight.piece_end`."""
 ItemSlots = Callable[[IntArray], int]
-"""Rows -> the least `PaddedShape.item_slots` for them; see `DeviceItems.slots_of`."""
+"""Rows -> the least `PaddedShape.item_slots` for them; see `KeptItems.slots_of`."""
 NeedsPrefill = Callable[[IntArray, IntArray], npt.NDArray[np.bool_] | None]
 """Rows and positions of n single tokens -> [n] bool; see `RowPart.needs_prefill`."""
 
