@@ -178,7 +178,7 @@ def with_value(value):
         ({"image_embeds": with_value(np.nan)}, "NaN, infinite, or too large"),
         ({"image_embeds": with_value(-np.inf)}, "NaN, infinite, or too large"),
         ({"image_embeds": ONE.astype(int)}, "has dtype int64; accepted: float16"),
-        ({"image_embeds": base64_of(torch.ones(16, 48).int())}, "holds a tensor of int32; it must"),
+        ({"image_embeds": base64_of(torch.ones(16, 48).int())}, "unsupported dtype int32; it must"),
         ({"image_embeds": 5}, "must be a tensor or an array, got int"),
         ({"image_embeds": None}, "must have the key 'image_embeds'"),
         ({"image_embeds": ONE, "image_sizes": 1}, "may have 'image_grid_thw', got .*'image_sizes'"),

@@ -107,7 +107,7 @@ def read_tensor_file(data: bytes, dtypes: Sequence[str] = FLOATS) -> RawTensor:
     try:
         found = _read_torch(data) if data[:2] == b"PK" else _read_safetensors(data)
         if found.dtype not in dtypes:
-            raise _OtherDtypeError(f"holds a tensor of {found.dtype}")
+            raise _OtherDtypeError(f"holds a tensor of the unsupported dtype {found.dtype}")
         return found
     except TensorFileError:
         raise
@@ -159,8 +159,8 @@ def _gather(view: _View, stored: bytes) -> RawTensor:
     elements = np.frombuffer(stored, kind, len(stored) // kind.itemsize)
     if math.prod(view.shape) > len(elements):
         raise TensorFileError(
-            f"describes a tensor of shape {list(view.shape)}, but holds {len(elements)} elements; "
-            "save `tensor.contiguous()` if it was expanded"
+            f"describes a tensor of shape {list(view.shape)}, but has only {len(elements)} "
+            "elements; if the tensor was expanded, save `tensor.contiguous()`"
         )
     last = view.offset + sum(
         (size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)
@@ -186,7 +186,7 @@ def _read_safetensors(data: bytes) -> RawTensor:
     ((_, tensor),) = found
     dtype = _SAFETENSORS_DTYPES.get(tensor["dtype"])
     if dtype is None:
-        raise _OtherDtypeError(f"holds a tensor of {tensor['dtype']}")
+        raise _OtherDtypeError(f"holds a tensor of the unsupported dtype {tensor['dtype']}")
     return RawTensor(dtype, tuple(tensor["shape"]), bytes(tensor["data"]))
 
 
@@ -265,7 +265,7 @@ class _DescriptionReader:
     def _stack_global(self, _: Any) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if not isinstance(name, str) or not isinstance(module, str):
-            raise TensorFileError("names a function by something else than a text")
+            raise TensorFileError("has a function whose name is not a string")
         self._global(f"{module} {name}")
 
     def _persistent_id(self, _: Any) -> None:
@@ -297,7 +297,7 @@ def _storage_of(saved_id: Any) -> _Storage:
     word, kind, key, *_ = saved_id
     dtype = _STORAGE_DTYPES.get(kind) if isinstance(kind, _Global) else None
     if word != "storage" or dtype is None or not isinstance(key, str):
-        raise _OtherDtypeError("holds a storage of another type")
+        raise _OtherDtypeError("has a storage of an unsupported type")
     return _Storage(dtype, key)
 
 
@@ -310,7 +310,9 @@ def _result_of(function: Any, arguments: Any) -> Any:
     if function == _REBUILD_PARAMETER and isinstance(arguments[0], _View):
         return arguments[0]
     if function != _REBUILD_TENSOR:
-        raise TensorFileError(f"calls {_name(function)} with other arguments than torch.save")
+        raise TensorFileError(
+            f"calls {_name(function)} with arguments that torch.save never writes"
+        )
     storage, offset, shape, strides, *rest = arguments
     if not isinstance(storage, _Storage) or len(rest) > 2 or not _are_sizes((offset,)):
         raise TensorFileError("describes its tensor in an unknown way")
@@ -318,7 +320,9 @@ def _result_of(function: Any, arguments: Any) -> Any:
     if not _are_sizes(shape) or not _are_sizes(strides):
         raise TensorFileError("describes a tensor whose shape or strides are no sizes")
     if len(shape) != len(strides):
-        raise TensorFileError(f"describes a tensor of shape {shape!r} and strides {strides!r}")
+        raise TensorFileError(
+            f"must have one stride per dimension, got shape {shape!r}, strides {strides!r}"
+        )
     return _View(storage, offset, shape, strides)
 
 
