@@ -1,4 +1,4 @@
-"""How long the start of an engine takes on cards, and the HPU graphs that it keeps.
+"""Seconds of the start of an engine on cards, and the HPU graphs that it keeps.
 
 Shapes of one kind launch the same operators, so the smallest and the largest of each kind are run,
 and what lies between is interpolated.
@@ -24,7 +24,7 @@ _Kind = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class PhaseStart:
-    """What the start makes for forward passes of one phase."""
+    """Recipes and graphs for the forward passes of one phase."""
 
     num_buckets: int
     num_shapes: int
@@ -78,7 +78,7 @@ class _Sample:
     token_bytes: int
     """Of what a graph returns, for each of its logits and of its tokens."""
     extra_bytes: int
-    """Of a graph beside what it returns."""
+    """Of a graph in addition to its outputs."""
 
 
 class ShapeCosts:
@@ -126,7 +126,7 @@ class ShapeCosts:
     # ---- of one shape ---------------------------------------------------------------------
 
     def compile_s(self, shape: PaddedShape) -> float:
-        """Return the seconds of compiling what this shape alone needs."""
+        """Return the seconds of compiling recipes that no other shape needs."""
         return self._between(shape, lambda sample: _seconds(self._own_recipes(sample)))
 
     @property

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from vllm.planning.throughput.search import FoundCards
 
 DEVICES = (*CARDS, "cpu")
+_MOST_GIB = 2**20
 
 
 def add_parser(
@@ -42,6 +44,11 @@ def add_parser(
         metavar="N",
         help="cards that share each layer; the same as --tensor-parallel-size",
     )
+    group.add_argument(
+        "--host-memory",
+        metavar="GIB",
+        help="memory of the machine in GiB, for --device cpu; not set: as much as this one has",
+    )
     group.add_argument("--json", action="store_true", help="print one JSON object")
     _add_goals(parser)
     return parser
@@ -50,7 +57,7 @@ def add_parser(
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Returns the exit code."""
     device = _device(args.device)
-    num_cards = _num_cards(args)
+    num_cards, host_bytes = _num_cards(args), _host_bytes(args)
     # A card of this machine is not opened: its library would take the device name "hpu".
     envs.export("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     logging.getLogger("vllm").setLevel(logging.WARNING)
@@ -66,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     exit_after_help(server_args)
     found = _search(args, engine_args, device, num_cards)
     if found is None:
-        plan = make_plan(engine_args, device, num_cards)
+        plan = make_plan(engine_args, device, num_cards, host_bytes)
     else:
         plan = describe(found.plan, device)
     as_json, lines = plan.as_json(), list(plan_lines(plan))
@@ -144,7 +151,7 @@ def _search(
 
 
 _OWN_FLAGS = {
-    *("device", "num_cards", "json", "input_len", "output_len", "run", "command"),
+    *("device", "num_cards", "host_memory", "json", "input_len", "output_len", "run", "command"),
     *("goal_ttft", "goal_tpot", "goal_tokens_per_s"),
     *("model", "model_tag", "tensor_parallel_size", "max_num_seqs"),
 }
@@ -198,3 +205,24 @@ def _num_cards(args: argparse.Namespace) -> int:
             f"one of them out"
         )
     return int(given)
+
+
+def _host_bytes(args: argparse.Namespace) -> int | None:
+    """
+    Raises:
+        ConfigError: it is no positive number of GiB, or the device is a card.
+    """
+    text: Any = args.host_memory
+    if text is None:
+        return None
+    if args.device != "cpu":
+        raise ConfigError(
+            "--host-memory must be given with --device cpu only: the memory of a card is known"
+        )
+    try:
+        size = float(text)
+    except ValueError:
+        size = math.nan
+    if not 0 < size < _MOST_GIB:
+        raise ConfigError(f"--host-memory {text} must be a number of GiB above 0, such as 64")
+    return int(size * 2**30)

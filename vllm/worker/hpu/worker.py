@@ -116,8 +116,8 @@ class HPUWorker(WorkerBase):
         platform: has the card; None: the card of this process.
 
     Attributes:
-        memory_uses: what has memory beside forward passes and the KV cache; there from `measure`
-            on.
+        memory_uses: all uses of the memory but forward passes, graphs and the KV cache; there
+            from `measure` on.
     """
 
     model: CausalLM | PoolingModel
