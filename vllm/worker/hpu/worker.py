@@ -4,7 +4,7 @@ import gc
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from pathlib import Path
 
 import msgspec
 import torch
@@ -23,11 +23,11 @@ from vllm.attention.cached_layer import layers_with_cache
 from vllm.bucketing import Bucket, Catalog, Phase, StepLimits, format_bytes, plan_buckets
 from vllm.bucketing.catalog.catalog import padded_cost
 from vllm.bucketing.catalog.first_set import choose_first
+from vllm.bucketing.catalog.from_traffic import seconds_of
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.log_lines import num_blocks_line
 from vllm.bucketing.traffic import TrafficTable, even_traffic
 from vllm.config import VllmConfig
-from vllm.cost_model.padded import forward_seconds
 from vllm.distributed import Collectives, Link, Meeting, TorchCollectives
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -136,7 +136,7 @@ class HPUWorker(WorkerBase):
         set_ops(HPUOps(self.bridge))
         self._warm_up: WarmUp | None = None
         self._later: deque[LaterWarmUp | IdleWarmUp] = deque()
-        """What the start has left of the warm-up."""
+        """The rest of the warm-up after the start."""
         self._has_started = False
         self._num_choices = 0
         self._slicing = config.hpu.prompt_slicing(config.scheduler.max_num_batched_tokens)
@@ -643,25 +643,36 @@ class HPUWorker(WorkerBase):
 
     def _choose_first(self, wanted: Catalog, limits: StepLimits) -> list[Bucket]:
         """Choose the buckets that the start warms up."""
+        hpu, traffic = self.config.hpu, even_traffic(limits)
+        if hpu.traffic is not None and self.rank == 0:  # its choice counts
+            traffic = TrafficTable.load(Path(hpu.traffic))
         first = choose_first(
             wanted,
             limits,
-            self.config.hpu.first_buckets,
-            even_traffic(limits),
-            partial(forward_seconds, block_size=limits.block_size),
+            hpu.first_buckets,
+            traffic,
+            seconds_of(limits),
             memory_sizes=(padded_cost, self._forecast.num_scores),
             preferred=self._on_disk,
         )
         self._num_choices += 1
         first = self._of_rank_0(f"first buckets {self._num_choices}", first)
-        logger.info(
-            "Ready after %d of %d buckets; the others are warmed up while the engine serves",
-            *(len(first), len({*wanted.prefill, *wanted.decode, *first})),
-        )
+        num_wanted = len({*wanted.prefill, *wanted.decode, *first})
+        if len(first) < num_wanted:
+            logger.info(
+                "Ready after %d of %d buckets; the others are warmed up while the engine serves",
+                *(len(first), num_wanted),
+            )
+        else:
+            logger.info(
+                "Ready after all %d buckets, as --first-buckets is %d",
+                num_wanted,
+                hpu.first_buckets,
+            )
         return first
 
     def _of_rank_0(self, name: str, buckets: list[Bucket]) -> list[Bucket]:
-        """What rank 0 has in place of these, so that all ranks do the same."""
+        """Return the buckets of rank 0, so that all ranks do the same."""
         if self._meeting is None:
             return buckets
         values = self._meeting.exchange(name, msgspec.json.encode(buckets))
