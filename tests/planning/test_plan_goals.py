@@ -53,7 +53,7 @@ def test_pipeline_stages_have_no_throughput(flags, capsys):
     assert json.loads(capsys.readouterr().out)["throughput"] == []
     goals = ["--goal-ttft", "5", "--input-len", "100", "--num-cards", "1"]
     assert main([*flags, *stages, *goals]) == 2
-    assert "pipeline_parallel_size must be 1, got 2" in capsys.readouterr().err
+    assert "--pipeline-parallel-size must be 1, got 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
