@@ -56,7 +56,7 @@ class Plan:
     throughput: tuple[Prediction, ...] = ()
     """For prompts of several lengths; empty for a CPU, and with pipeline stages."""
     measured: str = ""
-    """Which constants were measured; empty: none."""
+    """Constants that were measured, as one line; empty: none."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the same figures for programs."""
