@@ -177,7 +177,7 @@ class SimBridge:
             self.card.is_dry_run = before
 
     def activated(self) -> AbstractContextManager[None]:
-        """Inside, the device `hpu` is this card; afterwards the one before."""
+        """Let the device `hpu` be this card, and afterwards the one before."""
         return activated(self.card)
 
     def manual_seed(self, seed: int) -> None:

@@ -38,7 +38,7 @@ def active_card() -> SimulatedCard:
 
 @contextmanager
 def activated(card: SimulatedCard | None) -> Iterator[None]:
-    """Inside, the device `hpu` stands for this card; afterwards for the one before."""
+    """Let the device `hpu` be this card, and afterwards the one before."""
     before, _Installed.card = _Installed.card, card
     try:
         yield

@@ -220,7 +220,7 @@ def assign_graphs(
 
     Args:
         ledger: has no graphs yet.
-        prompt_ratio: share of prompts.
+        prompt_ratio: part of it for prompts, 0 to 1.
         most_bytes: of both; None: all there are.
     """
     found = sum(ledger.left(cls) for cls in GRAPHS) + ledger.unassigned_bytes

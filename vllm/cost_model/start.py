@@ -22,7 +22,7 @@ def capture_seconds(num_ops: int) -> float:
 
 
 def graph_bytes(num_ops: int) -> int:
-    """Return the memory that an HPU graph keeps beside its outputs.
+    """Return the memory that an HPU graph keeps in addition to its outputs.
 
     Args:
         num_ops: as in `capture_seconds`.

@@ -1,1 +1,1 @@
-"""What an engine would do on a device that this machine need not have: `vllm plan`."""
+"""Plans of engines for devices that this machine need not have: `vllm plan`."""

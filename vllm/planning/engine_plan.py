@@ -8,6 +8,7 @@ model, format or size: what it returns is what the worker has found.
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm.bucketing import Bucket, Catalog, MemoryLedger, Phase, StepLimits
@@ -17,6 +18,7 @@ from vllm.cost_model.work import Work
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.planning.worker import PlannedWorker, on_planned_card
+from vllm.platforms import Platform
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.platforms.hpu import PlannedPlatform
 from vllm.worker.hpu.launches.planner import PaddedShape
@@ -31,10 +33,10 @@ _UNLIMITED_BYTES = 1 << 50
 
 @dataclass(frozen=True)
 class LaunchWork:
-    """What a forward pass of one shape does on each card.
+    """Operators of a forward pass of one shape on each card.
 
     Attributes:
-        operators: in the order in which they run, those without work left out.
+        operators: in the order in which they run; operators without work are left out.
         num_ops: operators, views included: what is captured.
         recipes: that are compiled for it: for each of them something that two shapes have in common
             if it serves both, and its number of operators.
@@ -169,7 +171,7 @@ def make_engine_plan(args: EngineArgs, device: str, num_cards: int = 1) -> Engin
     if device not in CARDS:
         raise ConfigError(f"device={device!r} is not known; accepted: {', '.join(CARDS)}")
     platform = PlannedPlatform(device)
-    return EnginePlan(_config(args, platform, num_cards), platform, CARDS[device])
+    return EnginePlan(planned_config(args, platform, num_cards), platform, CARDS[device])
 
 
 def weights_bytes(
@@ -180,14 +182,14 @@ def weights_bytes(
 
     Args:
         args, device, num_cards: see `make_engine_plan`.
-        quantization: another one than that of `args`; None: the same.
+        quantization: another one instead of the quantization in `args`; None: the same.
 
     Raises:
         ConfigError: the engine cannot start with these arguments.
     """
     platform = PlannedPlatform(device, _UNLIMITED_BYTES)
     more = {} if quantization is None else {"quantization": quantization}
-    config = _config(args, platform, num_cards, **more)
+    config = planned_config(args, platform, num_cards, **more)
     bridge = platform.bridge
     with on_planned_card(platform):
         before = used_bytes(bridge)
@@ -196,11 +198,27 @@ def weights_bytes(
         return config, used_bytes(bridge) - before
 
 
-def _config(
-    args: EngineArgs, platform: PlannedPlatform, num_cards: int, **more: object
+def planned_config(
+    args: EngineArgs, platform: Platform, num_cards: int, **more: object
 ) -> VllmConfig:
-    """Return the config of an engine whose weights need not be there."""
+    """Return the config of an engine whose weights need not be there.
+
+    Args:
+        args: of the engine.
+        platform: of its device.
+        num_cards: ranks that share each layer.
+        more: other values of `args`.
+
+    Raises:
+        ConfigError: the engine cannot start with these arguments.
+    """
     settings = {name: value for name, value in vars(args).items() if value is not None}
     settings |= {"device": platform.name, "tensor_parallel_size": num_cards, **more}
-    settings["load_format"] = "dummy"
+    if not _is_gguf(args.model):  # whose header says how layers are stored
+        settings["load_format"] = "dummy"
     return EngineArgs(**settings).create_engine_config(platform)
+
+
+def _is_gguf(model: str | None) -> bool:
+    path = Path(model or "")
+    return path.suffix == ".gguf" or any(path.glob("*.gguf"))

@@ -14,7 +14,7 @@ def planned_or_nearest(args: EngineArgs, device: str, num_cards: int) -> EngineP
     """Return the plan of an engine; see `make_engine_plan`.
 
     Raises:
-        ConfigError: the engine cannot start. Where its weights are too large, the error names the
+        ConfigError: the engine cannot start. If its weights are too large, the error names the
             fewest cards that hold them, and whether FP8 would do.
     """
     try:

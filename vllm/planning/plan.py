@@ -1,16 +1,23 @@
-"""What `vllm plan` answers: memory, buckets and the time of a start, as plain numbers."""
+"""The answer of `vllm plan` as plain values: memory, buckets, time of a start, throughput."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vllm.bucketing.ledger import GRAPHS, MemoryClass
+from vllm.config import VllmConfig
+from vllm.cost_model.measured import Measured
 from vllm.engine.arg_utils import EngineArgs
 from vllm.planning.engine_plan import EnginePlan
+from vllm.planning.engine_throughput import serving_cost, throughput_grid
 from vllm.planning.fit import planned_or_nearest
+from vllm.planning.host import start_on_host
 from vllm.planning.start import StartPlan, plan_start
 from vllm.planning.throughput.prediction import Prediction
-from vllm.planning.throughput.table import as_objects, serving_cost, throughput_grid
+from vllm.planning.throughput.table import as_objects
+from vllm.platforms.cpu import machine_memory_bytes
 from vllm.worker.hpu.warmup.profile import held_bytes
+from vllm.worker.interface import MemoryReport
 
 JSON_VERSION = 1
 """Of `Plan.as_json`; a later one may have more keys, and none less."""
@@ -22,7 +29,7 @@ class MemorySection:
 
     total_bytes: int
     uses: tuple[tuple[str, int], ...]
-    """What it is used for, and the bytes: together they are the total."""
+    """Names of uses with their bytes; together they are the total."""
     block_bytes: int
     """Of a KV block in all layers."""
     block_size: int
@@ -48,9 +55,11 @@ class Plan:
     """None: the device compiles nothing."""
     throughput: tuple[Prediction, ...] = ()
     """For prompts of several lengths; empty where the cost model does not know the device."""
+    measured: str = ""
+    """Which constants were measured; empty: none."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the same numbers for programs."""
+        """Return the same figures for programs."""
         start = None
         if self.start is not None:
             totals = {name: getattr(self.start, name) for name in ("cold_s", "cached_s")}
@@ -64,35 +73,54 @@ class Plan:
         }
 
 
-def make_plan(args: EngineArgs, device: str, num_cards: int = 1) -> Plan:
+def make_plan(
+    args: EngineArgs,
+    device: str,
+    num_cards: int = 1,
+    host_bytes: int | None = None,
+) -> Plan:
     """Plan an engine.
 
     Args:
-        args, device, num_cards: see `make_engine_plan`.
+        args, num_cards: see `make_engine_plan`.
+        device: the same, or cpu.
+        host_bytes: memory of the machine, for cpu; None: as much as this one has.
 
     Raises:
         ConfigError: the engine cannot start with these arguments, or the model does not fit.
     """
+    if device == "cpu":
+        return _host_plan(args, num_cards, host_bytes)
     return describe(planned_or_nearest(args, device, num_cards), device)
 
 
-def describe(engine: EnginePlan, device: str) -> Plan:
-    """Return the plan of an engine that is planned already."""
-    config = engine.config
+def describe(engine: EnginePlan, device: str, measured: Measured | None = None) -> Plan:
+    """Return the plan of an engine that is planned already.
+
+    Args:
+        engine: on a card.
+        device: the card.
+        measured: rates of a card of this kind.
+    """
+    config, start = engine.config, plan_start(engine)
+    if measured is not None:
+        start = start.with_slower_compilations(measured.slowness("compile_s"))
+    cost = serving_cost(engine, None if measured is None else measured.fitted)
     return Plan(
         model=config.model.model or "",
         dtype=config.model.dtype_name,
         device=device,
         num_cards=config.parallel.world_size,
         memory=plan_memory(engine),
-        start=plan_start(engine),
-        throughput=tuple(throughput_grid(engine, serving_cost(engine))),
+        start=start,
+        throughput=tuple(throughput_grid(engine, cost)),
+        measured="" if measured is None else measured.describe(),
     )
 
 
 def plan_memory(engine: EnginePlan) -> MemorySection:
-    """Return the memory of a card in the classes of its ledger, those of weights and of workspace
-    in their parts."""
+    """Return the memory of a card by the classes of its ledger; weights and workspace are divided
+    further."""
     config, ledger, report = engine.config, engine.ledger, engine.report
     held = min(held_bytes(config), ledger.budget(MemoryClass.WORKSPACE))
     uses = [
@@ -104,15 +132,42 @@ def plan_memory(engine: EnginePlan) -> MemorySection:
         (str(MemoryClass.MARGIN), ledger.budget(MemoryClass.MARGIN)),
         ("in no class", ledger.unassigned_bytes),
     ]
+    return _memory_section(config, report, ledger.total_bytes, uses)
+
+
+def _memory_section(
+    config: VllmConfig, report: MemoryReport, total_bytes: int, uses: Sequence[tuple[str, int]]
+) -> MemorySection:
     size, max_model_len = config.cache.block_size, config.scheduler.max_model_len
-    num_tokens = (report.num_blocks - 1) * size
+    num_groups = len(report.windows)
+    num_usable = (report.num_blocks - 1) // num_groups
+    longest = config.model.resolved_arch.derived_max_model_len
     return MemorySection(
-        total_bytes=ledger.total_bytes,
+        total_bytes=total_bytes,
         uses=tuple((what, num_bytes) for what, num_bytes in uses if num_bytes),
         block_bytes=report.block_bytes,
         block_size=size,
         num_blocks=report.num_blocks,
         max_model_len=max_model_len,
-        num_sequences=(report.num_blocks - 1) / config.max_blocks_per_request,
-        longest_context=min(num_tokens, config.model.resolved_arch.derived_max_model_len),
+        num_sequences=num_usable / config.max_blocks_per_request,
+        longest_context=min(num_usable * size, longest),
+    )
+
+
+def _host_plan(args: EngineArgs, num_ranks: int, host_bytes: int | None) -> Plan:
+    """Return the plan of an engine on a CPU, which compiles nothing."""
+    total_bytes = machine_memory_bytes() if host_bytes is None else host_bytes
+    worker = start_on_host(args, num_ranks, total_bytes)
+    config, report = worker.config, worker.report
+    cache_bytes = report.num_blocks * report.block_bytes
+    uses = [(use.what, num_ranks * use.num_bytes) for use in worker.memory_uses]
+    uses.append((str(MemoryClass.KV_CACHE), num_ranks * cache_bytes))
+    uses.append(("in no class", total_bytes - sum(num_bytes for _, num_bytes in uses)))
+    return Plan(
+        model=config.model.model or "",
+        dtype=config.model.dtype_name,
+        device="cpu",
+        num_cards=config.parallel.world_size,
+        memory=_memory_section(config, report, total_bytes, uses),
+        start=None,
     )

@@ -1,4 +1,4 @@
-"""How long the start of an engine takes on cards, and the HPU graphs that it keeps.
+"""Seconds of the start of an engine on cards, and the HPU graphs that it keeps.
 
 Shapes of one kind launch the same operators, so the smallest and the largest of each kind are run,
 and what lies between is interpolated.
@@ -7,7 +7,7 @@ and what lies between is interpolated.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from vllm.bucketing import Phase
@@ -24,7 +24,7 @@ _Kind = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class PhaseStart:
-    """What the start makes for forward passes of one phase."""
+    """Recipes and graphs for the forward passes of one phase."""
 
     num_buckets: int
     num_shapes: int
@@ -44,6 +44,13 @@ class StartPlan:
     decode: PhaseStart
     sampling_s: float
     """Compiling what samples, once for each padded batch size."""
+
+    def with_slower_compilations(self, factor: float) -> "StartPlan":
+        """Return the same start on a card whose compilations take this factor longer."""
+        prefill, decode = (
+            replace(phase, compile_s=factor * phase.compile_s) for phase in self.phases
+        )
+        return replace(self, prefill=prefill, decode=decode, sampling_s=factor * self.sampling_s)
 
     @property
     def phases(self) -> tuple[PhaseStart, PhaseStart]:
@@ -78,7 +85,7 @@ class _Sample:
     token_bytes: int
     """Of what a graph returns, for each of its logits and of its tokens."""
     extra_bytes: int
-    """Of a graph beside what it returns."""
+    """Of a graph in addition to its outputs."""
 
 
 class ShapeCosts:
@@ -126,7 +133,7 @@ class ShapeCosts:
     # ---- of one shape ---------------------------------------------------------------------
 
     def compile_s(self, shape: PaddedShape) -> float:
-        """Return the seconds of compiling what this shape alone needs."""
+        """Return the seconds of compiling recipes that no other shape needs."""
         return self._between(shape, lambda sample: _seconds(self._own_recipes(sample)))
 
     @property

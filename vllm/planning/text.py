@@ -9,14 +9,19 @@ from vllm.planning.throughput.prediction import Prediction
 from vllm.planning.throughput.table import as_lines
 
 _BAR_WIDTH = 40
+_MOST_OF_NAME = 40
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
     """Yield the lines of a plan."""
-    cards = "1 card" if plan.num_cards == 1 else f"{plan.num_cards} cards"
-    yield f"{plan.model}, {plan.dtype}, on {cards} of {plan.device}. Planned, not measured."
+    what = "rank" if plan.device == "cpu" else "card"
+    count = f"{plan.num_cards} {plan.device} {what}{'s'[: plan.num_cards > 1]}"
+    name = plan.model.rstrip("/").rpartition("/")[2][-_MOST_OF_NAME:]
+    yield f"{name}, {plan.dtype}, on {count}. Planned, not measured."
+    if plan.measured:
+        yield plan.measured
     yield ""
-    yield from memory_lines(plan.memory)
+    yield from memory_lines(plan.memory, "the machine" if what == "rank" else "each card")
     if plan.start is not None:
         yield ""
         yield from start_lines(plan.start)
@@ -25,9 +30,9 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         yield from throughput_lines(plan.throughput)
 
 
-def memory_lines(memory: MemorySection) -> Iterator[str]:
-    """Yield the lines of the memory of a card."""
-    yield f"Memory of each card                 {format_bytes(memory.total_bytes):>10}"
+def memory_lines(memory: MemorySection, owner: str) -> Iterator[str]:
+    """Yield the lines of the memory of a card, or of a machine."""
+    yield f"{f'Memory of {owner}':<34}  {format_bytes(memory.total_bytes):>10}"
     for what, num_bytes in memory.uses:
         share = num_bytes / memory.total_bytes
         bar = "#" * round(share * _BAR_WIDTH)

@@ -3,7 +3,7 @@ nothing.
 
 It is the worker of a card, with weights that have no values, and with other ranks that never come:
 what they would send is taken as sent. So memory, buckets and the operators of a forward pass are
-those that the engine itself finds.
+the same as in the engine itself.
 """
 
 import gc

@@ -203,7 +203,7 @@ class PlannedPlatform(HPUPlatform):
         """Take any rank."""
 
     def activated(self) -> AbstractContextManager[None]:
-        """Inside, the device `hpu` of this process is the card; afterwards the one before."""
+        """Let the device `hpu` of this process be the card, and afterwards the one before."""
         return self._simulation.activated()
 
     def recipes_launched(self) -> "AbstractContextManager[list[Recipe]]":

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.linear import ParallelLinear, UnquantizedLinear
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.ops.cpu.weights.linear import PackedWeight
 from vllm.ops.cpu.weights.moe import PackedExperts
-from vllm.ops.cpu.weights.weight_format import WeightFormat, can_pack
+from vllm.ops.cpu.weights.weight_format import DENSE_FORMATS, WeightFormat, can_pack
 from vllm.ops.prepared import ExpertProducts
 
 StoredAs = Literal["dense", "int8", "int4"]
@@ -44,6 +44,12 @@ class CPULinear(UnquantizedLinear):
         self.packed = _pack(layer.weight.data, self.stored_as)
         if self.packed is not None:
             _remove_weight(layer)
+
+    def finish_on_shapes(self, layer: ParallelLinear) -> bool:
+        self.packed = _pack_shape(layer.weight.data, self.stored_as)
+        if self.packed is not None:
+            _remove_weight(layer)
+        return True
 
     def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.packed is None:
@@ -76,6 +82,21 @@ class CPUExperts(DenseExperts):
                     layer.slices.pop(name, None)
                 return
 
+    def finish_on_shapes(self, layer: Experts) -> bool:
+        gate_up, down = layer.gate_up.data, layer.down.data
+        for weight_format in _FORMATS[self.stored_as]:
+            half = gate_up[0, : layer.intermediate_size]
+            if can_pack(half, weight_format) and can_pack(down[0], weight_format):
+                gates, ups, downs = (
+                    [_without_values(x, weight_format) for _ in range(len(down))]
+                    for x in (half, half, down[0])
+                )
+                gates = gates if layer.options.has_gate else ups
+                self.packed = PackedExperts(gates, ups, downs, layer.biases, layer.options)
+                del layer.gate_up, layer.down
+                break
+        return True
+
     def apply(self, layer: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if self.packed is None:
             return super().apply(layer, x, ids, weights)
@@ -104,6 +125,14 @@ class PackedTable(DenseTable):
         if self.packed is not None:
             _remove_weight(layer)
 
+    def finish_on_shapes(self, layer: VocabParallelEmbedding) -> bool:
+        if self.packed is None:
+            self.dtype = layer.weight.dtype
+            self.packed = _pack_shape(layer.weight.data, self.stored_as)
+        if self.packed is not None:
+            _remove_weight(layer)
+        return True
+
     def embed(self, layer: VocabParallelEmbedding, ids: Tensor) -> Tensor:
         if self.packed is None:
             return super().embed(layer, ids)
@@ -125,6 +154,19 @@ def _pack(weight: Tensor, stored_as: StoredAs) -> PackedWeight | None:
                 return PackedWeight.pack(weight)
             return PackedWeight.quantize(weight, weight_format)
     return None
+
+
+def _pack_shape(weight: Tensor, stored_as: StoredAs) -> PackedWeight | None:
+    """Return what `_pack` would return, without values; None: the weight fits no format."""
+    for weight_format in _FORMATS[stored_as]:
+        if can_pack(weight, weight_format):
+            return _without_values(weight, weight_format)
+    return None
+
+
+def _without_values(weight: Tensor, weight_format: WeightFormat | None) -> PackedWeight:
+    wanted = weight_format or DENSE_FORMATS[weight.dtype]
+    return PackedWeight(wanted, weight.shape, has_values=False)
 
 
 def _remove_weight(layer: MethodLayer) -> None:

@@ -73,6 +73,11 @@ class WeightMethod(ABC, Generic[Layer]):
         before other layers get memory, so that a model is never in memory twice.
         """
 
+    def finish_on_shapes(self, layer: Layer) -> bool:
+        """Give a layer that has no values the memory that `finish` would leave it, without
+        computing, if the method can. Return whether it has."""
+        return False
+
 
 class MethodLayer(SlicedModule):
     """A layer whose weights are its method's. Its bias, if any, is its own."""

@@ -6,7 +6,7 @@ finished by its method as soon as it is complete, before the next one gets memor
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -20,12 +20,15 @@ from vllm.config.parallel import check_tensor_split
 from vllm.distributed import Stage, TPGroup
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import ParallelLinear
+from vllm.model_executor.layers.stored.stored_linear import KeepsPacked
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.checkpoint import iterate_tensors
 from vllm.model_executor.loader.gguf_file import stored_format
 from vllm.model_executor.loader.sharded_state import shards_of, tensors_once
 from vllm.model_executor.loader.stage import keep_stage
 from vllm.model_executor.loader.weights import load_parameters, load_weights, names_in_checkpoint
+from vllm.model_executor.model_memory import model_storages
 from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.quantization import (
@@ -41,10 +44,6 @@ from vllm.utils.imports import load_class
 from vllm.utils.process import startup_progress
 
 logger = init_logger(__name__)
-
-_MOST_SAVED = 8
-"""How much less memory than in the checkpoint, at most, weights take that are quantized as they are
-loaded, a layer at a time: float32 to int4."""
 
 
 @torch.no_grad()
@@ -92,7 +91,8 @@ def load_model(
     for quantization in formats:
         quantization.start(tp, stage)
     dtype = getattr(torch, config.model.dtype_name)
-    model = build_model(
+    build = partial(
+        build_model,
         arch,
         tp,
         dtype,
@@ -102,6 +102,9 @@ def load_model(
         stage=stage,
         last_embeds=last_embeds,
     )
+    model = build()
+    if device.type == "cpu" and has_values:
+        _check_memory(model, build, config.model.quantization is not None)
     on_host = [] if choose_host_layers is None else list(choose_host_layers(model))
     _read(model, config, files, formats, tp, device, on_host, has_values=has_values)
     return model
@@ -180,19 +183,13 @@ def _read(
 ) -> None:
     """Give a model on the meta device memory and weights; see `load_model`."""
     started = time.perf_counter()
-    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    if device.type == "cpu":
-        _check_memory(num_bytes, is_quantized_here=config.model.quantization is not None)
+    num_bytes = _parameter_bytes(model)
     phase = f"loading {num_bytes / 2**30:.2f} GiB of weights"
     startup_progress.report(phase)
 
     finisher = _LayerFinisher(model)
     if not has_values:
-        memory = ParameterMemory(model, device, on_host)
-        for module in model.modules():
-            memory.allocate(module)
-            finisher.finish_filled(module)
-        materialize_buffers(model, device)
+        finisher = _allocate(model, device, on_host)
     elif config.load.load_format == "dummy":
         materialize(model, device, on_host)
         _fill_with_dummy_weights(model, config.model.seed)
@@ -352,6 +349,50 @@ class _LayerFinisher:
             module.finish()
 
 
+class _FinisherWithoutValues(_LayerFinisher):
+    """Finishes layers that have no values. Of quantized layers with the same shapes, which are
+    finished on the host, the first one is finished, and the others get the same memory.
+
+    Args:
+        model: of the layers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._first: dict[Hashable, KeepsPacked] = {}
+
+    def finish(self, module: nn.Module) -> None:
+        """Finish the module, unless another one is like it."""
+        if not isinstance(module, MethodLayer) or module in self._finished:
+            return
+        method = module.method
+        if not isinstance(module, ParallelLinear) or not isinstance(method, KeepsPacked):
+            if not method.finish_on_shapes(module):
+                super().finish(module)
+            self._finished.add(module)
+            return
+        self._finished.add(module)
+        if module.is_held:
+            return
+        shapes = [(n, p.shape, p.dtype) for n, p in module.named_parameters(recurse=False)]
+        key = (type(method), *shapes)
+        first = self._first.get(key)
+        if first is not None:
+            method.finish_like(module, first)
+            return
+        if module.method.finish_on_shapes(module):
+            self._first[key] = method
+            return
+        for name, param in module.named_parameters(recurse=False):
+            if "scale" in name:  # a scale of 0 is refused
+                param.copy_(torch.ones(param.shape, dtype=param.dtype))
+            else:
+                param.zero_()
+        module.method.fill_indices(module)
+        module.finish()
+        self._first[key] = method
+
+
 def _model_class(arch: ModelArch, is_pooling: bool) -> type[CausalLM] | type[PoolingModel]:
     found = ModelRegistry.resolve(arch.architecture)
     if issubclass(found, LoadableModel):
@@ -424,10 +465,38 @@ class ParameterMemory:
                     setattr(owner, name, new)
 
 
-def _check_memory(num_bytes: int, is_quantized_here: bool) -> None:
-    """Refuse weights that cannot be in the machine's memory, before any of it is taken."""
-    total = machine_memory_bytes()
-    if num_bytes > total * (_MOST_SAVED if is_quantized_here else 1):
+def _allocate(
+    model: LoadableModel, device: torch.device, on_host: Sequence[nn.Module] = ()
+) -> "_FinisherWithoutValues":
+    """Give a model the memory that it has when it is loaded, a layer at a time, and no values."""
+    memory, finisher = ParameterMemory(model, device, on_host), _FinisherWithoutValues(model)
+    for module in list(model.modules()):
+        memory.allocate(module)
+        finisher.finish_filled(module)
+    materialize_buffers(model, device)
+    return finisher
+
+
+def _parameter_bytes(model: LoadableModel) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _check_memory(
+    model: LoadableModel, build: Callable[[], LoadableModel], is_quantized_here: bool
+) -> None:
+    """Refuse weights that cannot be in the machine's memory, before any of it is taken.
+
+    Args:
+        model: on the meta device.
+        build: makes another one.
+        is_quantized_here: weights are quantized as they are loaded, a layer at a time.
+    """
+    num_bytes, total = _parameter_bytes(model), machine_memory_bytes()
+    if num_bytes > total and is_quantized_here:
+        loaded = build()
+        _allocate(loaded, torch.device("cpu"))  # the system commits no page of it
+        num_bytes = sum(map(len, model_storages(loaded)))
+    if num_bytes > total:
         raise ConfigError(
             f"the weights of the model take {num_bytes / 2**30:.1f} GiB, and this machine has "
             f"{total / 2**30:.1f} GiB of memory. Check the sizes in config.json, choose a smaller "

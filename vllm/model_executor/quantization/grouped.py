@@ -137,7 +137,8 @@ class GroupedLinear(StoredLinear):
         if self.layout.has_groups:
             layer.get_parameter("g_idx").copy_(self._groups_of(layer).neighbours())
         if self.layout.is_symmetric:
-            layer.get_parameter("qzeros").fill_(self._stored_middle)
+            zeros = layer.get_parameter("qzeros")
+            zeros.copy_(torch.full(zeros.shape, self._stored_middle, dtype=zeros.dtype))
 
     @property
     def _stored_middle(self) -> int:

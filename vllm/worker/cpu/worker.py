@@ -24,7 +24,7 @@ from vllm.ops import set_ops
 from vllm.ops.cpu.collectives import SharedMemoryCollectives
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.operators import CPUOps
-from vllm.platforms import resolve_platform
+from vllm.platforms import Platform, resolve_platform
 from vllm.platforms.cpu_threads import (
     by_place,
     count_cores,
@@ -69,13 +69,14 @@ class CPUWorker(WorkerBase):
 
     Args:
         config: of the engine.
+        platform: has the memory; None: this machine.
     """
 
     model: CausalLM | PoolingModel
 
-    def __init__(self, config: VllmConfig) -> None:
+    def __init__(self, config: VllmConfig, platform: Platform | None = None) -> None:
         super().__init__(config, torch.device("cpu"))
-        self.platform = resolve_platform("cpu")
+        self.platform = platform or resolve_platform("cpu")
         self._drafter: DraftRunner | SpeculatorRunner | None = None
         self._num_kept_states: int | None = None
         self._num_item_states: int | None = None
@@ -166,7 +167,14 @@ class CPUWorker(WorkerBase):
             self._drafter = runner.drafter = DraftRunner(config, model, runner)
 
     def _read_model(self, config: VllmConfig) -> CausalLM | PoolingModel:
-        return load_model(config, self.tp, self.device, self._dense_format(), stage=self.stage)
+        return load_model(
+            config,
+            self.tp,
+            self.device,
+            self._dense_format(),
+            stage=self.stage,
+            has_values=self.has_values,
+        )
 
     def _count_threads(self, weight_bytes: int) -> None:
         device = self.config.device

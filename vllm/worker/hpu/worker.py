@@ -71,7 +71,13 @@ from vllm.worker.hpu.warmup.recipe_manifest import RecipeManifest
 from vllm.worker.hpu.warmup.warmup import WarmUp
 from vllm.worker.hpu.warmup.warmup_estimate import Kind, Work
 from vllm.worker.interface import MemoryReport, WarmUpStep
-from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, count_kept_states, log_states
+from vllm.worker.kv_cache import (
+    bind_kv_caches,
+    cache_dtype,
+    count_kept_states,
+    log_states,
+    num_provisional,
+)
 from vllm.worker.parts.item_rows import count_item_states
 from vllm.worker.parts.memory_use import (
     MemoryUse,
@@ -110,8 +116,8 @@ class HPUWorker(WorkerBase):
         platform: has the card; None: the card of this process.
 
     Attributes:
-        memory_uses: what has memory beside forward passes and the KV cache; there from `measure`
-            on.
+        memory_uses: all uses of the memory but forward passes, graphs and the KV cache; there
+            from `measure` on.
     """
 
     model: CausalLM | PoolingModel
@@ -261,9 +267,7 @@ class HPUWorker(WorkerBase):
             layout = self.runner.cache_layout
             free_bytes = memory.free_bytes - self._count_items(memory.free_bytes)
             self._num_kept_states = count_kept_states(self.config, layout, free_bytes)
-            config, free_bytes = beside_states(
-                self.config, free_bytes, layout.state_bytes * self._num_rows
-            )
+            config, free_bytes = beside_states(self.config, free_bytes, self._state_bytes)
             self._memory_config = config
             self.memory_uses = self._uses(memory.total_bytes, free_bytes)
             report = divide_memory(
@@ -308,7 +312,7 @@ class HPUWorker(WorkerBase):
             free_bytes: what the model and its states leave.
         """
         config, runner = self.config, self.runner
-        states = runner.cache_layout.state_bytes * self._num_rows
+        states = self._state_bytes
         drafts, parts = 0, [*runner.parts.memory_uses(), items_use(self._item_bytes)]
         if self._drafter is not None:
             tensors = model_tensors(self._drafter.model)
@@ -525,6 +529,13 @@ class HPUWorker(WorkerBase):
         """Rows of recurrent states: the batch, one of padding, and the kept states."""
         return self.config.scheduler.max_num_seqs + 1 + (self._num_kept_states or 0)
 
+    @property
+    def _state_bytes(self) -> int:
+        """Memory of the recurrent states, and of the inputs that are kept for drafts."""
+        layout, num_rows = self.runner.cache_layout, self.config.scheduler.max_num_seqs + 1
+        inputs = layout.input_bytes * num_provisional(self.config) * num_rows
+        return layout.state_bytes * self._num_rows + inputs
+
     def _block_bytes(self) -> int:
         return sum(runner.cache_layout.block_bytes for runner in self._runners)
 
@@ -537,7 +548,10 @@ class HPUWorker(WorkerBase):
         dtype = cache_dtype(self.config)
         for runner in self._runners:
             layers, layout = runner.attention_layers, runner.cache_layout
-            bind_kv_caches(layers, self.platform, num_blocks, layout, dtype, self._num_rows)
+            bind_kv_caches(
+                *(layers, self.platform, num_blocks, layout, dtype, self._num_rows),
+                provisional=(self.config.scheduler.max_num_seqs + 1, num_provisional(self.config)),
+            )
         if self._drafter is not None and self._drafter.states is not None:
             self._drafter.states.bind(num_blocks)
         if self._items is not None and self._num_item_states is not None:

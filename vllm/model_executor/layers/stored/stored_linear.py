@@ -6,6 +6,7 @@ says how it multiplies (`Ops.prepare_weight`). Independent of files, formats and
 
 from abc import abstractmethod
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,52 @@ class Kept:
     num_bytes: int
 
 
-class StoredLinear(LinearMethod):
+class KeepsPacked:
+    """Part of a method that hands the weight of its layer over to the device.
+
+    Attributes:
+        packed: as the device has it; None: the layer is not finished yet.
+        stored_as: words of the log for the format of the checkpoint; None: it says nothing of the
+            layer.
+        kept: known once the layer is finished.
+    """
+
+    packed: PreparedWeight | None = None
+    stored_as: str | None = None
+    kept: Kept | None = None
+    memory: Tensor | None = None
+    """Of a weight without values, which it shares with another layer."""
+
+    def finish_like(self, layer: ParallelLinear, other: "KeepsPacked") -> None:
+        """Give the layer the memory of one with the same shapes that is finished, and no values."""
+        packed, device = other.packed, next(layer.parameters()).device
+        layer.remove_weights()
+        if isinstance(packed, nn.Module):
+            packed = without_values(packed, device)
+            layer.packed = packed
+        else:
+            assert other.kept is not None, "the other layer is finished"
+            self.memory = torch.empty(other.kept.num_bytes, dtype=torch.uint8, device=device)
+        self.packed, self.stored_as, self.kept = packed, other.stored_as, other.kept
+
+
+def without_values(module: nn.Module, device: torch.device) -> Any:
+    """Return a copy of a module whose parameters and buffers have memory, and no values."""
+    new: Any = copy(module)
+    new._modules = {name: without_values(part, device) for name, part in module.named_children()}
+
+    def like(x: Tensor) -> Tensor:
+        return torch.empty(x.shape, dtype=x.dtype, device=device)
+
+    new._buffers = {name: like(x) for name, x in module.named_buffers(recurse=False)}
+    new._parameters = {
+        name: None if x is None else nn.Parameter(like(x), requires_grad=False)
+        for name, x in module._parameters.items()
+    }
+    return new
+
+
+class StoredLinear(KeepsPacked, LinearMethod):
     """A weight in the layout of a checkpoint until it is loaded, then in that of the device.
 
     Args:
@@ -62,11 +108,6 @@ class StoredLinear(LinearMethod):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.packed: PreparedWeight | None = None
-        self.stored_as: str | None = None
-        """Words of the log for the format of the checkpoint; None: it says nothing of the layer."""
-        self.kept: Kept | None = None
-        """Known once the layer is finished."""
 
     def stored_tensors(self) -> dict[str, StoredTensor]:
         """How the checkpoint stores the parameters, by their names."""
@@ -224,7 +265,7 @@ class StoredTable(DenseTable):
         return apply_prepared(self.packed, hidden_states, None)
 
 
-class RoundedLinear(UnquantizedLinear):
+class RoundedLinear(KeepsPacked, UnquantizedLinear):
     """A dense weight that is stored in fewer bits once it is loaded.
 
     Args:
@@ -235,10 +276,6 @@ class RoundedLinear(UnquantizedLinear):
     def __init__(self, name: str, round_weight: Callable[[Tensor], StoredWeight]) -> None:
         self.name = name
         self.round_weight = round_weight
-        self.packed: PreparedWeight | None = None
-        self.stored_as: str | None = None
-        """Storage format in the checkpoint; None before the layer is finished."""
-        self.kept: Kept | None = None
 
     @torch.no_grad()
     def finish(self, layer: ParallelLinear) -> None:
@@ -248,6 +285,25 @@ class RoundedLinear(UnquantizedLinear):
         self.stored_as = dtype_name(weight.dtype)
         kind = self.stored_as if self.is_dequantized else rounded.kind
         self.kept = Kept(kind, bytes_of(self.packed))
+
+    def finish_on_shapes(self, layer: ParallelLinear) -> bool:
+        from torch._subclasses.fake_tensor import FakeTensorMode  # of plans only
+
+        weight = layer.get_parameter("weight")
+        if weight.device.type == "cpu":
+            return False  # its kernels read the memory of what they are given
+        other = RoundedLinear(self.name, self.round_weight)
+        with FakeTensorMode():
+            fake = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
+            rounded = self.round_weight(fake)
+            other.packed = get_ops().prepare_weight(rounded, weight.dtype)
+        if not isinstance(other.packed, nn.Module):
+            return False
+        other.stored_as = dtype_name(weight.dtype)
+        kind = other.stored_as if other.is_dequantized else rounded.kind
+        other.kept = Kept(kind, bytes_of(other.packed))
+        self.finish_like(layer, other)
+        return True
 
     def dense_weight(self, layer: ParallelLinear, dtype: torch.dtype) -> Tensor:
         return self.round_weight(on_host(layer, "weight")).dequantize()

@@ -56,8 +56,11 @@ class PackedWeight:
         shape: torch.Size,
         panels: Tensor | None = None,
         groups: Int4Groups | ByteGroups | MinimumGroups | None = None,
+        *,
+        has_values: bool = True,
     ) -> None:
-        """Wrap panels, or make them, zeroed; an int4 weight without groups has blocks of 32."""
+        """Wrap panels, or make them: zeroed, or without values. An int4 weight without groups has
+        blocks of 32."""
         self.out_features, self.in_features = shape
         self.num_inputs = self.in_features
         """Numbers in a row of inputs; fewer than `in_features` where some are read twice."""
@@ -95,7 +98,8 @@ class PackedWeight:
         )
         self._address = ctypes.addressof(self._struct)
         if panels is None:
-            panels = torch.zeros(kernels.plain.packed_bytes(self._address), dtype=torch.uint8)
+            make = torch.zeros if has_values else torch.empty
+            panels = make(kernels.plain.packed_bytes(self._address), dtype=torch.uint8)
         self._panels = panels
         self._struct.panels = panels.data_ptr()
         self._linear = {dtype: of_dtype.linear for dtype, of_dtype in kernels.of.items()}

@@ -1,0 +1,111 @@
+"""`vllm plan` on the command line: tables, JSON, and one line for bad input."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.hpu import needs_simulated_device
+from vllm.entrypoints.cli.main import main
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 512,
+}
+
+
+@pytest.fixture
+def model(tmp_path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), "utf-8")
+    return str(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """The command changes the level of the log, and a variable of torch."""
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    monkeypatch.setattr("vllm.entrypoints.cli.plan.logging.Logger.setLevel", lambda *_: None)
+
+
+@needs_simulated_device
+def test_the_table_and_the_object_have_the_same_figures(model, capsys):
+    flags = ["plan", model, "--device", "gaudi2", "--max-num-seqs", "4", "--num-cards", "2"]
+    assert main(flags) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0].endswith("bfloat16, on 2 gaudi2 cards. Planned, not measured.")
+    assert main([*flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    memory, start = found["memory"], found["start"]
+    assert (found["version"], found["device"], found["num_cards"]) == (1, "gaudi2", 2)
+    assert sum(num_bytes for _, num_bytes in memory["uses"]) == memory["total_bytes"]
+    text = "\n".join(lines)
+    assert f"KV cache: {memory['num_blocks']} blocks of {memory['block_size']} tokens" in text
+    assert f"longest context is {memory['longest_context']} tokens" in text
+    prefill = start["prefill"]
+    line = next(line for line in lines if line.startswith("  prompts"))
+    assert line.split()[1:3] == [str(prefill["num_buckets"]), str(prefill["num_shapes"])]
+    assert start["cold_s"] > start["cached_s"] > 0
+
+
+def test_a_plan_for_a_cpu_has_the_memory_of_a_machine(model, capsys):
+    assert main(["plan", model, "--device", "cpu", "--host-memory", "0.5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"]["total_bytes"] == 2**29
+    assert found["start"] is None
+    assert sum(num_bytes for _, num_bytes in found["memory"]["uses"]) == 2**29
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ([], "--device is missing"),
+        (["--device", "gaudi4"], "--device gaudi4 is not known; accepted: gaudi2, gaudi3, cpu"),
+        (["--device", "gaudi2", "--num-cards", "0"], "--num-cards 0 must be a number of at least"),
+        (["--device", "gaudi2", "--num-cards", "two"], "--num-cards two must be a number"),
+        (["--device", "gaudi2", "--num-cards", "2", "-tp", "4"], "are the same setting"),
+        (["--device", "gaudi2", "--num-cards", "3"], "must divide the number of attention heads"),
+        (
+            ["--device", "gaudi2", "--host-memory", "4"],
+            "--host-memory must be given with --device",
+        ),
+        (["--device", "cpu", "--host-memory", "nan"], "--host-memory nan must be a number of GiB"),
+        (["--device", "cpu", "--host-memory", "1e30"], "must be a number of GiB"),
+        (["--device", "gaudi3", "--max-model-len", "9000"], "at most 512 tokens"),
+    ],
+)
+def test_bad_flags_get_one_line(flags, error, model, capsys):
+    assert main(["plan", model, *flags]) == 2
+    text = capsys.readouterr().err
+    assert error in text and text.startswith("error: ") and text.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("absent", None, "does not exist"),
+        ("empty", "", "has no config.json"),
+        ("broken", "{", "config.json"),
+        ("unknown", json.dumps(CONFIG | {"architectures": ["NoSuchModel"]}), "NoSuchModel"),
+    ],
+)
+def test_bad_models_get_one_line(name, content, error, tmp_path, capsys):
+    folder = tmp_path / name
+    if content is not None:
+        folder.mkdir()
+    if content:
+        (folder / "config.json").write_text(content, "utf-8")
+    assert main(["plan", str(folder), "--device", "gaudi2"]) == 2
+    text = capsys.readouterr().err
+    assert error in text and text.startswith("error: ") and text.count("\n") == 1

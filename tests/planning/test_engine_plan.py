@@ -1,0 +1,294 @@
+"""Planned engines against engines of a simulated card and of a CPU: memory by class, buckets, and
+the warm-up."""
+
+import json
+import random
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vllm.ops
+from tests.hpu import simulated_hpu
+from tests.quantized_checkpoints import FORMATS, made_once
+from tests.tiny_models import make_tiny_model
+from tests.worker.hpu_helpers import run_warm_up
+from vllm.bucketing.ledger import GRAPHS, MemoryClass
+from vllm.distributed import TPGroup
+from vllm.engine.arg_utils import EngineArgs
+from vllm.errors import ConfigError
+from vllm.model_executor.loader import load_model
+from vllm.model_executor.model_memory import model_storages
+from vllm.model_executor.quantization.cpu_packed import CPUPacked
+from vllm.ops.cpu.operators.table import CPUOps
+from vllm.planning.engine_plan import make_engine_plan
+from vllm.planning.fit import planned_or_nearest
+from vllm.planning.host import start_on_host
+from vllm.planning.start import plan_start
+from vllm.worker.hpu.memory.memory import divide_memory
+from vllm.worker.hpu.worker import HPUWorker
+
+GIB, MIB = 2**30, 2**20
+
+DENSE = (
+    *("llama", "qwen2", "gemma2", "opt", "mixtral", "gpt_oss", "deepseek_v2", "bamba"),
+    "falcon_7b",
+)
+ORDERED = tuple(name for name in FORMATS if name.endswith("-order"))
+"""Whether the inputs of a layer have an order of their own is known from the weights only."""
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+"""As published with Llama-3.1-8B."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Callable[[str], str]:
+    """The folder of a tiny checkpoint, by the name of a family or of a format."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    quantized = made_once(folder)
+
+    @cache
+    def get(name: str) -> str:
+        if name in FORMATS:
+            return str(quantized(name)[0])
+        return str(make_tiny_model(name, folder / name))
+
+    return get
+
+
+def write_config(folder, **changes: Any) -> str:
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B | changes), "utf-8")
+    return str(folder)
+
+
+def random_settings(rng: random.Random) -> dict[str, Any]:
+    """Return arguments of an engine, and the names of its checkpoint and card."""
+    settings: dict[str, Any] = {
+        "max_model_len": rng.choice([128, 200, 512]),
+        "max_num_seqs": rng.choice([1, 3, 8]),
+        "block_size": rng.choice([16, 128]),
+        "dtype": rng.choice(["bfloat16", "bfloat16", "float32"]),
+        "gpu_memory_utilization": rng.choice([0.3, 0.9]),
+        "max_num_batched_tokens": rng.choice([256, 512]),
+        "enable_prefix_caching": rng.random() < 0.6,
+        "enforce_eager": rng.random() < 0.2,
+    }
+    if rng.random() < 0.2:
+        settings["num_gpu_blocks_override"] = rng.choice([66, 300])
+    elif rng.random() < 0.2:
+        settings["kv_cache_memory_bytes"] = 2**28
+    name = rng.choice(sorted(FORMATS)) if rng.random() < 0.4 else rng.choice(DENSE)
+    if rng.random() < 0.2 and name not in FORMATS:
+        settings["quantization"] = "fp8"
+    if rng.random() < 0.2 and name in ("llama", "qwen2"):
+        settings["kv_cache_dtype"] = "fp8_inc"
+    return settings | {"name": name, "card": rng.choice(["gaudi2", "gaudi3"])}
+
+
+def started_worker(args: EngineArgs) -> tuple[HPUWorker, int]:
+    """Return the worker of a simulated card, with its cache, and the number of its blocks."""
+    worker = HPUWorker(args.create_engine_config())
+    worker.load(0)
+    report = worker.measure()
+    worker.allocate(report.num_blocks)
+    return worker, report.num_blocks
+
+
+def check_case(seed: int, checkpoint: Callable[[str], str]) -> None:
+    settings = random_settings(random.Random(seed))
+    card, name = settings.pop("card"), settings.pop("name")
+    args = {"model": checkpoint(name), "skip_tokenizer_init": True, **settings}
+    what = f"{seed}: {name} on {card} with {settings}"
+    with simulated_hpu(card=card, PT_HPU_LAZY_MODE=1, VLLM_HPU_SIM_STRICT=0):
+        try:
+            worker, num_blocks = started_worker(EngineArgs(device="hpu", **args))
+        except ConfigError as error:
+            with pytest.raises(ConfigError) as refused:
+                make_engine_plan(EngineArgs(**args), card)
+            assert str(refused.value) == str(error), what
+            return
+        catalog, shapes = (
+            worker.runner.launches.planner.catalog,
+            worker.runner.launches.launch_shapes,
+        )
+        ledger, block_bytes = worker.ledger, worker._report.block_bytes
+        plan = make_engine_plan(EngineArgs(**args), card)
+        assert plan.report.block_bytes == block_bytes, what
+        assert plan.ledger.total_bytes == ledger.total_bytes, what
+        for cls in MemoryClass:
+            tolerance = 0.02 if cls is MemoryClass.WORKSPACE or name in ORDERED else 0
+            assert plan.ledger.budget(cls) == pytest.approx(ledger.budget(cls), tolerance, 2**20), (
+                what
+            )
+        if plan.report.launch_bytes == worker._report.launch_bytes and name not in ORDERED:
+            assert plan.report == worker._report, what
+        assert plan.report.num_blocks == pytest.approx(num_blocks, 1e-3), what
+        assert plan.catalog.prefill == catalog.prefill, what
+        assert plan.catalog.decode == catalog.decode, what
+        buckets = [*catalog.prefill, *catalog.decode]
+        assert list(plan.shapes) == [shape for each in buckets for shape in shapes(each)], what
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *range(12),
+        *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(12, 1000)),
+    ],
+)
+def test_a_plan_has_the_memory_and_buckets_of_a_card(seed, checkpoint):
+    check_case(seed, checkpoint)
+
+
+def test_a_plan_has_the_weights_of_a_gguf_file(checkpoint, tmp_path):
+    pytest.importorskip("gguf")
+    from tests.gguf_files import Type, write_gguf
+
+    path = write_gguf(Path(checkpoint("llama")), tmp_path, lambda name: Type.Q8_0)
+    settings = {"model": str(path), "max_model_len": 128, "max_num_seqs": 2}
+    settings |= {"max_num_batched_tokens": 128, "dtype": "bfloat16", "skip_tokenizer_init": True}
+    with simulated_hpu(PT_HPU_LAZY_MODE=1, VLLM_HPU_SIM_STRICT=0):
+        worker, _ = started_worker(EngineArgs(device="hpu", **settings))
+        weights = MemoryClass.WEIGHTS
+        plan = make_engine_plan(EngineArgs(**settings), "gaudi2")
+        assert plan.ledger.budget(weights) == worker.ledger.budget(weights)
+        assert plan.report == worker._report
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_a_planned_start_makes_the_graphs_and_recipes_of_a_warm_up(enforce_eager, checkpoint):
+    settings = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 128}
+    settings |= {"enforce_eager": enforce_eager, "skip_tokenizer_init": True}
+    settings |= {"dtype": "bfloat16", "model": checkpoint("llama"), "num_gpu_blocks_override": 9}
+    with simulated_hpu(PT_HPU_LAZY_MODE=1, VLLM_HPU_SIM_STRICT=0) as bridge:
+        worker, _ = started_worker(EngineArgs(device="hpu", **settings))
+        before = bridge.counters()
+        run_warm_up(worker)
+        after = bridge.counters()
+        plan = make_engine_plan(EngineArgs(**settings), "gaudi2")
+        start = plan_start(plan)
+        # The measurement has compiled some of the shapes, and others that never run again.
+        assert after.compile_s - before.compile_s <= start.compile_s < after.compile_s
+        for phase, cls in zip(start.phases, GRAPHS, strict=True):
+            assert phase.graph_bytes == pytest.approx(worker.ledger.booked(cls), 0.02)
+        num_graphs = sum(phase.num_graphs for phase in start.phases)
+        assert num_graphs == (0 if enforce_eager else len(plan.catalog))
+        captured = after.graph_captures - before.graph_captures
+        assert captured == (0 if enforce_eager else len(plan.shapes))
+        assert start.cold_s == start.compile_s + start.cached_s
+
+
+def test_plans_of_other_cards_leave_the_work_of_a_plan_as_it_is(checkpoint):
+    args = EngineArgs(model=checkpoint("llama"), max_model_len=128, skip_tokenizer_init=True)
+    plan = make_engine_plan(args, "gaudi2")
+    shape = plan.shapes[-1]
+    work = plan.launch_work(shape)
+    halves = make_engine_plan(args, "gaudi3", 2).launch_work(shape)
+    assert halves.flops < work.flops and halves.num_bytes < work.num_bytes
+    again = plan.record(lambda: plan.worker.runner.launches.run_padding(shape))[1]
+    assert (again.operators, again.num_ops) == (work.operators, work.num_ops)
+
+
+def test_llama_8b_takes_what_published_logs_say(tmp_path):
+    """Logs have 14.97 to 15.05 GiB of weights, and 4,107 blocks in 64.17 GiB."""
+    args = EngineArgs(model=write_config(tmp_path), max_model_len=8192, skip_tokenizer_init=True)
+    plan = make_engine_plan(args, "gaudi2")
+    parameters = sum(p.nbytes for p in plan.worker.model.parameters())
+    assert parameters == int(14.9575 * GIB) + parameters % MIB - int(14.9575 * GIB) % MIB
+    assert 14.97 * GIB < plan.ledger.budget(MemoryClass.WEIGHTS) < 15.05 * GIB
+    assert plan.report.block_bytes == 16 * MIB
+    free_bytes = int(79.2247 * GIB)
+    divided = divide_memory(
+        plan.config,
+        free_bytes=free_bytes + 504 * MIB,
+        launch_bytes=504 * MIB,
+        block_bytes=plan.report.block_bytes,
+    )
+    assert divided.num_blocks == 4107
+
+
+def test_a_model_that_is_too_large_is_told_the_nearest_that_fits(tmp_path):
+    big = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+    folder = tmp_path / "Llama-3.1-70B"
+    folder.mkdir()
+    args = EngineArgs(
+        model=write_config(folder, num_hidden_layers=80, **big),
+        max_model_len=1024,
+        max_num_seqs=8,
+        skip_tokenizer_init=True,
+    )
+    with pytest.raises(ConfigError) as found:
+        planned_or_nearest(args, "gaudi2", 1)
+    assert str(found.value) == (
+        "Llama-3.1-70B in bfloat16 takes 131.5 GiB, a gaudi2 card has 94.62 GiB. Use "
+        "--num-cards 2, or an FP8 checkpoint (67.75 GiB)"
+    )
+
+
+def test_a_model_for_no_number_of_cards_is_refused(tmp_path):
+    huge = {"hidden_size": 65536, "intermediate_size": 262144, "num_attention_heads": 512}
+    args = EngineArgs(
+        model=write_config(tmp_path, num_hidden_layers=40, head_dim=128, **huge),
+        max_model_len=1024,
+        skip_tokenizer_init=True,
+    )
+    with pytest.raises(ConfigError, match=r"It fits on no number of cards up to 8\. Use a smaller"):
+        planned_or_nearest(args, "gaudi3", 1)
+
+
+# ---- on a CPU ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4", "fp8"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gptq-4"])
+def test_a_plan_for_a_cpu_has_the_weights_of_the_loaded_model(
+    name, quantization, checkpoint, monkeypatch
+):
+    monkeypatch.setattr(vllm.ops, "_ops", CPUOps())
+    if name == "gptq-4" and quantization is not None:
+        return
+    settings = {"model": checkpoint(name), "dtype": "bfloat16", "max_model_len": 128}
+    settings |= {"skip_tokenizer_init": True, "quantization": quantization}
+    try:
+        config = EngineArgs(device="cpu", **settings).create_engine_config()
+    except ConfigError as error:
+        with pytest.raises(ConfigError, match=re.escape(str(error)[:40])):
+            start_on_host(EngineArgs(**settings), 1, GIB)
+        return
+    loaded = load_model(config, TPGroup(), torch.device("cpu"), CPUPacked())
+    num_bytes = sum(map(len, model_storages(loaded)))
+    worker = start_on_host(EngineArgs(**settings), 1, GIB)
+    assert worker.memory_uses[0].num_bytes == num_bytes
+    left = int((GIB - num_bytes) * config.cache.gpu_memory_utilization)
+    assert worker.report.num_blocks * worker.report.block_bytes <= left
+
+
+def test_a_machine_that_is_too_small_is_refused(checkpoint):
+    args = EngineArgs(model=checkpoint("llama"), max_model_len=128, skip_tokenizer_init=True)
+    with pytest.raises(ConfigError, match=r"takes .* MiB, the machine has 2 MiB\. Use a"):
+        start_on_host(args, 1, 2 * MIB)
