@@ -82,7 +82,7 @@ class CoreLoop:
         self._core = core
         self._receive = receive
         self._send = send
-        # How much of the warm-up is left is known from the first moment.
+        # The state of the warm-up is known from the first moment.
         self._has_unsent_stats = core.has_idle_work()
 
     def run(self) -> NoReturn:
