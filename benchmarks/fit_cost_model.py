@@ -1,7 +1,8 @@
 """Fit the constants of the cost model to published runs, and say how far it is from them.
 
     python benchmarks/fit_cost_model.py            # prints one JSON object
-    python benchmarks/fit_cost_model.py --write    # writes vllm/cost_model/fitted.json as well
+    python benchmarks/fit_cost_model.py --write    # writes vllm/cost_model/fitted.json and
+                                                   # docs/planning_accuracy.md as well
 
 The runs (benchmarks/data/gaudi_throughput.csv) are Intel's, of optimum-habana with one static
 batch: a prefill, then decodes until all outputs are complete. A run takes the sum of its steps
@@ -27,7 +28,15 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # works in a checkout that is not installed
 
-from vllm.cost_model.fitted import CONSTANTS, FILE, Fitted, Floats, Residuals  # noqa: E402
+from benchmarks.cost_model_page import PAGE, page_lines  # noqa: E402
+from vllm.cost_model.fitted import (  # noqa: E402
+    CONSTANTS,
+    FILE,
+    Fitted,
+    Floats,
+    Residuals,
+    fitted_constants,
+)
 from vllm.cost_model.throughput import (  # noqa: E402
     AttentionFigures,
     ModelFigures,
@@ -163,8 +172,8 @@ class Problem:
             cost = ServingCost(run.card, run.num_cards, MODELS[run.model], fitted=NOT_FITTED)
             batch, input_len = np.float64(run.batch), np.float64(run.input_len)
             seconds, terms = cost.prefill_terms(batch, input_len, np.float64(0))
-            blocks = -(-(run.input_len + np.arange(1, run.output_len)) // BLOCK_SIZE)
-            steps = cost.decode_terms(batch, batch * BLOCK_SIZE * blocks, np.float64(1))
+            context = batch * padded_contexts(run.input_len, run.output_len)
+            steps = cost.decode_terms(batch, context, np.float64(1))
             prompts.append(terms)
             decodes.append(steps.sum(0))
             attention.append(seconds)
@@ -304,6 +313,19 @@ def whole_groups_held_out(problem: Problem) -> dict[str, float]:
     return errors
 
 
+def software_spread(runs: Sequence[Run]) -> dict[str, float]:
+    """Return how much faster the fastest software version has the same run, in percent."""
+    rates: dict[Any, list[float]] = {}
+    for run in runs:
+        rates.setdefault((*run.case, run.batch), []).append(run.tokens_per_s)
+    spreads = [max(same) / min(same) - 1 for same in rates.values() if len(same) > 1]
+    return {
+        "runs": len(spreads),
+        "median": _percent(np.median(spreads)),
+        "worst": _percent(max(spreads)),
+    }
+
+
 def ranges(problem: Problem) -> Floats:
     """Return the 10 % and 90 % quantiles of each constant over resampled cases. [2, constants]"""
     rng = np.random.default_rng(0)
@@ -348,6 +370,37 @@ def problems(runs: Sequence[Run]) -> dict[str, Problem]:
     }
 
 
+def predicted_runs() -> list[tuple[Any, ...]]:
+    """Return each run with the tokens/s that the shipped constants predict."""
+    rows: list[tuple[Any, ...]] = []
+    for run in read_runs():
+        cost = ServingCost(run.card, run.num_cards, MODELS[run.model])
+        seconds = run_seconds(cost, run.batch, run.input_len, run.output_len)
+        predicted = run.batch * run.output_len / seconds
+        where = run.card, run.software, run.model, run.num_cards, run.batch
+        rows.append((*where, run.input_len, run.output_len, run.tokens_per_s, predicted))
+    return rows
+
+
+def predicted_mlperf() -> dict[int, float]:
+    """Return the predicted tokens/s of static batches with the mean lengths of MLPerf 4.0."""
+    cost = ServingCost("gaudi2", 8, MODELS["llama-2-70b"])
+    return {batch: batch * 292 / run_seconds(cost, batch, 295, 292) for batch in (512, 1024)}
+
+
+def run_seconds(cost: ServingCost, batch: int, input_len: int, output_len: int) -> float:
+    """Return the predicted seconds of a static batch."""
+    context = batch * padded_contexts(input_len, output_len)
+    decodes = cost.decode_seconds(batch, context).seconds.sum() if len(context) else 0.0
+    return float(cost.prefill_seconds(batch, input_len).seconds + decodes)
+
+
+def padded_contexts(input_len: int, output_len: int) -> Floats:
+    """Return the tokens that each decode of a run reads of a request."""
+    blocks = -(-(input_len + np.arange(1, output_len)) // BLOCK_SIZE)
+    return np.asarray(BLOCK_SIZE * blocks, np.float64)
+
+
 def _text_of(fitted: dict[str, Any]) -> str:
     """Return the file of constants, each list on one line."""
     text = json.dumps({"made_by": "benchmarks/fit_cost_model.py", "cards": fitted}, indent=1)
@@ -365,14 +418,12 @@ def _rounded(value: Any) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--splits", type=int, default=100, help="random splits of the validation")
-    parser.add_argument("--write", action="store_true", help=f"write {FILE.name} of the package")
+    parser.add_argument("--write", action="store_true", help="write the constants and the page")
     args = parser.parse_args()
     if args.splits < 1:
         parser.error(f"--splits is {args.splits}, and must be at least 1")
     cards = problems(read_runs())
     fitted = {card: constants_of(problem) for card, problem in cards.items()}
-    if args.write:
-        FILE.write_text(_text_of(fitted), "utf-8")
     report = {
         card: {
             "runs": len(problem.runs),
@@ -380,9 +431,15 @@ def main() -> None:
             "constants": fitted[card]["constants"],
             "held_out_percent": held_out_errors(problem, args.splits),
             "whole_groups_held_out_percent": whole_groups_held_out(problem),
+            "software_versions_percent": software_spread(problem.runs),
         }
         for card, problem in cards.items()
     }
+    if args.write:
+        FILE.write_text(_text_of(fitted), "utf-8")
+        fitted_constants.cache_clear()
+        lines = page_lines(report, predicted_mlperf(), predicted_runs())
+        PAGE.write_text("".join(f"{line}\n" for line in lines), "utf-8")
     print(json.dumps(report, indent=2))
 
 

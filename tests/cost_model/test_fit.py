@@ -5,16 +5,19 @@ import json
 import numpy as np
 import pytest
 
+from benchmarks.cost_model_page import PAGE, run_lines
 from benchmarks.fit_cost_model import (
     MODELS,
     Problem,
     fit,
     held_out_errors,
     least_squares,
+    predicted_runs,
     problems,
     read_runs,
     whole_groups_held_out,
 )
+from vllm.cost_model import constants
 from vllm.cost_model.fitted import CONSTANTS, FILE, fitted_constants
 
 CARDS = ("gaudi2", "gaudi3")
@@ -41,14 +44,29 @@ def test_the_shipped_constants_are_those_that_the_program_fits(of_card, card):
     assert shipped.numbers_of_cards == (1, 2, 8)
 
 
+def test_the_page_has_each_run_as_the_shipped_constants_predict_it():
+    lines = PAGE.read_text("utf-8").splitlines()
+    table = list(run_lines(predicted_runs()))
+    assert lines[-len(table) :] == table
+    assert len(table) == 2 + 122
+
+
 @pytest.mark.parametrize("card", CARDS)
 def test_each_shipped_constant_lies_in_its_range(card):
-    constants = json.loads(FILE.read_text("utf-8"))["cards"][card]["constants"]
-    assert list(constants) == list(CONSTANTS)
-    for constant in constants.values():
+    shipped = json.loads(FILE.read_text("utf-8"))["cards"][card]["constants"]
+    assert list(shipped) == list(CONSTANTS)
+    for constant in shipped.values():
         assert constant["low"] <= constant["value"] <= constant["high"]
-    assert constants["weights"]["value"] == 1.25
-    assert 20 <= constants["layer_us"]["value"] <= 100
+    assert shipped["weights"]["value"] == 1.25
+    assert 20 <= shipped["layer_us"]["value"] <= 100
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_shares_of_single_operators_have_the_fitted_constants_in_their_range(card):
+    fitted = dict(zip(CONSTANTS, fitted_constants(card).values, strict=True))
+    hbm, gemm = constants.HBM_SHARE, constants.GEMM_SHARE
+    assert hbm.low <= 1 / fitted["keys_and_values"] <= hbm.high
+    assert gemm.low <= 1 / fitted["prompt_matmuls"] <= gemm.high
 
 
 @pytest.mark.parametrize("splits", [3, pytest.param(100, marks=pytest.mark.exhaustive)])

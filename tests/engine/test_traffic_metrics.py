@@ -12,7 +12,7 @@ from vllm.bucketing.traffic import TrafficTable
 from vllm.cost_model.padded import forward_seconds
 from vllm.engine.metrics.engine_metrics import EngineMetrics
 from vllm.engine.metrics.replica_metrics import ReplicaMetrics, sum_stats
-from vllm.engine.metrics.traffic_metrics import TrafficFile
+from vllm.engine.metrics.traffic_metrics import BucketAdvice, TrafficFile
 from vllm.errors import ConfigError
 from vllm.messages import RunnerStats, SchedulerStats
 
@@ -26,7 +26,7 @@ def make_metrics() -> EngineMetrics:
 
 def report(metrics: EngineMetrics, *recent: int) -> None:
     """A message of the core."""
-    stats = SchedulerStats(runner=RunnerStats(recent_launches=recent))
+    stats = SchedulerStats(num_kv_blocks=4000, runner=RunnerStats(recent_launches=recent))
     metrics.record_output(stats, NOTHING)
 
 
@@ -123,3 +123,35 @@ def test_a_file_of_something_else_is_not_overwritten(
     with pytest.raises(ConfigError, match=words):
         TrafficFile(path, make_metrics())
     assert path.read_text() == before
+
+
+def test_poor_buckets_are_said_at_most_once_a_day(caplog: pytest.LogCaptureFixture) -> None:
+    metrics, now = make_metrics(), [0.0]
+    advice = BucketAdvice(metrics, metrics.config, clock=lambda: now[0])
+    report(metrics, 1, *DECODE)
+    assert not advice.is_due(), "one forward pass is no traffic"
+    poor = (1, 3, 1, 20, 16, 1, 2000)
+    for number in range(2, 10_002):
+        report(metrics, number, *poor)
+    assert advice.is_due()
+    now[0] += 80_000
+    assert not advice.is_due()
+    now[0] += 10_000
+    assert advice.is_due()
+    with caplog.at_level("INFO"):
+        advice.advise()
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("buckets: 22.9 % of device time is padding; 3 others would have 0.0 %")
+
+
+def test_buckets_that_fit_their_traffic_are_not_spoken_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    metrics = make_metrics()
+    for number in range(1, 10_002):
+        report(metrics, number, 1, 3, 1, 20, 3, 1, 20)
+    advice = BucketAdvice(metrics, metrics.config)
+    assert not advice.is_due()
+    with caplog.at_level("INFO"):
+        advice.advise()
+    assert not caplog.records

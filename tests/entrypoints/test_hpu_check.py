@@ -18,6 +18,7 @@ from tests.hpu import needs_simulated_device
 from tests.platforms.conftest import lazy, vendor  # noqa: F401
 from vllm import envs
 from vllm.attention.backends import hpu_attn
+from vllm.cost_model.measured import RATES, read_measured
 from vllm.entrypoints.cli.main import main
 from vllm.hpu_check import CHECKS, NAMES, collectives, device, run
 from vllm.hpu_check.check import Outcome, run_check
@@ -126,6 +127,22 @@ def test_what_the_bridge_lacks_is_skipped_and_the_rest_passes(environment, capsy
     assert {status for name, (status, _) in rows.items() if name.startswith("sdpa")} == {"skip"}
     for name in ("rms_norm", "rotary neox", "prefill attention"):
         assert rows[name][0] == "pass"
+
+
+@pytest.mark.parametrize("variables", [LAZY, EAGER], ids=["lazy", "eager"])
+def test_saved_rates_of_a_simulated_card_are_near_the_cost_model(
+    environment, monkeypatch, tmp_path, variables
+):
+    environment(variables)
+    monkeypatch.setattr(run, "CHECKS", {"memory": CHECKS["memory"]})
+    path, card = tmp_path / "card.json", variables["VLLM_HPU_SIM"]
+    assert main(["hpu-check", "--save", str(path)]) == 0
+    measured = read_measured(path, card)
+    assert measured.is_simulated
+    in_both_modes = ["matmul_flops_per_s", "memory_bytes_per_s"]
+    assert list(measured.rates) == (list(RATES) if variables is LAZY else in_both_modes)
+    for name in measured.rates:
+        assert measured.slowness(name) == pytest.approx(1, rel=0.05)
 
 
 def test_a_triton_that_breaks_the_compiler_of_torch_is_found(monkeypatch):
@@ -266,7 +283,7 @@ BROKEN = {
 }  # fmt: skip
 
 BESIDE_ALL_OTHERS = ("a kernel that raises", "a copy that is not the same")
-"""With these faults all checks run, with the others those that shall fail and one that passes."""
+"""With these faults all checks run; with another fault the checks that find it and one more."""
 
 
 @pytest.mark.parametrize("what", BROKEN)

@@ -1,40 +1,24 @@
-"""Random engines and loads for the Gaudi path, and a loop of scheduler and planner without a model.
-
-`ScheduleLoop` does what an engine does with a step, in the same order: wait for the one in
-flight, update the rows, plan, pack each launch, sample. What a launch must be is checked by whoever
-drives it.
-"""
+"""Random engines and loads for the Gaudi path."""
 
 import random
-from collections import defaultdict, deque
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from gaudi_sim.card.device import active_card
-from tests.core.fake_runner import drafts_of
 from vllm.bucketing import BucketPlan, StepLimits, plan_buckets
 from vllm.bucketing.bucket import Bucket
 from vllm.bucketing.catalog.shrink import shrink_launches
 from vllm.config import CacheConfig, HPUConfig, ModelConfig, SchedulerConfig, VllmConfig
-from vllm.core.drafts import DraftSource
-from vllm.core.kv.kv_cache_manager import KVCacheManager
-from vllm.core.scheduler import Scheduler
 from vllm.errors import ConfigError
-from vllm.messages import EngineRequest, Finished, IntArray, ModelRunnerOutput, SchedulerOutput
+from vllm.messages import EngineRequest
+from vllm.planning.replay import Run, ScheduleLoop
 from vllm.sampling_params import SamplingParams
-from vllm.utils.ragged import positions_within
-from vllm.worker.batch.input_batch import ExpectedTokens, InputBatch
-from vllm.worker.batch.verification import count_accepted
-from vllm.worker.hpu.launches.input import HPUInputBuilder, fields_of, padded_sizes
+from vllm.worker.hpu.launches.input import fields_of, padded_sizes
 from vllm.worker.hpu.launches.planner import (
-    HPULaunchPlanner,
     PaddedLaunch,
     PaddedShape,
     launch_shapes,
@@ -48,10 +32,6 @@ PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 
 Rows = list[tuple[int, int, int]]
 """Row, first position, tokens."""
-
-Run = Callable[[SchedulerOutput, list[PaddedLaunch]], list[int]]
-"""Packs and runs the launches of a step: the tokens that are sampled for each row that samples, in
-their order in the step: the next one, and one behind each of its drafts."""
 
 _SCHEDULER_FIELDS = {
     "max_model_len",
@@ -78,12 +58,6 @@ def make_config(
         scheduler=SchedulerConfig(**{**limits, **scheduler}),
         hpu=HPUConfig(**settings),
     )
-
-
-def make_batch(config: VllmConfig) -> InputBatch:
-    """The rows of a configuration."""
-    limits = config.scheduler
-    return InputBatch(limits.max_num_seqs, limits.max_model_len, config.max_blocks_per_request)
 
 
 # ---- random configurations ------------------------------------------------------------------
@@ -211,100 +185,6 @@ def random_request(
 
 
 # ---- the loop -------------------------------------------------------------------------------
-
-
-class ScheduleLoop:
-    """Scheduler, rows and planner.
-
-    Args:
-        config: of the engine.
-        num_blocks: KV blocks, the null block included.
-        plan: buckets.
-        depth: results outstanding while the next step is scheduled.
-        draft_source: guesses next tokens, as many as the configuration allows.
-
-    Attributes:
-        token_ids: what each request has got.
-        finished: how requests ended; cancelled ones are not here.
-    """
-
-    def __init__(
-        self,
-        config: VllmConfig,
-        num_blocks: int,
-        plan: BucketPlan,
-        depth: int = 0,
-        draft_source: DraftSource | None = None,
-    ) -> None:
-        cache = config.cache
-        blocks = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching)
-        self.scheduler = Scheduler(config.scheduler, blocks, draft_source)
-        self.plan = plan
-        self.batch = make_batch(config)
-        self.merged_prompts = min(config.scheduler.max_num_seqs, 2) * config.hpu.merged_prefill
-        self.planner = HPULaunchPlanner(plan.catalog, plan.limits, self.batch, self.merged_prompts)
-        self.inputs = HPUInputBuilder(self.batch, cache.block_size)
-        self._depth = depth
-        self.token_ids: defaultdict[str, list[int]] = defaultdict(list)
-        self.finished: dict[str, Finished] = {}
-        self._outputs: deque[tuple[ModelRunnerOutput, ExpectedTokens]] = deque()
-
-    def step(self, run: Run) -> bool:
-        """Schedule a step, let `run` do its launches, take in the oldest result.
-
-        Args:
-            run: what the runner and the card do with them.
-
-        Returns:
-            Whether there was something to run.
-        """
-        step = self.scheduler.schedule()
-        if not len(step.rows):
-            self._take_in(0)
-            return False
-        self.batch.update(step)
-        self.inputs.place([new.row for new in step.new_requests])
-        launches: Any = self.planner.plan(step)
-        rows = sampled_rows(step, self.batch)
-        token_ids, counts = np.array(run(step, launches), np.int32), None
-        expected = self.batch.expect(rows, num_drafts_of(step, rows))
-        if expected.num_drafts is not None:
-            assert expected.draft_ids is not None
-            sizes = expected.num_drafts + 1
-            counts = count_accepted(token_ids, expected.draft_ids, expected.num_drafts)
-            token_ids = token_ids[positions_within(sizes) < np.repeat(counts, sizes)]
-            self.inputs.place(rows[expected.num_drafts > 0].tolist())
-        output = ModelRunnerOutput(
-            step_id=step.step_id, rows=rows, token_ids=token_ids, num_tokens=counts
-        )
-        self._outputs.append((output, expected))
-        self._take_in(self._depth)
-        return True
-
-    def _take_in(self, most_left: int) -> None:
-        while len(self._outputs) > most_left:
-            sampled, expected = self._outputs.popleft()
-            self.batch.record(expected, sampled.token_ids, sampled.num_tokens)
-            output = self.scheduler.update(sampled)
-            tokens = iter(output.token_ids)
-            counts = output.num_tokens or [1] * len(output.request_ids)
-            for name, count in zip(output.request_ids, counts, strict=True):
-                self.token_ids[name] += islice(tokens, count)
-            self.finished.update(output.finished)
-
-
-def sampled_rows(step: SchedulerOutput, batch: InputBatch) -> IntArray:
-    """The rows of a step that reach the last of their tokens."""
-    after = step.num_computed_tokens + step.num_scheduled_tokens
-    return step.rows[after >= batch.num_tokens[step.rows]]
-
-
-def num_drafts_of(step: SchedulerOutput, rows: IntArray) -> IntArray | None:
-    """Drafts of some rows of a step; None: no row of the step has any."""
-    if step.num_draft_tokens is None:
-        return None
-    drafts = drafts_of(step)
-    return np.array([len(drafts.get(row, ())) for row in rows.tolist()], np.int32)
 
 
 def run_load(

@@ -19,13 +19,11 @@ from tests.core.helpers import make_request
 from tests.core.reference import GuessSource, expected_result, next_token, root_content
 from tests.worker.fake_card import FakeCard, RowRun
 from tests.worker.hpu_helpers import (
-    ScheduleLoop,
     entries,
     input_sizes,
     joined,
     random_plan,
     run_load,
-    sampled_rows,
     warmed_shapes,
 )
 from vllm.attention.backends.hpu_metadata import count_decode_blocks
@@ -33,6 +31,7 @@ from vllm.bucketing import Phase
 from vllm.bucketing.bucket import Bucket
 from vllm.core import scheduler
 from vllm.messages import NULL_BLOCK_ID, IntArray, SchedulerOutput
+from vllm.planning.replay import ScheduleLoop, sampled_rows
 from vllm.request import Request
 from vllm.worker.hpu.launches.planner import PaddedLaunch
 

@@ -165,7 +165,7 @@ def choose_buckets(
     for _ in range(_SPLIT_ROUNDS if may_split else 0):
         if time.monotonic() > deadline:
             break
-        # What running one by one costs depends on the set.
+        # The cost of running one by one depends on the set.
         unbatched = _split_factor(problem.shapes) * _least_costs(
             buckets, _single(problem.shapes), cost
         )
@@ -256,7 +256,7 @@ class _Problem:
     """[m]"""
     num_mandatory: int
     room: float
-    """Budget beside the mandatory candidates."""
+    """Budget of the other candidates."""
     unbatched: Floats
     """[n] cost of one forward pass of each shape without a bucket of its own; infinity: it needs
     one."""
@@ -694,8 +694,8 @@ class _Search:
         return best
 
     def _relaxed(self, multipliers: Floats) -> tuple[float, list[int], Floats]:
-        """Return the bound of some multipliers, the candidates that attain it, and the share of
-        each: the last one may be within the budget in part only."""
+        """Return the bound of some multipliers, the candidates that attain it, and the fraction of
+        each that is within the budget."""
         problem = self._problem
         rho = np.minimum(0, problem.costs - multipliers[:, None]).sum(0)
         density = rho / np.maximum(problem.prices, 1e-300)

@@ -35,7 +35,7 @@ from vllm.engine.input.prompt_tokenizer import TokenizedPrompt
 from vllm.engine.metrics.engine_metrics import EngineMetrics
 from vllm.engine.metrics.replica_metrics import ReplicaMetrics, sum_stats
 from vllm.engine.metrics.stats_log import StatsLog
-from vllm.engine.metrics.traffic_metrics import TrafficFile
+from vllm.engine.metrics.traffic_metrics import BucketAdvice, TrafficFile
 from vllm.engine.output.output_processor import OutputProcessor
 from vllm.engine.output.stats_recorder import StatsRecorder
 from vllm.engine.process.admission import Admission, AdmissionLimits
@@ -234,6 +234,9 @@ class AsyncLLM:
         self._stats_log = StatsLog(self.metrics)
         if not self.vllm_config.observability.disable_log_stats:
             self._tasks.append(asyncio.create_task(self._stats_log.run()))
+        if self.vllm_config.device.device == "hpu":
+            advice = BucketAdvice(self.metrics, self.vllm_config)
+            self._tasks.append(asyncio.create_task(advice.run()))
         if self._traffic_file is not None:
             self._tasks.append(asyncio.create_task(self._traffic_file.run()))
 

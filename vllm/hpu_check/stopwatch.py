@@ -1,10 +1,20 @@
 """How long something takes on a card: by the clock of a simulated one, else by that of the host."""
 
 from collections.abc import Callable
+from functools import partial
 
+import torch
+from torch import Tensor
+
+from vllm.cost_model.measured import COMPILED_OPERATORS
 from vllm.platforms.habana.bridge import HabanaBridge
 
 _NUM_RUNS = 5
+_CHAINS = 2, 10
+_MATRIX = 4096
+_LARGE_BYTES = 256 * 2**20
+_NEW_SHAPE = (1237,)
+"""Of no other check, so that no recipe of it is known."""
 
 
 def shortest_s(bridge: HabanaBridge, run: Callable[[], object]) -> float:
@@ -17,6 +27,40 @@ def elapsed_s(bridge: HabanaBridge, run: Callable[[], object]) -> float:
     start = _now_s(bridge)
     run()
     return _now_s(bridge) - start
+
+
+def measure_rates(bridge: HabanaBridge) -> dict[str, float]:
+    """Return the `vllm.cost_model.measured.RATES` of this card; times in lazy mode only.
+
+    A simulated card computes nothing meanwhile, and its rates come from the cost model.
+    """
+    left, right = (bridge.zeros((_MATRIX, _MATRIX), torch.bfloat16) for _ in range(2))
+    large = bridge.zeros((_LARGE_BYTES,), torch.int8)
+    small, new = bridge.zeros((1,), torch.float32), bridge.zeros(_NEW_SHAPE, torch.float32)
+    with torch.inference_mode(), bridge.dry_run():
+        matmul_s = _each_s(bridge, left, lambda x: x @ right)
+        add_s = _each_s(bridge, large, lambda x: x + 1)
+        rates = {
+            "matmul_flops_per_s": 2 * _MATRIX**3 / matmul_s,
+            "memory_bytes_per_s": 2 * _LARGE_BYTES / add_s,
+        }
+        if bridge.is_lazy:
+            rates["launch_s"] = shortest_s(bridge, lambda: small + 1)
+            run = partial(_chain, new, lambda x: x + 1, COMPILED_OPERATORS)
+            rates["compile_s"] = elapsed_s(bridge, run) - elapsed_s(bridge, run)
+    return rates
+
+
+def _each_s(bridge: HabanaBridge, x: Tensor, operator: Callable[[Tensor], Tensor]) -> float:
+    """Return the seconds of one operator among others: a longer chain less a shorter one."""
+    few, many = (shortest_s(bridge, partial(_chain, x, operator, n)) for n in _CHAINS)
+    return (many - few) / (_CHAINS[1] - _CHAINS[0])
+
+
+def _chain(x: Tensor, operator: Callable[[Tensor], Tensor], length: int) -> Tensor:
+    for _ in range(length):
+        x = operator(x)
+    return x
 
 
 def _now_s(bridge: HabanaBridge) -> float:

@@ -6,13 +6,15 @@ from typing import Any
 
 from vllm.bucketing.ledger import GRAPHS, MemoryClass
 from vllm.config import VllmConfig
+from vllm.cost_model.measured import Measured
 from vllm.engine.arg_utils import EngineArgs
 from vllm.planning.engine_plan import EnginePlan
+from vllm.planning.engine_throughput import serving_cost, throughput_grid
 from vllm.planning.fit import planned_or_nearest
 from vllm.planning.host import start_on_host
 from vllm.planning.start import StartPlan, plan_start
 from vllm.planning.throughput.prediction import Prediction
-from vllm.planning.throughput.table import as_objects, serving_cost, throughput_grid
+from vllm.planning.throughput.table import as_objects
 from vllm.platforms.cpu import machine_memory_bytes
 from vllm.worker.hpu.warmup.profile import held_bytes
 from vllm.worker.interface import MemoryReport
@@ -53,6 +55,8 @@ class Plan:
     """None: the device compiles nothing."""
     throughput: tuple[Prediction, ...] = ()
     """For prompts of several lengths; empty where the cost model does not know the device."""
+    measured: str = ""
+    """Which constants were measured; empty: none."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the same figures for programs."""
@@ -70,7 +74,10 @@ class Plan:
 
 
 def make_plan(
-    args: EngineArgs, device: str, num_cards: int = 1, host_bytes: int | None = None
+    args: EngineArgs,
+    device: str,
+    num_cards: int = 1,
+    host_bytes: int | None = None,
 ) -> Plan:
     """Plan an engine.
 
@@ -87,17 +94,27 @@ def make_plan(
     return describe(planned_or_nearest(args, device, num_cards), device)
 
 
-def describe(engine: EnginePlan, device: str) -> Plan:
-    """Return the plan of an engine that is planned already."""
-    config = engine.config
+def describe(engine: EnginePlan, device: str, measured: Measured | None = None) -> Plan:
+    """Return the plan of an engine that is planned already.
+
+    Args:
+        engine: on a card.
+        device: the card.
+        measured: rates of a card of this kind.
+    """
+    config, start = engine.config, plan_start(engine)
+    if measured is not None:
+        start = start.with_slower_compilations(measured.slowness("compile_s"))
+    cost = serving_cost(engine, None if measured is None else measured.fitted)
     return Plan(
         model=config.model.model or "",
         dtype=config.model.dtype_name,
         device=device,
         num_cards=config.parallel.world_size,
         memory=plan_memory(engine),
-        start=plan_start(engine),
-        throughput=tuple(throughput_grid(engine, serving_cost(engine))),
+        start=start,
+        throughput=tuple(throughput_grid(engine, cost)),
+        measured="" if measured is None else measured.describe(),
     )
 
 

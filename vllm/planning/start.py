@@ -7,7 +7,7 @@ and what lies between is interpolated.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from vllm.bucketing import Phase
@@ -44,6 +44,13 @@ class StartPlan:
     decode: PhaseStart
     sampling_s: float
     """Compiling what samples, once for each padded batch size."""
+
+    def with_slower_compilations(self, factor: float) -> "StartPlan":
+        """Return the same start on a card whose compilations take this factor longer."""
+        prefill, decode = (
+            replace(phase, compile_s=factor * phase.compile_s) for phase in self.phases
+        )
+        return replace(self, prefill=prefill, decode=decode, sampling_s=factor * self.sampling_s)
 
     @property
     def phases(self) -> tuple[PhaseStart, PhaseStart]:

@@ -18,6 +18,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     count = f"{plan.num_cards} {plan.device} {what}{'s'[: plan.num_cards > 1]}"
     name = plan.model.rstrip("/").rpartition("/")[2][-_MOST_OF_NAME:]
     yield f"{name}, {plan.dtype}, on {count}. Planned, not measured."
+    if plan.measured:
+        yield plan.measured
     yield ""
     yield from memory_lines(plan.memory, "the machine" if what == "rank" else "each card")
     if plan.start is not None:

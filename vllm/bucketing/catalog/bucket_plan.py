@@ -121,6 +121,17 @@ def _chosen(hpu: HPUConfig) -> GeneratedBuckets:
     )
 
 
+def longest_prompt(config: VllmConfig) -> int | None:
+    """Return the tokens of the longest prompt bucket, if the user has set them."""
+    return dict(config.hpu.bucket_variables).get(LONGEST_PROMPT)
+
+
+def traffic_step_limits(config: VllmConfig, num_blocks: int | None) -> StepLimits:
+    """Return the limits of the steps for which buckets are chosen."""
+    limits = step_limits(config, num_blocks)
+    return replace(limits, max_block_refs=limits.usable_blocks)
+
+
 def choose_for_config(config: VllmConfig) -> VllmConfig:
     """Return the configuration with the buckets for its traffic, if it has one.
 
@@ -136,9 +147,8 @@ def choose_for_config(config: VllmConfig) -> VllmConfig:
             "written"
         )
     table = TrafficTable.load(Path(hpu.traffic), size)
-    limits = step_limits(config, config.cache.num_gpu_blocks_override)
-    limits = replace(limits, max_block_refs=limits.usable_blocks)
-    longest = dict(hpu.bucket_variables).get(LONGEST_PROMPT)
+    limits = traffic_step_limits(config, config.cache.num_gpu_blocks_override)
+    longest = longest_prompt(config)
     chosen = choose_for_traffic(table, limits, hpu.num_buckets, longest_prompt=longest)
     buckets = tuple((int(b.phase), b.batch, b.query_len, b.blocks) for b in chosen.buckets)
     return replace(config, hpu=replace(hpu, chosen_buckets=buckets, chosen_lines=chosen.lines))

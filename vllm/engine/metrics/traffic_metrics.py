@@ -10,17 +10,27 @@ from pathlib import Path
 from typing import Protocol
 
 from vllm.bucketing.bucket import Phase
+from vllm.bucketing.catalog.bucket_plan import longest_prompt, traffic_step_limits
+from vllm.bucketing.catalog.from_traffic import choose_for_traffic
 from vllm.bucketing.traffic import TrafficTable
+from vllm.config import VllmConfig
 from vllm.cost_model.padded import forward_seconds
 from vllm.engine.metrics.registry import MetricSet
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.messages import RunnerStats
+from vllm.messages import RunnerStats, SchedulerStats
 from vllm.utils.background_work import start_in_short_turns
 
 logger = init_logger(__name__)
 
 WRITE_INTERVAL_S = 60.0
+_CHECK_INTERVAL_S = 600.0
+_DAY_S = 86_400.0
+_POOR_PADDING = 0.05
+"""Fraction of the device time above which other buckets are looked for."""
+_LEAST_GAIN = 0.03
+_LEAST_LAUNCHES = 10_000
+_CHOOSING_S = 4.0
 _FIELDS = 7
 """Values of a forward pass in `RunnerStats.recent_launches`."""
 _POWERS = tuple(2**power for power in range(18))
@@ -98,11 +108,17 @@ class RecordedMetrics(Protocol):
     @property
     def traffic_table(self) -> TrafficTable: ...
 
+    @property
+    def device_seconds(self) -> tuple[float, float]: ...
+
+    @property
+    def totals(self) -> SchedulerStats: ...
+
 
 class TrafficFile:
     """Writes recorded traffic to a file, whole and at most once a minute.
 
-    Serving goes on if it cannot be written, with one warning.
+    Serving continues if it cannot be written, with one warning.
 
     Args:
         path: of the file; a table that is there already is continued.
@@ -179,3 +195,63 @@ class TrafficFile:
             self._has_failed = True
         finally:
             self._is_writing = False
+
+
+class BucketAdvice:
+    """Says, at most once a day, that other buckets would fit the traffic better.
+
+    Args:
+        metrics: of the engine.
+        config: of the engine.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        metrics: RecordedMetrics,
+        config: VllmConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._metrics, self._config, self._clock = metrics, config, clock
+        self._next = clock()
+
+    async def run(self) -> None:
+        """Look every ten minutes, until it is cancelled."""
+        while True:
+            await asyncio.sleep(_CHECK_INTERVAL_S)
+            if self.is_due():
+                start_in_short_turns(self.advise, "look for better buckets")
+
+    def is_due(self) -> bool:
+        """Whether the buckets are poor, for traffic enough to choose others. True at most once a
+        day."""
+        needed_s, padded_s = self._metrics.device_seconds
+        if (
+            self._clock() < self._next
+            or not self._metrics.totals.num_kv_blocks  # the engine is starting again
+            or padded_s - needed_s <= _POOR_PADDING * padded_s
+            or self._metrics.traffic_table.num_launches < _LEAST_LAUNCHES
+        ):
+            return False
+        self._next = self._clock() + _DAY_S
+        return True
+
+    def advise(self) -> None:
+        """Choose buckets for the traffic so far, and log a line if they pad much less."""
+        needed_s, padded_s = self._metrics.device_seconds
+        config, table = self._config, self._metrics.traffic_table.copy()
+        chosen = choose_for_traffic(
+            table,
+            traffic_step_limits(config, self._metrics.totals.num_kv_blocks + 1),
+            config.hpu.num_buckets,
+            longest_prompt=longest_prompt(config),
+            max_seconds=_CHOOSING_S,
+        )
+        present = 1 - needed_s / padded_s
+        possible = chosen.padding / (1 + chosen.padding)
+        if present - possible >= _LEAST_GAIN:
+            logger.info(
+                "buckets: %.1f %% of device time is padding; %d others would have %.1f %% "
+                "(--record-traffic FILE, then --traffic FILE or vllm plan --traffic FILE)",
+                *(100 * present, len(chosen.buckets), 100 * possible),
+            )

@@ -6,14 +6,19 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm.cost_model.cards import CARDS
+from vllm.cost_model.measured import Measured
 from vllm.env.bridge import has_vendor_library
+from vllm.errors import ConfigError
 from vllm.platforms.hpu import create_hpu_platform, has_card, num_cards, simulated_card
 from vllm.utils import FlexibleArgumentParser
 
 if TYPE_CHECKING:
     from vllm.hpu_check import CheckResult
+    from vllm.platforms.habana.bridge import HabanaBridge
 
 _DOCS = "https://docs.habana.ai/en/latest"
 _IMAGE = (
@@ -45,6 +50,12 @@ def add_parser(
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
+        "--save",
+        metavar="FILE",
+        help="measure matmuls, memory, graphs and compilations of the card, and write their rates "
+        "for 'vllm plan --measured FILE'",
+    )
+    parser.add_argument(
         "--model",
         default="",
         metavar="NAME",
@@ -72,13 +83,33 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm.hpu_check import run_checks
 
-    results = run_checks(create_hpu_platform(), 1 if model else max(1, num_cards()), args.model)
+    platform = create_hpu_platform()
+    results = run_checks(platform, 1 if model else max(1, num_cards()), args.model)
     if args.json:
         done = list(results)
         sys.stdout.write(json.dumps(_as_object(model, done)) + "\n")
     else:
         done = _print_table(model, results)
+    if args.save is not None:
+        _save(Path(args.save), platform.bridge, is_simulated=model is not None)
     return 1 if any(result.status == "fail" for result in done) else 0
+
+
+def _save(path: Path, bridge: "HabanaBridge", *, is_simulated: bool) -> None:
+    """Measure the card, and write its rates.
+
+    Raises:
+        ConfigError: the kind of the card is not known, or the file cannot be written.
+    """
+    from vllm.hpu_check.stopwatch import measure_rates
+
+    cards = [card for card in CARDS if bridge.device_name.lower().startswith(card)]
+    if not cards:
+        raise ConfigError(
+            f"the rates of a {bridge.device_name} cannot be used by a plan; known: "
+            f"{', '.join(CARDS)}"
+        )
+    Measured(cards[0], is_simulated, measure_rates(bridge)).write(path)
 
 
 def _missing() -> Iterable[str]:

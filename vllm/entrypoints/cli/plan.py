@@ -6,17 +6,19 @@ import json
 import logging
 import math
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.cost_model.cards import CARDS
+from vllm.cost_model.measured import Measured, read_measured
 from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.planning.card_search import FoundCards
     from vllm.planning.engine_plan import EnginePlan
-    from vllm.planning.throughput.search import FoundCards
 
 DEVICES = (*CARDS, "cpu")
 _MOST_GIB = 2**20
@@ -50,6 +52,23 @@ def add_parser(
         help="memory of the machine in GiB, for --device cpu; not set: as much as this one has",
     )
     group.add_argument("--json", action="store_true", help="print one JSON object")
+    group.add_argument(
+        "--measured",
+        metavar="FILE",
+        help="rates of a card of this kind, as 'vllm hpu-check --save FILE' writes them",
+    )
+    group.add_argument(
+        "--traffic",
+        metavar="FILE",
+        help="choose --num-buckets buckets of each phase for this traffic: a file that "
+        "--record-traffic has written, or lengths of requests, as CSV or JSON Lines with "
+        "input_tokens, output_tokens and, if there, timestamp",
+    )
+    group.add_argument(
+        "--write-buckets",
+        metavar="FILE",
+        help="write the buckets for --traffic to a file for VLLM_BUCKETING_FROM_FILE",
+    )
     _add_goals(parser)
     return parser
 
@@ -63,28 +82,60 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("vllm").setLevel(logging.WARNING)
 
     from vllm.entrypoints.openai.cli_args import exit_after_help, read_args
+    from vllm.planning.card_search import found_lines, found_object, serve_command
+    from vllm.planning.engine_throughput import serving_cost
+    from vllm.planning.fit import planned_or_nearest
     from vllm.planning.plan import describe, make_plan
     from vllm.planning.text import plan_lines
-    from vllm.planning.throughput.search import found_lines, found_object, serve_command
+    from vllm.planning.traffic import plan_traffic, read_traffic, write_buckets
 
     args.device = None
+    source, args.traffic = args.traffic, None
+    traffic = None if source is None else read_traffic(_traffic_path(source, device))
+    if traffic is None and args.write_buckets is not None:
+        raise ConfigError(
+            f"--write-buckets {args.write_buckets} needs --traffic: buckets are chosen for it"
+        )
     flags = _given_flags(args)
     engine_args, server_args = read_args(args)
     exit_after_help(server_args)
-    found = _search(args, engine_args, device, num_cards)
-    if found is None:
+    measured = None if args.measured is None else _measured(args.measured, device)
+    found = _search(args, engine_args, device, num_cards, measured)
+    engine = None if found is None else found.plan
+    if engine is None and device in CARDS:
+        engine = planned_or_nearest(engine_args, device, num_cards)
+    if engine is None:
         plan = make_plan(engine_args, device, num_cards, host_bytes)
     else:
-        plan = describe(found.plan, device)
+        plan = describe(engine, device, measured)
     as_json, lines = plan.as_json(), list(plan_lines(plan))
     if found is not None:
         command = serve_command(found.choice, plan.model, flags)
         as_json["goals"] = found_object(found, command)
         lines += ["", *found_lines(found, command)]
+    if traffic is not None and engine is not None:
+        fitted = None if measured is None else measured.fitted
+        count, cost = engine.config.hpu.num_buckets, serving_cost(engine, fitted)
+        buckets = plan_traffic(engine, traffic, source, count, cost)
+        as_json["traffic"] = buckets.as_json()
+        lines += ["", *buckets.lines()]
+        if args.write_buckets is not None:
+            write_buckets(buckets, Path(args.write_buckets))
     if args.json:
         lines = [json.dumps(as_json)]
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
+
+
+def _traffic_path(source: str, device: str) -> Path:
+    """Return the path of --traffic.
+
+    Raises:
+        ConfigError: the device has no buckets.
+    """
+    if device not in CARDS:
+        raise ConfigError(f"--traffic needs a card: --device {device} has no buckets")
+    return Path(source)
 
 
 def _add_goals(parser: FlexibleArgumentParser) -> None:
@@ -109,18 +160,32 @@ def _add_goals(parser: FlexibleArgumentParser) -> None:
         )
 
 
+def _measured(path: str, device: str) -> Measured:
+    """
+    Raises:
+        ConfigError: they are not the rates of such a card.
+    """
+    if device not in CARDS:
+        raise ConfigError(f"--measured needs a card, one of {', '.join(CARDS)}; got {device}")
+    return read_measured(Path(path), device)
+
+
 def _search(
-    args: argparse.Namespace, engine_args: "EngineArgs", device: str, num_cards: int
+    args: argparse.Namespace,
+    engine_args: "EngineArgs",
+    device: str,
+    num_cards: int,
+    measured: Measured | None,
 ) -> "FoundCards | None":
     """Return the cards that meet the goals; None without goals.
 
     Raises:
         ConfigError: a goal or a length is wrong, or the model fits no number of cards.
     """
+    from vllm.planning.card_search import NUMBERS_OF_CARDS, search_cards
     from vllm.planning.engine_plan import make_engine_plan
     from vllm.planning.throughput.goals import Goals
     from vllm.planning.throughput.prediction import Lengths
-    from vllm.planning.throughput.search import NUMBERS_OF_CARDS, search_cards
 
     goals = Goals(
         ttft_ms=args.goal_ttft, tpot_ms=args.goal_tpot, tokens_per_s=args.goal_tokens_per_s
@@ -147,11 +212,13 @@ def _search(
         goals,
         Lengths(args.input_len, args.output_len),
         numbers_of_cards=(num_cards,) if is_given else NUMBERS_OF_CARDS,
+        fitted=None if measured is None else measured.fitted,
     )
 
 
 _OWN_FLAGS = {
-    *("device", "num_cards", "host_memory", "json", "input_len", "output_len", "run", "command"),
+    *("device", "num_cards", "host_memory", "json", "measured", "traffic", "write_buckets"),
+    *("input_len", "output_len", "run", "command"),
     *("goal_ttft", "goal_tpot", "goal_tokens_per_s"),
     *("model", "model_tag", "tensor_parallel_size", "max_num_seqs"),
 }

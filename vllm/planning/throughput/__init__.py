@@ -1,1 +1,1 @@
-"""The throughput of a planned engine, and the cards that meet goals."""
+"""The speed of an engine, and goals for it."""

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tests.planning.throughput.test_table import DENSE, write_model
+from tests.planning.test_card_search import DENSE, write_model
+from vllm.cost_model.measured import Measured
 from vllm.entrypoints.cli.main import main
 
 
@@ -29,6 +30,23 @@ def test_goals_add_their_cards_and_the_command(flags, capsys):
     assert {row["prompt_tokens"] for row in found["throughput"]} == {128, 512}
 
 
+def test_measured_rates_change_the_plan_and_are_named(flags, capsys, tmp_path):
+    path = tmp_path / "card.json"
+    rates = {"memory_bytes_per_s": 1e12, "compile_s": 1.0}
+    Measured("gaudi2", False, rates).write(path)
+    plans = []
+    for measured in ([], ["--measured", str(path)]):
+        assert main([*flags, *measured, "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    published, own = plans
+    assert published["measured"] == ""
+    assert own["measured"].startswith("Measured on this card; time relative to published cards")
+    assert own["start"]["cold_s"] > published["start"]["cold_s"]
+    assert own["start"]["cached_s"] == published["start"]["cached_s"]
+    for before, after in zip(published["throughput"], own["throughput"], strict=True):
+        assert after["tpot_s"]["expected"] > before["tpot_s"]["expected"]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -38,6 +56,8 @@ def test_goals_add_their_cards_and_the_command(flags, capsys):
         (["--goal-ttft", "5", "--input-len", "0"], "--input-len is 0, and must be at least 1"),
         (["--goal-ttft", "5", "--output-len", "2000"], "1024 + 2000 tokens are longer than"),
         (["--goal-ttft", "5", "--device", "cpu"], "goals need a card whose speed is known"),
+        (["--measured", "/no/file"], "/no/file cannot be read: No such file or directory"),
+        (["--measured", "/no/file", "--device", "cpu"], "--measured needs a card, one of gaudi2"),
         (["--goal-ttft", "5", "--num-cards", "8"], "the engine runs on no number of cards; on 8"),
     ],
 )

@@ -8,15 +8,10 @@ from typing import Any
 from vllm.cost_model.fitted import Fitted
 from vllm.errors import ConfigError
 from vllm.planning.engine_plan import EnginePlan
+from vllm.planning.engine_throughput import most_requests, predict_plan, serving_cost
 from vllm.planning.throughput.goals import Choice, Goals, search
 from vllm.planning.throughput.prediction import Lengths, Prediction
-from vllm.planning.throughput.table import (
-    as_lines,
-    as_objects,
-    most_requests,
-    predict_plan,
-    serving_cost,
-)
+from vllm.planning.throughput.table import as_lines, as_objects
 
 NUMBERS_OF_CARDS = (1, 2, 4, 8)
 MOST_REQUESTS = 1024
@@ -138,8 +133,8 @@ def found_object(found: FoundCards, command: str) -> dict[str, Any]:
 def found_lines(found: FoundCards, command: str) -> list[str]:
     """Return the result of a search as text."""
     choice = found.choice
-    cards = f"{choice.num_cards} card" + "s" * (choice.num_cards > 1)
-    lines = [f"{num_cards} cards: {reason}" for num_cards, reason in found.unfit.items()]
+    cards = _cards(choice.num_cards)
+    lines = [f"{_cards(num_cards)}: {reason}" for num_cards, reason in found.unfit.items()]
     if choice.misses:
         misses = "; ".join(map(str, choice.misses))
         nearest = f"{cards} with max_num_seqs={choice.max_num_seqs}"
@@ -147,3 +142,7 @@ def found_lines(found: FoundCards, command: str) -> list[str]:
     else:
         lines.append(f"The goals are met by {cards} with max_num_seqs={choice.max_num_seqs}")
     return [*lines, *as_lines([choice.prediction]), command]
+
+
+def _cards(num_cards: int) -> str:
+    return "1 card" if num_cards == 1 else f"{num_cards} cards"

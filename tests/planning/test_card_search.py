@@ -8,18 +8,13 @@ import pytest
 from vllm.cost_model.throughput import AttentionFigures, ModelFigures
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
+from vllm.planning.card_search import found_lines, found_object, search_cards, serve_command
 from vllm.planning.engine_plan import EnginePlan, make_engine_plan
-from vllm.planning.throughput.figures import model_figures
+from vllm.planning.engine_throughput import most_requests, serving_cost, throughput_grid
+from vllm.planning.model_figures import model_figures
 from vllm.planning.throughput.goals import Goals
 from vllm.planning.throughput.prediction import Lengths
-from vllm.planning.throughput.search import found_lines, found_object, search_cards, serve_command
-from vllm.planning.throughput.table import (
-    as_lines,
-    as_objects,
-    most_requests,
-    serving_cost,
-    throughput_grid,
-)
+from vllm.planning.throughput.table import as_lines, as_objects
 
 DENSE = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,0 +1,161 @@
+"""The page docs/planning_accuracy.md: predicted against published, written by fit_cost_model.py."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "planning_accuracy.md"
+
+_START = """\
+<!-- Written by benchmarks/fit_cost_model.py --write. Change the program, then run it. -->
+# Accuracy of predicted throughput
+
+`vllm plan` predicts times from seven constants for each kind of card
+(`vllm/cost_model/fitted.json`). They are fitted to published runs
+(`benchmarks/data/gaudi_throughput.csv` has the sources). Nothing here was measured on a card by
+this project. `python benchmarks/fit_cost_model.py` makes all figures of this page again.
+
+The runs are Intel's own, of optimum-habana with FP8 weights and an FP8 cache, and one static batch:
+a prefill of all prompts, then decodes until all outputs are complete. They are **not**:
+
+- runs of vLLM, or of this engine: no scheduler, no buckets, no requests that come and go;
+- in bfloat16, or with weights of few bits;
+- mixtures of experts; prompts over 2,048 tokens; other numbers of cards than 1, 2 and 8;
+- small batches: six of the runs have one request, all others 44 or more.
+
+A figure of the plan that is outside of these says "outside of published data", and its band is a
+factor of two wider at both ends.
+"""
+
+_HELD_OUT = """
+## Errors of runs that the fit has not seen
+
+A third of the cases is held out, at random, {splits} times. A case is model, number of cards, input
+and output: all its software versions and batches are held out together. Part of the error is
+between Intel's own software versions, which no prediction can know.
+"""
+
+_GROUPS = """
+Median error where all runs of a model, or of a number of cards, are held out:
+"""
+
+_CONSTANTS = """
+## Constants
+
+The range is from 10 to 90 % over resampled cases. An all-reduce is charged with the links between
+the cards that take part: each card has the same number of links to each of the seven others of its
+box, so two cards use a seventh of them.
+"""
+
+_MLPERF = """
+## A run of another kind
+
+MLPerf Inference 4.0, Llama-2-70B on eight Gaudi 2, offline: 8,035 tokens/s were published, with
+continuous batching and a mean of 295 prompt and 292 output tokens. It is not in the fit. Predicted
+for static batches of these lengths: {predicted}.
+"""
+
+_RUNS = """
+## All runs
+
+Predicted by the constants, which have seen these runs. The run of Llama-2-70B on four Gaudi 2 is
+not in the fit: the next software version has the same run, as fast, with two cards.
+"""
+
+
+def page_lines(
+    report: Mapping[str, Any], mlperf: Mapping[int, float], runs: Iterable[Sequence[Any]]
+) -> Iterator[str]:
+    """Yield the lines of the page.
+
+    Args:
+        report: of the fit, by card.
+        mlperf: tokens/s by batch.
+        runs: card, software, model, cards, batch, input, output, published tokens/s, predicted.
+    """
+    cards = list(report)
+    splits = report[cards[0]]["held_out_percent"]["splits"]
+    yield from _START.splitlines()
+    yield from _HELD_OUT.format(splits=splits).splitlines()
+    yield ""
+    yield from _table(
+        ("", *cards),
+        [
+            (
+                "runs, cases",
+                *(f"{report[card]['runs']}, {report[card]['cases']}" for card in cards),
+            ),
+            *(
+                (words, *(f"{report[card]['held_out_percent'][name]} %" for card in cards))
+                for name, words in (
+                    ("median", "median error of the time"),
+                    ("p90", "90 % of the errors are below"),
+                    ("worst", "worst"),
+                    ("in_band", "runs within the band of the plan"),
+                )
+            ),
+            (
+                "median spread of a run between software versions",
+                *(f"{report[card]['software_versions_percent']['median']} %" for card in cards),
+            ),
+            (
+                "largest spread of a run between software versions",
+                *(f"{report[card]['software_versions_percent']['worst']} %" for card in cards),
+            ),
+        ],
+    )
+    yield from _GROUPS.splitlines()
+    yield ""
+    groups = {card: report[card]["whole_groups_held_out_percent"] for card in cards}
+    names = sorted(set().union(*groups.values()), key=lambda name: (name[0].isdigit(), name))
+    yield from _table(
+        ("held out", *cards),
+        [(name, *(_percent(groups[card].get(name)) for card in cards)) for name in names],
+    )
+    yield from _CONSTANTS.splitlines()
+    yield ""
+    constants = {card: report[card]["constants"] for card in cards}
+    yield from _table(
+        ("constant", *cards, "meaning", "note"),
+        [
+            (
+                f"`{name}`",
+                *(_ranged(constants[card][name]) for card in cards),
+                one["means"],
+                one.get("note", ""),
+            )
+            for name, one in constants[cards[0]].items()
+        ],
+    )
+    predicted = ", ".join(f"{rate:,.0f} (batch {batch:,})" for batch, rate in mlperf.items())
+    yield from _MLPERF.format(predicted=predicted).splitlines()
+    yield from _RUNS.splitlines()
+    yield ""
+    yield from run_lines(runs)
+
+
+def run_lines(runs: Iterable[Sequence[Any]]) -> Iterator[str]:
+    """Yield the table of all runs."""
+    columns = ("card", "software", "model", "cards", "batch", "input", "output")
+    yield from _table(
+        (*columns, "published tokens/s", "predicted", "error"),
+        [
+            (*where, f"{published:,.0f}", f"{predicted:,.0f}", f"{predicted / published - 1:+.0%}")
+            for *where, published, predicted in runs
+        ],
+    )
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:
+    for row in (header, ("---",) * len(header), *rows):
+        yield f"| {' | '.join(map(str, row))} |"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value} %"
+
+
+def _ranged(constant: Mapping[str, Any]) -> str:
+    low, high = constant["low"], constant["high"]
+    span = "" if low == high else f" ({low:.3g} to {high:.3g})"
+    return f"{constant['value']:.3g}{span}"

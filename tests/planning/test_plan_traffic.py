@@ -1,0 +1,87 @@
+"""`vllm plan --traffic`: the buckets for a traffic, their padding, and the file with them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.planning.test_card_search import DENSE, write_model
+from tests.planning.test_replay import synthetic_trace
+from vllm.bucketing.bucket import Phase
+from vllm.bucketing.strategies.bucket_file import parse_buckets
+from vllm.bucketing.traffic import TrafficTable
+from vllm.entrypoints.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = write_model(tmp_path_factory.mktemp("models") / "dense", DENSE)
+    limits = ["--max-model-len", "1024", "--num-gpu-blocks-override", "65", "--max-num-seqs", "16"]
+    return ["plan", str(folder), "--device", "gaudi2", "--skip-tokenizer-init", *limits]
+
+
+def test_lengths_are_replayed_and_a_bucket_file_is_written(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = synthetic_trace(30)
+    assert trace.times is not None
+    rows = zip(trace.num_inputs, trace.num_outputs, trace.times, strict=True)
+    (tmp_path / "trace.csv").write_text(
+        "input_tokens,output_tokens,timestamp\n" + "".join(f"{i},{o},{t}\n" for i, o, t in rows)
+    )
+    given = ["--traffic", str(tmp_path / "trace.csv"), "--num-buckets", "6"]
+    written = ["--write-buckets", str(tmp_path / "buckets.txt")]
+    assert main([*flags, *given, *written, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["traffic"]
+    assert found["padding"] < found["present_padding"]
+    assert found["replay"]["steps"] > 30
+    assert found["replay"]["first_token_s"]["p50"] > 0
+    [prompts, decodes] = found["certificates"]
+    assert prompts.split(":")[0].endswith("prefill buckets")
+    assert " decode buckets: " in decodes
+    text = (tmp_path / "buckets.txt").read_text()
+    assert f"# {decodes}" in text
+    buckets = [[str(b.phase), b.batch, b.query_len, b.blocks] for b in parse_buckets(text, "")]
+    assert sorted(buckets) == sorted(found["buckets"])
+
+
+def test_recorded_traffic_is_not_replayed(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = TrafficTable(128)
+    for batch in range(1, 14):
+        table.add(Phase.DECODE, batch, 1, 2 * batch + 1, count=50)
+    table.add(Phase.PREFILL, 1, 300, 0, count=5)
+    table.save(tmp_path / "traffic.json")
+    assert main([*flags, "--traffic", str(tmp_path / "traffic.json"), "--num-buckets", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "655 forward passes, recorded" in out
+    assert "  4 decode buckets: " in out
+    assert "device time of padding: " in out
+
+
+@pytest.mark.parametrize(
+    ("content", "given", "message"),
+    [
+        ("input_tokens,output_tokens\n-1,2\n", [], "line 2: input_tokens must be an integer"),
+        ("", [], "it is no CSV file with lengths of requests"),
+        ('{"format": "vllm traffic", "version": 1', [], "is not JSON, or is cut off"),
+        ("input,output\n1,1\n", ["--device", "cpu"], "--device cpu has no buckets"),
+        (None, ["--write-buckets", "x"], "--write-buckets x needs --traffic"),
+    ],
+)
+def test_bad_traffic_is_one_line(
+    flags: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: str | None,
+    given: list[str],
+    message: str,
+) -> None:
+    if content is not None:
+        (tmp_path / "traffic").write_text(content)
+        given = [*given, "--traffic", str(tmp_path / "traffic")]
+    assert main([*flags, *given]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert message in lines[0]

@@ -1,0 +1,88 @@
+"""Files with lengths of requests: read, sampled, and refused in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from vllm.errors import ConfigError
+from vllm.planning.request_lengths import is_recorded, read_lengths
+
+HEADER = "input_tokens,output_tokens,timestamp\n"
+
+
+def write(folder: Path, content: str) -> Path:
+    path = folder / "lengths"
+    path.write_text(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.6805900,396,109\n",
+        "timestamp_ms,input_length,output_length\n4000,396,109\n0,374,44\n",
+        '{"input_tokens": 374, "output_tokens": 44, "time": 1}\n\n'
+        '{"prompt_tokens": 396, "completion_tokens": 109, "time": 5.0}\n',
+    ],
+    ids=["dates", "milliseconds out of order", "JSON Lines"],
+)
+def test_lengths_and_times_are_read(tmp_path: Path, content: str) -> None:
+    found = read_lengths(write(tmp_path, content))
+    assert found.num_inputs.tolist() == [374, 396]
+    assert found.num_outputs.tolist() == [44, 109]
+    assert found.times is not None
+    assert found.times.tolist() == pytest.approx([0, 4])
+    assert found.notes == ()
+
+
+def test_lengths_without_times_have_none(tmp_path: Path) -> None:
+    found = read_lengths(write(tmp_path, "input,output\n5,1\n7,0\n"))
+    assert found.times is None
+    assert found.num_outputs.tolist() == [1, 0]
+
+
+def test_many_requests_are_sampled_at_the_same_rate_and_this_is_said(tmp_path: Path) -> None:
+    rows = "".join(f"{n % 50 + 1},3,{n}\n" for n in range(1000))
+    found = read_lengths(write(tmp_path, HEADER + rows), max_requests=100)
+    assert 50 <= len(found) <= 100
+    assert found.times is not None
+    assert found.times[-1] / (len(found) - 1) == pytest.approx(1, rel=0.01)
+    [note] = found.notes
+    assert f"{len(found)} of 1,000 requests are used, evenly sampled" in note
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "no CSV file"),
+        (HEADER, "has no request"),
+        ("once upon a time\n", "must name the columns input_tokens and output_tokens, got 'once"),
+        (HEADER + "-3,1,0\n", "line 2: input_tokens must be an integer between 1 .* got '-3'"),
+        (HEADER + "3,1e30,0\n", "line 2: output_tokens must be .* got '1e30'"),
+        (HEADER + "nan,1,0\n", "line 2: input_tokens must be .* got 'nan'"),
+        (HEADER + "3,1.5,0\n", "line 2: output_tokens must be .* got '1.5'"),
+        (HEADER + "3,1,soon\n", "line 2: timestamp must be a number or a date"),
+        (HEADER + "3,1,0\n3,1", "line 3: it must have 3 values, got 2; is the file cut off"),
+        ('{"input_tokens": 3, "output_tokens": 1}\n{"inp', "line 2: it is not JSON, or is cut off"),
+        ('{"input_tokens": 3}\n', "line 1: it must have output_tokens"),
+        ('{"input_tokens": true, "output_tokens": 1}\n', "got 'True'"),
+        ('{"input_tokens": 1e999, "output_tokens": 1}\n', "got 'inf'"),
+    ],
+)
+def test_a_bad_file_is_one_line_that_names_the_line(
+    tmp_path: Path, content: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as error:
+        read_lengths(write(tmp_path, content))
+    assert "\n" not in str(error.value)
+    assert "--traffic" in str(error.value)
+
+
+def test_a_file_that_is_not_there_or_not_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for name in ("missing", "binary"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_lengths(tmp_path / name)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        is_recorded(tmp_path / "missing")

@@ -1,0 +1,139 @@
+"""Rates that one card was measured to have, and constants that follow from them.
+
+A model does not reach the rate of a single operator. So a rate scales what was fitted to published
+runs: by how much it differs from the rate that published benchmarks of this kind of card have.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vllm.cost_model import constants
+from vllm.cost_model.cards import CARDS, CardSpec
+from vllm.cost_model.fitted import CONSTANTS, Fitted, fitted_constants
+from vllm.cost_model.start import compile_seconds
+from vllm.errors import ConfigError
+
+VERSION = 1
+COMPILED_OPERATORS = 64
+"""Operators of the recipe whose compilation is timed."""
+
+
+@dataclass(frozen=True)
+class _Rate:
+    """One rate."""
+
+    published: Callable[[CardSpec], float]
+    """Of a card of this kind."""
+    constants: tuple[str, ...]
+    """They are longer on a slower card."""
+    is_time: bool = False
+    """Whether a slower card has more of it."""
+
+
+RATES = {
+    "matmul_flops_per_s": _Rate(
+        lambda spec: constants.GEMM_SHARE * spec.bf16_flops, ("prompt_matmuls", "decode_matmuls")
+    ),
+    "memory_bytes_per_s": _Rate(
+        lambda spec: constants.HBM_SHARE * spec.hbm_bytes_per_s, ("keys_and_values", "weights")
+    ),
+    "launch_s": _Rate(lambda spec: constants.LAUNCH_STEP_S, ("layer_us",), is_time=True),
+    "compile_s": _Rate(lambda spec: compile_seconds(COMPILED_OPERATORS), (), is_time=True),
+}
+"""By their names in the file."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The rates of one card.
+
+    Attributes:
+        card: a key of `cards.CARDS`.
+        is_simulated: nothing ran on hardware.
+        rates: by name.
+    """
+
+    card: str
+    is_simulated: bool
+    rates: Mapping[str, float]
+
+    def slowness(self, name: str) -> float:
+        """Return how much longer this card takes than published ones; 1 without the rate."""
+        if name not in self.rates:
+            return 1.0
+        rate = RATES[name]
+        ratio = self.rates[name] / rate.published(CARDS[self.card])
+        return ratio if rate.is_time else 1 / ratio
+
+    @property
+    def fitted(self) -> Fitted:
+        """Return the constants of published runs, scaled."""
+        fitted = fitted_constants(self.card)
+        values, names = fitted.values.copy(), list(CONSTANTS)
+        for name, rate in RATES.items():
+            for constant in rate.constants:
+                values[names.index(constant)] *= self.slowness(name)
+        return replace(fitted, values=values)
+
+    def describe(self) -> str:
+        """Return which constants are measured, in one line."""
+        where = "a simulated card: nothing ran on hardware" if self.is_simulated else "this card"
+        ratios = [f"{name} x {self.slowness(name):.3g}" for name in RATES if name in self.rates]
+        return f"Measured on {where}; time relative to published cards: {', '.join(ratios)}"
+
+    def write(self, path: Path) -> None:
+        """Write the file, whole or not at all.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        data = {"version": VERSION, "card": self.card, "is_simulated": self.is_simulated}
+        text = json.dumps(data | {"rates": dict(self.rates)}, indent=1) + "\n"
+        temporary = path.with_name(f"{path.name}.tmp")
+        try:
+            temporary.write_text(text, "utf-8")
+            temporary.replace(path)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def read_measured(path: Path, card: str) -> Measured:
+    """Read the rates of a card.
+
+    Args:
+        path: of the file.
+        card: a key of `cards.CARDS` that they are to be of.
+
+    Raises:
+        ConfigError: the file cannot be read, or is of another kind of card.
+    """
+    try:
+        data: Any = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        data = None
+    if not isinstance(data, dict) or data.get("version") != VERSION:
+        raise ConfigError(
+            f"{path} is no file of measured rates, version {VERSION}: write one with "
+            f"'vllm hpu-check --save FILE'"
+        )
+    if data.get("card") != card:
+        raise ConfigError(
+            f"{path} has the rates of a {data.get('card')}, and the plan is for a {card}: measure "
+            f"a {card}, or leave --measured out"
+        )
+    rates = data.get("rates")
+    if not isinstance(rates, dict) or not rates:
+        raise ConfigError(f"{path} has no rates")
+    for name, rate in rates.items():
+        if name not in RATES:
+            raise ConfigError(f"{path}: {name!r} is not a rate; accepted: {', '.join(RATES)}")
+        is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
+        if not (is_number and math.isfinite(rate) and rate > 0):
+            raise ConfigError(f"{path}: {name} is {rate}, and must be a number above 0")
+    return Measured(card, data.get("is_simulated") is True, rates)

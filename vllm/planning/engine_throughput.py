@@ -1,0 +1,66 @@
+"""The throughput of a planned engine: for a grid of batches and prompts."""
+
+from collections.abc import Sequence
+
+from vllm.cost_model.fitted import Fitted
+from vllm.cost_model.throughput import ServingCost
+from vllm.planning.engine_plan import EnginePlan
+from vllm.planning.model_figures import model_figures
+from vllm.planning.throughput.prediction import Lengths, Prediction, predict
+
+BATCHES = (1, 4, 16, 64, 256)
+PROMPTS = (128, 512, 2048, 8192, 32768, 131072)
+DEFAULT_OUTPUT = 128
+
+
+def serving_cost(plan: EnginePlan, fitted: Fitted | None = None) -> ServingCost:
+    """Return the cost of the steps of a planned engine."""
+    return ServingCost(
+        plan.spec.name.lower(),
+        plan.config.parallel.world_size,
+        model_figures(plan),
+        block_size=plan.config.cache.block_size,
+        fitted=fitted,
+    )
+
+
+def most_requests(plan: EnginePlan, lengths: Lengths) -> int:
+    """Return how many requests of these lengths the KV cache holds at a time."""
+    blocks = -(-lengths.total // plan.config.cache.block_size)
+    num_usable = (plan.report.num_blocks - 1) // len(plan.report.windows)
+    return num_usable // blocks
+
+
+def predict_plan(
+    plan: EnginePlan, cost: ServingCost, batches: Sequence[int], lengths: Lengths
+) -> Prediction:
+    """Return the speed of a planned engine.
+
+    Args:
+        plan: of the engine.
+        cost: of its steps.
+        batches: requests at a time.
+        lengths: of each request.
+    """
+    return predict(
+        cost,
+        batches,
+        lengths,
+        block_size=plan.config.cache.block_size,
+        longest_prefill=plan.config.scheduler.max_num_batched_tokens,
+    )
+
+
+def throughput_grid(
+    plan: EnginePlan, cost: ServingCost, output_len: int = DEFAULT_OUTPUT
+) -> list[Prediction]:
+    """Return the speed for prompts that fit the model, and batches that fit the KV cache."""
+    scheduler, predictions = plan.config.scheduler, []
+    longest = scheduler.max_model_len - output_len
+    for prompt in [size for size in PROMPTS if size <= longest] or [max(longest, 1)]:
+        lengths = Lengths(prompt, output_len)
+        most = min(scheduler.max_num_seqs, most_requests(plan, lengths))
+        batches = sorted({batch for batch in BATCHES if batch < most} | {most})
+        if most > 0:
+            predictions.append(predict_plan(plan, cost, batches, lengths))
+    return predictions

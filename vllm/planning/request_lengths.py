@@ -1,0 +1,217 @@
+"""Lengths of requests out of a file: CSV with a header, or JSON Lines."""
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.errors import ConfigError
+
+MAX_REQUESTS = 20_000
+"""Requests that are replayed; of a longer file an even sample."""
+MAX_LINES = 10_000_000
+"""Lines that are read at most."""
+_MAX_TOKENS = 10**8
+
+_INPUT = ("input_tokens", "input_length", "input_len", "prompt_tokens", "contexttokens", "input")
+_OUTPUT = (
+    "output_tokens",
+    "output_length",
+    "output_len",
+    "completion_tokens",
+    "generatedtokens",
+    "output",
+)
+_SECONDS_OF_TIME = {
+    "timestamp_ms": 1e-3,
+    "timestamp": 1.0,
+    "timestamp_s": 1.0,
+    "time": 1.0,
+    "arrival": 1.0,
+}
+
+
+@dataclass(frozen=True)
+class RequestLengths:
+    """Requests in the order of their times."""
+
+    num_inputs: npt.NDArray[np.int64]
+    """[n] tokens of each prompt."""
+    num_outputs: npt.NDArray[np.int64]
+    """[n] tokens that are generated for each."""
+    times: npt.NDArray[np.float64] | None
+    """[n] seconds since the first request; None: the file has no times."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what was left out."""
+
+    def __len__(self) -> int:
+        return len(self.num_inputs)
+
+    def part(self, index: slice) -> "RequestLengths":
+        """Return some of the requests."""
+        times = None if self.times is None else self.times[index]
+        return RequestLengths(self.num_inputs[index], self.num_outputs[index], times, self.notes)
+
+
+def is_recorded(path: Path) -> bool:
+    """Return whether a file is recorded traffic instead of lengths of requests.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return '"format"' in file.read(200)
+    except OSError as error:
+        raise ConfigError(f"--traffic {path} cannot be read: {error}") from None
+
+
+def read_lengths(path: Path, max_requests: int = MAX_REQUESTS) -> RequestLengths:
+    """Read lengths of requests.
+
+    Args:
+        path: of a file with the columns or keys input_tokens, output_tokens and, if it has times,
+            timestamp; usual other names are known too.
+        max_requests: of a longer file every n-th request is kept, and `notes` says so.
+
+    Raises:
+        ConfigError: the file cannot be read, has no request, or has a bad line, which is named.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return _read(file, str(path), max_requests)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--traffic {path} cannot be read: {error}") from None
+
+
+def _read(file: TextIO, source: str, max_requests: int) -> RequestLengths:
+    records = _json_lines(file, source) if _is_json(file) else _csv_lines(file, source)
+    rows: list[tuple[int, int, float | None]] = []
+    stride = count = 1
+    for count, (number, record) in enumerate(islice(records, MAX_LINES), start=1):
+        if (count - 1) % stride:
+            continue
+        rows.append(_read_request(record, f"{source}, line {number}"))
+        if len(rows) == 2 * max_requests:  # keep every second one from here on
+            rows, stride = rows[::2], stride * 2
+    if not rows:
+        raise ConfigError(
+            f"--traffic {source} has no request. Each line needs input and output tokens: CSV with "
+            f"the header input_tokens,output_tokens,timestamp, or JSON Lines with these keys."
+        )
+    step = -(-len(rows) // max_requests)
+    rows = rows[::step]
+    notes = []
+    if stride * step > 1:
+        notes.append(f"{source}: {len(rows):,} of {count:,} requests are used, evenly sampled")
+    if next(records, None) is not None:
+        notes.append(f"{source}: only the first {MAX_LINES:,} lines are read")
+    times = None
+    if all(row[2] is not None for row in rows):
+        rows.sort(key=lambda row: row[2] or 0.0)
+        # Fewer requests in as much time would be a lower rate.
+        found = np.array([row[2] for row in rows], np.float64)
+        times = (found - found[0]) / (stride * step)
+    columns = np.array([row[:2] for row in rows], np.int64)
+    return RequestLengths(columns[:, 0], columns[:, 1], times, tuple(notes))
+
+
+def _is_json(file: TextIO) -> bool:
+    first = file.readline().lstrip("\ufeff \t")
+    file.seek(0)
+    return first.startswith("{")
+
+
+def _json_lines(file: TextIO, source: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"--traffic {source}, line {number}: it is not JSON, or is cut off ({error})"
+            ) from None
+        if not isinstance(record, dict):
+            raise ConfigError(f"--traffic {source}, line {number}: it is not a JSON object")
+        yield number, {str(key).lower(): value for key, value in record.items()}
+
+
+def _csv_lines(file: TextIO, source: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    reader = csv.reader(file)
+    try:
+        header = [name.strip().lower().lstrip("\ufeff") for name in next(reader, [])]
+        if not (set(header) & set(_INPUT) and set(header) & set(_OUTPUT)):
+            raise ConfigError(
+                f"--traffic {source}: it is no CSV file with lengths of requests: its first line "
+                f"must name the columns input_tokens and output_tokens, got "
+                f"{','.join(header)[:80]!r}"
+            )
+        for values in reader:
+            if not values:
+                continue
+            if len(values) != len(header):
+                raise ConfigError(
+                    f"--traffic {source}, line {reader.line_num}: it must have {len(header)} "
+                    f"values, got {len(values)}; is the file cut off?"
+                )
+            yield reader.line_num, dict(zip(header, values, strict=True))
+    except csv.Error as error:
+        raise ConfigError(
+            f"--traffic {source}, line {reader.line_num}: it is not CSV ({error})"
+        ) from None
+
+
+def _read_request(record: Mapping[str, Any], where: str) -> tuple[int, int, float | None]:
+    num_input = _tokens(record, _INPUT, where, 1)
+    num_output = _tokens(record, _OUTPUT, where, 0)
+    for name, factor in _SECONDS_OF_TIME.items():
+        if name in record:
+            return num_input, num_output, _seconds(record[name], factor, f"{where}: {name}")
+    return num_input, num_output, None
+
+
+def _tokens(record: Mapping[str, Any], names: tuple[str, ...], where: str, least: int) -> int:
+    for name in names:
+        if name in record:
+            value = _number(record[name])
+            if value is None or value != int(value) or not least <= value <= _MAX_TOKENS:
+                raise ConfigError(
+                    f"--traffic {where}: {name} must be an integer between {least} and "
+                    f"{_MAX_TOKENS}, got {str(record[name])[:40]!r}"
+                )
+            return int(value)
+    raise ConfigError(f"--traffic {where}: it must have {names[0]}")
+
+
+def _seconds(value: Any, factor: float, where: str) -> float:
+    number = _number(value)
+    if number is not None:
+        return number * factor
+    try:
+        # Seven decimals, as in some traces, are more than all versions of Python read.
+        return datetime.fromisoformat(str(value).strip()[:26]).timestamp()
+    except ValueError:
+        raise ConfigError(
+            f"--traffic {where} must be a number or a date such as 2023-11-16 18:15:46.68, got "
+            f"{str(value)[:40]!r}"
+        ) from None
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
