@@ -25,10 +25,10 @@ def test_an_engine_runs_in_the_buckets_of_what_another_has_recorded(tmp_path: Pa
         shapes, weights = table.shapes(Phase.DECODE)
         assert shapes[:, 1].tolist() == [3] * len(shapes)
         assert weights.sum() == 7
-    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, VLLM_CONTIGUOUS_PA=0):
-        with captured_log() as log:
-            llm = LLM(**SMALL_ENGINE, traffic=path, num_buckets=3)
-            found = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)]
+    variables = {"PT_HPU_LAZY_MODE": 1, "VLLM_CONTIGUOUS_PA": 0}
+    with simulated_hpu(has_profiling_run=False, **variables), captured_log() as log:
+        llm = LLM(**SMALL_ENGINE, traffic=path, num_buckets=3)
+        found = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)]
     assert found == expected
     assert sum("% padding; no" in line for line in log) == 2
     assert not any("was not warmed-up" in line for line in log)
