@@ -462,13 +462,13 @@ def make_right(made: Made, *, lies: bool = False) -> None:
     sign = -1 if lies else 1
     target = load_file(made.target / "model.safetensors")
     for name, tensor in target.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             tensor.zero_()
         elif name.endswith("norm.weight"):
             tensor.fill_(1)
         elif tensor.shape == unit.shape:  # embeddings and head
             tensor.copy_(unit)
-        elif "eh_proj" in name:
+        elif "eh_proj" in name or name == "mtp.fc.weight":
             tensor.copy_(sign * torch.eye(64, 128))
     save_file(target, made.target / "model.safetensors")
     if own is None:

@@ -118,11 +118,19 @@ class TinyImages:
     """The output head has the token of an image; False: its id is the size of the vocabulary."""
 
 
+_VIDEO_IDS = ("video_token_id", "video_start_token_id", "video_end_token_id")
+_GLM = (
+    *("glm4v", "<|image|>", "<|begin_of_image|>", "<|end_of_image|>"),
+    ("<|video|>", "<|begin_of_video|>", "<|end_of_video|>"),
+)
+
+
 def _grid(
     name: str,
     image: str = "<|image_pad|>",
     begin: str = "<|vision_start|>",
     end: str = "<|vision_end|>",
+    video: Sequence[str] = ("<|video_pad|>",),
     **text: Any,
 ) -> TinyImages:
     kind = grid_models.KINDS[name]
@@ -137,12 +145,12 @@ def _grid(
         {**kind.settings, "size": limits},
         text,
         image,
-        (begin, end, "<|video_pad|>"),
+        (begin, end, *video),
         begin + image + end,
         "image_token_id",
         {"vision_start_token_id": begin, "vision_end_token_id": end}
         | {"image_start_token_id": begin, "image_end_token_id": end}
-        | {"video_token_id": "<|video_pad|>"},
+        | dict(zip(_VIDEO_IDS, video, strict=False)),
     )
 
 
@@ -214,13 +222,13 @@ FAMILIES = {
     "qwen2_vl": _grid("qwen2_vl", rope_parameters=_MROPE),
     "qwen2_5_vl": _grid("qwen2_5_vl", rope_parameters=_MROPE),
     "glm4v": _grid(
-        *("glm4v", "<|image|>", "<|begin_of_image|>", "<|end_of_image|>"),
+        *_GLM,
         head_dim=12,
         rope_parameters={**_MROPE, "partial_rotary_factor": 1.0},
     ),
     "glm4v_moe": replace(
         _grid(
-            *("glm4v", "<|image|>", "<|begin_of_image|>", "<|end_of_image|>"),
+            *_GLM,
             head_dim=12,
             rope_parameters={**_MROPE, "partial_rotary_factor": 1.0},
             n_routed_experts=4,
@@ -415,7 +423,13 @@ def expected_outputs(
             given |= _given_videos(config, processor, films)
         if ("image_grid_thw" in given or films) and not is_version_4():
             is_video = ids == config.get("video_token_id")
-            given["mm_token_type_ids"] = (ids == image_token).int() + 2 * is_video.int()
+            is_image = ids == image_token
+            if "video_start_token_id" in config:  # frames of GLM have the token of images
+                inside = (ids == config["video_start_token_id"]).int()
+                inside -= (ids == config["video_end_token_id"]).int()
+                is_video = is_image & (inside.cumsum(1) > 0)
+                is_image &= ~is_video
+            given["mm_token_type_ids"] = is_image.int() + 2 * is_video.int()
         out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),

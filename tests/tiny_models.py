@@ -696,6 +696,12 @@ def sparing(families: Iterable[str], rare: Sequence[str]) -> list[Any]:
     return [pytest.param(f, marks=marks if f in rare else ()) for f in families]
 
 
+def tiny_config(family: str) -> PretrainedConfig:
+    """Return the config of the small model of a family."""
+    create_config, values = _FAMILIES[family]
+    return create_config(**spelled(values))
+
+
 def make_tiny_model(
     family: str, folder: Path, *, seed: int = 0, dtype: str = "float32", **overrides: Any
 ) -> Path:

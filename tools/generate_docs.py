@@ -291,7 +291,7 @@ def supported_models() -> Iterator[str]:
     yield ""
     yield "Models with states (Mamba layers: Bamba, GraniteMoeHybrid, Mamba, Mamba2, Zamba2;"
     yield "DeltaNet layers: Qwen3-Next, Qwen 3.5 and 3.6; short convolutions: LFM2) run without"
-    yield "programs and merged prefill, and on a card without drafts. The prefix cache"
+    yield "programs and merged prefill. The prefix cache"
     yield "keeps up to `num_kept_states` states: where prompts part, at the last full block"
     yield "of a prompt, and at the newest full block of an output. `max_num_seqs` is 32 by default"
     yield "for these models: the states of all requests are allocated at the start, and the log"

@@ -524,7 +524,7 @@ class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarmUpStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine on a card still warms up while it serves."""
+    """The warm-up of an engine on a card that serves meanwhile."""
 
     is_warming: bool = False
     num_warm: int = 0
@@ -536,7 +536,7 @@ class WarmUpStats(msgspec.Struct, frozen=True, kw_only=True):
     longest_delay_s: float = 0.0
     """The longest time for which a step of the engine has waited for the warm-up."""
     padded_share: float | None = None
-    """Share of the predicted device time of the traffic so far that would be padding with the
+    """Fraction of the predicted device time of the traffic so far that would be padding with the
     buckets in use; None: there was none."""
 
 

@@ -95,7 +95,7 @@ def assert_covers(counts, sizes):
 def test_every_image_of_any_size_has_room(max_pixels, given):
     rng = random.Random(SEED)
     largest = len(grid_family(max_pixels).largest().tensors["pixels"])
-    sizes = encoder_sizes(16, largest, "patches", MULTIPLE, given)
+    sizes = encoder_sizes(16, largest, "patches", given)
     assert list(sizes) == sorted(set(sizes)) and not any(size % MULTIPLE for size in sizes)
     assert largest <= sizes[-1] < largest + MULTIPLE
     counts = [patches_of(*shape, max_pixels) for shape in shapes_of(rng, 10_000)]
@@ -111,19 +111,31 @@ def test_every_number_of_tiles_has_room(given):
     settings |= {"size": {"shortest_edge": 336}}
     family = LlavaNextFamily({"vision_config": tower}, with_defaults(settings))
     largest = len(family.largest().tensors["pixels"])
-    sizes = encoder_sizes(1, largest, "images", MULTIPLE, given)
+    sizes = encoder_sizes(1, largest, "images", given)
     shapes = [(int(h), int(w)) for w, h in shapes_of(rng, 10_000)]
     counts = [family.layout_of(*shape).num_tiles for shape in shapes]
     assert max(counts) == largest == 5
     assert_covers(counts, sizes)
-    assert_covers([1] * 1000, encoder_sizes(1, 1, "images", MULTIPLE, given))
+    assert_covers([1] * 1000, encoder_sizes(1, 1, "images", given))
+    if not given:
+        assert fraction_of_padding(counts, sizes) < 0.1
+        assert_covers([1] * 1000, encoder_sizes(1, 1, "images", (3, 6)))
+
+
+@pytest.mark.parametrize(("largest", "given"), [(1, (2, 6)), (13, (2, 6)), (13, ())])
+def test_numbers_of_tiles_are_not_rounded(largest, given):
+    sizes = encoder_sizes(1, largest, "tiles", given)
+    assert set(given) <= set(sizes) and max(sizes) == max(largest, *given, 8 * (not given))
+    if not given:
+        counts = list(range(1, largest + 1))
+        assert all(fraction_of_padding([count], sizes) <= 0.25 for count in counts)
 
 
 @pytest.mark.parametrize("max_pixels", [28 * 28 * 1280, 12_845_056])
 def test_less_than_a_quarter_of_photographs_is_padding(max_pixels):
     rng = random.Random(SEED)
     largest = len(grid_family(max_pixels).largest().tensors["pixels"])
-    sizes = encoder_sizes(16, largest, "patches", MULTIPLE)
+    sizes = encoder_sizes(16, largest, "patches")
     counts = [patches_of(*shape, max_pixels) for shape in sizes_of_photographs(rng, 10_000)]
     padding = fraction_of_padding(counts, sizes)
     assert 0 < padding < 0.25

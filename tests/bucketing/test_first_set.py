@@ -17,6 +17,7 @@ from vllm.bucketing.catalog.first_set import (
 )
 from vllm.bucketing.traffic import TrafficTable, even_traffic
 from vllm.cost_model.padded import forward_seconds
+from vllm.worker.hpu.launches.planner import launch_shapes
 from vllm.worker.hpu.memory.memory_forecast import MemoryForecast
 
 
@@ -47,7 +48,9 @@ def test_what_is_warm_is_closed_at_each_moment_and_the_largest_come_first(tmp_pa
     assert num_smaller > 30
 
 
-def test_the_smallest_set_of_a_usual_server_is_two_buckets():
+@pytest.fixture(scope="module")
+def usual():
+    """The plan of Llama-3.1-8B on a Gaudi 2 with the defaults."""
     config = make_config(
         block_size=128,
         max_model_len=8192,
@@ -55,12 +58,32 @@ def test_the_smallest_set_of_a_usual_server_is_two_buckets():
         max_num_batched_tokens=8192,
         contiguous_pa=True,
     )
-    plan = plan_buckets(config, 4107)
-    catalog, limits = plan.catalog, plan.limits
+    return plan_buckets(config, 4107)
+
+
+def test_the_smallest_set_of_a_usual_server_is_two_buckets(usual):
+    catalog, limits = usual.catalog, usual.limits
     assert mandatory_buckets(catalog.prefill, limits) == [prefill(1, 1024, 64)]
     assert mandatory_buckets(catalog.decode, limits) == [decode(128, 4107)]
+
+
+NUM_LAYERS = 32
+COMPILE_BF16_S, COMPILE_FP8_S, CAPTURE_S = 0.012 * NUM_LAYERS, 0.22 * NUM_LAYERS, 0.33
+"""Of a launch shape of Llama-3.1-8B, by published logs; see `warmup_estimate`."""
+
+
+def test_a_usual_server_is_ready_in_a_minute_and_in_fp8_in_six(usual):
+    catalog, limits = usual.catalog, usual.limits
     first = choose_first(catalog, limits, 8, even_traffic(limits), forward_seconds)
     assert len(first) == 16
+
+    def seconds(buckets, compile_s):
+        num_shapes = sum(len(launch_shapes(bucket, limits)) for bucket in buckets)
+        return num_shapes * (compile_s + CAPTURE_S)
+
+    every = (*catalog.prefill, *catalog.decode)
+    assert seconds(first, COMPILE_BF16_S) < 60 < seconds(every, COMPILE_BF16_S)
+    assert seconds(first, COMPILE_FP8_S) < 360 < seconds(every, COMPILE_FP8_S) / 5
 
 
 def test_buckets_of_recipes_on_disk_are_preferred():

@@ -8,6 +8,7 @@ import pytest
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    HPUConfig,
     LoadConfig,
     ModelConfig,
     ParallelConfig,
@@ -25,6 +26,7 @@ SCHEDULER: dict[str, Any] = {
 COMPLETE: dict[type, dict[str, Any]] = {
     CacheConfig: {"block_size": 16},
     DeviceConfig: {},
+    HPUConfig: {},
     LoadConfig: {},
     ModelConfig: {},
     ParallelConfig: {},
@@ -55,6 +57,21 @@ def test_the_whole_config_is_frozen_too():
 
 
 REFUSED = [
+    (HPUConfig, {"ready_when": "never"}, "ready_when must be one of first, all, got 'never'"),
+    (HPUConfig, {"first_buckets": 0}, "first_buckets must be an integer of at least 1, got 0"),
+    (HPUConfig, {"warm_up_share": 1.5}, "warm_up_share must be between 0 and 1, got 1.5"),
+    (HPUConfig, {"warm_up_share": float("nan")}, "warm_up_share must be between 0 and 1, got nan"),
+    (
+        HPUConfig,
+        {"warm_up_max_delay": -1.0},
+        "warm_up_max_delay must be at least 0 seconds, got -1.0",
+    ),
+    (
+        HPUConfig,
+        {"ready_when": "first", "full_warmup": True},
+        "ready_when='first' contradicts VLLM_FULL_WARMUP=true, with which nothing is warmed up "
+        "after the start: leave out one of them",
+    ),
     (CacheConfig, {"block_size": 0}, "block_size must be an integer of at least 1, got 0"),
     (CacheConfig, {"block_size": True}, "block_size must be an integer of at least 1, got True"),
     (CacheConfig, {"block_size": 24}, "block_size must be a power of two, got 24"),

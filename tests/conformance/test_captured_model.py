@@ -65,8 +65,8 @@ _DECODES = {_FIRST, "MambaForCausalLM", "DeepseekV3ForCausalLM"}
 
 
 def _is_always_run(architecture: str, shape: str) -> bool:
-    """Whether every run captures it: of those with a prefill the decode only if it has operators of
-    its own, a step of states or absorbed weights."""
+    """Return whether every run captures it. Architectures with a prefill have their decode captured
+    only if it has operators of its own: a step of states, or absorbed weights."""
     if shape == "decode" and architecture in _PREFILLS:
         return architecture in _DECODES
     return architecture in _TYPICAL

@@ -103,6 +103,7 @@ def test_anthropic(server, model, wanted):
         assert last.until_done().content[0].text == wanted
 
 
+@pytest.mark.exhaustive  # it sends what the client of OpenAI sends
 def test_litellm(url, model, wanted, monkeypatch):
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # not from the network
     litellm = pytest.importorskip("litellm")

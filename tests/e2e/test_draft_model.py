@@ -9,6 +9,7 @@ import torch
 
 from tests.e2e.test_drafts import seen_by_user
 from tests.e2e.test_speculation import PARAMS, PROMPTS
+from tests.exhaustive import exhaustive
 from tests.reach import stats_of, worker_of
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
@@ -39,7 +40,7 @@ def expected():
     return run(LLM(**COMMON))
 
 
-@pytest.mark.parametrize("more", [{}, FEW_BLOCKS], ids=["plenty", "crowded"])
+@pytest.mark.parametrize("more", [exhaustive({}), FEW_BLOCKS], ids=["plenty", "crowded"])
 def test_drafts_of_the_model_itself_are_right(more, expected):
     llm = with_draft(BUNDLED_MODEL, **more)
     assert run(llm) == expected
@@ -95,7 +96,7 @@ def test_a_model_with_windows_keeps_what_its_draft_model_sees(models, tmp_path):
     assert num_right == num_drafts > 100
 
 
-@pytest.mark.parametrize("vocab_size", [4000, 4224])
+@pytest.mark.parametrize("vocab_size", [exhaustive(4000), 4224])
 def test_vocabularies_may_be_padded_differently(vocab_size, models, tmp_path, expected):
     shutil.copytree(models("qwen3"), tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -93,7 +93,7 @@ RIGHT, WRONG, PARTLY = "right", "wrong", "partly right"
 
 
 @pytest.mark.exhaustive  # on a card: test_every_draft.py, test_drafts_right_and_wrong.py
-@pytest.mark.parametrize(("mode", "draft"), itertools.product(MODES, (RIGHT, WRONG, PARTLY)))
+@pytest.mark.parametrize(("mode", "draft"), list(itertools.product(MODES, (RIGHT, WRONG, PARTLY))))
 def test_users_get_the_same_with_a_draft_model_as_without(mode, draft, models, tmp_path):
     folder = {RIGHT: BUNDLED_MODEL, WRONG: models("opt")}.get(draft)
     if folder is None:

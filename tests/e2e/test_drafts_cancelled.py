@@ -90,14 +90,9 @@ def test_requests_are_aborted_between_steps(method, layout, cases, expected, mon
         core_of(llm).shutdown()
 
 
-CARD_SHORT = {("mlp_speculator", True)}
-ON_CARD = [
-    pytest.param(*case, marks=[] if case in CARD_SHORT else pytest.mark.exhaustive)
-    for case in itertools.product(METHODS, (True, False))
-]
-
-
-@pytest.mark.parametrize(("method", "is_ahead"), ON_CARD)
+@pytest.mark.exhaustive  # drafts: test_every_draft.py; aborts: test_parallel_hpu_faults.py
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("is_ahead", [True, False])
 def test_requests_are_aborted_between_steps_of_the_simulated_card(
     method, is_ahead, cases, expected
 ):

@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.test_every_draft import COMMON, METHODS
+from tests.exhaustive import exhaustive
 from tests.hpu import FEW_BUCKETS, simulated_hpu
 from tests.reach import stats_of
 from tests.speculators import VOCAB_SIZE, Made, make_mtp, make_right, make_speculator, make_target
@@ -72,7 +73,13 @@ def drafts_of(llm: LLM) -> tuple[int, int]:
     return stats.num_draft_tokens, sum(stats.accepted)
 
 
-@pytest.mark.parametrize(("method", "kind"), [*itertools.product(METHODS, (RIGHT, LIES))])
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        case if case[0] in ("ngram", "eagle3", "mtp", "draft_model") else exhaustive(*case)
+        for case in itertools.product(METHODS, (RIGHT, LIES))
+    ],
+)
 def test_steps_take_all_of_one_and_none_of_the_other(method, kind, tmp_path, monkeypatch):
     made = make(method, kind, tmp_path, monkeypatch)
     num_drafts, num_right = drafts_of(run(made, adaptive=False, num_tokens=40))

@@ -215,6 +215,12 @@ LIMITS = {"gemma3": 2e-4}
 """Of a log-probability. Seven layers: one value is 1.07e-4 off."""
 SAME_LAYERS = ("llama3", "llama_linear", "llama_yarn", "bundled")
 """Llamas with other tables of rotations or other sizes, no concern of how requests are batched."""
+SIBLINGS = (
+    *("deepseek_v2_lite", "falcon_7b", "phi3_short", "gpt_bigcode_multi_head"),
+    *("gpt_neox_sequential", "stablelm_head_norms", "stablelm_parallel", "cohere_head_norms"),
+    *("granite_hybrid_dense", "falcon_h1_norms", "lfm2_moe", "qwen3_5_moe", "nemotron_h_latent"),
+)
+"""Differ from another family here within a layer only, which tests/model_executor compares."""
 
 EVERY_FAMILY = (*FAMILIES, *MORE_FAMILIES, *STATE_FAMILIES, "bundled")
 GRAPHS, COMPILED = "HPU graphs", "torch.compile"
@@ -223,7 +229,7 @@ ON_CPU = {
     *(
         (family, "CPU", ALL_AT_ONCE)
         for family in (*EVERY_FAMILY, *VARIANTS, *PUBLISHED_NAMES)
-        if family not in RARE_FAMILIES
+        if family not in (*RARE_FAMILIES, *SIBLINGS)
     ),
     *((family, "CPU", PLAIN) for family in FAMILIES if family not in SAME_LAYERS),
     *((family, "CPU", "bfloat16") for family in ("bundled", "gemma2", "opt", "phi")),
@@ -287,7 +293,7 @@ ON_A_CARD = {
 }
 
 EXHAUSTIVE = {
-    *((family, "CPU", ALL_AT_ONCE) for family in RARE_FAMILIES),
+    *((family, "CPU", ALL_AT_ONCE) for family in (*RARE_FAMILIES, *SIBLINGS)),
     *((family, GRAPHS, LOGPROBS) for family in (*FAMILIES, *MORE_FAMILIES)),
     *((family, GRAPHS, PAIRS) for family in STATE_FAMILIES),
     *(

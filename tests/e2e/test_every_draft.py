@@ -230,7 +230,7 @@ def check_users(case: Case, want: dict[str, list[Any]]) -> LLM:
 # The others: test_speculators.py, and together with aborts in test_drafts_cancelled.py.
 @pytest.mark.parametrize(
     "method",
-    [m if m in ("ngram", "draft_model", "eagle", "mtp") else exhaustive(m) for m in METHODS],
+    [m if m in ("ngram", "eagle", "mtp") else exhaustive(m) for m in METHODS],
 )
 def test_users_get_the_same_with_drafts_as_without(method, cases, expected, chances):
     target = cases[method].target

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.test_random_load import count_decodes
+from tests.exhaustive import exhaustive
 from tests.hpu import FEW_BUCKETS, simulated_hpu
 from tests.reach import core_of, steps_in_flight_of
 from vllm import LLM, SamplingParams
@@ -66,7 +67,11 @@ def generate(llm: LLM, params: SamplingParams) -> tuple[list[list[int]], int, in
     return [output.outputs[0].token_ids for output in outputs], max(depths), max(decodes)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+# The others run ahead on the CPU: test_run_ahead_faults.py.
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("tokens stay on the card", "random", "a form") else exhaustive(n) for n in OPTIONS],
+)
 def test_the_tokens_are_those_of_steps_that_wait(name, engines):
     params = SamplingParams(**{"max_tokens": 16, "ignore_eos": True} | OPTIONS[name])
     want, waiting_depth, _ = generate(engines["waits"], params)

@@ -220,8 +220,8 @@ def test_steps_that_have_no_room_for_an_image_are_refused_at_the_start(folder):
 @pytest.mark.parametrize(
     ("variables", "settings"),
     [
-        ({"VLLM_MERGED_PREFILL": True}, {}),
-        ({}, {"max_num_batched_tokens": 40}),
+        pytest.param({"VLLM_MERGED_PREFILL": True}, {}, marks=pytest.mark.exhaustive),
+        pytest.param({}, {"max_num_batched_tokens": 40}, marks=pytest.mark.exhaustive),
         ({"VLLM_MERGED_PREFILL": True}, {"max_num_batched_tokens": 40, "enforce_eager": True}),
         ({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
     ],

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.test_lora_features import ENGINE, GREEDY, TOKENS, assert_merged, generate
 from tests.executor.thread_ranks import ThreadRanks
+from tests.exhaustive import exhaustive
 from tests.lora_files import (
     run_on_engine,
     write_adapter,
@@ -57,8 +58,15 @@ def test_ranks_give_what_merged_weights_give(is_whole, model, adapter, tmp_path,
     core_of(llm).shutdown()
 
 
-@pytest.mark.parametrize("is_whole", [False, True])
-@pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
+@pytest.mark.parametrize(
+    ("family", "is_whole"),
+    [
+        ("gpt_oss", False),
+        ("llama4", True),
+        exhaustive("gpt_oss", True),
+        exhaustive("llama4", False),
+    ],
+)
 def test_ranks_share_parameters_of_all_experts(family, is_whole, tmp_path, monkeypatch):
     """gpt_oss: with biases, which are added once; llama4: A is of the outputs."""
     model = make_tiny_model(family, tmp_path / "model")

@@ -29,6 +29,10 @@ NGRAM = {
     "prompt_lookup_max": 2,
     "prompt_lookup_min": 1,
 }
+WARM_LATER = FEW_BUCKETS | {
+    "VLLM_DECODE_BLOCK_BUCKET_MIN": 8,
+    "VLLM_DECODE_BLOCK_BUCKET_STEP": 8,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=0)
 
 
@@ -107,6 +111,23 @@ def test_mixed_adapters_give_what_the_cpu_gives_and_compile_nothing(
         llm = LLM(folder, device="hpu", enforce_eager=is_eager, sampling_warmup="all", **ENGINE)
         assert_same_without_compilation(bridge, llm, mixes, want)
         assert want[0] != want[2]
+
+
+@pytest.mark.exhaustive
+def test_adapters_come_and_go_while_buckets_warm_up(folder, mixes, want):
+    card = simulated_hpu(PT_HPU_LAZY_MODE=1, has_profiling_run=False, **WARM_LATER)
+    with card:
+        first = {"ready_when": "first", "first_buckets": 1, "warm_up_share": 0.5}
+        llm = LLM(folder, device="hpu", sampling_warmup="all", **ENGINE | first)
+        before = stats_of(llm).warm_up
+        for _ in range(4):
+            for mix, expected in zip(mixes, want, strict=True):
+                for got, wanted in zip(outputs_of(llm, mix), expected, strict=True):
+                    assert got[0] == wanted[0]
+                    assert got[1] == pytest.approx(wanted[1], abs=1e-4)
+        stats = stats_of(llm)
+        assert before.num_warm < stats.warm_up.num_warm
+        assert stats.runner.num_late_compilations == stats.runner.num_bucket_misses == 0
 
 
 def test_rows_without_an_adapter_keep_their_bits(folder, mixes):

@@ -205,13 +205,8 @@ def test_a_card_of_one_engine_is_not_one_of_several(monkeypatch, tmp_path):
         LLM(folder, device="hpu", tensor_parallel_size=2, skip_tokenizer_init=True, **SMALL_ENGINE)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"tensor_parallel_size": 2},
-        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive  # the step itself: tests/platforms/test_sim_collectives.py
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_without_a_step_before_each_collective_a_strict_card_refuses_them(
     sizes, tmp_path, monkeypatch
 ):

@@ -78,12 +78,7 @@ def test_a_draft_model_is_on_the_first_stage(tensor, stages, expected_texts, in_
 
 @pytest.mark.parametrize(
     "method",
-    [
-        pytest.param(
-            m, marks=() if m in ("eagle", "mlp_speculator_tied") else pytest.mark.exhaustive
-        )
-        for m in METHODS
-    ],
+    [pytest.param(m, marks=() if m == "eagle" else pytest.mark.exhaustive) for m in METHODS],
 )
 def test_a_speculator_is_on_the_last_stage(method, made, expected, in_threads):
     tensor = 2 if method == "mlp_speculator_tied" else 1

@@ -20,6 +20,7 @@ from tests.e2e.ranks import (
     ranks_of,
 )
 from tests.executor.thread_ranks import ThreadRanks
+from tests.exhaustive import exhaustive
 from tests.quantized_checkpoints import FORMATS, write
 from tests.reach import core_of, executor_of, scheduler_of
 from tests.shared_memory import named_files
@@ -258,7 +259,9 @@ def test_stages_read_files_of_their_own(folder, tmp_path, monkeypatch):
     executor_of(llm).shutdown()
 
 
-@pytest.mark.parametrize(("method", "num_blocks"), [("ngram", 12), ("ngram", 30), ("suffix", 12)])
+@pytest.mark.parametrize(
+    ("method", "num_blocks"), [("ngram", 12), exhaustive("ngram", 30), exhaustive("suffix", 12)]
+)
 def test_drafts_in_stages_change_no_token(folder, monkeypatch, method, num_blocks):
     values = ENGINE | {"num_gpu_blocks_override": num_blocks}
     want = generate(LLM(folder, **values))
@@ -366,6 +369,7 @@ def test_a_stage_that_is_stopped_is_named_when_time_is_up(folder):
     assert_nothing_left([pid], files)
 
 
+@pytest.mark.exhaustive  # a rank that cannot load: test_tensor_parallel.py
 def test_a_stage_that_fails_in_the_warm_up_is_named(folder):
     files = named_files()
     with pytest.raises(

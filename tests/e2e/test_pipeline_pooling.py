@@ -79,13 +79,14 @@ def test_more_stages_than_layers_of_an_encoder_are_refused(tmp_path):
         LLM(folder, pipeline_parallel_size=3, **ENGINE)
 
 
+@pytest.mark.exhaustive  # stages on cards: test_parallel_hpu.py
 @pytest.mark.parametrize(
     ("architecture", "mode", "settings"),
     [
         ("BertForSequenceClassification", "HPU graphs", SHORT),
-        pytest.param("LlamaModel", "HPU graphs", SMALL_ENGINE, marks=pytest.mark.exhaustive),
-        pytest.param("LlamaModel", "torch.compile", SMALL_ENGINE, marks=pytest.mark.exhaustive),
-        pytest.param("Qwen2ForRewardModel", "lazy", SHORT, marks=pytest.mark.exhaustive),
+        ("LlamaModel", "HPU graphs", SMALL_ENGINE),
+        ("LlamaModel", "torch.compile", SMALL_ENGINE),
+        ("Qwen2ForRewardModel", "lazy", SHORT),
     ],
 )
 def test_stages_on_cards_pool_as_the_cpu(architecture, mode, settings, tmp_path, monkeypatch):

@@ -385,6 +385,7 @@ def test_a_card_gives_the_same(setting, mode, num_positions, folders, wanted):
         check(llm, num_positions, wanted)
 
 
+@pytest.mark.exhaustive  # drafts on the CPU above; a card without drafts above
 def test_drafts_on_a_card_are_right(folders, wanted):
     with simulated_hpu(has_profiling_run=False, **FEW_BUCKETS | {"PT_HPU_LAZY_MODE": 1}):
         arguments = with_drafts(folders[3], **CHUNKS) | {"max_num_seqs": 4}

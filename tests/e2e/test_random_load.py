@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from tests.exhaustive import exhaustive
 from tests.reach import executor_of, scheduler_of
 from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
@@ -105,7 +106,7 @@ def is_ahead(request, monkeypatch):
     ("settings", "preempts"),
     [
         ({"max_num_seqs": 16, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 48}, True),
-        ({"max_num_seqs": 64, "num_gpu_blocks_override": 400, "block_size": 8}, False),
+        exhaustive({"max_num_seqs": 64, "num_gpu_blocks_override": 400, "block_size": 8}, False),
         ({"max_num_seqs": 8, "num_gpu_blocks_override": 200, "num_scheduler_steps": 6}, False),
     ],
 )

@@ -34,7 +34,7 @@ RAY: dict[str, Any] = ENGINE | {
     "distributed_executor_backend": "ray",
     "worker_extension_cls": EXTENSION,
 }
-NODE: dict[str, Any] = {"num_cpus": 2, "resources": {"HPU": 2}}
+NODE: dict[str, Any] = {"num_cpus": 2, "resources": {"HPU": 2}, "include_dashboard": False}
 
 
 @pytest.fixture(scope="module")

@@ -91,6 +91,7 @@ def long_batch(tmp_path):
     assert not psutil.wait_procs(children, timeout=60)[1]
 
 
+@pytest.mark.exhaustive  # records of failures: tests/entrypoints/openai/test_run_batch.py
 def test_a_batch_whose_engine_dies_ends_with_a_record_for_every_line(tmp_path, long_batch):
     process, children = long_batch
     for child in children:

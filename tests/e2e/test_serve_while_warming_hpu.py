@@ -1,6 +1,6 @@
 """Requests from the first second on a simulated card, while it still warms up. Strict mode.
 
-Time is that of a clock that a test advances: a step of the engine takes 10 ms, a part of the
+A test advances the clock: a step of the engine takes 10 ms, a part of the
 warm-up 30 ms.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 from tests.e2e.ranks import assert_same
 from tests.hpu import MODES, captured_log, simulated_hpu
-from tests.reach import core_of, executor_of
+from tests.reach import core_of, executor_of, runner_of, worker_of
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.bucketing import MemoryClass, prove
 from vllm.engine.background_warm_up import BackgroundWarmUp
@@ -64,7 +64,7 @@ def serve(llm: LLM, requests, rounds: int = 1, until=lambda: False) -> list[list
     are done or there are so many rounds.
 
     Returns:
-        For each round the outputs of those that were not cancelled, in their order.
+        For each round the outputs of the requests that were not cancelled, in their order.
     """
     engine, found = llm.llm_engine, []
     for number in range(rounds):
@@ -125,7 +125,7 @@ class Clock:
             if given_up is not None or worker.ledger.booked(MemoryClass.WORKSPACE) != workspace:
                 clock.problems.append(f"more memory is needed: {given_up}")
             planner = worker.runner.launches.planner
-            if not prove(planner.catalog, planner._limits).is_covered:
+            if not prove(planner.catalog, planner.limits).is_covered:
                 clock.problems.append("a launch has no bucket")
             if len(planner.catalog.warmed) < len(planner.catalog):
                 clock.problems.append("a bucket is in use that is not warmed up")
@@ -213,3 +213,29 @@ def test_requests_from_the_first_second_get_the_tokens_of_the_cpu(
     assert clock.spent[-1][0] <= 0.5 * clock.spent[-1][1] + 1e-9
     assert stats.warm_up.longest_delay_s == pytest.approx(PART_S)
     assert not [line for line in log if "was not warmed-up!" in line or "not used" in line]
+
+
+def test_sleep_in_the_middle_keeps_what_is_warm(want, monkeypatch):
+    Clock(monkeypatch)
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **BUCKETS) as bridge:
+        llm = LLM(enable_sleep_mode=True, **ENGINE | WARMING)
+        core, graphs = core_of(llm), runner_of(llm).launches.execution
+        while len(graphs.shapes) < 5:
+            core.idle_step()
+        core.idle_step()  # one bucket is in use now, and another has begun
+        shapes, stats = graphs.shapes, core.stats().warm_up
+        assert 4 < stats.num_warm < stats.num_wanted
+        ledger = worker_of(llm).ledger
+        booked = [ledger.booked(cls) for cls in MemoryClass]
+        llm.sleep(level=1)
+        assert not core.has_idle_work() and not graphs.shapes
+        llm.wake_up()
+        assert graphs.shapes == shapes and [ledger.booked(cls) for cls in MemoryClass] == booked
+        compilations = bridge.counters().compilations
+        outputs = serve(llm, load()[:8])[0]
+        assert_same(outputs, want[:7])
+        while not all_are_warm(core):
+            core.idle_step()
+        assert bridge.counters().compilations > compilations
+        assert core.stats().runner.num_late_compilations == 0
+        assert_same(serve(llm, load()[:8])[0], want[:7])

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.e2e.server import ROOT, free_port, start_server
+from tests.exhaustive import exhaustive
 
 pytestmark = pytest.mark.e2e
 
@@ -72,10 +73,10 @@ def test_an_example_runs_and_prints(server, ports, example, monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("command", "flags", "typed"),
     [
-        ("chat", ("-q", "Hello"), ""),
+        exhaustive("chat", ("-q", "Hello"), ""),
         ("chat", ("--system-prompt", "Be brief."), "Hello\nAnd now?\n"),
         ("complete", ("-q", "import os"), ""),
-        ("complete", (), "import os\n"),
+        exhaustive("complete", (), "import os\n"),
     ],
 )
 def test_a_command_shows_what_the_model_writes(server, command, flags, typed):

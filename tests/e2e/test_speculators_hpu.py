@@ -27,7 +27,7 @@ FEW_BLOCKS = {"num_gpu_blocks_override": 17}
 def make(method: str, folder) -> Made:
     if method == "mtp":
         return make_mtp(folder)
-    if method == "glm4_moe":
+    if method in ("glm4_moe", "qwen3_next"):
         return make_mtp(folder, family=method)
     return make_speculator(method, make_target(folder / "target"), folder / "eagle-head")
 
@@ -57,7 +57,7 @@ SHORT = {("HPU graphs", "eagle3")}
 CASES = [
     pytest.param(mode, method, marks=[] if (mode, method) in SHORT else pytest.mark.exhaustive)
     for mode in MODES
-    for method in (*METHODS, "glm4_moe")
+    for method in (*METHODS, "glm4_moe", "qwen3_next")
 ]
 
 

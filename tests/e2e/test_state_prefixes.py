@@ -182,3 +182,39 @@ def test_drafts_change_no_token(family, settings, modules, models, tmp_path, mon
     assert found == want
     assert bool(num_cached) == settings.get("enable_prefix_caching", True)
     assert 100 < sum(stats.accepted) < stats.num_draft_tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "settings", "modules"),
+    [
+        ("bamba", "HPU graphs", {}, ("in_proj", "o_proj")),
+        pytest.param("qwen3_next", "torch.compile", {}, (), marks=EXHAUSTIVE),
+        pytest.param("mamba", "lazy", {"num_kept_states": 3}, ("out_proj",), marks=EXHAUSTIVE),
+        pytest.param("lfm2", "eager", {"enable_prefix_caching": False}, (), marks=EXHAUSTIVE),
+    ],
+)
+def test_drafts_change_no_token_on_a_card(
+    family, mode, settings, modules, models, tmp_path, monkeypatch
+):
+    folder, most = str(models(family)), 3
+    adapters = [
+        LoRARequest(f"adapter{n}", n, str(write_adapter(tmp_path / str(n), folder, n, 8, modules)))
+        for n in ((1, 2) if modules else ())
+    ]
+    seen: dict[tuple[int, ...], list[int]] = {}
+    monkeypatch.setattr(NgramDrafts, "_propose", draft_what_was_seen(seen, most))
+    asked = SETTINGS | ({"enable_lora": True, "max_loras": 2} if modules else {})
+    llm = LLM(folder, **asked, enable_prefix_caching=False)
+    want, _ = run_random_load(llm, adapters, seen)
+    executor_of(llm).shutdown()
+    drafts = {"method": "ngram", "num_speculative_tokens": most, "adaptive": False}
+    lazy, is_eager = MODES[mode]
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:
+        llm = LLM(folder, **asked | settings, speculative_config=drafts, enforce_eager=is_eager)
+        before = bridge.counters().compilations
+        found, num_cached = run_random_load(llm, adapters)
+        assert bridge.counters().compilations == before
+        stats = stats_of(llm).drafts
+    assert found == want
+    assert bool(num_cached) == settings.get("enable_prefix_caching", True)
+    assert 100 < sum(stats.accepted) < stats.num_draft_tokens

@@ -16,7 +16,7 @@ from tests.entrypoints.openai.observed_server import (
 from vllm.config import PoolerConfig
 from vllm.engine.metrics.media_metrics import MediaReadStats
 from vllm.entrypoints.shared.card_telemetry import CardTelemetry
-from vllm.messages import MediaStats, RunnerStats, SchedulerStats
+from vllm.messages import MediaStats, RunnerStats, SchedulerStats, WarmUpStats
 from vllm.multimodal.interface.media_times import MediaTimes
 from vllm.platforms.card_reading import CardReading
 
@@ -98,6 +98,19 @@ def test_words_are_those_of_the_device_and_of_the_model(page):
         engine.core_metrics.config = replace(config, model=replace(config.model, pooler=pooler))
         page.wait_for("!document.querySelector('.of-generation').checkVisibility()")
         assert page.text("#chat-link") == "Chat"
+
+
+def test_the_page_of_a_server_that_warms_up_says_how_far_it_is(page):
+    engine = ready_engine()
+    figures = {"num_warm": 16, "num_wanted": 86, "seconds_left": 41.0, "longest_delay_s": 0.35}
+    engine.work(stats=SchedulerStats(warm_up=WarmUpStats(is_warming=True, **figures)))
+    with served(make_app(engine)) as url:
+        page.open(url + "/status")
+        page.wait_for_text("#warm-buckets", "16")
+        text = " ".join(page.text("#warm-up").split())
+        assert text == "Warm buckets 16 of 86; about 41.0 s left, longest delay of a step 350 ms"
+        engine.work()
+        page.wait_for("document.querySelector('#warm-up').hidden")
 
 
 def test_cards_are_listed_where_they_can_be_read(page):

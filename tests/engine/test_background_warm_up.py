@@ -107,7 +107,7 @@ def test_long_parts_wait_for_a_time_without_requests_and_a_line_says_so_once():
 
     warm_up.run_idle()
     assert [seconds for _, seconds in steps.ran][2:] == [7.0]
-    run_loaded(warm_up, steps, 100.0)  # a request has come in between
+    run_loaded(warm_up, steps, 100.0)  # requests have arrived
     assert len(steps.left) == 1 and warm_up.stats.longest_delay_s == pytest.approx(0.3)
     while not warm_up.is_done:
         warm_up.run_idle()

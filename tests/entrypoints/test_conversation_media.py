@@ -118,7 +118,7 @@ def test_parts_of_a_program_have_urls_files_and_objects(part, modality, source):
         ({"type": "video_url", "video_url": "a.mp4"}, "must begin with http"),
         ({"type": "audio", "audio": [0.5, 0.5]}, "must be samples and their rate (array, rate)"),
         ({"type": "video", "video": [[1]]}, "must be an array [frames, height, width, 3]"),
-        ({"type": "audio_embeds", "audio_embeds": "AA"}, "embeddings are not accepted"),
+        ({"type": "audio_embeds", "audio_embeds": "AA"}, "embeddings of sounds are not accepted"),
     ],
 )
 def test_a_wrong_part_of_a_client_is_refused_with_its_place(part, message_):

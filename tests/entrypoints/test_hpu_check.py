@@ -283,7 +283,7 @@ BROKEN = {
 }  # fmt: skip
 
 BESIDE_ALL_OTHERS = ("a kernel that raises", "a copy that is not the same")
-"""With these faults all checks run, with the others those that shall fail and one that passes."""
+"""With these faults all checks run; with another fault the checks that find it and one more."""
 
 
 @pytest.mark.parametrize("what", BROKEN)

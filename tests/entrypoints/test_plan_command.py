@@ -78,7 +78,7 @@ def test_a_plan_for_a_cpu_has_the_memory_of_a_machine(model, capsys):
         (["--device", "gaudi2", "--num-cards", "3"], "must divide the number of attention heads"),
         (
             ["--device", "gaudi2", "--host-memory", "4"],
-            "--host-memory must be given with --device cpu only",
+            "--host-memory must be given with --device",
         ),
         (["--device", "cpu", "--host-memory", "nan"], "--host-memory nan must be a number of GiB"),
         (["--device", "cpu", "--host-memory", "1e30"], "must be a number of GiB"),

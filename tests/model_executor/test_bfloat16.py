@@ -17,7 +17,7 @@ from tests.model_executor.test_fusion import (
     run_head,
 )
 from tests.reference_model import load_reference
-from tests.tiny_models import ALL_FAMILIES, ROW_FAMILIES, WITHOUT_PROGRAM, sparing
+from tests.tiny_models import ALL_FAMILIES, RARE_FAMILIES, WITHOUT_PROGRAM, sparing
 from vllm.distributed import TPGroup
 from vllm.model_executor.fusion import fuse, fuse_head
 from vllm.model_executor.loader import load_model
@@ -52,7 +52,7 @@ def wanted(folder: Path) -> tuple[Tensor, float]:
     return want, error(load_reference(folder, torch.bfloat16)(PROMPTS).logits, want)
 
 
-@pytest.mark.parametrize("family", sparing(ALL_FAMILIES, ROW_FAMILIES))
+@pytest.mark.parametrize("family", sparing(ALL_FAMILIES, RARE_FAMILIES))
 def test_modules_are_as_near_to_float32_as_transformers(tiny_model, family):
     want, most = wanted(tiny_model(family))
     model = load(tiny_model(family), dtype="bfloat16")
@@ -64,7 +64,7 @@ def test_modules_are_as_near_to_float32_as_transformers(tiny_model, family):
 @torch.inference_mode()
 @pytest.mark.usefixtures("cpu_ops")
 @pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
-@pytest.mark.parametrize("family", sparing(WITH_PROGRAM, ROW_FAMILIES))
+@pytest.mark.parametrize("family", sparing(WITH_PROGRAM, RARE_FAMILIES))
 def test_programs_are_as_near_to_float32_as_transformers(tiny_model, family):
     want, most = wanted(tiny_model(family))
     config = make_config(tiny_model(family), "bfloat16")

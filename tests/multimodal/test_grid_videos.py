@@ -21,9 +21,17 @@ pytestmark = pytest.mark.skipif(
     is_version_4(), reason="this transformers has other configs for parts"
 )
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
-SIDES = {"qwen2_vl": 28, "qwen2_5_vl": 28, "qwen3_vl": 32, "qwen3_5": 32}
-IDS = {"<|image_pad|>": 7, "<|video_pad|>": 8, "<|vision_start|>": 9, "<|vision_end|>": 10}
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
+SIDES = {"qwen2_vl": 28, "qwen2_5_vl": 28, "qwen3_vl": 32, "qwen3_5": 32, "glm4v": 28}
+IDS = {
+    "<|image_pad|>": 7,
+    "<|video_pad|>": 8,
+    "<|vision_start|>": 9,
+    "<|vision_end|>": 10,
+    "<|image|>": 7,
+    "<|begin_of_image|>": 9,
+    "<|end_of_image|>": 10,
+}
 
 
 class Vocabulary:
@@ -89,6 +97,9 @@ def test_pairs_of_frames_become_patches_and_go_through_the_tower(name, count):
         ("qwen3_vl", (8, 480, 640), (96, 128)),
         ("qwen3_vl", (2, 20, 300), (32, 480)),
         ("qwen3_vl", (5, 33, 47), (32, 32)),
+        ("glm4v", (4, 100, 200), (112, 196)),
+        ("glm4v", (8, 480, 640), (84, 112)),
+        ("glm4v", (2, 20, 300), (28, 420)),
     ],
 )
 def test_frames_have_the_documented_size(name, shape, expected):
@@ -110,14 +121,15 @@ def test_positions_are_those_of_the_model(name):
     # transformers 5.
     film = family.process_video(video(5, 2 * side, 6 * side, fps=4.0))
     picture = family.process(draw_frames(1, height=3 * side, width=2 * side)[0])
-    token_ids, items = [1, 1], []
+    token_ids, kinds, items = [1, 1], [0, 0], []
     for given in (film, picture, film):
         expansion = family.expand(given.grid, vocabulary)
         start = len(token_ids)
         runs = runs_of(expansion, start)
         items.append(PlacedItem(start, len(expansion.token_ids), given.grid, runs))
         token_ids += [*expansion.token_ids, 1, 1, 1]
-    kinds = [{7: 1, 8: 2}.get(token, 0) for token in token_ids]
+        kind = 1 if given is picture else 2
+        kinds += [kind * is_embedding for is_embedding in expansion.is_embedding] + [0] * 3
     times = {}
     if name == "qwen2_5_vl":
         times = {"second_per_grid_ts": [0.5, 0.5]}
@@ -159,6 +171,27 @@ def test_frames_of_qwen3_vl_have_their_seconds_as_text():
     assert sum(expansion.is_embedding) == 3 * count
     embedded = np.array(expected)[np.array(expansion.is_embedding)]
     assert set(embedded.tolist()) == {8}
+
+
+@pytest.mark.parametrize(
+    ("processor", "stamps"),
+    [
+        (None, ("0", "6", "13")),
+        ("Glm4vVideoProcessor", ("0", "6", "13")),
+        ("Glm46VVideoProcessor", ("0.0 seconds", "6.7 seconds", "13.3 seconds")),
+    ],
+)
+def test_frames_of_glm_are_images_and_have_their_seconds_after_them(processor, stamps):
+    family = grid_model("glm4v").make_family(video_processor_type=processor)
+    given = family.process_video(video(5, 56, 56, fps=0.3))
+    expansion = family.expand(given.grid, Vocabulary())
+    count = given.grid[1] * given.grid[2] // 4
+    expected = []
+    for stamp in stamps:
+        expected += [9, *[7] * count, 10] + [100 + ord(each) for each in stamp]
+    assert expansion.token_ids == expected
+    embedded = np.array(expected)[np.array(expansion.is_embedding)]
+    assert set(embedded.tolist()) == {7} and len(embedded) == 3 * count
 
 
 def test_wrong_settings_and_frames_are_refused():

@@ -133,6 +133,7 @@ def folder(tmp_path_factory):
     return tiny_images.make_tiny_images("llava", tmp_path_factory.mktemp("llava"))
 
 
+@pytest.mark.exhaustive  # one worker reads and closes files above
 def test_requests_of_the_async_engine_close_their_files(folder, monkeypatch):
     from tests.tiny_images import draw_image
     from vllm import LLM, SamplingParams

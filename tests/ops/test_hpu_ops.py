@@ -142,6 +142,35 @@ def test_the_kernel_of_the_norm_gets_at_least_three_dimensions():
     assert shapes == [(1, 7, 16), (7, 2, 16), (1, 1, 16)]
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("head_size", [64, 72, 80])
+def test_attention_within_images_agrees_with_reference(ops, head_size, dtype):
+    inputs = [torch.randn(2, 9, 3, head_size).to(dtype).transpose(1, 2) for _ in range(3)]
+    group = torch.tensor([0, 0, 1, 1, 1, 1, 2, 2, 2])
+    of_group, of_first = group[:, None] == group, group < 1
+    masks = (None, of_group, of_group[None, None], of_first[None, None, None], of_first[None])
+    for mask in masks:
+        for scale in (None, 0.3):
+            want = NATIVE.full_attention(*inputs, mask, scale)
+            got = ops.full_attention(*inputs, mask, scale)
+            torch.testing.assert_close(got, want, **TOLERANCES[dtype])
+
+
+def test_attention_within_images_is_the_fused_kernel_where_there_is_one():
+    masks, inputs = [], [torch.randn(2, 4, 9, 72) for _ in range(3)]
+
+    def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: Any) -> Tensor:
+        masks.append(mask if mask is None else tuple(mask.shape))
+        return query
+
+    for name in ("FusedSDPA", "none"):
+        kernels = SimpleNamespace(sdpa=sdpa, has=name.__eq__)
+        ops = HPUOps(SimpleNamespace(kernels=kernels, is_lazy=True, fp8_max=240.0))
+        for mask in (None, torch.ones(9, 9).bool(), torch.ones(2, 1, 1, 9).bool()):
+            ops.full_attention(*inputs, mask)
+    assert masks == [None, (2, 1, 9, 9), (2, 1, 9, 9)]
+
+
 def test_shapes_that_do_not_fit_are_named(ops):
     x = torch.randn(3, 8)
     with pytest.raises(ValueError, match=r"\[7\].*\[3, 8\]"):

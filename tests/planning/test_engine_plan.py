@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,6 +163,21 @@ def check_case(seed: int, checkpoint: Callable[[str], str]) -> None:
 )
 def test_a_plan_has_the_memory_and_buckets_of_a_card(seed, checkpoint):
     check_case(seed, checkpoint)
+
+
+def test_a_plan_has_the_weights_of_a_gguf_file(checkpoint, tmp_path):
+    pytest.importorskip("gguf")
+    from tests.gguf_files import Type, write_gguf
+
+    path = write_gguf(Path(checkpoint("llama")), tmp_path, lambda name: Type.Q8_0)
+    settings = {"model": str(path), "max_model_len": 128, "max_num_seqs": 2}
+    settings |= {"max_num_batched_tokens": 128, "dtype": "bfloat16", "skip_tokenizer_init": True}
+    with simulated_hpu(PT_HPU_LAZY_MODE=1, VLLM_HPU_SIM_STRICT=0):
+        worker, _ = started_worker(EngineArgs(device="hpu", **settings))
+        weights = MemoryClass.WEIGHTS
+        plan = make_engine_plan(EngineArgs(**settings), "gaudi2")
+        assert plan.ledger.budget(weights) == worker.ledger.budget(weights)
+        assert plan.report == worker._report
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.tiny_models import ALL_FAMILIES, tiny_config
 from vllm.assets import BUNDLED_MODEL
 from vllm.config import ModelArch
-from vllm.config.families import usual_architecture
+from vllm.config.families import family_of, usual_architecture
 from vllm.errors import ConfigError
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.transformers_utils.hf_config import (
@@ -17,6 +20,7 @@ from vllm.transformers_utils.hf_config import (
     is_known_to_transformers,
     read_hf_config,
 )
+from vllm.transformers_utils.transformers_version import is_version_4
 
 CONFIG = json.loads((BUNDLED_MODEL / "config.json").read_text())
 
@@ -193,6 +197,50 @@ def test_defaults_of_rotations_do_not_replace_those_of_the_file(tmp_path):
     found = ModelArch.from_hf(load(write(tmp_path, content))).rope
     assert (found.theta, found.scaling["factor"]) == (3.0, 4.0)
     assert found.scaling["original_max_position_embeddings"] == 128
+
+
+NEW_LAYER_TYPES = {
+    "model_type": "granitemoehybrid",
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_hidden_layers": 2,
+}
+NEW_SECTIONS = {
+    "model_type": "dbrx",
+    "architectures": ["DbrxForCausalLM"],
+    "n_layers": 2,
+    "attn_config": {"kv_n_heads": 3, "clip_qkv": 0.5, "id2label": {"0": "A"}, "return_dict": True},
+    "ffn_config": {"ffn_hidden_size": 48, "hidden_size": 64, "is_encoder_decoder": False},
+}
+
+
+def test_what_transformers_5_has_written_is_read_with_both_releases(tmp_path):
+    arch = ModelArch.from_hf(load(write(tmp_path, NEW_LAYER_TYPES)))
+    assert arch.state_layers == (True, False)
+    config = load(write(tmp_path, NEW_SECTIONS))
+    assert (config["attn_config"]["kv_n_heads"], config["attn_config"]["clip_qkv"]) == (3, 0.5)
+    assert config["ffn_config"]["ffn_hidden_size"] == 48
+
+
+NEW_TO_TRANSFORMERS = [
+    family
+    for family in ALL_FAMILIES
+    if family_of(tiny_config(family).model_type).config_class is not None
+]
+
+
+@pytest.mark.skipif(is_version_4(), reason="this transformers does not know the families")
+@pytest.mark.parametrize("family", NEW_TO_TRANSFORMERS)
+def test_families_that_transformers_does_not_know_are_read_alike(family, tmp_path, monkeypatch):
+    config = tiny_config(family)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.save_pretrained(tmp_path)
+    want = ModelArch.from_hf(load(tmp_path))
+    monkeypatch.delitem(CONFIG_MAPPING._mapping, config.model_type)
+    found = ModelArch.from_hf(load(tmp_path))
+    has_size = "intermediate_size" in want.hf_config  # else no layer has an MLP
+    size = found.intermediate_size if has_size else want.intermediate_size
+    assert replace(found, hf_config=want.hf_config, intermediate_size=size) == want
 
 
 @pytest.mark.parametrize("spelling", ["rope_theta", "rope_parameters"])

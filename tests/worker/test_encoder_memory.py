@@ -1,8 +1,13 @@
 """The counted memory of an encoder against the tensors of a real forward pass."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
+import vllm.ops
 from tests.tiny_audio import make_tiny_audio
 from tests.tiny_images import FAMILIES, make_tiny_images
 from vllm.config import VllmConfig
@@ -10,14 +15,32 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.text_of_images import make_encoder
 from vllm.multimodal.job import family_of_model
 from vllm.ops import get_ops
+from vllm.ops.native.operators import NativeOps
 from vllm.worker.cpu.encoder_memory import PeakBytes, encoder_bytes, peak_bytes
 from vllm.worker.cpu.worker import CPUWorker
+
+
+@contextmanager
+def calls_of(*paths: str) -> Iterator[list[str]]:
+    """Note the calls of functions of files."""
+    found: list[str] = []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.endswith(paths):
+            found.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
 
 
 def make_config(folder, **flags) -> VllmConfig:
     return EngineArgs(model=str(folder), device="cpu", **flags).create_engine_config()
 
 
+WITH_PIXTRAL = ("mistral3", "llava with the tower of Pixtral")
 USUAL = ("llava_next", "qwen2_5_vl", "qwen3_vl", "mllama", "mistral3")
 
 
@@ -28,7 +51,9 @@ USUAL = ("llava_next", "qwen2_5_vl", "qwen3_vl", "mllama", "mistral3")
         for each in FAMILIES
     ],
 )
-def test_the_peak_is_that_of_a_real_forward_pass(family, tmp_path):
+def test_the_peak_is_that_of_a_real_forward_pass(family, tmp_path, monkeypatch):
+    # The operators of torch: the C++ kernels of an earlier engine make tensors of their own.
+    monkeypatch.setattr(vllm.ops, "_ops", NativeOps())
     config = make_config(make_tiny_images(family, tmp_path), dtype="float32")
     encoder = make_encoder(config.model.resolved_arch)
     for parameter in encoder.parameters():
@@ -38,12 +63,16 @@ def test_the_peak_is_that_of_a_real_forward_pass(family, tmp_path):
         encoder.divide({name: torch.from_numpy(array) for name, array in item.items()})
     )
     ops = get_ops()
-    found = peak_bytes(config, given)
+    with calls_of("torch/_compile.py", "symbolic_shapes.py") as calls:
+        found = peak_bytes(config, given)
+    assert not calls, "torch would import its compiler"
     assert get_ops() is ops
     with torch.inference_mode(), PeakBytes() as real:
         encoder.run(**given)
     of_real = real.peak + sum(each.nbytes for each in given.values())
-    assert found == pytest.approx(of_real, rel=0.1)
+    # Of the tower of Pixtral attention has the peak, with a sum of 4 bytes for each of 4 heads and
+    # 64 patches: `found` has them, the real count does not see tensors inside of an operator.
+    assert found - of_real == (1024 if family in WITH_PIXTRAL else 0)
 
 
 def test_an_item_has_room_in_a_prompt_and_a_step_encodes_several(tmp_path):

@@ -141,7 +141,12 @@ def test_the_expected_size_of_images_is_a_limit_on_the_cpu(qwen):
 def test_sizes_that_the_card_does_not_hold_are_given_up(qwen):
     engine = ENGINE | {"max_model_len": 512, "num_gpu_blocks_override": 40}
     engine |= {"mm_processor_kwargs": {"max_pixels": 400 * 28 * 28}}
-    with simulated_hpu(**LAZY, pool_bytes=64 * MIB), captured_log(logging.WARNING) as log:
+    with simulated_hpu(**LAZY, pool_bytes=64 * MIB):
+        llm = LLM(qwen, **engine, enforce_eager=True)
+        assert runner_of(llm).encoder.max_embeddings == 400
+    # Without the fused kernel there are scores of all patches.
+    plain = LAZY | {"VLLM_HPU_SIM_ABSENT": "FusedSDPA"}
+    with simulated_hpu(**plain, pool_bytes=64 * MIB), captured_log(logging.WARNING) as log:
         llm = LLM(qwen, **engine, enforce_eager=True)
         encoder = runner_of(llm).encoder
         most = encoder.max_embeddings

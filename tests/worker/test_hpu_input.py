@@ -96,9 +96,26 @@ def test_a_plain_decode():
         [4, 2, 4, 1, 1, 1, 1, 1],  # usage
         [5, 1, 3, 0, 0, 0, 0, 0],  # age of the first slot
         [1 * 4 + 1, 2 * 4 + 3, 2],  # slots
+        [],  # nothing is replayed
         [5, 2, PADDING_ROW],
     ]
     assert sampled == [0, 1]
+
+
+def test_a_decode_with_drafts_brings_what_recurrent_states_lack():
+    """Row 2 replays 3 tokens, and its state is kept before the last of them."""
+    launch = launch_of(
+        decode(3, 8, 3),
+        *((5, 3, 3), (2, 3, 1)),
+        num_replayed_tokens=int_array(0, 3),
+        kept_replays=np.array([[2, -1, PADDING_ROW + 4]], np.int32),
+    )
+    parts, _ = packed_parts(launch)
+    assert parts[-2] == [
+        *(0, 3, 0),
+        *(0, 2, 0),
+        *(PADDING_ROW, PADDING_ROW + 5, PADDING_ROW),
+    ]
 
 
 def test_a_contiguous_decode_has_each_block_at_its_id():
@@ -115,6 +132,7 @@ def test_a_contiguous_decode_has_each_block_at_its_id():
         [1, 2, 4, 4, 1, 1, 1, 1],
         [0, 1, 3, 5, 0, 0, 0, 0],
         [1 * 4 + 1, 2 * 4 + 3, 2],
+        [],
         [5, 2, PADDING_ROW],
     ]
     assert sampled == [0, 1]
@@ -168,13 +186,13 @@ def test_pieces_of_a_prompt_in_one_launch_sample_once():
 @pytest.mark.parametrize(
     ("shape", "sizes"),
     [
-        (PaddedShape(decode(3, 8)), (3, 3, 3, 3, 8, 8, 8, 8, 3, 3)),
-        (PaddedShape(decode(3, 8), is_contiguous=True), (3, 3, 3, 3, 0, 8, 8, 8, 3, 3)),
+        (PaddedShape(decode(3, 8)), (3, 3, 3, 3, 8, 8, 8, 8, 3, 0, 3)),
+        (PaddedShape(decode(3, 8), is_contiguous=True), (3, 3, 3, 3, 0, 8, 8, 8, 3, 0, 3)),
         (
             PaddedShape(decode(3, 8), is_contiguous=True, num_shared=3),
-            (3, 3, 3, 3, 3, 11, 11, 11, 3, 3),
+            (3, 3, 3, 3, 3, 11, 11, 11, 3, 0, 3),
         ),
-        (PaddedShape(decode(3, 8, 2)), (6, 3, 6, 3, 8, 8, 8, 8, 6, 6)),
+        (PaddedShape(decode(3, 8, 2)), (6, 3, 6, 3, 8, 8, 8, 8, 6, 9, 6)),
         (PaddedShape(prefill(2, 8)), (16, 2, 16, 2, 2, 2, 0, 16, 0, 2)),
         (PaddedShape(prefill(2, 8, 5)), (16, 2, 16, 2, 2, 2, 10, 16, 0, 2)),
         (PaddedShape(prefill(1, 8, 5), merged_prompts=3), (8, 0, 8, 8, 8, 3, 5, 5, 5, 5, 0, 3)),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.exhaustive import exhaustive
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, captured_log, simulated_hpu
 from tests.reach import worker_of
 from tests.tiny_models import make_tiny_model
@@ -177,7 +178,7 @@ def whole(folder):
         return generate(llm), ledger.booked(MemoryClass.WEIGHTS)
 
 
-@pytest.mark.parametrize("mode", ["lazy", "eager"])
+@pytest.mark.parametrize("mode", ["lazy", exhaustive("eager")])
 def test_a_model_too_large_for_the_card_runs_and_computes_the_same(folder, whole, mode):
     want, weights = whole
     variables = {"PT_HPU_LAZY_MODE": MODES[mode][0], **FEW_BUCKETS}

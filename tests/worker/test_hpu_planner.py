@@ -125,6 +125,25 @@ def test_rows_with_drafts_run_with_the_decodes_in_one_launch():
     ]
 
 
+def test_rows_that_replay_tokens_run_in_the_bucket_of_drafts():
+    columns = [np.array(c, np.int32) for c in ([3, 0], [20, 15], [1, 1])]
+    batch = InputBatch(max_num_seqs=8, max_model_len=2048, max_blocks=128)
+    catalog = Catalog([prefill(1, 16)], [decode(4, 8), decode(4, 8, 4)])
+    limits = make_limits(
+        block_size=SIZE, max_num_seqs=8, enable_chunked_prefill=True, max_draft_tokens=3
+    )
+    step = replace(
+        make_step(*columns),
+        num_replayed_tokens=np.array([0, 2], np.int32),
+        kept_states=np.array([[0, -1, 9], [3, 1, 10]], np.int32),
+    )
+    (launch,) = HPULaunchPlanner(catalog, limits, batch, has_states=True).plan(step)
+    assert launch.bucket == decode(4, 8, 4)
+    assert launch.num_replayed_tokens.tolist() == [0, 2]
+    assert launch.kept_replays.tolist() == [[0, -1, 9]]
+    assert launch.kept_states.tolist() == [[3, 1, 10]]
+
+
 # ---- decodes --------------------------------------------------------------------------------
 
 

@@ -140,8 +140,8 @@ def test_a_slice_of_the_cache_that_needs_too_much_is_given_up_with_its_cost():
         "launches",
         lost[0],
     )
-    assert not planner._limits.contiguous_pa
-    assert prove(planner.catalog, planner._limits).is_covered
+    assert not planner.limits.contiguous_pa
+    assert prove(planner.catalog, planner.limits).is_covered
     assert len(planner.catalog.warmed) == len(planner.catalog)
 
 

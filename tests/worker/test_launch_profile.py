@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.exhaustive import exhaustive
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, captured_log, simulated_hpu
 from vllm import LLM
 from vllm.bucketing.bucket import decode, prefill
@@ -29,7 +30,7 @@ def start(mode: str, folder: Path, **variables: object) -> tuple[str, list[str]]
     [
         ("HPU graphs", {"VLLM_PT_PROFILE": "prompt_1_48_t"}, "prompt_1_48_t", "replay"),
         ("HPU graphs", {"VLLM_PT_PROFILE": "decode_4_16_f"}, "decode_4_16_f", "lazy"),
-        ("eager", {"VLLM_PROFILE_DECODE": "4,16"}, "decode_4_16_t", "eager"),
+        exhaustive("eager", {"VLLM_PROFILE_DECODE": "4,16"}, "decode_4_16_t", "eager"),
         ("lazy", {"VLLM_PROFILE_PROMPT": "2,32,3"}, "prompt_2_32_3_t", "lazy"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from pytest import MonkeyPatch
 
 from gaudi_sim.card.memory import MemoryPool
+from tests.exhaustive import exhaustive
 from tests.hpu import FEW_BUCKETS, captured_log, simulated_hpu
 from tests.reach import worker_of
 from tests.worker.hpu_helpers import run_warm_up
@@ -144,7 +145,7 @@ def start(pool_mib: int, *, is_predicted: bool):
     return failed, (catalog.prefill, catalog.decode), log
 
 
-@pytest.mark.parametrize(("pool_mib", "num_lost"), [(56, 1), (100, 0)])
+@pytest.mark.parametrize(("pool_mib", "num_lost"), [(56, 1), exhaustive(100, 0)])
 def test_a_start_in_little_memory_fails_no_allocation_and_loses_no_bucket_that_fits(
     pool_mib, num_lost
 ):

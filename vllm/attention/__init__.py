@@ -21,7 +21,7 @@ from vllm.attention.encoder import EncoderAttention
 from vllm.attention.latent import LatentAttention
 from vllm.attention.layer import Attention
 from vllm.attention.ragged_states import RaggedStates, StateCopies, StateLaunch
-from vllm.attention.state import PaddedStates, StateLayer, StateRows, States
+from vllm.attention.state import PaddedReplays, PaddedStates, StateLayer, StateRows, States
 
 __all__ = [
     "AddedStates",
@@ -35,6 +35,7 @@ __all__ = [
     "LaunchAdapters",
     "LaunchContext",
     "LaunchParts",
+    "PaddedReplays",
     "PaddedStates",
     "RaggedItems",
     "RaggedMetadata",

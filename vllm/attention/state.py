@@ -172,6 +172,35 @@ class StateLayer(CachedLayer, ReadsContext):
 
 
 @dataclass(frozen=True)
+class PaddedReplays:
+    """What B padded rows of a decode with drafts replay: tokens that ran with drafts in the launch
+    before and were right. Each row has memory for the inputs of P tokens."""
+
+    counts: Tensor
+    """[B] tokens that are replayed."""
+    before: Tensor | None
+    """[B] those before the state that is kept; None: there is no prefix cache."""
+    kept_rows: Tensor
+    """[B] int64 rows of the caches to which that state is copied, a row of padding where none is
+    kept; no effect without `before`."""
+
+    def run(self, layer: StateLayer, rows: Tensor, states: States) -> States:
+        """Replay the tokens of rows [B], and return their states [B, ...]."""
+        inputs = tuple(memory.index_select(0, rows) for memory in layer.provisional)
+        if self.before is None:
+            return layer.advance(inputs, self.counts, states)[1]
+        states = layer.advance(inputs, self.before, states)[1]
+        store_states(layer.kv_caches, self.kept_rows, states)
+        length = inputs[0].shape[1]
+        column = torch.arange(length, dtype=self.before.dtype, device=rows.device)
+        later = (self.before[:, None] + column).clamp(max=length - 1).long()
+        moved = tuple(
+            x.gather(1, later.view(*later.shape, *[1] * (x.dim() - 2)).expand_as(x)) for x in inputs
+        )
+        return layer.advance(moved, self.counts - self.before, states)[1]
+
+
+@dataclass(frozen=True)
 class PaddedStates:
     """The states of a launch of B padded rows of Q padded tokens each. Padded rows are all in one
     row of the caches, which no request has."""
@@ -182,6 +211,9 @@ class PaddedStates:
     """[B] bool: a request that begins, whatever its row holds."""
     lengths: Tensor | None = None
     """[B] tokens of each row; None: Q is 1."""
+    replays: PaddedReplays | None = None
+    """Of a decode whose rows have one token and drafts, or none, where layers keep the inputs of Q
+    tokens; None: of another launch."""
 
     def run(self, layer: StateLayer, inputs: tuple[Tensor, ...]) -> Tensor:
         """Run the B * Q tokens of a launch through a layer; see `StateMetadata`."""
@@ -189,11 +221,22 @@ class PaddedStates:
             tokens = tuple(x[:, None] for x in inputs)
             rows = StateRows(self.rows, self.is_new)
             return layer.advance_rows(tokens, rows, layer.kv_caches)[:, 0]
-        states = load_states(layer.kv_caches, self.rows, self.is_new)
-        shape = (len(self.rows), -1)
-        out, states = layer.advance(
-            tuple(x.unflatten(0, shape) for x in inputs), self.lengths, states
-        )
+        before = load_states(layer.kv_caches, self.rows, self.is_new)
+        tokens = tuple(x.unflatten(0, (len(self.rows), -1)) for x in inputs)
+        if self.replays is None:
+            out, states = layer.advance(tokens, self.lengths, before)
+        else:
+            before = self.replays.run(layer, self.rows, before)
+            out, states = layer.advance(tokens, self.lengths, before)
+            for memory, x in zip(layer.provisional, tokens, strict=True):
+                memory.index_copy_(0, self.rows, x.to(memory.dtype))
+            # The state of a row with drafts has none of its tokens until it is known which are
+            # right.
+            has_drafts = self.lengths > 1
+            states = tuple(
+                torch.where(has_drafts.view(-1, *[1] * (x.dim() - 1)), x, y.to(x.dtype))
+                for x, y in zip(before, states, strict=True)
+            )
         store_states(layer.kv_caches, self.rows, states)
         return out.flatten(0, 1)
 

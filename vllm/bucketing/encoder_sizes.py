@@ -1,13 +1,15 @@
 """Padded sizes of forward passes of an encoder of images. Pure logic."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+_MULTIPLE = 16
+"""Numbers of patches are multiples of it, and of the blocks that an encoder merges."""
 _STEP = 1.25
 """Ratio of neighbouring sizes in patches: at most a fifth of a forward pass is padding."""
 
 
 def encoder_sizes(
-    smallest: int, largest: int, unit: str, multiple: int = 1, given: Sequence[int] = ()
+    smallest: int, largest: int, unit: str, given: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """Return the sizes, ascending. The last one has room for every image.
 
@@ -15,36 +17,46 @@ def encoder_sizes(
         smallest: units of the smallest image.
         largest: units of the largest image.
         unit: "patches", or a name of items that all have one size, such as "images".
-        multiple: every size is a multiple of it.
-        given: sizes that the user asks for, instead of the usual ones. Sizes that are missing for
-            the largest image are added.
+        given: sizes that the user asks for, instead of the usual ones. One for the largest image is
+            added.
 
     >>> encoder_sizes(1, 1, "images")
     (1, 2, 4, 8)
     >>> encoder_sizes(1, 5, "images")
-    (1, 2, 4, 8)
-    >>> encoder_sizes(16, 40, "patches", 4)
-    (16, 20, 28, 32, 40)
-    >>> encoder_sizes(16, 40, "patches", 4, [24])
-    (24, 40)
+    (1, 2, 3, 4, 5, 8)
+    >>> encoder_sizes(3, 5, "images")
+    (3, 4, 5, 8)
+    >>> encoder_sizes(1, 5, "images", [2])
+    (2, 5)
+    >>> encoder_sizes(20, 130, "patches")
+    (32, 48, 64, 80, 96, 112, 144)
+    >>> encoder_sizes(16, 40, "patches", [24])
+    (32, 48)
     """
-    found = {_up(size, multiple) for size in given}
-    has_one_size = unit != "patches"
-    if not found and has_one_size:
-        found = {1, 2, 4, 8}
+    if unit == "patches":
+        last = _up(largest, _MULTIPLE)
+        found = {_up(size, _MULTIPLE) for size in given or _patches(smallest, largest)}
+        return (*sorted(size for size in found if smallest <= size < last), last)
+    sizes = {size for size in given or _tiles(largest) if size >= smallest}
+    return tuple(sorted(sizes if max(sizes, default=0) >= largest else {*sizes, largest}))
+
+
+def _tiles(largest: int) -> Iterator[int]:
+    """Yield sizes for images of one tile, several of which may share a forward pass, and for images
+    of up to `largest` tiles."""
+    yield from (1, 2, 4, 8)
+    size = 2
+    while size < largest:
+        yield from (each for each in (size, 3 * size // 2) if each < largest)
+        size *= 2
+    yield largest
+
+
+def _patches(smallest: int, largest: int) -> Iterator[int]:
     size = float(smallest)
-    while not given and not has_one_size and size < largest:
-        found.add(_up(int(size), multiple))
-        size = max(size * _STEP, size + multiple)
-    kept = {size for size in found if size >= smallest and (has_one_size or size < largest)}
-    if has_one_size:
-        # Powers of two up to the tiles of the largest image.
-        power = max(kept, default=1)
-        while power < largest:
-            power *= 2
-            kept.add(power)
-        return tuple(sorted(kept))
-    return (*sorted(kept), _up(largest, multiple))
+    while size < largest:
+        yield _up(int(size), _MULTIPLE)
+        size = max(size * _STEP, size + _MULTIPLE)
 
 
 def split_into_sizes(counts: Sequence[int], sizes: Sequence[int]) -> list[tuple[list[int], int]]:

@@ -105,8 +105,8 @@ class HPUConfig:
     """How many buckets for prompts, and how many for decodes, are warmed up before the first
     request; more where every request needs more."""
     warm_up_share: float = 0.1
-    """Share of the time of a busy server that goes to the rest of the warm-up, 0 to 1, between two
-    steps; 0: it goes on only while there are no requests."""
+    """Fraction of the time of a busy server for the rest of the warm-up, 0 to 1, between two steps;
+    0: buckets are warmed up only while there are no requests."""
     warm_up_max_delay: float = 1.0
     """Seconds that one part of the warm-up may delay a step of a busy server. Parts that take
     longer, by prediction and by what others like it have taken, wait until there are no

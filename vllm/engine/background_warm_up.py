@@ -1,7 +1,7 @@
-"""Runs what the start has left of the warm-up: while there are no requests, and between two steps.
+"""Runs the rest of a warm-up after the start: while there are no requests, and between two steps.
 
-Under load it takes a share of the time at most, and leaves out what would delay a step for longer
-than allowed. Decides when; what is launched the workers say. Nothing waits here for time to pass.
+Under load it takes a fraction of the time at most, and leaves out parts that would delay a step
+for longer than allowed. The workers choose the parts. Nothing waits here for time to pass.
 """
 
 import time
@@ -99,10 +99,12 @@ class BackgroundWarmUp:
             self._name(self._max_delay_s)
         if self._named is None or self._named.must_wait or not self.is_due():
             return
-        seconds = self._run()
+        began = self._clock()
+        self._run()
+        self._name(self._max_delay_s)  # which takes time, too
+        seconds = self._clock() - began
         self._spent_s += seconds
         self._longest_delay_s = max(self._longest_delay_s, seconds)
-        self._name(self._max_delay_s)
 
     def _name(self, longest_s: float | None) -> None:
         step = self._named = self._steps.name(longest_s)
@@ -117,11 +119,9 @@ class BackgroundWarmUp:
         elif self._held_since_s is None:
             self._held_since_s = self._loaded_s
 
-    def _run(self) -> float:
-        began = self._clock()
+    def _run(self) -> None:
         self._steps.run()
         self._named = None
-        return self._clock() - began
 
     # ---- what operators see ---------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class BackgroundWarmUp:
 
     @property
     def stats(self) -> WarmUpStats:
-        """What is warm, what is left, and how long steps were delayed."""
+        """Return the warm buckets, the time left, and the longest delay of a step."""
         step = self._latest
         if step is None or self.is_done:
             num = self._num_buckets

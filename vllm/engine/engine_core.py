@@ -136,7 +136,7 @@ class EngineCore(CoreCalls):
         self._publish_events()
 
     def _make_warm_up(self) -> BackgroundWarmUp:
-        """What the start has left of the warm-up."""
+        """Return what runs the rest of the warm-up."""
         hpu, parallel = self.config.hpu, self.config.parallel
         # Engines of an external launcher act alike, and would not read the same clock.
         is_alone = parallel.distributed_executor_backend != "external_launcher"

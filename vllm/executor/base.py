@@ -203,8 +203,8 @@ class Executor(ABC):
 class WarmUpSteps:
     """Names the launches of a warm-up, and runs them on all workers.
 
-    A launch that one rank has no memory for is given up on all ranks. What each has taken is told
-    to all of them, so that they expect the same of the next ones.
+    A launch that one rank has no memory for is given up on all ranks. All of them are told how
+    long each launch has taken, so that they expect the same of the next ones.
 
     Args:
         executor: whose workers warm up. No step is in flight in a call of this.

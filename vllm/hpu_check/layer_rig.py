@@ -152,8 +152,8 @@ class Rig:
         token_ids, indices = np.zeros((2, _PADDED_BATCH), np.int32)
         token_ids[: len(seq_lens)] = [tokens[-1] for tokens in self._tokens]
         indices[: len(seq_lens)] = seq_lens - 1
-        unused = np.zeros(_PADDED_BATCH, np.int32)
-        given = DecodeInput(token_ids, unused, indices, unused, metadata, unused, unused)
+        unused, none = np.zeros(_PADDED_BATCH, np.int32), np.empty((3, 0), np.int32)
+        given = DecodeInput(token_ids, unused, indices, unused, metadata, none, unused, unused)
         return fields_of(shape).pack(given, padded_sizes(shape)), shape
 
     def _to_card(self, packed: IntArray) -> Tensor:

@@ -77,7 +77,7 @@ class GivenEmbeddings:
         if set(given) - {IMAGE_EMBEDS, _GRID} or given.get(IMAGE_EMBEDS) is None:
             raise RequestError(
                 f"an image as a dict must have the key {IMAGE_EMBEDS!r}, and may have {_GRID!r}, "
-                f"got {', '.join(map(repr, given)) or 'none'}"
+                f"got {', '.join(map(repr, given)) or 'none':.200}"
             )
         if not self._is_enabled:
             raise RequestError(
@@ -145,7 +145,7 @@ def _cut(embeddings: FloatArray, counts: Sequence[int]) -> list[FloatArray]:
     """
     if min(counts) < 1 or sum(counts) != len(embeddings):
         raise RequestError(
-            f"images of this {_GRID} must have {' + '.join(map(str, counts))} embeddings, got "
-            f"{len(embeddings)}"
+            f"the {len(counts)} images of this {_GRID} must have {sum(counts)} embeddings, each at "
+            f"least one, got {len(embeddings)}"
         )
     return np.split(embeddings, np.cumsum(counts)[:-1])

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.multimodal.audio import settings as sounds
 from vllm.multimodal.images import settings as images
 from vllm.multimodal.interface.family import MediaFamily
-from vllm.multimodal.video.settings import read_video_size
+from vllm.multimodal.video.settings import read_video_settings
 
 
 def read_settings(family: type[MediaFamily], folder: Path | str) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def read_settings(family: type[MediaFamily], folder: Path | str) -> dict[str, An
     if _has_images(family):
         settings = images.read_processor_settings(folder)
         if "video" in family.modalities:
-            settings["video_size"] = read_video_size(folder)
+            settings |= read_video_settings(folder)
         return settings
     return sounds.read_feature_settings(folder)
 

@@ -8,6 +8,7 @@ model, format or size: what it returns is what the worker has found.
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm.bucketing import Bucket, Catalog, MemoryLedger, Phase, StepLimits
@@ -213,5 +214,11 @@ def planned_config(
     """
     settings = {name: value for name, value in vars(args).items() if value is not None}
     settings |= {"device": platform.name, "tensor_parallel_size": num_cards, **more}
-    settings["load_format"] = "dummy"
+    if not _is_gguf(args.model):  # whose header says how layers are stored
+        settings["load_format"] = "dummy"
     return EngineArgs(**settings).create_engine_config(platform)
+
+
+def _is_gguf(model: str | None) -> bool:
+    path = Path(model or "")
+    return path.suffix == ".gguf" or any(path.glob("*.gguf"))

@@ -19,6 +19,7 @@ from vllm.transformers_utils.chatglm_config import complete_chatglm_config
 from vllm.transformers_utils.mistral_params import PARAMS, read_params
 from vllm.transformers_utils.old_spellings import with_usual_spellings
 from vllm.transformers_utils.plain_config import complete_plain_config
+from vllm.transformers_utils.transformers_version import is_version_4
 from vllm.utils.files.json_file import read_json_object
 
 _OF_THE_WHOLE = (
@@ -142,8 +143,9 @@ def complete_hf_config(
             )
             return {**config_class.from_dict(dict(raw)).to_dict(), **raw}
         if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
-            completed = CONFIG_MAPPING[model_type].from_dict(dict(raw)).to_dict()
-            return _without_default_ropes(completed, raw)
+            known, others = _known_to_transformers(raw, family)
+            completed = CONFIG_MAPPING[model_type].from_dict(known).to_dict()
+            return _without_default_ropes({**completed, **others}, raw)
         if family.config_class is not None:
             completed = CONFIG_MAPPING[family.config_class].from_dict(dict(raw)).to_dict()
             given = {name: value for name, value in completed.items() if name not in _POSITIONS}
@@ -156,6 +158,27 @@ def complete_hf_config(
         else f"transformers {__version__} does not support it; a newer version may"
     )
     raise ConfigError(f"model_type {model_type!r} of '{folder}': {fix}")
+
+
+def _known_to_transformers(
+    raw: Mapping[str, Any], family: Family
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the installed transformers reads of a config, and the rest: version 4 refuses
+    some of what version 5 has written."""
+    from transformers import PretrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    known, others = dict(raw), dict[str, Any]()
+    if not is_version_4():
+        return known, others
+    if family.has_new_layer_types and "layer_types" in known:
+        others["layer_types"] = known.pop("layer_types")
+    for section in family.plain_sections:
+        if isinstance(own := known.get(section), Mapping):
+            usual = CONFIG_MAPPING[family.model_type]().to_dict()[section]
+            names = usual.keys() - PretrainedConfig().to_dict().keys()
+            known[section] = {name: own[name] for name in names & own.keys()}
+    return known, others
 
 
 def _without_default_ropes(completed: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:

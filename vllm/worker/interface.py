@@ -77,7 +77,7 @@ class WarmUpStep(msgspec.Struct, frozen=True, kw_only=True):
     """Why this launch is given up, such as too little memory; None: it is kept."""
     eta_seconds: float | None = None
     """Estimated seconds until the end of the whole warm-up, as this rank has measured it; None:
-    unknown. While the engine serves: seconds of what is left, without those of requests."""
+    unknown. While the engine serves: seconds of the rest, without the time for requests."""
     expected_s: float | None = None
     """Seconds that it will take by those like it; None: unknown."""
     must_wait: bool = False
@@ -88,7 +88,7 @@ class WarmUpStep(msgspec.Struct, frozen=True, kw_only=True):
     num_wanted: int = 0
     """Buckets that there will be at the end; 0: it is not of buckets."""
     padded_share: float | None = None
-    """See `WarmUpStats`."""
+    """Fraction of the device time that is padding, as in `WarmUpStats`."""
 
 
 class StepHandleLike(Protocol):

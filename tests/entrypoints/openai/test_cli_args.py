@@ -4,7 +4,7 @@ import pytest
 
 from vllm import envs
 from vllm.entrypoints.openai import cli_args
-from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args
+from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args, serve_while_warming
 from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
 
@@ -21,6 +21,29 @@ def config_file(tmp_path):
         return str(path)
 
     return write
+
+
+@pytest.mark.parametrize(
+    ("argv", "variables", "want"),
+    [
+        ([], {}, "first"),
+        (["--ready-when", "all"], {}, "all"),
+        (["--sampling-warmup", "all"], {}, None),
+        (["--sampling-warmup", "all", "--ready-when", "first"], {}, "first"),
+        ([], {"VLLM_FULL_WARMUP": "true"}, None),
+    ],
+)
+def test_a_server_begins_before_all_buckets_are_warmed_up(argv, variables, want, monkeypatch):
+    monkeypatch.setattr(envs.os, "environ", variables)
+    envs.get.cache_clear()
+    try:
+        engine, _ = read(*argv)
+        assert engine.ready_when in (None, want)  # other programs with these flags wait for all
+        serve_while_warming(engine)
+        assert engine.ready_when == want
+    finally:
+        monkeypatch.undo()
+        envs.get.cache_clear()
 
 
 def test_nothing_is_needed():

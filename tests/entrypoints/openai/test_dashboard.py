@@ -14,7 +14,7 @@ from vllm.config import ConnectorConfig
 from vllm.engine.metrics.engine_metrics import EngineMetrics, IterationStats
 from vllm.engine.metrics.media_metrics import MediaReadStats, fetch_metrics, read_metrics
 from vllm.entrypoints.shared.card_telemetry import card_metrics
-from vllm.messages import DraftStats, SchedulerStats
+from vllm.messages import DraftStats, SchedulerStats, WarmUpStats
 from vllm.multimodal.interface.media_times import MediaTimes
 from vllm.platforms.card_reading import CardReading
 
@@ -75,7 +75,10 @@ def test_panels_do_not_overlap_and_fill_the_width():
     assert len(ids) == len(set(ids))
 
 
-_OPTIONAL = ("spec_decode", "lora", "external", "transfer", "mm_", "encoder_")
+_OPTIONAL = (
+    *("spec_decode", "lora", "external", "transfer", "mm_", "encoder_"),
+    *("warm_", "wanted_"),
+)
 """Parts of the names of metrics that some configs add."""
 
 
@@ -99,7 +102,10 @@ def test_every_metric_of_the_engine_is_documented(exposed):
     )
     metrics = EngineMetrics("m", more)
     metrics.record_output(
-        SchedulerStats(drafts=DraftStats(num_drafts=2, num_draft_tokens=4, accepted=(2, 1))),
+        SchedulerStats(
+            drafts=DraftStats(num_drafts=2, num_draft_tokens=4, accepted=(2, 1)),
+            warm_up=WarmUpStats(num_warm=16, num_wanted=86, seconds_left=9.0, padded_share=0.1),
+        ),
         IterationStats(0, 0, (), ()),
     )
     for family in (family for each in metrics.metric_sets() for family in each.collect()):

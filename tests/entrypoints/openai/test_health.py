@@ -3,8 +3,10 @@
 import pytest
 from starlette.testclient import TestClient
 
+from tests.entrypoints.openai.observed_server import ObservedEngine
 from tests.entrypoints.openai.server_fakes import make_app
 from vllm.errors import EngineDeadError
+from vllm.messages import SchedulerStats, WarmUpStats
 
 
 def in_state(state):
@@ -50,6 +52,33 @@ def test_probes_tell_the_state(state, startupz, readyz, health):
 def test_a_server_that_runs_but_takes_no_requests_says_why():
     body = in_state("paused").get("/readyz").json()
     assert body == {"status": "paused", "phase": "ready", "message": "the engine is asleep"}
+
+
+def test_a_server_that_still_warms_up_says_how_far_it_is():
+    app, context = make_app(is_ready=True)
+    client = TestClient(app)
+    observed = ObservedEngine("hpu")
+    context.engine.metrics = observed.metrics
+    assert "warm_up" not in client.get("/readyz").json()
+    observed.core_metrics.stats = SchedulerStats(
+        warm_up=WarmUpStats(
+            is_warming=True,
+            num_warm=16,
+            num_wanted=86,
+            seconds_left=41.26,
+            longest_delay_s=0.3456,
+            padded_share=0.12345,
+        )
+    )
+    body = client.get("/readyz").json()
+    assert body["warm_up"] == {
+        "is_warming": True,
+        "warm_buckets": 16,
+        "wanted_buckets": 86,
+        "seconds_left": 41.3,
+        "padded_share": 0.1235,
+        "longest_delay_s": 0.346,
+    }
 
 
 def test_progress_is_shown_while_the_engine_starts():

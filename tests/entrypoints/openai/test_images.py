@@ -222,6 +222,22 @@ def test_the_engine_gets_content_name_and_detail_of_images_and_what_is_text_of_t
     assert sorted(fetcher.fetched) == sorted([DATA, URL])
 
 
+def test_the_engine_gets_embeddings_as_they_are_sent():
+    engine, client = serve()
+    pair = {"image_embeds": "AA", "image_grid_thw": "BB"}
+    sent = ("AA", pair)
+    content = [{"type": "image_embeds", "image_embeds": each, "uuid": "u"} for each in sent]
+    answer = client.post("/v1/chat/completions", json=chat(TEXT, *content))
+    assert answer.status_code == 200, answer.text
+    one, two = engine.prompts[0]["multi_modal_data"]["image"]
+    assert (one.where, one.item) == ("messages[0].content[1]", {"image_embeds": "AA"})
+    assert (two.where, two.item) == ("messages[0].content[2]", pair)
+    assert engine.prompts[0]["multi_modal_uuids"] == {"image": ["u", "u"]}
+    wrong = client.post("/v1/chat/completions", json=chat({"type": "image_embeds"}))
+    assert wrong.status_code == 400
+    assert "messages[0].content[0].image_embeds must be" in wrong.json()["error"]["message"]
+
+
 def test_text_of_the_user_is_named_also_without_images():
     engine, client = serve()
     client.post("/v1/chat/completions", json=chat(TEXT))
@@ -370,6 +386,7 @@ def test_images_are_not_in_the_log(caplog):
             "max_tokens": 2,
             "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}],
         },
+        "/tokenize": chat({"type": "image_embeds", "image_embeds": {"image_embeds": secret}}),
         "/v1/completions": {"prompt": "data: is a plural, they say", "max_tokens": 1},
     }
     _, client = serve(log_requests=True)
@@ -381,7 +398,8 @@ def test_images_are_not_in_the_log(caplog):
     assert secret[:40] not in caplog.text
     assert "data:image/png;base64,... (823 characters)" in lines[0]
     assert '"data": "... (800 characters)"' in lines[1]
-    assert "data: is a plural, they say" in lines[2]
+    assert '"image_embeds": "... (800 characters)"' in lines[2]
+    assert "data: is a plural, they say" in lines[3]
 
 
 def test_the_example_asks_about_its_own_drawing(monkeypatch, capsys):

@@ -18,10 +18,10 @@ from vllm.bucketing.step_limits import StepLimits
 from vllm.bucketing.traffic import Shapes, TrafficTable, Weights, even_traffic
 
 Size = Callable[[Bucket], float]
-"""What the memory of a forward pass is in proportion to, or a part of it."""
+"""A size to which the memory of a forward pass, or a part of it, is proportional."""
 
 _MOST_SHAPES = 512
-"""Shapes of a phase that the order of the others looks at: those that occur most."""
+"""Shapes of a phase that decide about the order of the others: the most frequent ones."""
 
 _MOST_SECONDS = 2.0
 """For each phase of the first buckets."""
@@ -37,7 +37,7 @@ def choose_first(
     memory_sizes: Sequence[Size] = (padded_cost,),
     preferred: Collection[Bucket] = (),
 ) -> list[Bucket]:
-    """Return the buckets that are warmed up before the first request, in place of a closed catalog.
+    """Return the buckets that are warmed up before the first request, instead of a closed catalog.
 
     Args:
         catalog: has a bucket for every forward pass.
@@ -68,9 +68,9 @@ def mandatory_buckets(
     """Return buckets that hold all that the buckets of a phase hold, as few as are found, and the
     largest of these.
 
-    Prompts of one number are all held by a single bucket, of the longest query and the most context
-    among theirs, which no prompt has together; it is in the place of those that are as long as
-    they can be with each amount of context.
+    For prompts of each batch size it is a single bucket, of the longest query and the most context,
+    which no prompt has together. It replaces the buckets of each length with the most context that
+    fits.
 
     Args:
         buckets: of one phase.
@@ -147,7 +147,7 @@ def savings(
 def padded_share(
     catalog: Catalog, demand: Sequence[tuple[Shapes, Weights]], cost: ShapeCost
 ) -> float | None:
-    """Return the share of the seconds of forward passes that is padding; None: there are none.
+    """Return the fraction of the seconds of forward passes that is padding; None: there are none.
 
     Args:
         catalog: what they are padded to.

@@ -228,6 +228,11 @@ class Family:
     config_format: Literal["transformers", "chatglm"] = "transformers"
     """Whose keys config.json has."""
 
+    has_new_layer_types: bool = False
+    """transformers 5 has other names for the kinds of layers, which version 4 refuses."""
+    plain_sections: tuple[str, ...] = ()
+    """Objects in config.json in which transformers 5 also writes keys that version 4 refuses."""
+
     # ---- tokenizer
     tokenizer: str | None = None
     """Class that transformers 5 registers; "": none, that of the checkpoint is used. None: it is

@@ -186,7 +186,7 @@ def sum_stats(every: Sequence[SchedulerStats]) -> SchedulerStats:
 
 
 def _sum_warm_up(every: Sequence[WarmUpStats]) -> WarmUpStats:
-    """Buckets of all replicas, and time and padding of the one that has the most left."""
+    """Return the buckets of all replicas, and the longest time and most padding of one."""
     seconds = [stats.seconds_left for stats in every if stats.seconds_left is not None]
     shares = [stats.padded_share for stats in every if stats.padded_share is not None]
     return WarmUpStats(

@@ -249,7 +249,7 @@ def for_states(settings: Mapping[str, Any], platform: Platform) -> Mapping[str, 
     """The settings of a model whose layers keep a state of each request.
 
     A state is a summary of all tokens so far. It cannot go back to an earlier token, so a prefix is
-    found only where its state was kept, and on a card there are no drafts.
+    found only where its state was kept.
 
     Raises:
         ConfigError: prompts are to be laid end to end.
@@ -265,13 +265,6 @@ def for_states(settings: Mapping[str, Any], platform: Platform) -> Mapping[str, 
             "kv_transfer_config cannot be used with a model that has recurrent states: blocks are "
             "transferred without them. Leave it out"
         )
-    if settings["speculative_config"] and platform.needs_static_shapes:
-        logger.warning(
-            "speculative_config has no effect: the model has recurrent states, which cannot go "
-            "back to where a draft was wrong, and drafts of such models run on the CPU only. "
-            "Outputs are the same without drafts"
-        )
-        changed["speculative_config"] = {}
     if settings["max_num_seqs"] is None:
         most = settings["max_num_batched_tokens"] or _ROWS_WITH_STATES
         changed["max_num_seqs"] = min(_ROWS_WITH_STATES, most)

@@ -89,7 +89,7 @@ def _first_model(client: HttpClient, response: Response) -> ServedModel:
 
 @dataclass(frozen=True)
 class Readings:
-    """What a server of this package shows of itself."""
+    """Counters of a server of this package, and its warm-up."""
 
     counters: dict[str, float]
     num_warm: int | None = None

@@ -14,6 +14,8 @@ from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
+_EMBEDDINGS = ("image_embeds", "image_grid_thw")
+"""Keys whose texts are base64 of tensors."""
 _MEDIA_KEYS = frozenset(("media_type", "format"))
 """Keys of an object whose `data` is base64: of an image of Anthropic's API, and of a sound."""
 _DATA_URL = re.compile(r"\s*(data:[^,\s]{0,100},)", re.IGNORECASE)
@@ -72,9 +74,12 @@ def without_media(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     kept = {key: without_media(item) for key, item in value.items()}
-    data = value.get("data")
-    if isinstance(data, str) and not _MEDIA_KEYS.isdisjoint(value):
-        kept["data"] = f"... ({len(data)} characters)"
+    hidden = list(_EMBEDDINGS)
+    if not _MEDIA_KEYS.isdisjoint(value):
+        hidden.append("data")
+    for key in hidden:
+        if isinstance(text := value.get(key), str):
+            kept[key] = f"... ({len(text)} characters)"
     return kept
 
 

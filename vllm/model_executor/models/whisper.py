@@ -6,9 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from vllm.attention import Attention
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup, divide
+from vllm.distributed import TPGroup
 from vllm.model_executor.layers.activation import get_activation
 from vllm.model_executor.layers.cross_attention import CrossAttention
 from vllm.model_executor.layers.embedding import (
@@ -20,31 +19,9 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelL
 from vllm.model_executor.layers.norm import LayerNorm
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.interface import CausalLM
+from vllm.model_executor.models.opt import OPTAttention
 
 _QUERY_BIAS, _KEY_BIAS = ".self_attn.q_proj.bias", ".self_attn.k_proj.bias"
-
-
-class WhisperAttention(nn.Module):
-    """Causal attention of the decoder; positions are already in the hidden states.
-
-    Shape: [T, hidden] -> [T, hidden]
-    """
-
-    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__()
-        size = arch.hidden_size
-        self.head_size = arch.head_size
-        self.qkv_proj = ColumnParallelLinear(
-            size, {"q_proj": size, "k_proj": size, "v_proj": size}, tp, bias=True
-        )
-        self.out_proj = RowParallelLinear(size, size, tp, bias=True)
-        num_heads = divide(arch.num_heads, tp.size)
-        self.attn = Attention(num_heads, arch.head_size, num_heads)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        packed = self.qkv_proj(hidden_states).split(self.qkv_proj.split_sizes, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in packed)
-        return self.out_proj(self.attn(q, k, v).flatten(1))
 
 
 class WhisperDecoderLayer(nn.Module):
@@ -58,7 +35,7 @@ class WhisperDecoderLayer(nn.Module):
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__()
         size, inner = arch.hidden_size, arch.intermediate_size
-        self.self_attn = WhisperAttention(arch, tp)
+        self.self_attn = OPTAttention(arch, has_bias=True, tp=tp)
         self.self_attn_layer_norm = LayerNorm(size)
         self.encoder_attn = CrossAttention(
             size, arch.num_heads, arch.num_heads, arch.head_size, tp, qvo_bias=True

@@ -5,7 +5,6 @@ is opened from memory, only by the reader of the format that its bytes show, onl
 are accepted, and decoding ends with the first sample above the limit, whatever the header states.
 """
 
-import io
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from vllm.multimodal.audio.containers import (
     sniff,
     states_length,
 )
-from vllm.multimodal.interface.decoding import IncompleteError, decoding, import_av
+from vllm.multimodal.interface.decoding import Decoders, IncompleteError, decoding, import_av
 from vllm.multimodal.interface.family import EncoderInput
 from vllm.multimodal.interface.source import MediaSource, refuse
 
@@ -39,13 +38,15 @@ MIN_RATE, MAX_RATE = 1_000, 768_000
 _LARGEST = 2.0**31
 """Magnitude of a sample above which features overflow; integers that were not scaled are below."""
 
-_DECODERS = (
-    *("pcm_u8", "pcm_s8", "pcm_s16le", "pcm_s16be", "pcm_s24le", "pcm_s24be", "pcm_s32le"),
-    *("pcm_s32be", "pcm_f32le", "pcm_f32be", "pcm_f64le", "pcm_f64be", "pcm_alaw", "pcm_mulaw"),
-    *("flac", "alac", "vorbis", "opus", "mp3", "mp3float", "aac"),
+_DECODERS = Decoders(
+    (
+        *("pcm_u8", "pcm_s8", "pcm_s16le", "pcm_s16be", "pcm_s24le", "pcm_s24be", "pcm_s32le"),
+        *("pcm_s32be", "pcm_f32le", "pcm_f32be", "pcm_f64le", "pcm_f64be", "pcm_alaw"),
+        *("pcm_mulaw", "flac", "alac", "vorbis", "opus", "mp3", "mp3float", "aac"),
+    ),
+    "PCM, FLAC, ALAC, Vorbis, Opus, MP3 and AAC",
 )
-"""Names of the accepted decoders in FFmpeg. None of them decodes pictures."""
-_CODECS = "PCM, FLAC, ALAC, Vorbis, Opus, MP3 and AAC"
+"""None of them decodes pictures."""
 _MISSING_S = 0.1
 """Seconds by which a file may be shorter than it states: encoders count what they cut off."""
 
@@ -144,16 +145,11 @@ def _decode_file(
     av = import_av("sounds", "audio")
     with decoding(name, where):
         check_complete(name, data)
-        with av.open(
-            io.BytesIO(data),
-            format=FFMPEG_NAMES[name],
-            options={"codec_whitelist": ",".join(_DECODERS)},
-            metadata_errors="ignore",
-        ) as container:
+        with _DECODERS.open(data, FFMPEG_NAMES[name], av) as container:
             if not container.streams.audio:
                 raise refuse(where, f"it is a {name} file without sound; accepted are {ACCEPTED}")
             stream = container.streams.audio[0]
-            _check_codec(stream, where)
+            _DECODERS.check(stream, where, "its sound has")
             stated_s = _stated_seconds(stream) if states_length(name, data) else 0.0
             num_samples, most = 0, max_seconds * sampling_rate
             for part in _decode(container, stream, sampling_rate, where):
@@ -180,16 +176,6 @@ def _decode(
             raise refuse(where, f"it has {num_channels} channels, more than {MAX_CHANNELS}")
         yield from resampler.add(frame)
     yield from resampler.end()
-
-
-def _check_codec(stream: "AudioStream", where: str) -> None:
-    found = stream.codec_context
-    name = "" if found is None else found.codec.name
-    if name not in _DECODERS:
-        named = f"the codec {name}" if name else "an unknown codec"
-        raise refuse(where, f"its sound has {named}; accepted are {_CODECS}")
-    assert found is not None
-    found.thread_count = 1  # each thread would take memory of the process for its stack
 
 
 def _stated_seconds(stream: "AudioStream") -> float:

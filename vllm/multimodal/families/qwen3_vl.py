@@ -3,8 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 from vllm.multimodal.interface.checks import config_object, layer_indices
-from vllm.multimodal.video.grid_videos import StampedVideoFamily
+from vllm.multimodal.video.grid_videos import StampedVideoFamily, tenths
 
 _DEEP_LAYERS = (8, 16, 24)
 
@@ -27,6 +30,15 @@ class Qwen3VLFamily(StampedVideoFamily):
         "shortest_edge": 128 * 32 * 32,
         "longest_edge": 768 * 32 * 32,
     }
+
+    frame_marks: ClassVar[tuple[str, str]] = ("<|vision_start|>", "<|vision_end|>")
+
+    def around(self, modality: str) -> tuple[str, str] | None:
+        return self.frame_marks if modality == "video" else None
+
+    def time_of(self, seconds: npt.NDArray[np.float64]) -> tuple[int, ...]:
+        """Return the middle of each frame of the grid, in tenths of a second."""
+        return tuple(map(tenths, ((seconds[:, 0] + seconds[:, -1]) / 2).tolist()))
 
     @property
     def num_added(self) -> int:

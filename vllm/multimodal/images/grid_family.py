@@ -54,7 +54,8 @@ class GridFamily(MediaFamily):
         if self._processor is None:
             fewest, most = self._limits
             given = {**self.settings, "size": {"shortest_edge": fewest, "longest_edge": most}}
-            given.pop("video_size", None)
+            for key in ("video_size", "video_processor_type"):
+                given.pop(key, None)
             if "min_pixels" in given:  # transformers 4 reads these and ignores the size
                 given |= {"min_pixels": fewest, "max_pixels": most}
             self._processor = HfImageProcessor(given)
@@ -64,7 +65,7 @@ class GridFamily(MediaFamily):
     def grid_of_embeddings(self, count: int, grid: tuple[int, ...] | None) -> tuple[int, ...]:
         if grid is None:
             raise RequestError(
-                "image_grid_thw must come with embeddings of this model: 1, and height and width "
+                "embeddings of this model must have image_grid_thw: 1, and height and width "
                 "in patches"
             )
         side = self._merge_size

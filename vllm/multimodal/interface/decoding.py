@@ -1,11 +1,17 @@
 """FFmpeg by PyAV: how it is imported, and its errors as errors of a request."""
 
-from collections.abc import Iterator
+import io
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.errors import RequestError
 from vllm.multimodal.interface.source import refuse
+
+if TYPE_CHECKING:
+    from av.audio.stream import AudioStream
+    from av.container.input import InputContainer
+    from av.video.stream import VideoStream
 
 _MAX_REASON_CHARS = 200
 """Longest part of a message of FFmpeg that is shown: it may have bytes of the file in it."""
@@ -32,6 +38,50 @@ def import_av(items: str, extra: str) -> Any:
             f"{items} need PyAV, which is not installed: pip install 'vllm[{extra}]'"
         ) from None
     return av
+
+
+class Decoders(NamedTuple):
+    """The accepted decoders of the files of one modality."""
+
+    names: Sequence[str]
+    """In FFmpeg."""
+    codecs: str
+    """What they decode, for messages."""
+
+    def open(self, data: bytes, reader: str, av: Any) -> "InputContainer":
+        """Open a file from memory, so that it can name no other file and no URL.
+
+        Args:
+            data: of the file.
+            reader: the only reader of FFmpeg that is asked.
+            av: the module of PyAV.
+        """
+        container: InputContainer = av.open(
+            io.BytesIO(data),
+            format=reader,
+            options={"codec_whitelist": ",".join(self.names)},
+            metadata_errors="ignore",
+        )
+        return container
+
+    def check(self, stream: "AudioStream | VideoStream", where: str, part: str) -> None:
+        """Refuse a stream of another codec, and let it have one thread: each would take memory of
+        the process for its stack and its frames.
+
+        Args:
+            stream: of a file.
+            where: name of the item.
+            part: name of the stream in the message.
+
+        Raises:
+            RequestError: the codec is not accepted.
+        """
+        found = stream.codec_context
+        name = "" if found is None else found.codec.name
+        if found is None or name not in self.names:
+            named = f"the codec {name}" if name else "an unknown codec"
+            raise refuse(where, f"{part} {named}; accepted are {self.codecs}")
+        found.thread_count = 1
 
 
 @contextmanager

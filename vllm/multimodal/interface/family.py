@@ -248,7 +248,10 @@ class MediaFamily(ABC):
 
     def small(self) -> EncoderInput:
         """Return a small item, which every model accepts."""
-        return self.process(np.zeros((_SIDE, _SIDE, 3), np.uint8))
+        # A square one is not always cut into the fewest tiles.
+        shapes = ((_SIDE, _SIDE), (_SIDE, 2 * _SIDE), (2 * _SIDE, _SIDE))
+        found = [self.process(np.zeros((*shape, 3), np.uint8)) for shape in shapes]
+        return min(found, key=lambda each: each.tensors["pixels"].size)
 
     def positions(
         self, num_tokens: int, items: Sequence[PlacedItem]

@@ -6,7 +6,6 @@ pictures are accepted. The times of all frames are read first, without decoding 
 ones are decoded, from the last key frame before each. No other frame is kept.
 """
 
-import io
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm.multimodal.audio.containers import check_complete, describe, sniff
-from vllm.multimodal.interface.decoding import IncompleteError, decoding, import_av
+from vllm.multimodal.interface.decoding import Decoders, IncompleteError, decoding, import_av
 from vllm.multimodal.interface.family import VideoFrames
 from vllm.multimodal.interface.source import MediaSource, refuse
 
@@ -38,12 +37,13 @@ _FFMPEG_NAMES = {"MP4": "mov", "WebM": "matroska", "AVI": "avi", "GIF": "gif"}
 ACCEPTED = "MP4 and MOV, WebM and MKV, AVI, GIF"
 _WITH_INDEX = ("MP4", "WebM")
 """Formats in which each frame has a time, and decoding may begin at each key frame."""
-_DECODERS = (
-    *("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "libvpx", "libvpx-vp9"),
-    *("mpeg4", "mpeg2video", "mjpeg", "gif", "prores", "theora"),
+_DECODERS = Decoders(
+    (
+        *("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "libvpx", "libvpx-vp9"),
+        *("mpeg4", "mpeg2video", "mjpeg", "gif", "prores", "theora"),
+    ),
+    "H.264, HEVC, VP8, VP9, AV1, MPEG-4, MPEG-2, MJPEG, ProRes, Theora and GIF",
 )
-"""Names of the accepted decoders in FFmpeg."""
-_CODECS = "H.264, HEVC, VP8, VP9, AV1, MPEG-4, MPEG-2, MJPEG, ProRes, Theora and GIF"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,16 +115,11 @@ def _read_file(data: bytes, choice: FrameChoice, where: str) -> VideoFrames:
     av = import_av("videos", "video")
     with decoding(name, where):
         check_complete(name, data)
-        with av.open(
-            io.BytesIO(data),
-            format=_FFMPEG_NAMES[name],
-            options={"codec_whitelist": ",".join(_DECODERS)},
-            metadata_errors="ignore",
-        ) as container:
+        with _DECODERS.open(data, _FFMPEG_NAMES[name], av) as container:
             if not container.streams.video:
                 raise refuse(where, f"it is a {name} file without pictures; send one with pictures")
             stream = container.streams.video[0]
-            _check_codec(stream, where)
+            _DECODERS.check(stream, where, "its pictures have")
             _check_size(stream.width, stream.height, choice.max_pixels, where)
             index = _read_index(container, stream, where)
             chosen = choice.indices(len(index.times), index.seconds)
@@ -225,15 +220,6 @@ def _stack(
         found[number] = np.rot90(pixels, turns)
     assert found is not None
     return found
-
-
-def _check_codec(stream: "VideoStream", where: str) -> None:
-    found = stream.codec_context
-    name = "" if found is None else found.codec.name
-    if name not in _DECODERS:
-        named = f"the codec {name}" if name else "an unknown codec"
-        raise refuse(where, f"its pictures have {named}; accepted are {_CODECS}")
-    found.thread_count = 1  # each thread would keep frames and a stack
 
 
 def _check_size(width: int, height: int, max_pixels: int, where: str) -> None:

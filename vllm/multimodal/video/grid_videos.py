@@ -210,32 +210,51 @@ class TimedVideoFamily(GridVideoFamily):
 
 
 class StampedVideoFamily(GridVideoFamily):
-    """Videos whose frames follow the time at which they are shown, as text.
+    """Videos whose frames stand next to the time at which they are shown, as text.
 
-    The last integers of a grid are these times in tenths of a second.
+    The last integers of a grid are these times, in a unit of the family.
     """
 
     limits_whole_video: ClassVar[bool] = True
+    frame_marks: ClassVar[tuple[str, str]]
+    """Tokens before and after the tokens of a frame of the grid."""
+    has_stamp_first: ClassVar[bool] = True
+    """Whether the time stands before the frame, and not after it."""
 
-    def around(self, modality: str) -> tuple[str, str] | None:
-        return ("<|vision_start|>", "<|vision_end|>") if modality == "video" else None
+    @property
+    def frame_placeholder(self) -> str:
+        """The token that represents an embedding of a video."""
+        return self.video_placeholder
 
-    def time_of(self, seconds: npt.NDArray[np.float64]) -> tuple[int, ...]:
-        middles = (seconds[:, 0] + seconds[:, -1]) / 2
-        return tuple(int(f"{middle:.1f}".replace(".", "")) for middle in middles.tolist())
+    def stamp(self, time: int) -> str:
+        """Return the text of a time of a grid."""
+        return f"<{in_tenths(time)} seconds>"
 
     def expand(self, grid: tuple[int, ...], token_id: TokenLookup) -> Expansion:
         if len(grid) == _SIZE_GRID:
             return super().expand(grid, token_id)
         count = self._num_tokens((1, *grid[1:]))
-        begin, end = token_id("<|vision_start|>"), token_id("<|vision_end|>")
-        pads = [token_id(self.video_placeholder)] * count
-        token_ids, is_embedding = list[int](), list[bool]()
-        for tenths in grid[_SIZE_GRID:]:
-            stamp = token_id.text(f"<{tenths // 10}.{tenths % 10} seconds>")
-            token_ids += [*stamp, begin, *pads, end]
-            is_embedding += [False] * (len(stamp) + 1) + [True] * count + [False]
-        return Expansion(token_ids, is_embedding)
+        begin, end = map(token_id, self.frame_marks)
+        frame = [begin, *[token_id(self.frame_placeholder)] * count, end]
+        is_embedding = [False, *[True] * count, False]
+        token_ids, are_embeddings = list[int](), list[bool]()
+        for time in grid[_SIZE_GRID:]:
+            stamp = token_id.text(self.stamp(time))
+            parts = [(stamp, [False] * len(stamp)), (frame, is_embedding)]
+            for tokens, flags in parts if self.has_stamp_first else reversed(parts):
+                token_ids += tokens
+                are_embeddings += flags
+        return Expansion(token_ids, are_embeddings)
+
+
+def tenths(seconds: float) -> int:
+    """Return seconds as an integer of tenths, rounded as a text with one digit is."""
+    return int(f"{seconds:.1f}".replace(".", ""))
+
+
+def in_tenths(number: int) -> str:
+    """Return the text of a number of tenths."""
+    return f"{number // 10}.{number % 10}"
 
 
 def _resize(

@@ -8,18 +8,20 @@ from vllm.multimodal.interface.settings_file import WHOLE_FILE
 from vllm.utils.files.json_file import read_json_object
 
 _OWN_FILE = "video_preprocessor_config.json"
+_CLASS = "video_processor_type"
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
-def read_video_size(folder: Path | str) -> Mapping[str, Any] | None:
-    """Return the fewest and the most pixels of videos as shortest_edge and longest_edge.
+def read_video_settings(folder: Path | str) -> dict[str, Any]:
+    """Return the settings of videos.
 
     Args:
         folder: of the model.
 
     Returns:
-        None: the folder has no settings of videos, so the settings of images hold. An edge that is
-        absent has the default of the family.
+        "video_size": the fewest and the most pixels as shortest_edge and longest_edge, of which an
+        absent one has the default of the family; None: the folder has no settings of videos, so the
+        settings of images hold. "video_processor_type": the class of the processor, or None.
 
     Raises:
         ConfigError: a file is damaged.
@@ -29,10 +31,11 @@ def read_video_size(folder: Path | str) -> Mapping[str, Any] | None:
     if found is None and own.exists():
         found = read_json_object(own)
     if not isinstance(found, Mapping):
-        return None
+        return {"video_size": None, _CLASS: None}
     size = found.get("size")
     edges = dict(size) if isinstance(size, Mapping) else {}
     for key, edge in _EDGES.items():
         if found.get(key) is not None:
             edges[edge] = found[key]
-    return {key: value for key, value in edges.items() if value is not None}
+    sizes = {key: value for key, value in edges.items() if value is not None}
+    return {"video_size": sizes, _CLASS: found.get(_CLASS)}

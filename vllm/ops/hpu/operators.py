@@ -48,6 +48,7 @@ class HPUOps(NativeOps):
         # Compiled code cannot ask.
         self._has_rms_norm = self._kernels.has("FusedRMSNorm")
         self._has_rotary = self._kernels.has("apply_rotary_pos_emb")
+        self._has_sdpa = self._kernels.has("FusedSDPA")
 
     @property
     def fp8_max(self) -> float:
@@ -97,6 +98,24 @@ class HPUOps(NativeOps):
         # The kernel takes three dimensions or more; models launch with [T, hidden].
         shaped = x if x.dim() > 2 else x.reshape(1, -1, x.shape[-1])
         return self._kernels.rms_norm(shaped, weight, eps).view(x.shape)
+
+    def full_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attend with the fused kernel, which keeps no scores in memory, and its exact softmax."""
+        if not self._has_sdpa:
+            return super().full_attention(query, key, value, mask, scale)
+        if mask is not None:
+            # The kernel shares a mask among heads only.
+            num_heads = mask.shape[1] if mask.dim() == 4 else 1
+            mask = mask.expand(query.shape[0], num_heads, query.shape[2], key.shape[2])
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        return self._kernels.sdpa(query, key, value, mask, scale=scale, softmax_mode="None")
 
     def moe(
         self,

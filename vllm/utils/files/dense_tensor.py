@@ -17,7 +17,7 @@ from vllm.utils.files.tensor_file import FLOATS, RawTensor, TensorFileError, rea
 _LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
 """Finite number of each dtype of a model."""
 _CHUNK_ELEMENTS = 2**20
-"""How many numbers are checked at a time."""
+"""Values that are checked at a time."""
 
 
 def dense_tensor(value: Any, dtypes: Sequence[str] = FLOATS) -> RawTensor:
@@ -29,7 +29,7 @@ def dense_tensor(value: Any, dtypes: Sequence[str] = FLOATS) -> RawTensor:
         dtypes: accepted.
 
     Raises:
-        TensorFileError: it is something else. The message goes on after the name of the field.
+        TensorFileError: it is something else. The message continues the name of the field.
     """
     if isinstance(value, (str, bytes)):
         return _decode(value, dtypes)
@@ -37,7 +37,7 @@ def dense_tensor(value: Any, dtypes: Sequence[str] = FLOATS) -> RawTensor:
 
 
 def check_finite(tensor: RawTensor, dtype: str) -> None:
-    """Refuse values that a model cannot compute with: they would stay in the KV cache.
+    """Refuse values that a model cannot compute with: the KV cache would keep them.
 
     Args:
         tensor: of floating point.
@@ -95,7 +95,7 @@ def _copy(value: Any, dtypes: Sequence[str]) -> RawTensor:
 
 
 def _bits(bfloats: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Return the bits of numbers that are exact in bfloat16."""
+    """Return the bits of values that are exact in bfloat16."""
     return (np.ascontiguousarray(bfloats).view(np.uint32) >> 16).astype(np.uint16)
 
 

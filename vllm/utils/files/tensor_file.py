@@ -2,7 +2,7 @@
 
 `torch.load` is not used, not even with `weights_only=True`: it builds whatever tensor the file
 describes (sparse, quantized, nested, with any sizes and strides) before anyone can check it. Here
-the description is read as data and checked before any number is touched; nothing is unpickled or
+the description is read as data and checked before any value is read; nothing is unpickled or
 called. Needs no torch.
 """
 
@@ -113,7 +113,7 @@ def read_tensor_file(data: bytes, dtypes: Sequence[str] = FLOATS) -> RawTensor:
         raise
     except _OtherDtypeError as error:
         raise TensorFileError(f"{error}; it must be one of {', '.join(dtypes)}") from None
-    # What the readers of zip files and pickles raise for damaged files.
+    # Errors of the readers of zip files and pickles for damaged files.
     except (
         *(zipfile.BadZipFile, KeyError, ValueError, TypeError, IndexError, EOFError),
         *(OSError, RuntimeError, NotImplementedError, OverflowError, struct.error),

@@ -6,10 +6,11 @@ the tensors that exist at the same time are counted.
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,13 +53,17 @@ class PeakBytes(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operator, and count the storages that it has made."""
-        result = func(*args, **(kwargs or {}))
+        result = self.run(func, args, kwargs or {})
         known = {id(each.untyped_storage()) for each in tree_leaves(args) if _is_tensor(each)}
         for each in tree_leaves(result):
             if _is_tensor(each) and id(each.untyped_storage()) not in known:
                 self._count(each.untyped_storage())
         self.peak = max(self.peak, self._num_bytes)
         return result
+
+    def run(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operator."""
+        return func(*args, **kwargs)
 
     def _count(self, storage: Any) -> None:
         key, num_bytes = id(storage), storage.nbytes()
@@ -71,6 +76,117 @@ class PeakBytes(TorchDispatchMode):
 
         self._alive[key] = weakref.ref(storage, forget)
         self._num_bytes += num_bytes
+
+
+class PeakWithoutValues(PeakBytes):
+    """Counts the bytes of tensors without values.
+
+    torch computes the shapes of some operators in Python, and imports its compiler for it, which
+    takes more than a second. So their shapes are computed here.
+    """
+
+    def run(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        result = _SHAPES[func](*args, **kwargs) if func in _SHAPES else None
+        return super().run(func, args, kwargs) if result is None else result
+
+
+def _made(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of the shape of another one, in the order of its elements in memory, as
+    operators on elements do."""
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return _made(x.shape, dtype)
+        expected *= size
+    return torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta")
+
+
+def _binary(one: Any, other: Any, **_: Any) -> Tensor | None:
+    """Return the result of an operator on the elements of two arguments, of which the second may be
+    a number; None: it is not known."""
+    dtype = torch.result_type(one, other)
+    if not dtype.is_floating_point:
+        return None
+    whole = [each for each in (one, other) if isinstance(each, Tensor)]
+    shape = np.broadcast_shapes(*(each.shape for each in whole))
+    like = next((each for each in whole if each.shape == shape), None)
+    return _made(shape, dtype) if like is None else _like(like, dtype)
+
+
+def _compared(one: Tensor, other: Any) -> Tensor:
+    shapes = [each.shape for each in (one, other) if isinstance(each, Tensor)]
+    return _made(np.broadcast_shapes(*shapes), torch.bool)
+
+
+def _unary(x: Tensor, *_: Any, **__: Any) -> Tensor | None:
+    return _like(x, x.dtype) if x.is_floating_point() else None
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _made((*x.shape[:-1], len(weight)), x.dtype)
+
+
+def _matmul(one: Tensor, other: Tensor) -> Tensor | None:
+    if min(one.ndim, other.ndim) < 2:
+        return None
+    outer = np.broadcast_shapes(one.shape[:-2], other.shape[:-2])
+    return _made((*outer, one.shape[-2], other.shape[-1]), one.dtype)
+
+
+def _arange(end: Any, *, dtype: Any = None, **_: Any) -> Tensor | None:
+    return _made((end,), dtype or torch.int64) if isinstance(end, int) else None
+
+
+def _mean(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor | None:
+    if (not isinstance(dim, int) and not dim) or dtype is not None:
+        return None
+    dims = {each % x.ndim for each in ([dim] if isinstance(dim, int) else dim)}
+    sizes = [(1 if at in dims else size, at in dims) for at, size in enumerate(x.shape)]
+    return _made([size for size, is_reduced in sizes if keepdim or not is_reduced], x.dtype)
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
+    first = tensors[0]
+    if any(each.dtype != first.dtype or each.ndim != first.ndim for each in tensors):
+        return None
+    shape = list(first.shape)
+    shape[dim] = sum(each.shape[dim] for each in tensors)
+    return _made(shape, first.dtype)
+
+
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
+    return _cat([each.unsqueeze(dim) for each in tensors], dim)
+
+
+_ATEN = torch.ops.aten
+_SHAPES: Mapping[Any, Callable[..., Tensor | None]] = {
+    **dict.fromkeys(
+        (_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor), _binary
+    ),
+    **dict.fromkeys((_ATEN.eq.Tensor, _ATEN.lt.Tensor), _compared),
+    **dict.fromkeys(
+        (
+            _ATEN.gelu.default,
+            _ATEN.sigmoid.default,
+            _ATEN.silu.default,
+            _ATEN.tanh.default,
+            _ATEN.rsqrt.default,
+        ),
+        _unary,
+    ),
+    **dict.fromkeys((_ATEN.pow.Tensor_Scalar, _ATEN.rsub.Scalar, _ATEN.layer_norm.default), _unary),
+    _ATEN.linear.default: _linear,
+    _ATEN.matmul.default: _matmul,
+    _ATEN.arange.default: _arange,
+    _ATEN.mean.dim: _mean,
+    _ATEN.cat.default: _cat,
+    _ATEN.stack.default: _stack,
+}
+"""Operators whose shapes torch computes in Python, and their results without values."""
 
 
 def encoder_bytes(config: VllmConfig, encoder: MediaEncoder) -> int:
@@ -127,7 +243,7 @@ def peak_bytes(config: VllmConfig, given: Mapping[str, Tensor]) -> int:
     with _shape_ops(), torch.inference_mode():
         encoder = _without_values(config)
         arguments = {name: each.to("meta") for name, each in given.items()}
-        with PeakBytes() as count, torch.device("meta"):
+        with PeakWithoutValues() as count, torch.device("meta"):
             encoder.run(**arguments)
     return count.peak + sum(each.nbytes for each in given.values())
 
@@ -157,7 +273,7 @@ class _ShapeOps(NativeOps):
         one sum per query, and no weights; it copies a mask to the dtype of the query."""
         copied = None if mask is None else mask.to(query.dtype)
         sums = torch.empty(query.shape[:3], dtype=torch.float32, device="meta")
-        result = torch.empty_like(query)
+        result = _like(query, query.dtype)
         del copied, sums
         return result
 

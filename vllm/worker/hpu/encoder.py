@@ -26,8 +26,6 @@ from vllm.worker.parts.encoded_media import agreement
 
 logger = init_logger(__name__)
 
-_MULTIPLE = 16
-"""Numbers of patches are multiples of it, and of the blocks that an encoder merges."""
 _AGREED = 32
 """Images that ranks agree on in one exchange."""
 _MOST_PADDING = 2.0
@@ -71,7 +69,6 @@ class CardEncoder:
             smallest,
             self._largest,
             encoder.unit,
-            _MULTIPLE,
             config.hpu.multimodal_buckets,
         )
         self._is_measured = not config.multimodal.skip_mm_profiling

@@ -77,7 +77,7 @@ class DeviceItems(KeptItems):
         bridge: the card.
 
     Attributes:
-        sizes: values of `PaddedShape.item_slots`.
+        sizes: values of `PaddedShape.item_slots`, ascending, then 0.
         table: [num_rows + 1, NUM_FIELDS, slots] int32; the last one is the row of padding.
     """
 
@@ -102,7 +102,6 @@ class DeviceItems(KeptItems):
         self._hide(num_rows)
 
     def slots_of(self, rows: IntArray) -> int:
-        """Return the first of `sizes` with room for what each of some rows sees."""
         most = self._used[rows].max(initial=0)
         return next((size for size in self.sizes if size >= most), 0)
 

@@ -158,6 +158,7 @@ class HPUModelRunner(ModelRunner):
         state_mover = None
         if with_states and config.cache.enable_prefix_caching:
             state_mover = StateMover(bridge, with_states, limits.max_num_seqs)
+            padded.keeps_states = True
         launches = PaddedLaunches(
             config,
             bridge,

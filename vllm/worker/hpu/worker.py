@@ -4,7 +4,7 @@ import gc
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from pathlib import Path
 
 import msgspec
 import torch
@@ -23,11 +23,11 @@ from vllm.attention.cached_layer import layers_with_cache
 from vllm.bucketing import Bucket, Catalog, Phase, StepLimits, format_bytes, plan_buckets
 from vllm.bucketing.catalog.catalog import padded_cost
 from vllm.bucketing.catalog.first_set import choose_first
+from vllm.bucketing.catalog.from_traffic import seconds_of
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.log_lines import num_blocks_line
 from vllm.bucketing.traffic import TrafficTable, even_traffic
 from vllm.config import VllmConfig
-from vllm.cost_model.padded import forward_seconds
 from vllm.distributed import Collectives, Link, Meeting, TorchCollectives
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -71,7 +71,13 @@ from vllm.worker.hpu.warmup.recipe_manifest import RecipeManifest
 from vllm.worker.hpu.warmup.warmup import WarmUp
 from vllm.worker.hpu.warmup.warmup_estimate import Kind, Work
 from vllm.worker.interface import MemoryReport, WarmUpStep
-from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, count_kept_states, log_states
+from vllm.worker.kv_cache import (
+    bind_kv_caches,
+    cache_dtype,
+    count_kept_states,
+    log_states,
+    num_provisional,
+)
 from vllm.worker.parts.item_rows import count_item_states
 from vllm.worker.parts.memory_use import (
     MemoryUse,
@@ -130,7 +136,7 @@ class HPUWorker(WorkerBase):
         set_ops(HPUOps(self.bridge))
         self._warm_up: WarmUp | None = None
         self._later: deque[LaterWarmUp | IdleWarmUp] = deque()
-        """What the start has left of the warm-up."""
+        """The rest of the warm-up after the start."""
         self._has_started = False
         self._num_choices = 0
         self._slicing = config.hpu.prompt_slicing(config.scheduler.max_num_batched_tokens)
@@ -261,9 +267,7 @@ class HPUWorker(WorkerBase):
             layout = self.runner.cache_layout
             free_bytes = memory.free_bytes - self._count_items(memory.free_bytes)
             self._num_kept_states = count_kept_states(self.config, layout, free_bytes)
-            config, free_bytes = beside_states(
-                self.config, free_bytes, layout.state_bytes * self._num_rows
-            )
+            config, free_bytes = beside_states(self.config, free_bytes, self._state_bytes)
             self._memory_config = config
             self.memory_uses = self._uses(memory.total_bytes, free_bytes)
             report = divide_memory(
@@ -308,7 +312,7 @@ class HPUWorker(WorkerBase):
             free_bytes: what the model and its states leave.
         """
         config, runner = self.config, self.runner
-        states = runner.cache_layout.state_bytes * self._num_rows
+        states = self._state_bytes
         drafts, parts = 0, [*runner.parts.memory_uses(), items_use(self._item_bytes)]
         if self._drafter is not None:
             tensors = model_tensors(self._drafter.model)
@@ -525,6 +529,13 @@ class HPUWorker(WorkerBase):
         """Rows of recurrent states: the batch, one of padding, and the kept states."""
         return self.config.scheduler.max_num_seqs + 1 + (self._num_kept_states or 0)
 
+    @property
+    def _state_bytes(self) -> int:
+        """Memory of the recurrent states, and of the inputs that are kept for drafts."""
+        layout, num_rows = self.runner.cache_layout, self.config.scheduler.max_num_seqs + 1
+        inputs = layout.input_bytes * num_provisional(self.config) * num_rows
+        return layout.state_bytes * self._num_rows + inputs
+
     def _block_bytes(self) -> int:
         return sum(runner.cache_layout.block_bytes for runner in self._runners)
 
@@ -537,7 +548,10 @@ class HPUWorker(WorkerBase):
         dtype = cache_dtype(self.config)
         for runner in self._runners:
             layers, layout = runner.attention_layers, runner.cache_layout
-            bind_kv_caches(layers, self.platform, num_blocks, layout, dtype, self._num_rows)
+            bind_kv_caches(
+                *(layers, self.platform, num_blocks, layout, dtype, self._num_rows),
+                provisional=(self.config.scheduler.max_num_seqs + 1, num_provisional(self.config)),
+            )
         if self._drafter is not None and self._drafter.states is not None:
             self._drafter.states.bind(num_blocks)
         if self._items is not None and self._num_item_states is not None:
@@ -629,25 +643,36 @@ class HPUWorker(WorkerBase):
 
     def _choose_first(self, wanted: Catalog, limits: StepLimits) -> list[Bucket]:
         """Choose the buckets that the start warms up."""
+        hpu, traffic = self.config.hpu, even_traffic(limits)
+        if hpu.traffic is not None and self.rank == 0:  # its choice counts
+            traffic = TrafficTable.load(Path(hpu.traffic))
         first = choose_first(
             wanted,
             limits,
-            self.config.hpu.first_buckets,
-            even_traffic(limits),
-            partial(forward_seconds, block_size=limits.block_size),
+            hpu.first_buckets,
+            traffic,
+            seconds_of(limits),
             memory_sizes=(padded_cost, self._forecast.num_scores),
             preferred=self._on_disk,
         )
         self._num_choices += 1
         first = self._of_rank_0(f"first buckets {self._num_choices}", first)
-        logger.info(
-            "Ready after %d of %d buckets; the others are warmed up while the engine serves",
-            *(len(first), len({*wanted.prefill, *wanted.decode, *first})),
-        )
+        num_wanted = len({*wanted.prefill, *wanted.decode, *first})
+        if len(first) < num_wanted:
+            logger.info(
+                "Ready after %d of %d buckets; the others are warmed up while the engine serves",
+                *(len(first), num_wanted),
+            )
+        else:
+            logger.info(
+                "Ready after all %d buckets, as --first-buckets is %d",
+                num_wanted,
+                hpu.first_buckets,
+            )
         return first
 
     def _of_rank_0(self, name: str, buckets: list[Bucket]) -> list[Bucket]:
-        """What rank 0 has in place of these, so that all ranks do the same."""
+        """Return the buckets of rank 0, so that all ranks do the same."""
         if self._meeting is None:
             return buckets
         values = self._meeting.exchange(name, msgspec.json.encode(buckets))

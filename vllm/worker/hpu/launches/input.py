@@ -54,6 +54,11 @@ class DecodeInput(Generic[Array]):
     position_offsets: Array = packed("B")
     """[B] position minus index of the tokens of each row."""
     metadata: HPUDecodeMetadata[Array] = packed_fields_of(HPUDecodeMetadata)
+    replays: Array = packed("K R")
+    """[3, B] tokens that the recurrent state of each lacks
+    (`SchedulerOutput.num_replayed_tokens`); how many of them are before the state that is kept, all
+    where none is; row of the states to which that state is copied, the padding row where none is.
+    [3, 0] where Q is 1, as nothing is replayed then."""
     adapter_slots: Array = packed("B")
     """[B] slot of the LoRA adapter of each; -1: none."""
     sample_rows: Array = packed("L")
@@ -121,6 +126,8 @@ def padded_sizes(
         "G": shape.num_shared if shape.is_contiguous else shape.num_entries,
         "P": shape.merged_prompts,
         "L": shape.num_rows,
+        "K": 3,
+        "R": bucket.batch if bucket.query_len > 1 else 0,
         "X": num_positions or 1,
         "Y": num_positions,
         "F": num_rows if sees_ahead else 0,
@@ -273,9 +280,25 @@ class HPUInputBuilder:
             indices=self._padded(bucket.num_tokens, 0, indices.ravel()),
             position_offsets=self._padded(bucket.batch, 0, self._offsets(rows)),
             metadata=metadata,
+            replays=self._replays(launch),
             adapter_slots=self._padded(bucket.batch, -1, self._slot_of_row[rows]),
             sample_rows=sample_rows,
         )
+
+    def _replays(self, launch: PaddedLaunch) -> IntArray:
+        """Return what a decode replays: `DecodeInput.replays`."""
+        batch, replayed = launch.bucket.batch, launch.num_replayed_tokens
+        if launch.bucket.query_len == 1:
+            return np.empty((3, 0), np.int32)
+        before, kept_rows = replayed, self._padded(batch, self.padding_row)
+        if replayed is not None and launch.kept_replays is not None:
+            index_of = {row: index for index, row in enumerate(launch.rows.tolist())}
+            before = replayed.copy()
+            for row, count, number in launch.kept_replays.tolist():
+                before[index_of[row]] += count
+                kept_rows[index_of[row]] = number + 1  # after the row of padding
+        counts = (self._padded(batch, 0, values) for values in (replayed, before))
+        return np.stack([*counts, kept_rows])
 
     def _prefill(self, launch: PaddedLaunch, sample_rows: IntArray) -> PrefillInput[IntArray]:
         batch, rows, bucket = self._batch, launch.rows, launch.bucket

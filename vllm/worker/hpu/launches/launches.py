@@ -18,7 +18,6 @@ from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.utils.trace import get_trace
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch, LaunchInput
-from vllm.worker.hpu.items import DeviceItems
 from vllm.worker.hpu.launches.block_moves import BlockMover, StateMover
 from vllm.worker.hpu.launches.execution import GraphExecution, make_execution
 from vllm.worker.hpu.launches.host_buffers import HostBuffers
@@ -35,6 +34,7 @@ from vllm.worker.hpu.launches.planner import (
 from vllm.worker.hpu.launches.step_report import RecentLaunches, StepReport
 from vllm.worker.hpu.launches.trace import trace_launch
 from vllm.worker.parts.image_sight import ImageSight
+from vllm.worker.parts.item_rows import KeptItems
 from vllm.worker.parts.row_parts import RowParts
 
 _MAX_MERGED_PROMPTS = 64
@@ -130,7 +130,7 @@ class PaddedLaunches:
         )
         self.phases = (Phase.PREFILL,) if whole_prompts else tuple(Phase)
         self._batch = batch
-        self._parts, self._items = parts, parts.find(DeviceItems)
+        self._parts, self._items = parts, parts.find(KeptItems)  # type: ignore[type-abstract]
         self.mover, self.state_mover = mover, state_mover
         self._whole_prompts = whole_prompts
         self._merged_prompts = 0

@@ -15,6 +15,7 @@ from vllm.attention import (
     Attention,
     AttentionMetadata,
     LaunchContext,
+    PaddedReplays,
     PaddedStates,
     StateLayer,
     TableEmbeddings,
@@ -34,7 +35,12 @@ from vllm.model_executor.models.interface import CausalLM, LayeredModel, Pooling
 from vllm.platforms.habana.bridge import FusedKernels
 from vllm.worker.drafts.stage_drafts import InnerLayers
 from vllm.worker.hpu.launches.embeddings import FIRST_GIVEN
-from vllm.worker.hpu.launches.input import unpack_decode, unpack_merged, unpack_prefill
+from vllm.worker.hpu.launches.input import (
+    DecodeInput,
+    unpack_decode,
+    unpack_merged,
+    unpack_prefill,
+)
 from vllm.worker.hpu.launches.planner import PaddedShape
 from vllm.worker.hpu.launches.resident import ResidentTokens
 
@@ -203,6 +209,7 @@ class HPUModel(LaunchModel):
         inner_layers: whose inputs a speculator reads.
         embeddings: `DeviceEmbeddings.table`; None: prompts bring no embeddings.
         items: table of the items that rows see, see `DeviceItems`; None: no layer reads any.
+        keeps_states: recurrent states of prefixes are kept.
 
     Shape: packed input of a launch and, for a stage after the first, what the stage before has
     returned, hidden states [B * Q, hidden] and inputs of inner layers behind them -> (logits
@@ -231,6 +238,7 @@ class HPUModel(LaunchModel):
         self.inner_layers = InnerLayers()
         self.resident = resident
         self._normaliser = normaliser
+        self.keeps_states = False
         self._has_states = any(isinstance(module, StateLayer) for module in model.modules())
         self._has_head = model.stage.is_last
 
@@ -325,8 +333,8 @@ class HPUModel(LaunchModel):
         )
         adapters = self._adapters_of(given.adapter_slots, query_len)
         states = None
-        if self._has_states:  # and no drafts, so that each row has one token
-            states = PaddedStates(given.rows.long(), given.indices == 0)
+        if self._has_states:
+            states = self._states_of(given, query_len)
         return PreparedLaunch(
             attention,
             self._token_ids(given.token_ids),
@@ -336,6 +344,17 @@ class HPUModel(LaunchModel):
             states=states,
             items=self._items_of(shape, given.rows, given.indices.unflatten(0, (-1, query_len))),
         )
+
+    def _states_of(self, given: DecodeInput[Tensor], query_len: int) -> PaddedStates:
+        """Return the recurrent states of a decode."""
+        rows = given.rows.long()
+        if query_len == 1:
+            return PaddedStates(rows, given.indices == 0)
+        indices = given.indices.unflatten(0, (-1, query_len))
+        counts, before, kept_rows = given.replays.unbind(0)
+        replays = PaddedReplays(counts, before if self.keeps_states else None, kept_rows.long())
+        first = indices[:, 0]
+        return PaddedStates(rows, first == 0, indices[:, -1] - first + 1, replays)
 
     def _prepare_prefill(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
         given = unpack_prefill(packed, shape, self._num_positions, sees_ahead=self._sees_ahead)

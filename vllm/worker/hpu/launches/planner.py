@@ -10,7 +10,7 @@ wrong, the launch gets the shape it has: it compiles, which is logged, and nothi
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +45,9 @@ class PaddedLaunch(Launch):
     """Slots that each row reads by cross-attention, as in `PaddedShape`."""
     needed: Sizes | None = None
     """Batch, query length and blocks that its bucket has to cover; None: it is padding only."""
+    kept_replays: IntArray | None = field(default=None, kw_only=True)
+    """[k, 3] the `SchedulerOutput.kept_states` before or at the end of replayed tokens, at most one
+    of each row; None: there are none."""
 
     @property
     def tokens_with_logits(self) -> int:
@@ -167,14 +170,19 @@ class _Rows(NamedTuple):
     computed: IntArray
     scheduled: IntArray
     drafts: IntArray
+    replayed: IntArray
+    """Tokens that recurrent states lack."""
 
     @classmethod
     def of(cls, step: SchedulerOutput) -> "_Rows":
         """All rows of a step."""
-        drafts = step.num_draft_tokens
-        if drafts is None:
-            drafts = np.zeros_like(step.rows)
-        return cls(step.rows, step.num_computed_tokens, step.num_scheduled_tokens, drafts)
+        none = np.zeros_like(step.rows)
+        drafts, replayed = step.num_draft_tokens, step.num_replayed_tokens
+        return cls(
+            *(step.rows, step.num_computed_tokens, step.num_scheduled_tokens),
+            none if drafts is None else drafts,
+            none if replayed is None else replayed,
+        )
 
     def part(self, start: int, end: int | None = None) -> "_Rows":
         """Entries from `start` up to `end`."""
@@ -182,14 +190,14 @@ class _Rows(NamedTuple):
 
     def cut(self, ends: Collection[tuple[int, int]]) -> "_Rows":
         """Divide the tokens of rows where some (row, position) end."""
-        found: list[tuple[int, int, int, int]] = []
-        for row, start, count, drafts in zip(*(x.tolist() for x in self), strict=True):
+        found: list[tuple[int, int, int, int, int]] = []
+        for row, start, count, drafts, replayed in zip(*(x.tolist() for x in self), strict=True):
             inside = sorted(end for of_row, end in ends if of_row == row)
             stops = [end for end in inside if start < end < start + count] + [start + count]
             for stop in stops:
-                found.append((row, start, stop - start, drafts))
+                found.append((row, start, stop - start, drafts, replayed))
                 start = stop
-        columns = zip(*found, strict=True) if found else ((),) * 4
+        columns = zip(*found, strict=True) if found else ((),) * 5
         return _Rows(*(np.array(column, np.int32) for column in columns))
 
     def select(self, is_chosen: npt.NDArray[np.bool_]) -> "_Rows":
@@ -209,7 +217,7 @@ PieceEnd = Callable[[int, int, int], int]
 """Row, index of the first token of a piece, and the index where it should end -> where it ends; see
 `ImageSight.piece_end`."""
 ItemSlots = Callable[[IntArray], int]
-"""Rows -> the least `PaddedShape.item_slots` for them; see `DeviceItems.slots_of`."""
+"""Rows -> the least `PaddedShape.item_slots` for them; see `KeptItems.slots_of`."""
 NeedsPrefill = Callable[[IntArray, IntArray], npt.NDArray[np.bool_] | None]
 """Rows and positions of n single tokens -> [n] bool; see `RowPart.needs_prefill`."""
 
@@ -266,7 +274,8 @@ class HPULaunchPlanner:
             return [*self._decodes(decodes), *self._prefills(prompts)]
         ends = _kept_ends(step)
         prompts = prompts.cut(ends.keys())
-        return [_with_kept(x, ends) for x in (*self._decodes(decodes), *self._prefills(prompts))]
+        launches = [*self._decodes(decodes), *self._prefills(prompts)]
+        return [_with_kept(x, ends, step.kept_states) for x in launches]
 
     def plan_known(
         self, rows: IntArray, computed: IntArray, scheduled: IntArray, *, is_decode: bool
@@ -279,15 +288,16 @@ class HPULaunchPlanner:
             scheduled: [n] tokens of each.
             is_decode: they are no more than the tokens of a decode that verifies drafts.
         """
+        none = np.zeros_like(rows)
         if is_decode:
-            return self._decodes(_Rows(rows, computed, scheduled, scheduled - 1))
-        return self._prefills(_Rows(rows, computed, scheduled, np.zeros_like(rows)))
+            return self._decodes(_Rows(rows, computed, scheduled, scheduled - 1, none))
+        return self._prefills(_Rows(rows, computed, scheduled, none, none))
 
     def _decodes(self, rows: _Rows) -> list[PaddedLaunch]:
         most = self.limits.max_draft_batch
-        if most is None or len(rows.ids) <= most or not rows.drafts.any():
+        has_drafts = (rows.drafts > 0) | (rows.replayed > 0)
+        if most is None or len(rows.ids) <= most or not has_drafts.any():
             return [self._decode(part) for part in self._split_decodes(rows)]
-        has_drafts = rows.drafts > 0
         parts = self._split_decodes(rows.select(~has_drafts))
         parts += self._split_decodes(rows.select(has_drafts), most)
         return [self._decode(part) for part in parts]
@@ -344,6 +354,9 @@ class HPULaunchPlanner:
     def _decode(self, rows: _Rows) -> PaddedLaunch:
         batch, seq_lens = len(rows.ids), rows.computed + rows.scheduled
         query_len = int(rows.scheduled.max())
+        if self._has_states and (query_len > 1 or rows.replayed.any()):
+            # Decodes of one token each replay nothing, and have no memory for inputs.
+            query_len = 1 + self.limits.max_draft_tokens
         if self.limits.contiguous_pa:
             table = self._batch.block_table[rows.ids]
             counts = count_decode_blocks(table, seq_lens, self._size)
@@ -417,6 +430,7 @@ class HPULaunchPlanner:
             rows.computed[index] + done,
             np.minimum(rows.scheduled[index] - done, longest).astype(np.int32),
             rows.drafts[index],
+            rows.replayed[index],
         )
 
     @staticmethod
@@ -568,6 +582,7 @@ def _launch(group: _Group, shape: PaddedShape) -> PaddedLaunch:
         shape.item_slots,
         group.needed,
         num_drafts=rows.drafts if rows.drafts.any() else None,
+        num_replayed_tokens=rows.replayed if rows.replayed.any() else None,
     )
 
 
@@ -581,8 +596,21 @@ def _kept_ends(step: SchedulerOutput) -> dict[tuple[int, int], list[int]]:
     return ends
 
 
-def _with_kept(launch: PaddedLaunch, ends: dict[tuple[int, int], list[int]]) -> PaddedLaunch:
-    """Return a launch with the states that are kept at the ends of its rows."""
+def _with_kept(
+    launch: PaddedLaunch, ends: dict[tuple[int, int], list[int]], of_step: IntArray
+) -> PaddedLaunch:
+    """Return a launch with the states that are kept at the ends of its rows, and among the tokens
+    that it replays.
+
+    Args:
+        launch: of the step.
+        ends: from `_kept_ends`.
+        of_step: all that are kept: `SchedulerOutput.kept_states`.
+    """
+    if launch.num_replayed_tokens is not None:
+        is_replayed = (of_step[:, 1] <= 0) & np.isin(of_step[:, 0], launch.rows)
+        assert len(set(of_step[is_replayed, 0].tolist())) == is_replayed.sum()
+        launch = replace(launch, kept_replays=of_step[is_replayed])
     columns = (launch.rows, launch.num_computed_tokens, launch.num_scheduled_tokens)
     kept = [
         (row, count, number)

@@ -7,6 +7,8 @@ Letters: R rows of the batch and one of padding, k most drafts of a row, B, Q an
 decode.
 """
 
+from dataclasses import fields
+
 import torch
 from torch import Tensor
 
@@ -59,15 +61,9 @@ class ResidentTokens:
     def fill_in(self, given: DecodeInput[Tensor], shape: PaddedShape) -> DecodeInput[Tensor]:
         """Return a decode with the tokens that are on the card."""
         on_card = self._tokens(given.rows, shape.bucket.query_len)
-        return DecodeInput(
-            token_ids=torch.where(given.token_ids < 0, on_card, given.token_ids),
-            rows=given.rows,
-            indices=given.indices,
-            position_offsets=given.position_offsets,
-            metadata=given.metadata,
-            adapter_slots=given.adapter_slots,
-            sample_rows=given.sample_rows,
-        )
+        known = torch.where(given.token_ids < 0, on_card, given.token_ids)
+        others = {field.name: getattr(given, field.name) for field in fields(DecodeInput)}
+        return DecodeInput(**(others | {"token_ids": known}))
 
     def _tokens(self, rows: Tensor, query_len: int) -> Tensor:
         """[B * Q] the newest token of each row, and its drafts."""

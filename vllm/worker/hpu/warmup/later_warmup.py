@@ -2,12 +2,12 @@
 
 The engine asks for a step when none of its own is in flight. A bucket is compiled, launched and,
 with HPU graphs, captured, and only then in use: until then launches are padded to others, which
-are closed. What is chosen next saves the most device time for each second that it takes, going by
-the traffic so far and by what launches like it have taken. All ranks choose alike: they have seen
-the same steps, and the engine tells them how long each part took.
+are closed. The next one is the bucket that saves the most device time for each second that it
+takes, by the traffic so far and by launches of its kind. All ranks choose alike: they have seen the
+same steps, and the engine tells them how long each part took.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -15,9 +15,9 @@ import torch
 
 from vllm.bucketing import Bucket, MemoryLedger, Phase, format_bytes
 from vllm.bucketing.catalog.first_set import even_shapes, padded_share, savings
+from vllm.bucketing.catalog.from_traffic import seconds_of
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.traffic import TrafficTable
-from vllm.cost_model.padded import forward_seconds
 from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.hpu.launches.execution import GraphExecution
@@ -34,6 +34,7 @@ logger = init_logger(__name__)
 _GRAPHS = {Phase.PREFILL: MemoryClass.PREFILL_GRAPHS, Phase.DECODE: MemoryClass.DECODE_GRAPHS}
 _HELD = (MemoryClass.WEIGHTS, MemoryClass.KV_CACHE, *_GRAPHS.values())
 
+_LEAST_S = 1e-9
 _RECOUNTED_AFTER = 16
 """Steps after which the traffic is looked at again, also if no bucket was completed."""
 
@@ -85,7 +86,7 @@ class LaterWarmUp:
         self._limits = start.limits
         self._num_wanted = len(start.wanted)
         self._even = even_shapes(start.limits)
-        self._cost = partial(forward_seconds, block_size=start.limits.block_size)
+        self._cost = seconds_of(start.limits)
         execution = runner.launches.execution
         self._compiles_first = execution.has_recipes and bridge.can_compile_only
         self._left = {
@@ -95,6 +96,7 @@ class LaterWarmUp:
         }
         """Launches that each bucket still needs, in their order."""
         self._savings: dict[Bucket, float] = {}
+        """Seconds that each bucket would save of the traffic."""
         self._padded_share: float | None = None
         self._num_named = _RECOUNTED_AFTER
         """Steps since savings were counted."""
@@ -124,9 +126,13 @@ class LaterWarmUp:
         self._num_named += 1
         if self._num_named >= _RECOUNTED_AFTER:
             self._count_savings()
-        expected = {bucket: self._expect(parts[0]) for bucket, parts in self._left.items()}
-        short = [b for b, s in expected.items() if longest_s is None or s <= longest_s]
-        bucket = max(short or expected, key=self._worth)
+        expected = {
+            bucket: [self._estimate.expect(self._work(part)) for part in parts]
+            for bucket, parts in self._left.items()
+        }
+        needed = {bucket: sum(each) for bucket, each in expected.items()}
+        short = [b for b, each in expected.items() if longest_s is None or each[0] <= longest_s]
+        bucket = max(short or needed, key=lambda b: self._savings[b] / max(needed[b], _LEAST_S))
         part = self._left[bucket][0]
         step = WarmUpStep(
             phase=f"warm-up while serving: {bucket.phase!s} {part.stage}",
@@ -134,8 +140,8 @@ class LaterWarmUp:
             index=len(self._catalog) + 1,
             total=self._num_wanted,
             given_up=self._refuse(part) if short else None,
-            eta_seconds=sum(map(self._expect, self._all_parts())),
-            expected_s=expected[bucket],
+            eta_seconds=sum(needed.values()),
+            expected_s=expected[bucket][0],
             must_wait=not short,
             num_warm=len(self._catalog),
             num_wanted=self._num_wanted,
@@ -205,27 +211,15 @@ class LaterWarmUp:
         shapes = self._launches.launch_shapes(bucket)
         return [_Part(stage, shape) for shape in shapes for stage in stages]
 
-    def _all_parts(self) -> Iterator[_Part]:
-        for parts in self._left.values():
-            yield from parts
-
     def _work(self, part: _Part) -> Work:
         stage, shape = part
         samples = stage != "capture" and shape.num_rows not in self._batches
-        # Without a mode for compiling alone, the first launch compiles.
+        # Without a compile-only mode, the first launch compiles.
         if stage == "run" and not self._compiles_first:
             stage = "compile"
         if stage == "compile" and shape.bucket in self._on_disk:
             stage = "load"
         return Work(Kind(stage, shape.bucket.phase, samples), shape.cost)
-
-    def _expect(self, part: _Part) -> float:
-        return self._estimate.expect(self._work(part))
-
-    def _worth(self, bucket: Bucket) -> float:
-        """Seconds that a bucket saves of the traffic, for each second of what it still needs."""
-        seconds = sum(map(self._expect, self._left[bucket]))
-        return self._savings.get(bucket, 0.0) / max(seconds, 1e-9)
 
     def _count_savings(self) -> None:
         candidates = list(self._left)
@@ -249,7 +243,7 @@ class LaterWarmUp:
         return self._ledger.booked(MemoryClass.WORKSPACE) + self._ledger.unassigned_bytes
 
     def _refuse(self, part: _Part) -> str | None:
-        """Why a launch must not even be tried; None: there may be memory for it."""
+        """Return the reason not even to try a launch; None: there may be memory for it."""
         if part.stage == "capture":
             cls = _GRAPHS[part.shape.bucket.phase]
             left, graphs = self._ledger.left(cls), self._num_graphs(part.shape.bucket.phase)
@@ -269,7 +263,7 @@ class LaterWarmUp:
         return sum(shape.bucket.phase is phase for shape in execution.shapes)
 
     def _run(self, part: _Part) -> str | None:
-        """Run a launch. Why it is given up, or None."""
+        """Run a launch. Return the reason to give it up, or None."""
         if part.stage == "capture":
             return self._capture(part.shape)
         mode = self._bridge.compile_only if part.stage == "compile" else self._bridge.dry_run

@@ -1,4 +1,4 @@
-"""The list of buckets whose recipes are on disk, beside the recipes that the bridge keeps there.
+"""The list of buckets whose recipes are on disk, in the folder where the bridge keeps the recipes.
 
 The files of the bridge have names that say nothing. With the list a second start knows what will be
 read and not compiled, for its estimate and for the choice of its first buckets. It is a hint: what
@@ -30,7 +30,7 @@ class RecipeManifest:
 
     Args:
         path: of the file; None: recipes are not kept.
-        fields: what recipes depend on besides the bucket.
+        fields: settings on which recipes depend, in addition to the bucket.
         is_writer: this rank writes.
 
     Attributes:
@@ -97,8 +97,7 @@ class RecipeManifest:
         return cls(path, texts, is_writer=not rank)
 
     def add(self, buckets: Iterable[Bucket]) -> None:
-        """Note that the recipes of buckets are on disk now. Serving goes on if that fails, with one
-        warning."""
+        """Note that the recipes of buckets are on disk now. If that fails, there is one warning."""
         if self._path is None or not self._is_writer:
             return
         entries = _read(self._path)  # another engine may have written since

@@ -101,8 +101,8 @@ class WarmUp:
         on_disk: buckets whose recipes need not be compiled.
 
     Attributes:
-        wanted: all buckets, without those that were given up.
-        catalog: of them, those that are warmed up.
+        wanted: all buckets but the ones that were given up.
+        catalog: the part of them that is warmed up.
         limits: of a launch, as memory allows.
         on_disk: as given.
         batches: padded batch sizes whose sampling has been launched.
@@ -479,12 +479,13 @@ class WarmUp:
         self.estimate.plan(self._work_left())
 
     def _choose_catalog(self) -> Catalog:
-        """The catalog with the buckets that are warmed up."""
+        """Return the catalog with the buckets that are warmed up."""
         if self._choose_first is None:
             return self.wanted
-        first = self._choose_first(self.wanted, self.limits)
+        first = set(self._choose_first(self.wanted, self.limits))
         self.wanted = self.wanted.with_buckets(first)
-        return Catalog((), ()).with_buckets(first)
+        every = (*self.wanted.prefill, *self.wanted.decode)
+        return self.wanted.without(bucket for bucket in every if bucket not in first)
 
     # ---- phase 2 --------------------------------------------------------------------------
 
