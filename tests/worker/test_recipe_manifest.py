@@ -33,8 +33,8 @@ def test_the_fields_that_differ_are_named_in_one_line(tmp_path):
         assert not RecipeManifest(path, FIELDS).found
         assert not RecipeManifest(path, FIELDS, is_writer=False).found
     assert log == [
-        f"The recipes in {tmp_path} are of another configuration: num_blocks is 4107 and was 4102. "
-        "They are compiled again"
+        f"The recipes in {tmp_path} are for another configuration: num_blocks is 4107 and was "
+        "4102. They are compiled again"
     ]
 
 

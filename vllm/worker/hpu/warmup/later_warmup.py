@@ -198,7 +198,7 @@ class LaterWarmUp:
                 if part.stage == "capture":
                     self._launches.release(part.shape)
             del self._left[other]
-        logger.warning("%d more buckets are not used: %s", len(lost), reason)
+        logger.warning("%d of the other buckets are left out: %s", len(lost), reason)
 
     # ---- what comes next ------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class RecipeManifest:
             others.append(entry["fields"])
         if others and is_writer:
             logger.info(
-                "The recipes in %s are of another configuration: %s. They are compiled again",
+                "The recipes in %s are for another configuration: %s. They are compiled again",
                 *(path.parent, self._difference(others)),
             )
 
