@@ -1,7 +1,8 @@
 """Runs the rest of a warm-up after the start: while there are no requests, and between two steps.
 
-Under load it takes a fraction of the time at most, and leaves out parts that would delay a step
-for longer than allowed. The workers choose the parts. Nothing waits here for time to pass.
+Under load it takes at most a given fraction of the time. A part that would delay a step of the
+engine for too long waits until there are no requests. The workers choose the parts. Nothing here
+sleeps.
 """
 
 import time
@@ -14,9 +15,9 @@ from vllm.messages import WarmUpStats
 logger = init_logger(__name__)
 
 _ASKED_AGAIN_AFTER_S = 10.0
-"""Time under load after which is asked again for a step that is short enough."""
+"""Time under load until the workers are asked again for a step that is short enough."""
 _COLD_AFTER_S = 600.0
-"""Time under load after which a line says what stays cold."""
+"""Time under load after which a log line says which buckets are still cold."""
 
 
 class BackgroundWarmUp:
@@ -51,13 +52,13 @@ class BackgroundWarmUp:
         """When time under load was counted last; None: there are no requests."""
         self._loaded_s = 0.0
         self._spent_s = 0.0
-        """Of it, for the warm-up."""
+        """Time under load that the warm-up has taken."""
         self._asked_at_s = 0.0
         self._held_since_s: float | None = None
         self._longest_delay_s = 0.0
         self._is_told = False
         self._num_buckets = 0
-        """That there will be at the end."""
+        """Buckets that are warm at the end."""
         if share:
             self._name(max_delay_s)
 
@@ -72,14 +73,14 @@ class BackgroundWarmUp:
             self._run()
 
     def note_idle(self) -> None:
-        """There are no requests: the time until the next one is no time under load."""
+        """Note that there are no requests: the time until the next one is not time under load."""
         self._loaded_since = None
 
     # ---- under load -----------------------------------------------------------------------
 
     def is_due(self) -> bool:
-        """Count the time under load, and return whether a step is to run as soon as none of the
-        engine is in flight. Cheap; called before each step of the engine."""
+        """Count the time under load, and return whether to run a step of the warm-up as soon as no
+        step of the engine is in flight. Cheap; called before each step of the engine."""
         if self.is_done or not self._share:
             return False
         now = self._clock()

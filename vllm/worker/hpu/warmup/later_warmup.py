@@ -101,7 +101,7 @@ class LaterWarmUp:
         self._num_named = _RECOUNTED_AFTER
         """Steps since savings were counted."""
         self._running: Bucket | None = None
-        """Of the step that was named last."""
+        """Bucket of the step that was named last."""
         self._launch: Callable[[], str | None] | None = None
         self._used_bytes = 0
         """Memory that the last graph has taken."""
@@ -153,7 +153,7 @@ class LaterWarmUp:
         return step
 
     def warm_up(self) -> str | None:
-        """Run the launch of the step; why it has to be given up, or None."""
+        """Run the launch of the step. Return the reason to give it up, or None."""
         assert self._launch is not None, "no step has been named"
         launch, self._launch = self._launch, None
         with torch.inference_mode(), self._launches.report.warming_up():
@@ -175,7 +175,7 @@ class LaterWarmUp:
             self._use(bucket)
 
     def _use(self, bucket: Bucket) -> None:
-        """All launches of a bucket have run: it is in use."""
+        """Put a bucket into use, all of whose launches have run."""
         del self._left[bucket]
         self._catalog = self._catalog.with_buckets([bucket])
         self._catalog.mark_warmed([bucket])
@@ -190,7 +190,7 @@ class LaterWarmUp:
             logger.info("All %d buckets are warmed up", len(self._catalog))
 
     def _give_up(self, bucket: Bucket, reason: str) -> None:
-        """Leave out a bucket, and larger ones."""
+        """Leave out a bucket and all larger ones."""
         lost = [other for other in self._left if other.covers(bucket)]
         self._num_wanted -= len(lost)
         for other in lost:

@@ -1,8 +1,8 @@
 """The list of buckets whose recipes are on disk, in the folder where the bridge keeps the recipes.
 
-The files of the bridge have names that say nothing. With the list a second start knows what will be
-read and not compiled, for its estimate and for the choice of its first buckets. It is a hint: what
-it names may be gone, and is compiled then. Only rank 0 writes it.
+The names of the files of the bridge do not tell the bucket. From the list a later start knows which
+recipes will be read instead of compiled, for its estimate and for the choice of its first buckets.
+The list is a hint: a recipe that is no longer on disk is compiled. Only rank 0 writes it.
 """
 
 import json
