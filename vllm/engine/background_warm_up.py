@@ -52,7 +52,7 @@ class BackgroundWarmUp:
         """When time under load was counted last; None: there are no requests."""
         self._loaded_s = 0.0
         self._spent_s = 0.0
-        """Time under load that the warm-up has taken."""
+        """Of it, for the warm-up."""
         self._asked_at_s = 0.0
         self._held_since_s: float | None = None
         self._longest_delay_s = 0.0
@@ -79,8 +79,8 @@ class BackgroundWarmUp:
     # ---- under load -----------------------------------------------------------------------
 
     def is_due(self) -> bool:
-        """Count the time under load, and return whether to run a step of the warm-up as soon as no
-        step of the engine is in flight. Cheap; called before each step of the engine."""
+        """Count the time under load, and return whether a step is to run as soon as none of the
+        engine is in flight. Cheap; called before each step of the engine."""
         if self.is_done or not self._share:
             return False
         now = self._clock()
