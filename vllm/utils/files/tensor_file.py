@@ -321,7 +321,7 @@ def _result_of(function: Any, arguments: Any) -> Any:
         raise TensorFileError("describes a tensor whose shape or strides are no sizes")
     if len(shape) != len(strides):
         raise TensorFileError(
-            f"must have one stride per dimension, got shape {shape!r}, strides {strides!r}"
+            f"must have one stride per dimension, got {len(shape)} sizes and {len(strides)} strides"
         )
     return _View(storage, offset, shape, strides)
 
