@@ -273,6 +273,7 @@ class EngineCore(CoreCalls):
             self._warm_up.run_due()
         except BaseException as failure:
             self._fail("a part of the warm-up", failure)
+        self._run_ahead.idle()  # no step was computed meanwhile
         if (line := self._warm_up.cold_line()) is not None:
             logger.warning(line)
 
