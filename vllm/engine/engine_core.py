@@ -89,7 +89,7 @@ class EngineCore(CoreCalls):
         with on_failure(self._close_connections):
             self.executor = make_executor(config) if executor is None else executor
             num_blocks = self.executor.start()
-            self._is_measuring = config.model.inc is not None and config.model.inc.mode == "MEASURE"
+            self._is_measuring = config.model.is_measured
             if self._is_measuring:  # launches of the start had no requests
                 self.executor.call(Worker.reset_measurements)
             self._has_measured = False
