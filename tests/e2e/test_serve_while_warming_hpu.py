@@ -18,6 +18,8 @@ from tests.reach import core_of, executor_of, runner_of, worker_of
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.bucketing import MemoryClass, prove
 from vllm.engine.background_warm_up import BackgroundWarmUp
+from vllm.engine.process.core_process import CoreLoop
+from vllm.engine.process.wire import CoreOutput
 from vllm.env import ranks as env_ranks
 from vllm.executor import WarmUpSteps
 from vllm.worker.hpu.warmup.later_warmup import LaterWarmUp
@@ -237,6 +239,9 @@ def test_sleep_in_the_middle_keeps_what_is_warm(want, monkeypatch):
     ):
         llm = LLM(enable_sleep_mode=True, **ENGINE | WARMING)
         core, graphs = core_of(llm), runner_of(llm).launches.execution
+        sent: list[CoreOutput] = []
+        CoreLoop(core, lambda wait: None, sent.append).turn()
+        assert sent[0].stats.warm_up == core.stats().warm_up, "as soon as the engine is ready"
         while len(graphs.shapes) < 5:
             core.idle_step()
         core.idle_step()  # one bucket is in use now, and another has begun

@@ -82,7 +82,7 @@ class CoreLoop:
         self._core = core
         self._receive = receive
         self._send = send
-        self._has_unsent_stats = False
+        self._has_unsent_stats = core.has_idle_work()  # how much of the warm-up is left
 
     def run(self) -> NoReturn:
         """Run until the parent kills the process, which is how it ends a core.
