@@ -51,8 +51,10 @@ class BackgroundWarmUp:
         self._loaded_since: float | None = None
         """When time under load was counted last; None: there are no requests."""
         self._loaded_s = 0.0
-        self._spent_s = 0.0
-        """Of it, for the warm-up."""
+        self._credit_s = 0.0
+        """Of it, what the warm-up may take now; below 0 after a step that took longer."""
+        self._has_run = False
+        """A step has run that the workers have not finished."""
         self._asked_at_s = 0.0
         self._held_since_s: float | None = None
         self._longest_delay_s = 0.0
@@ -81,18 +83,24 @@ class BackgroundWarmUp:
     def is_due(self) -> bool:
         """Count the time under load, and return whether a step is to run as soon as none of the
         engine is in flight. Cheap; called before each step of the engine."""
-        if self.is_done or not self._share:
+        if self.is_done:
             return False
+        if not self._share:
+            return self._has_run  # what is complete is to be used
         now = self._clock()
         if self._loaded_since is not None:
             self._loaded_s += now - self._loaded_since
+            self._credit_s += self._share * (now - self._loaded_since)
         self._loaded_since = now
         if self._named is None:
             return True
+        # Time in which no step could run is not saved up: steps would follow each other later.
+        needed_s = min(self._named.expected_s or 0.0, self._max_delay_s) * (1 - self._share)
+        is_enough = self._credit_s >= needed_s
+        self._credit_s = min(self._credit_s, needed_s)
         if self._named.must_wait:
             return self._loaded_s - self._asked_at_s >= _ASKED_AGAIN_AFTER_S
-        expected_s = self._named.expected_s or 0.0
-        return self._spent_s + expected_s <= self._share * (self._loaded_s + expected_s)
+        return is_enough
 
     def run_due(self) -> None:
         """Run the step that is due, or find out whether there is one that is short enough."""
@@ -104,12 +112,12 @@ class BackgroundWarmUp:
         self._run()
         self._name(self._max_delay_s)  # the step waits for this as well
         seconds = self._clock() - began
-        self._spent_s += seconds
+        self._credit_s -= seconds
         self._longest_delay_s = max(self._longest_delay_s, seconds)
 
     def _name(self, longest_s: float | None) -> None:
         step = self._named = self._steps.name(longest_s)
-        self._asked_at_s = self._loaded_s
+        self._asked_at_s, self._has_run = self._loaded_s, False
         if step is None:
             self.is_done = True
             return
@@ -122,7 +130,7 @@ class BackgroundWarmUp:
 
     def _run(self) -> None:
         self._steps.run()
-        self._named = None
+        self._named, self._has_run = None, True
 
     # ---- what operators see ---------------------------------------------------------------
 

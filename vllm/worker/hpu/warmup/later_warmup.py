@@ -105,6 +105,8 @@ class LaterWarmUp:
         self._launch: Callable[[], str | None] | None = None
         self._used_bytes = 0
         """Memory that the last graph has taken."""
+        self._graph_bytes: dict[PaddedShape, int] = {}
+        """Memory of each graph of a bucket that is not in use yet."""
 
     # ---- steps ----------------------------------------------------------------------------
 
@@ -122,6 +124,7 @@ class LaterWarmUp:
                 self._finish(self._running, given_up)
             self._running = self._launch = None
         if not self._left:
+            self._launches.traffic = None
             return None
         self._num_named += 1
         if self._num_named >= _RECOUNTED_AFTER:
@@ -166,6 +169,7 @@ class LaterWarmUp:
                 self._launches.release(part.shape)
             else:
                 self._ledger.book(_GRAPHS[bucket.phase], self._used_bytes)
+                self._graph_bytes[part.shape] = self._used_bytes
         elif given_up is not None:
             self._give_up(bucket, given_up)
             return
@@ -177,6 +181,8 @@ class LaterWarmUp:
     def _use(self, bucket: Bucket) -> None:
         """Put a bucket into use, all of whose launches have run."""
         del self._left[bucket]
+        for part in self._parts_of(bucket):
+            self._graph_bytes.pop(part.shape, None)
         self._catalog = self._catalog.with_buckets([bucket])
         self._catalog.mark_warmed([bucket])
         self._launches.use_catalog(self._catalog, self._limits)
@@ -186,7 +192,6 @@ class LaterWarmUp:
         self._count_savings()
         self._on_warm(bucket)
         if not self._left:
-            self._launches.traffic = None
             logger.info("All %d buckets are warmed up", len(self._catalog))
 
     def _give_up(self, bucket: Bucket, reason: str) -> None:
@@ -197,6 +202,8 @@ class LaterWarmUp:
             for part in self._parts_of(other):
                 if part.stage == "capture":
                     self._launches.release(part.shape)
+                    booked = self._graph_bytes.pop(part.shape, 0)
+                    self._ledger.release(_GRAPHS[other.phase], booked)
             del self._left[other]
         logger.warning("%d of the other buckets are left out: %s", len(lost), reason)
 
