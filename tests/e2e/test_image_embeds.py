@@ -2,6 +2,8 @@
 
 import base64
 import io
+import json
+import struct
 
 import numpy as np
 import pytest
@@ -71,6 +73,12 @@ def base64_of(tensor):
     file = io.BytesIO()
     torch.save(tensor, file)
     return base64.b64encode(file.getvalue()).decode()
+
+
+def header_of(dtype, shape):
+    """Return the base64 of a safetensors file with a tensor that has no elements."""
+    header = json.dumps({"a": {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}}).encode()
+    return base64.b64encode(struct.pack("<Q", len(header)) + header).decode()
 
 
 @pytest.mark.parametrize("family", ["gemma3", "internvl", "qwen2_vl", "qwen3_vl", "qwen3_5"])
@@ -183,7 +191,10 @@ def with_value(value):
         ({"image_embeds": None}, "must have the key 'image_embeds'"),
         ({"image_embeds": ONE, "image_sizes": 1}, "may have 'image_grid_thw', got .*'image_sizes'"),
         ({"image_embeds": ONE, "image_grid_thw": [1, 8, 8]}, "image_grid_thw must be absent"),
-        ({"image_embeds": ONE, "image_grid_thw": [1, 8]}, r"the shape \[3\] or \[images, 3\]"),
+        (
+            {"image_embeds": ONE, "image_grid_thw": [1, 8]},
+            "image_grid_thw must have three integers",
+        ),
         ([ONE] * 17, "at most 16 images, got 17"),
         ([ONE, ONE], "it has 1, and 2 images are given"),
     ],
@@ -206,7 +217,12 @@ def test_embeddings_of_a_grid_need_the_grid(qwen):
         ([1, -4, -4], "image_grid_thw must be 1, height and"),
         ([[1, 2, 4], [1, 2, 2]], "2 images of this image_grid_thw must have 3 embeddings"),
         ([[1, 2, 4], [0, 2, 2]], "must have 2 embeddings, each at least one, got 4"),
-        ([1.0, 4.0, 4.0], "has dtype float64; accepted: int32, int64"),
+        ([1.0, 4.0, 4.0], "must have three integers for each image, got float"),
+        ([10**30, 4, 4], "must have three integers for each image, got int"),
+        (["a" * 2**20, *[""] * 2**10], "the decoded file is neither"),
+        (header_of("I64", [0, 2**62, 3]), "image_grid_thw must have the shape"),
+        (header_of("I64", [0, *[1] * 100, 3]), "image_grid_thw must have the shape"),
+        (np.array([1.0, 4.0, 4.0]), "has dtype float64; accepted: int32, int64"),
     ):
         given = {"image_embeds": four, "image_grid_thw": grid}
         with pytest.raises(RequestError, match=message) as caught:
