@@ -14,6 +14,7 @@ from tests.tiny_images import FAMILIES, draw_image, make_tiny_images
 from vllm import LLM, SamplingParams
 from vllm.errors import RequestError
 from vllm.multimodal.job import family_of_model
+from vllm.worker.parts.embedding_rows import EmbeddingRows
 
 pytest.importorskip("PIL", reason="images need Pillow")
 torch = pytest.importorskip("torch")
@@ -127,6 +128,17 @@ def test_every_form_of_embeddings_is_the_same_and_has_a_key_by_content(llm):
     assert tokens_of(llm.generate(ask(text, half), GREEDY)) == tokens_of(
         llm.generate(ask(text, half.float()), GREEDY)
     )
+
+
+def test_embeddings_take_the_memory_of_the_dtype_of_the_model(llava):
+    """The start counts kept embeddings in it, and files may have others."""
+    llm = LLM(llava, **ENGINE | {"dtype": "bfloat16"})
+    one = np.random.default_rng(0).standard_normal((16, WIDTH))
+    two = torch.from_numpy(one).bfloat16()
+    found = [llm.generate(ask("Look: <image> a", given), GREEDY) for given in (one, two)]
+    assert tokens_of(found[0]) == tokens_of(found[1])
+    rows = runner_of(llm).parts.find(EmbeddingRows)
+    assert {each.dtype for each in rows._media._kept.values()} == {torch.bfloat16}
 
 
 def test_a_chat_takes_embeddings(llm):
