@@ -1,8 +1,8 @@
 """A simulated Gaudi behind the bridge's protocol. What runs here has not run on a card."""
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
@@ -85,7 +85,12 @@ class SimBridge:
         if is_vendor:
             install_vendor()
         self._kernels = SimulatedKernels(
-            self.device, self.device_name, is_lazy=is_lazy, release=release, absent=absent
+            self.device,
+            self.device_name,
+            is_lazy=is_lazy,
+            release=release,
+            absent=absent,
+            computing=self._computing,
         )
 
     @property
@@ -168,9 +173,16 @@ class SimBridge:
     def compile_only(self) -> AbstractContextManager[None]:
         return bridge_config.env_setting("PT_COMPILE_ONLY_MODE", True)
 
+    def dry_run(self) -> AbstractContextManager[None]:
+        return self._set_dry_run(True)
+
+    def _computing(self) -> AbstractContextManager[None]:
+        """Compute inside, also in a dry run."""
+        return self._set_dry_run(False)
+
     @contextmanager
-    def dry_run(self) -> Iterator[None]:
-        before, self.card.is_dry_run = self.card.is_dry_run, True
+    def _set_dry_run(self, is_on: bool) -> Iterator[None]:
+        before, self.card.is_dry_run = self.card.is_dry_run, is_on
         try:
             yield
         finally:
@@ -195,6 +207,7 @@ class SimulatedKernels(BridgeKernels):
         is_lazy: bool = True,
         release: Version = NEWEST,
         absent: Iterable[str] = (),
+        computing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """
         Args:
@@ -203,12 +216,19 @@ class SimulatedKernels(BridgeKernels):
             is_lazy: see `BridgeKernels`.
             release: the bridge has no part that came later.
             absent: parts that it lacks besides.
+            computing: the context of trials, in which the card computes.
         """
+        self._computing = computing
         register()
         lacking = absent_of_release(release, absent)
         found = {name: x for name, x in find_parts(_load).items() if name not in lacking}
         log_absent(found)
         super().__init__(found, device or torch.device("cpu"), lambda: card, is_lazy=is_lazy)
+
+    def why_unused(self, name: str) -> str | None:
+        """Return why a part is not used; see `BridgeKernels.why_unused`."""
+        with self._computing():
+            return super().why_unused(name)
 
 
 def _load(module: str) -> ModuleType:

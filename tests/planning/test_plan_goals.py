@@ -47,6 +47,15 @@ def test_measured_rates_change_the_plan_and_are_named(flags, capsys, tmp_path):
         assert after["tpot_s"]["expected"] > before["tpot_s"]["expected"]
 
 
+def test_pipeline_stages_have_no_throughput(flags, capsys):
+    stages = ["--pipeline-parallel-size", "2"]
+    assert main([*flags, *stages, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["throughput"] == []
+    goals = ["--goal-ttft", "5", "--input-len", "100", "--num-cards", "1"]
+    assert main([*flags, *stages, *goals]) == 2
+    assert "--pipeline-parallel-size must be 1, got 2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

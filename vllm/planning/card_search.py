@@ -57,11 +57,12 @@ def search_cards(
         ConfigError: the engine, or a request of these lengths, fits on no number of cards.
     """
     unfit: dict[int, str] = {}
+    plans: dict[int, EnginePlan] = {}
 
     def predictions() -> Iterator[tuple[int, Prediction]]:
         for num_cards in numbers_of_cards:
             try:
-                plan = make_plan(num_cards, None)
+                plan = plans[num_cards] = make_plan(num_cards, None)
             except ConfigError as error:
                 unfit[num_cards] = str(error)
                 continue
@@ -74,12 +75,19 @@ def search_cards(
             raise ConfigError(f"the engine runs on no number of cards; on {most}: {unfit[most]}")
 
     choice = search(goals, predictions())
+    first = plans[choice.num_cards]
     # A larger batch needs more memory outside of the KV cache, which may then hold fewer requests.
-    plan = make_plan(choice.num_cards, choice.max_num_seqs)
-    if (held := _num_held(plan, lengths)) < choice.max_num_seqs:
-        choice = search(goals, [(choice.num_cards, _predict(plan, lengths, held, fitted))])
-        plan = make_plan(choice.num_cards, choice.max_num_seqs)
-    return FoundCards(choice, plan, unfit)
+    while True:
+        try:
+            plan = make_plan(choice.num_cards, choice.max_num_seqs)
+            held = _num_held(plan, lengths)
+        except ConfigError:
+            held = choice.max_num_seqs // 2
+            if not held:
+                raise
+        if held >= choice.max_num_seqs:
+            return FoundCards(choice, plan, unfit)
+        choice = search(goals, [(choice.num_cards, _predict(first, lengths, held, fitted))])
 
 
 def _num_held(plan: EnginePlan, lengths: Lengths) -> int:

@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from vllm.cost_model.measured import Measured
 from vllm.engine.arg_utils import EngineArgs
 from vllm.planning.engine_plan import EnginePlan
-from vllm.planning.engine_throughput import serving_cost, throughput_grid
+from vllm.planning.engine_throughput import has_stages, serving_cost, throughput_grid
 from vllm.planning.fit import planned_or_nearest
 from vllm.planning.host import start_on_host
 from vllm.planning.start import StartPlan, plan_start
@@ -54,9 +54,9 @@ class Plan:
     start: StartPlan | None
     """None: the device compiles nothing."""
     throughput: tuple[Prediction, ...] = ()
-    """For prompts of several lengths; empty where the cost model does not know the device."""
+    """For prompts of several lengths; empty for a CPU, and with pipeline stages."""
     measured: str = ""
-    """Which constants were measured; empty: none."""
+    """Constants that were measured, as one line; empty: none."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the same figures for programs."""
@@ -105,7 +105,10 @@ def describe(engine: EnginePlan, device: str, measured: Measured | None = None) 
     config, start = engine.config, plan_start(engine)
     if measured is not None:
         start = start.with_slower_compilations(measured.slowness("compile_s"))
-    cost = serving_cost(engine, None if measured is None else measured.fitted)
+    throughput: list[Prediction] = []
+    if not has_stages(engine):
+        cost = serving_cost(engine, None if measured is None else measured.fitted)
+        throughput = throughput_grid(engine, cost)
     return Plan(
         model=config.model.model or "",
         dtype=config.model.dtype_name,
@@ -113,7 +116,7 @@ def describe(engine: EnginePlan, device: str, measured: Measured | None = None) 
         num_cards=config.parallel.world_size,
         memory=plan_memory(engine),
         start=start,
-        throughput=tuple(throughput_grid(engine, cost)),
+        throughput=tuple(throughput),
         measured="" if measured is None else measured.describe(),
     )
 
