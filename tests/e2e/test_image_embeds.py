@@ -124,6 +124,9 @@ def test_every_form_of_embeddings_is_the_same_and_has_a_key_by_content(llm):
         tokens_of(llm.generate(ask(text, image, **named), GREEDY)) for image in (IMAGES[1], one)
     ]
     assert tokens[0] != tokens[1], "a name of an image names no embeddings"
+    pixels = np.moveaxis(IMAGES[0][:WIDTH, :WIDTH], -1, 0)  # as wide as an embedding
+    image = tokens_of(llm.generate(ask(text, IMAGES[0][:WIDTH, :WIDTH]), GREEDY))
+    assert tokens_of(llm.generate(ask(text, pixels), GREEDY)) == image
     half = one.bfloat16()
     assert tokens_of(llm.generate(ask(text, half), GREEDY)) == tokens_of(
         llm.generate(ask(text, half.float()), GREEDY)

@@ -74,7 +74,8 @@ class GivenEmbeddings:
         shape: tuple[int, ...] = tuple(getattr(item, "shape", ()))
         if not self._is_enabled or isinstance(item, MediaSource) or len(shape) not in (2, 3):
             return False
-        return bool(shape[-1] == self._width)
+        is_float = "float" in str(getattr(item, "dtype", ""))  # pixels [3, H, W] are often bytes
+        return is_float and bool(shape[-1] == self._width)
 
     def _read(self, given: Mapping[Any, Any]) -> Iterator[EncoderInput]:
         if set(given) - {IMAGE_EMBEDS, _GRID} or given.get(IMAGE_EMBEDS) is None:
