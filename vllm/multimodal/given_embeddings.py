@@ -113,7 +113,7 @@ class GivenEmbeddings:
         shape, width = tensor.shape, self._width
         if len(shape) not in (2, 3) or shape[-1] != width or 0 in shape:
             raise RequestError(
-                f"{IMAGE_EMBEDS}: the tensor has shape {_text_of(shape)}, and must have "
+                f"{IMAGE_EMBEDS}: the tensor has shape {list(shape)}, and must have "
                 f"[embeddings, {width}] or [images, embeddings, {width}]"
             )
         array = np.asarray(as_array(tensor), np.float32)
@@ -152,7 +152,7 @@ def _grids_of(value: Any) -> list[tuple[int, ...]]:
         raise RequestError(f"{_GRID}: {error}") from error
     shape = tensor.shape
     if len(shape) not in (1, 2) or shape[-1] != _GRID_INTEGERS or 0 in shape:
-        raise RequestError(f"{_GRID} must have the shape [3] or [images, 3], got {_text_of(shape)}")
+        raise RequestError(f"{_GRID} must have the shape [3] or [images, 3], got {list(shape)}")
     return [tuple(grid) for grid in as_array(tensor).reshape(-1, _GRID_INTEGERS).tolist()]
 
 
@@ -163,11 +163,6 @@ def _is_grid(value: Any) -> TypeGuard[Sequence[int]]:
         and len(value) == _GRID_INTEGERS
         and all(is_whole(each, _LARGEST, -_LARGEST) for each in value)
     )
-
-
-def _text_of(shape: Sequence[int]) -> str:
-    """Return a shape for a message: files may have shapes of any length."""
-    return f"{list(shape)!s:.100}"
 
 
 def _cut(embeddings: FloatArray, counts: Sequence[int]) -> list[FloatArray]:
