@@ -85,11 +85,9 @@ def without_media(value: Any) -> Any:
 def _without_base64(value: Any) -> Any:
     if isinstance(value, str):
         return f"... ({len(value)} characters)"
-    return (
-        [_without_base64(item) for item in value]
-        if isinstance(value, list)
-        else without_media(value)
-    )
+    if isinstance(value, list):
+        return [_without_base64(item) for item in value]
+    return without_media(value)
 
 
 def shorten(value: Any, most: int | None) -> Any:

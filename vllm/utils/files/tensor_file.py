@@ -330,7 +330,7 @@ def _result_of(function: Any, arguments: Any) -> Any:
     _check_dimensions(len(shape))
     if len(shape) != len(strides):
         raise TensorFileError(
-            f"describes a tensor of {len(shape)} sizes and {len(strides)} strides"
+            f"describes a tensor that must have {len(shape)} strides, got {len(strides)}"
         )
     return _View(storage, offset, shape, strides)
 
