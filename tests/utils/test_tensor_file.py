@@ -70,6 +70,7 @@ class Attack:
         (NUMBERS.to(torch.complex64), "ComplexFloatStorage"),
         (NUMBERS.to(torch.float8_e4m3fn), "_rebuild_tensor_v3"),
         (NUMBERS.to("meta"), "_rebuild_meta_tensor"),
+        (NUMBERS.view(4, *[1] * 9, 6), "a tensor of 11 dimensions, and must have at most 8"),
         (NUMBERS[:1].expand(1000, 6), "shape \\[1000, 6\\], but has only 24"),
         ([NUMBERS], "must hold one dense tensor and nothing else"),
         ({"x": NUMBERS}, "must hold one dense tensor and nothing else"),

@@ -20,6 +20,7 @@ _MAX_ENTRIES = 64
 """Files inside a `torch.save` file of one tensor; there are seven today."""
 _MAX_PICKLE_BYTES = 4096
 """Maximum size of its description; a plain tensor needs some 200."""
+_MAX_DIMENSIONS = 8
 _ENTRY_SIGN = b"PK\1\2"
 """Begins each entry of the list at the end of a zip file."""
 
@@ -187,7 +188,16 @@ def _read_safetensors(data: bytes) -> RawTensor:
     dtype = _SAFETENSORS_DTYPES.get(tensor["dtype"])
     if dtype is None:
         raise _OtherDtypeError(f"holds a tensor of the unsupported dtype {tensor['dtype']}")
+    _check_dimensions(len(tensor["shape"]))
     return RawTensor(dtype, tuple(tensor["shape"]), bytes(tensor["data"]))
+
+
+def _check_dimensions(count: int) -> None:
+    """Refuse shapes that fill a message, and more dimensions than numpy can have."""
+    if count > _MAX_DIMENSIONS:
+        raise TensorFileError(
+            f"holds a tensor of {count} dimensions, and must have at most {_MAX_DIMENSIONS}"
+        )
 
 
 # ---- the description of a tensor by torch.save ------------------------------------------------
@@ -319,6 +329,7 @@ def _result_of(function: Any, arguments: Any) -> Any:
     # Written out only as lists of numbers: tuples that hold one another may have no end.
     if not _are_sizes(shape) or not _are_sizes(strides):
         raise TensorFileError("describes a tensor whose shape or strides are no sizes")
+    _check_dimensions(len(shape))
     if len(shape) != len(strides):
         raise TensorFileError(
             f"must have one stride per dimension, got {len(shape)} sizes and {len(strides)} strides"
