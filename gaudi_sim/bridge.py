@@ -1,8 +1,8 @@
 """A simulated Gaudi behind the bridge's protocol. What runs here has not run on a card."""
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
@@ -85,7 +85,12 @@ class SimBridge:
         if is_vendor:
             install_vendor()
         self._kernels = SimulatedKernels(
-            self.device, self.device_name, is_lazy=is_lazy, release=release, absent=absent
+            self.device,
+            self.device_name,
+            is_lazy=is_lazy,
+            release=release,
+            absent=absent,
+            for_trials=self.card.computing,
         )
 
     @property
@@ -195,6 +200,7 @@ class SimulatedKernels(BridgeKernels):
         is_lazy: bool = True,
         release: Version = NEWEST,
         absent: Iterable[str] = (),
+        for_trials: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """
         Args:
@@ -203,12 +209,18 @@ class SimulatedKernels(BridgeKernels):
             is_lazy: see `BridgeKernels`.
             release: the bridge has no part that came later.
             absent: parts that it lacks besides.
+            for_trials: lets the card compute, whatever it does otherwise.
         """
         register()
+        self._for_trials = for_trials
         lacking = absent_of_release(release, absent)
         found = {name: x for name, x in find_parts(_load).items() if name not in lacking}
         log_absent(found)
         super().__init__(found, device or torch.device("cpu"), lambda: card, is_lazy=is_lazy)
+
+    def _try(self, name: str) -> str | None:
+        with self._for_trials():
+            return super()._try(name)
 
 
 def _load(module: str) -> ModuleType:
