@@ -56,6 +56,14 @@ class LaunchWork:
             {tuple(recipe): len(recipe) for recipe in launched},
         )
 
+    def followed_by(self, work: "LaunchWork") -> "LaunchWork":
+        """Return this work and another one."""
+        return LaunchWork(
+            (*self.operators, *work.operators),
+            self.num_ops + work.num_ops,
+            {**self.recipes, **work.recipes},
+        )
+
     @cached_property
     def flops(self) -> float:
         """Return the FLOPs."""

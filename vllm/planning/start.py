@@ -80,6 +80,7 @@ class _Sample:
     shape: PaddedShape
     warm_up: LaunchWork
     """Of a launch of the warm-up, whatever follows the forward pass included."""
+    warm_up_s: float
     forward: LaunchWork
     row_bytes: int
     token_bytes: int
@@ -117,18 +118,23 @@ class ShapeCosts:
         runner = self._plan.worker.runner
         launches, extra_bytes = runner.launches, 0
         run = partial(launches.run_padding, shape)
+        warm_up = partial(runner.warm_up, shape, sampling="none")
         if isinstance(launches.execution, GraphExecution):
             before = used_bytes(self._plan.bridge)
             _, forward = self._plan.record(partial(launches.capture, shape))
             (_, result, hidden), _ = self._plan.record(run)
             extra_bytes = used_bytes(self._plan.bridge) - before - result.nbytes - hidden.nbytes
+            _, behind = self._plan.record(warm_up)  # the forward pass itself is replayed
             launches.release(shape)
+            warmed = forward.followed_by(behind)
         else:
             (_, result, hidden), forward = self._plan.record(run)
+            _, warmed = self._plan.record(warm_up)
         row_bytes, token_bytes = result.nbytes // len(result), hidden.nbytes // len(hidden)
-        del result, hidden
-        _, warm_up = self._plan.record(partial(runner.warm_up, shape, sampling="none"))
-        return _Sample(shape, warm_up, forward, row_bytes, token_bytes, extra_bytes)
+        return _Sample(
+            *(shape, warmed, warmed.seconds(self._plan.spec), forward),
+            *(row_bytes, token_bytes, extra_bytes),
+        )
 
     # ---- of one shape ---------------------------------------------------------------------
 
@@ -144,7 +150,7 @@ class ShapeCosts:
 
     def run_s(self, shape: PaddedShape) -> float:
         """Return the seconds of one launch."""
-        return self._between(shape, lambda sample: sample.warm_up.seconds(self._plan.spec))
+        return self._between(shape, lambda sample: sample.warm_up_s)
 
     def capture_s(self, shape: PaddedShape) -> float:
         """Return the seconds of capturing its HPU graph."""
