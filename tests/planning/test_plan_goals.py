@@ -55,6 +55,8 @@ def test_measured_rates_change_the_plan_and_are_named(flags, capsys, tmp_path):
         (["--goal-tokens-per-s", "nan"], "--goal-tokens-per-s is nan, and must be a number"),
         (["--goal-ttft", "5", "--input-len", "0"], "--input-len is 0, and must be at least 1"),
         (["--goal-ttft", "5", "--output-len", "2000"], "1024 + 2000 tokens are longer than"),
+        (["--output-len", "9"], "--output-len 9 has no effect without a goal: give --goal-ttft,"),
+        (["--num-buckets", "9"], "--num-buckets 9 needs --traffic: so many buckets are chosen"),
         (["--goal-ttft", "5", "--device", "cpu"], "goals need a card whose speed is known"),
         (["--measured", "/no/file"], "/no/file cannot be read: No such file or directory"),
         (["--measured", "/no/file", "--device", "cpu"], "--measured needs a card, one of gaudi2"),

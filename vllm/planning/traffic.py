@@ -57,7 +57,7 @@ class TrafficPlan:
         yield (
             f"  device time of padding: {100 * self.padding:.1f} % with these "
             f"{len(self.chosen.buckets)} buckets, {100 * self.present_padding:.1f} % with the "
-            f"{self.num_present} buckets that the engine has otherwise"
+            f"{self.num_present} of the engine"
         )
 
     def as_json(self) -> dict[str, Any]:
