@@ -30,6 +30,16 @@ def test_goals_add_their_cards_and_the_command(flags, capsys):
     assert {row["prompt_tokens"] for row in found["throughput"]} == {128, 512}
 
 
+def test_the_first_line_has_format_and_engines_and_a_pipeline_has_no_speed(flags, capsys):
+    given = ["--quantization", "fp8", "--data-parallel-size", "2", "--pipeline-parallel-size", "2"]
+    assert main([*flags, *given]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "dense, fp8 weights, bfloat16, on 2 gaudi2 cards for each of 2 engines. Planned, not"
+    )
+    assert "Throughput" not in out
+
+
 def test_measured_rates_change_the_plan_and_are_named(flags, capsys, tmp_path):
     path = tmp_path / "card.json"
     rates = {"memory_bytes_per_s": 1e12, "compile_s": 1.0}
@@ -55,6 +65,7 @@ def test_measured_rates_change_the_plan_and_are_named(flags, capsys, tmp_path):
         (["--goal-tokens-per-s", "nan"], "--goal-tokens-per-s is nan, and must be a number"),
         (["--goal-ttft", "5", "--input-len", "0"], "--input-len is 0, and must be at least 1"),
         (["--goal-ttft", "5", "--output-len", "2000"], "1024 + 2000 tokens are longer than"),
+        (["--goal-ttft", "5", "-pp", "2"], "--pipeline-parallel-size must be 1 for them"),
         (["--output-len", "9"], "--output-len 9 has no effect without a goal: give --goal-ttft,"),
         (["--num-buckets", "9"], "--num-buckets 9 needs --traffic: so many buckets are chosen"),
         (["--goal-ttft", "5", "--device", "cpu"], "goals need a card whose speed is known"),

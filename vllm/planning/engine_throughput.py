@@ -13,6 +13,11 @@ PROMPTS = (128, 512, 2048, 8192, 32768, 131072)
 DEFAULT_OUTPUT = 128
 
 
+def is_speed_known(plan: EnginePlan) -> bool:
+    """Return whether the cost model is made for such an engine: cards that share each layer."""
+    return plan.config.parallel.pipeline_parallel_size == 1
+
+
 def serving_cost(plan: EnginePlan, fitted: Fitted | None = None) -> ServingCost:
     """Return the cost of the steps of a planned engine."""
     return ServingCost(

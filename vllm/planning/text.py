@@ -16,8 +16,11 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     """Yield the lines of a plan."""
     what = "rank" if plan.device == "cpu" else "card"
     count = f"{plan.num_cards} {plan.device} {what}{'s'[: plan.num_cards > 1]}"
+    if plan.num_engines > 1:
+        count += f" for each of {plan.num_engines} engines"
     name = plan.model.rstrip("/").rpartition("/")[2][-_MOST_OF_NAME:]
-    yield f"{name}, {plan.dtype}, on {count}. Planned, not measured."
+    weights = f"{plan.quantization} weights, " if plan.quantization else ""
+    yield f"{name}, {weights}{plan.dtype}, on {count}. Planned, not measured."
     if plan.measured:
         yield plan.measured
     yield ""
