@@ -7,6 +7,7 @@ import pytest
 
 from tests.planning.test_card_search import DENSE, write_model
 from tests.planning.test_replay import synthetic_trace
+from vllm import envs
 from vllm.bucketing.bucket import Phase
 from vllm.bucketing.strategies.bucket_file import parse_buckets
 from vllm.bucketing.traffic import TrafficTable
@@ -58,6 +59,28 @@ def test_recorded_traffic_is_not_replayed(
     assert "655 forward passes, recorded" in out
     assert "  4 decode buckets: " in out
     assert "device time of padding: " in out
+
+
+def test_an_engine_with_optimal_buckets_is_planned_with_its_traffic(
+    flags: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = TrafficTable(128)
+    table.add(Phase.PREFILL, 1, 300, 0, count=5)
+    table.save(tmp_path / "traffic.json")
+    monkeypatch.setenv("VLLM_BUCKETING_STRATEGY", "optimal")
+    envs.get.cache_clear()
+    try:
+        given = ["--traffic", str(tmp_path / "traffic.json"), "--num-buckets", "2", "--json"]
+        assert main([*flags, *given]) == 0
+    finally:
+        monkeypatch.undo()
+        envs.get.cache_clear()
+    found = json.loads(capsys.readouterr().out)
+    assert found["start"]["prefill"]["num_buckets"] == 2
+    assert found["traffic"]["num_present_buckets"] == len(found["traffic"]["buckets"])
 
 
 def test_traffic_beyond_the_limits_of_the_engine_is_cut_and_this_is_said(

@@ -92,8 +92,10 @@ def run(args: argparse.Namespace) -> int:
     from vllm.planning.traffic import plan_traffic, read_traffic, write_buckets
 
     args.device = None
-    source, args.traffic = args.traffic, None
+    source = args.traffic
     traffic = None if source is None else read_traffic(_traffic_path(source, device))
+    if envs.get().VLLM_BUCKETING_STRATEGY != "optimal":
+        args.traffic = None  # the engine has its buckets without it
     if traffic is None and args.write_buckets is not None:
         raise ConfigError(
             f"--write-buckets {args.write_buckets} needs --traffic: buckets are chosen for it"
