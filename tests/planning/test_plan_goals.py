@@ -40,6 +40,18 @@ def test_the_first_line_has_format_and_engines_and_a_pipeline_has_no_speed(flags
     assert "Throughput" not in out
 
 
+def test_a_server_answers_when_its_first_buckets_are_warm(flags, capsys):
+    starts = []
+    for given in ([], ["--ready-when", "first"], ["--first-buckets", "1"]):
+        assert main([*flags, *given, "--json"]) == 0
+        starts.append(json.loads(capsys.readouterr().out)["start"])
+    usual, first, fewer = starts
+    assert usual == first  # all buckets are planned, whatever the server begins with
+    all_buckets = usual["prefill"]["num_buckets"] + usual["decode"]["num_buckets"]
+    assert fewer["num_first_buckets"] < usual["num_first_buckets"] < all_buckets
+    assert 0 < fewer["first_s"] < usual["first_s"] < usual["cold_s"]
+
+
 def test_measured_rates_change_the_plan_and_are_named(flags, capsys, tmp_path):
     path = tmp_path / "card.json"
     rates = {"memory_bytes_per_s": 1e12, "compile_s": 1.0}

@@ -117,6 +117,10 @@ class EnginePlan:
         """Return the limits of a launch."""
         return self.worker.runner.launches.planner.limits
 
+    def first_buckets(self) -> list[Bucket]:
+        """Return the buckets with which a server begins, some of which may be of no other use."""
+        return self.worker.first_buckets(self.catalog, self.limits)
+
     @property
     def ledger(self) -> MemoryLedger:
         """Return the memory by class."""
@@ -222,6 +226,7 @@ def planned_config(
     """
     settings = {name: value for name, value in vars(args).items() if value is not None}
     settings |= {"device": platform.name, "tensor_parallel_size": num_cards, **more}
+    settings["ready_when"] = "all"  # all buckets are planned, also those for later
     if not _is_gguf(args.model):  # whose header says how layers are stored
         settings["load_format"] = "dummy"
     return EngineArgs(**settings).create_engine_config(platform)

@@ -68,7 +68,7 @@ class Plan:
         """Return the same figures for programs."""
         start = None
         if self.start is not None:
-            totals = {name: getattr(self.start, name) for name in ("cold_s", "cached_s")}
+            totals = {name: getattr(self.start, name) for name in ("cold_s", "cached_s", "first_s")}
             start = asdict(self.start) | totals
         throughput = as_objects(self.throughput)
         return {

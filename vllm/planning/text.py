@@ -57,8 +57,12 @@ def start_lines(start: StartPlan) -> Iterator[str]:
         yield _phase_line(name, phase)
     yield f"  sampling                  {_seconds(start.sampling_s):>9}"
     yield (
-        f"The first answer comes {_seconds(start.cold_s)} after the weights are read, or "
+        f"All buckets are warm {_seconds(start.cold_s)} after the weights are read, or "
         f"{_seconds(start.cached_s)} with recipes on disk"
+    )
+    yield (
+        f"vllm serve answers after {_seconds(start.first_s)}, when {start.num_first_buckets} "
+        f"buckets are warm (--ready-when first)"
     )
 
 
