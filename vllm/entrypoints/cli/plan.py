@@ -200,11 +200,12 @@ def _search(
     )
     given = {name: getattr(args, f"{name}_len") for name in _LENGTHS}
     if not goals.given:
-        flags = [kind.flag for kind in KINDS.values()]
+        *flags, last = (kind.flag for kind in KINDS.values())
         for name, size in given.items():
             if size is not None:
                 raise ConfigError(
-                    f"--{name}-len {size} has no effect without a goal: give {', '.join(flags[:-1])} or {flags[-1]}"
+                    f"--{name}-len {size} has no effect without a goal: give {', '.join(flags)} or "
+                    f"{last}"
                 )
         return None
     if device not in CARDS:
