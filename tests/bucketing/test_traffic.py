@@ -78,7 +78,7 @@ def changed(**fields: Any) -> str:
         ("[" * 100_000, "not JSON, or is cut off"),
         ("[]", "its field 'format' must be 'vllm traffic'"),
         (changed(version=2), "must be 1, got 2"),
-        (changed(block_size=0), "block_size is 0"),
+        (changed(block_size=0), "block size is 0"),
         (changed(cells=None), "no list 'cells'"),
         (changed(cells=[]), "has no traffic"),
         (changed(cells=[["decode", 1]]), "cell 0 does not have six values"),

@@ -29,6 +29,9 @@ from vllm.planning.engine_plan import make_engine_plan
 from vllm.planning.fit import planned_or_nearest
 from vllm.planning.host import start_on_host
 from vllm.planning.start import plan_start
+from vllm.planning.worker import on_planned_card
+from vllm.platforms.habana.trials import TRIALS
+from vllm.platforms.hpu import PlannedPlatform, create_hpu_platform
 from vllm.worker.hpu.memory.memory import divide_memory
 from vllm.worker.hpu.worker import HPUWorker
 
@@ -168,6 +171,18 @@ def check_case(seed: int, checkpoint: Callable[[str], str]) -> None:
 )
 def test_a_plan_has_the_memory_and_buckets_of_a_card(seed, checkpoint):
     check_case(seed, checkpoint)
+
+
+@pytest.mark.parametrize("card", ["gaudi2", "gaudi3"])
+def test_a_planned_card_has_the_kernels_of_a_card(card):
+    """What a kernel computes is tried although nothing else is computed."""
+    platform = PlannedPlatform(card)
+    with on_planned_card(platform):
+        planned = {name: platform.bridge.kernels.why_unused(name) for name in TRIALS}
+    with simulated_hpu(card=card, PT_HPU_LAZY_MODE=1):
+        kernels = create_hpu_platform().bridge.kernels
+        assert planned == {name: kernels.why_unused(name) for name in TRIALS}
+    assert None in planned.values()
 
 
 def test_a_plan_has_the_weights_of_a_gguf_file(checkpoint, tmp_path):

@@ -30,6 +30,28 @@ def test_goals_add_their_cards_and_the_command(flags, capsys):
     assert {row["prompt_tokens"] for row in found["throughput"]} == {128, 512}
 
 
+def test_the_first_line_has_format_and_engines_and_a_pipeline_has_no_speed(flags, capsys):
+    given = ["--quantization", "fp8", "--data-parallel-size", "2", "--pipeline-parallel-size", "2"]
+    assert main([*flags, *given]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "dense, fp8 weights, bfloat16, on 2 gaudi2 cards for each of 2 engines. Planned, not"
+    )
+    assert "Throughput" not in out
+
+
+def test_a_server_answers_when_its_first_buckets_are_warm(flags, capsys):
+    starts = []
+    for given in ([], ["--ready-when", "first"], ["--first-buckets", "1"]):
+        assert main([*flags, *given, "--json"]) == 0
+        starts.append(json.loads(capsys.readouterr().out)["start"])
+    usual, first, fewer = starts
+    assert usual == first  # all buckets are planned, whatever the server begins with
+    all_buckets = usual["prefill"]["num_buckets"] + usual["decode"]["num_buckets"]
+    assert fewer["num_first_buckets"] < usual["num_first_buckets"] < all_buckets
+    assert 0 < fewer["first_s"] < usual["first_s"] < usual["cold_s"]
+
+
 def test_measured_rates_change_the_plan_and_are_named(flags, capsys, tmp_path):
     path = tmp_path / "card.json"
     rates = {"memory_bytes_per_s": 1e12, "compile_s": 1.0}
@@ -64,6 +86,9 @@ def test_pipeline_stages_have_no_throughput(flags, capsys):
         (["--goal-tokens-per-s", "nan"], "--goal-tokens-per-s is nan, and must be a number"),
         (["--goal-ttft", "5", "--input-len", "0"], "--input-len is 0, and must be at least 1"),
         (["--goal-ttft", "5", "--output-len", "2000"], "1024 + 2000 tokens are longer than"),
+        (["--goal-ttft", "5", "-pp", "2"], "--pipeline-parallel-size must be 1 for them"),
+        (["--output-len", "9"], "--output-len 9 has no effect without a goal: give --goal-ttft,"),
+        (["--num-buckets", "9"], "--num-buckets 9 needs --traffic: so many buckets are chosen"),
         (["--goal-ttft", "5", "--device", "cpu"], "goals need a card whose speed is known"),
         (["--measured", "/no/file"], "/no/file cannot be read: No such file or directory"),
         (["--measured", "/no/file", "--device", "cpu"], "--measured needs a card, one of gaudi2"),

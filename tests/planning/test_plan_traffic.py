@@ -7,6 +7,7 @@ import pytest
 
 from tests.planning.test_card_search import DENSE, write_model
 from tests.planning.test_replay import synthetic_trace
+from vllm import envs
 from vllm.bucketing.bucket import Phase
 from vllm.bucketing.strategies.bucket_file import parse_buckets
 from vllm.bucketing.traffic import TrafficTable
@@ -60,12 +61,60 @@ def test_recorded_traffic_is_not_replayed(
     assert "device time of padding: " in out
 
 
+def test_an_engine_with_optimal_buckets_is_planned_with_its_traffic(
+    flags: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = TrafficTable(128)
+    table.add(Phase.PREFILL, 1, 300, 0, count=5)
+    table.save(tmp_path / "traffic.json")
+    monkeypatch.setenv("VLLM_BUCKETING_STRATEGY", "optimal")
+    envs.get.cache_clear()
+    try:
+        given = ["--traffic", str(tmp_path / "traffic.json"), "--num-buckets", "2", "--json"]
+        assert main([*flags, *given]) == 0
+    finally:
+        monkeypatch.undo()
+        envs.get.cache_clear()
+    found = json.loads(capsys.readouterr().out)
+    assert found["start"]["prefill"]["num_buckets"] == 2
+    assert found["traffic"]["num_present_buckets"] == len(found["traffic"]["buckets"])
+
+
+def test_traffic_beyond_the_limits_of_the_engine_is_cut_and_this_is_said(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Buckets of the engine end at 1024 tokens, so it runs longer prompts in parts."""
+    table = TrafficTable(128)
+    table.add(Phase.PREFILL, 1, 1920, 0, count=3)
+    table.add(Phase.DECODE, 900, 1, 900, count=4)
+    table.save(tmp_path / "wide.json")
+    (tmp_path / "long.csv").write_text("input,output\n10,2\n9000,2\n")
+    found = []
+    for name in ("wide.json", "long.csv"):
+        given = ["--max-model-len", "2048", "--traffic", str(tmp_path / name), "--json"]
+        assert main([*flags, *given]) == 0
+        found.append(json.loads(capsys.readouterr().out)["traffic"])
+    recorded, replayed = found
+    assert "4 forward passes are larger" in recorded["notes"][0]
+    assert 0 <= recorded["padding"] <= recorded["present_padding"] < 1
+    assert "1 of 2 requests are longer than 2048 tokens" in replayed["notes"][0]
+
+
 @pytest.mark.parametrize(
     ("content", "given", "message"),
     [
         ("input_tokens,output_tokens\n-1,2\n", [], "line 2: input_tokens must be an integer"),
         ("", [], "it is no CSV file with lengths of requests"),
         ('{"format": "vllm traffic", "version": 1', [], "is not JSON, or is cut off"),
+        (
+            '{"cells": [["decode", 1, 1, 1, 0, 0]], "format": "vllm traffic", "version": 1, '
+            '"block_size": 128}',
+            [],
+            "cell 0 has count 0: no forward pass had its shape",
+        ),
         ("input,output\n1,1\n", ["--device", "cpu"], "--device cpu has no buckets"),
         (None, ["--write-buckets", "x"], "--write-buckets x needs --traffic"),
     ],

@@ -42,6 +42,13 @@ def test_lengths_without_times_have_none(tmp_path: Path) -> None:
     assert found.num_outputs.tolist() == [1, 0]
 
 
+def test_times_of_some_requests_only_are_left_out_and_this_is_said(tmp_path: Path) -> None:
+    rows = '{"input": 5, "output": 1, "time": 3}\n{"input": 5, "output": 1}\n'
+    found = read_lengths(write(tmp_path, rows))
+    assert found.times is None
+    assert "times are left out, as 1 of 2 requests have none" in found.notes[0]
+
+
 def test_many_requests_are_sampled_at_the_same_rate_and_this_is_said(tmp_path: Path) -> None:
     rows = "".join(f"{n % 50 + 1},3,{n}\n" for n in range(1000))
     found = read_lengths(write(tmp_path, HEADER + rows), max_requests=100)
@@ -57,7 +64,7 @@ def test_many_requests_are_sampled_at_the_same_rate_and_this_is_said(tmp_path: P
     [
         ("", "no CSV file"),
         (HEADER, "has no request"),
-        ("once upon a time\n", "must name the columns input_tokens and output_tokens, got 'once"),
+        ("once upon a time\n", "must be a JSON object, got 'once"),
         (HEADER + "-3,1,0\n", "line 2: input_tokens must be an integer between 1 .* got '-3'"),
         (HEADER + "3,1e30,0\n", "line 2: output_tokens must be .* got '1e30'"),
         (HEADER + "nan,1,0\n", "line 2: input_tokens must be .* got 'nan'"),

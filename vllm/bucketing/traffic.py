@@ -21,6 +21,9 @@ from vllm.errors import ConfigError
 MAX_CELLS = 4096
 """Different shapes that a table keeps."""
 
+ROUNDING = 17 / 16
+"""A rounded size is at most so many times the size."""
+
 Shapes = npt.NDArray[np.int64]
 """[n, 4]: phase, batch, query length and blocks of each shape."""
 Weights = npt.NDArray[np.float64]
@@ -198,7 +201,7 @@ class TrafficTable:
             )
         block_size, cells = content.get("block_size"), content.get("cells")
         if not isinstance(block_size, int) or not _is_size(block_size, 1):
-            raise _damaged(source, f"block_size is {block_size!r}, not a positive integer")
+            raise _damaged(source, f"its block size is {block_size!r}, not a positive integer")
         if not isinstance(cells, list):
             raise _damaged(source, "it has no list 'cells'")
         table = cls(block_size)
@@ -332,6 +335,8 @@ def _read_cell(cell: object, name: str, source: str) -> tuple[_Key, float, float
     for column, value in (("count", count), ("seconds", seconds)):
         if not _is_amount(value):
             raise _damaged(source, f"{name} has {column} {value!r}, not between 0 and {_MAX_COUNT}")
+    if not count:
+        raise _damaged(source, f"{name} has count 0: no forward pass had its shape")
     return (phases[word], batch, query_len, blocks), count, seconds
 
 

@@ -56,6 +56,14 @@ class LaunchWork:
             {tuple(recipe): len(recipe) for recipe in launched},
         )
 
+    def followed_by(self, work: "LaunchWork") -> "LaunchWork":
+        """Return this work and another one."""
+        return LaunchWork(
+            (*self.operators, *work.operators),
+            self.num_ops + work.num_ops,
+            {**self.recipes, **work.recipes},
+        )
+
     @cached_property
     def flops(self) -> float:
         """Return the FLOPs."""
@@ -108,6 +116,10 @@ class EnginePlan:
     def limits(self) -> StepLimits:
         """Return the limits of a launch."""
         return self.worker.runner.launches.planner.limits
+
+    def first_buckets(self) -> list[Bucket]:
+        """Return the buckets with which a server begins, some of which may be of no other use."""
+        return self.worker.first_buckets(self.catalog, self.limits)
 
     @property
     def ledger(self) -> MemoryLedger:
@@ -214,6 +226,7 @@ def planned_config(
     """
     settings = {name: value for name, value in vars(args).items() if value is not None}
     settings |= {"device": platform.name, "tensor_parallel_size": num_cards, **more}
+    settings["ready_when"] = "all"  # all buckets are planned, also those for later
     if not _is_gguf(args.model):  # whose header says how layers are stored
         settings["load_format"] = "dummy"
     return EngineArgs(**settings).create_engine_config(platform)

@@ -14,9 +14,9 @@ PROMPTS = (128, 512, 2048, 8192, 32768, 131072)
 DEFAULT_OUTPUT = 128
 
 
-def has_stages(plan: EnginePlan) -> bool:
-    """Return whether the layers are divided among pipeline stages."""
-    return plan.config.parallel.pipeline_parallel_size > 1
+def is_speed_known(plan: EnginePlan) -> bool:
+    """Return whether the cost model is made for such an engine: cards that share each layer."""
+    return plan.config.parallel.pipeline_parallel_size == 1
 
 
 def serving_cost(plan: EnginePlan, fitted: Fitted | None = None) -> ServingCost:
@@ -25,7 +25,7 @@ def serving_cost(plan: EnginePlan, fitted: Fitted | None = None) -> ServingCost:
     Raises:
         ConfigError: it has pipeline stages, whose speed is not predicted.
     """
-    if has_stages(plan):
+    if not is_speed_known(plan):
         raise ConfigError(
             f"the speed of pipeline stages is not predicted: pipeline_parallel_size must be 1, got "
             f"{plan.config.parallel.pipeline_parallel_size}"

@@ -8,6 +8,8 @@ from vllm.planning.engine_plan import EnginePlan, make_engine_plan, weights_byte
 
 _CARD_COUNTS = (1, 2, 4, 8)
 """A box has eight cards."""
+_MOST_WEIGHTS = 0.95
+"""Of the memory of a card. Forward passes and keys and values need more than the rest."""
 
 
 def planned_or_nearest(args: EngineArgs, device: str, num_cards: int) -> EnginePlan:
@@ -20,39 +22,47 @@ def planned_or_nearest(args: EngineArgs, device: str, num_cards: int) -> EngineP
     try:
         return make_engine_plan(args, device, num_cards)
     except ConfigError as error:
-        found = _excess(args, device, num_cards)
+        found = excess(args, device, num_cards)
         if found is None:
             raise
-        raise ConfigError(found) from error
+        raise ConfigError(f"{found}. {_nearest(args, device, num_cards)}") from error
 
 
-def _excess(args: EngineArgs, device: str, num_cards: int) -> str | None:
-    """Return what is wrong where the weights do not fit the cards; None: they fit, or there is
-    another error."""
+def excess(args: EngineArgs, device: str, num_cards: int) -> str | None:
+    """Return how much memory the weights of an engine that cannot start take; None: they are not
+    the reason.
+
+    Args:
+        args, device, num_cards: see `make_engine_plan`.
+    """
     card_bytes = CARDS[device].pool_bytes
     try:
         config, num_bytes = weights_bytes(args, device, num_cards)
     except ConfigError:
         return None
-    if num_bytes <= card_bytes:
+    if num_bytes <= _MOST_WEIGHTS * card_bytes:
         return None
     on_each = f" on each of {num_cards} cards" if num_cards > 1 else ""
     name = (config.model.model or "the model").rstrip("/").rpartition("/")[2]
-    text = (
+    return (
         f"{name} in {config.model.quantization or config.model.dtype_name} takes "
-        f"{format_bytes(num_bytes)}{on_each}, a {device} card has {format_bytes(card_bytes)}. "
+        f"{format_bytes(num_bytes)}{on_each}, a {device} card has {format_bytes(card_bytes)}"
     )
+
+
+def _nearest(args: EngineArgs, device: str, num_cards: int) -> str:
+    """Return what to do where the weights do not fit."""
     ways = []
     for more in (count for count in _CARD_COUNTS if count > num_cards):
         if _fits(args, device, more):
             ways.append(f"--num-cards {more}")
             break
     fp8 = _fp8_bytes(args, device, num_cards)
-    if fp8 is not None and fp8 < card_bytes:
+    if fp8 is not None and fp8 < _MOST_WEIGHTS * CARDS[device].pool_bytes:
         ways.append(f"an FP8 checkpoint ({format_bytes(fp8)})")
     if not ways:
-        return f"{text}It fits on no number of cards up to {_CARD_COUNTS[-1]}. Use a smaller model"
-    return f"{text}Use {', or '.join(ways)}"
+        return f"It fits on no number of cards up to {_CARD_COUNTS[-1]}. Use a smaller model"
+    return f"Use {', or '.join(ways)}"
 
 
 def _fits(args: EngineArgs, device: str, num_cards: int) -> bool:

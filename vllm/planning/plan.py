@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from vllm.cost_model.measured import Measured
 from vllm.engine.arg_utils import EngineArgs
 from vllm.planning.engine_plan import EnginePlan
-from vllm.planning.engine_throughput import has_stages, serving_cost, throughput_grid
+from vllm.planning.engine_throughput import is_speed_known, serving_cost, throughput_grid
 from vllm.planning.fit import planned_or_nearest
 from vllm.planning.host import start_on_host
 from vllm.planning.start import StartPlan, plan_start
@@ -48,13 +48,19 @@ class Plan:
 
     model: str
     dtype: str
+    quantization: str | None
+    """Format of the weights; None: they are in `dtype`."""
     device: str
     num_cards: int
+    """Of one engine."""
+    num_engines: int
+    """That share the requests; each has as many cards."""
     memory: MemorySection
     start: StartPlan | None
     """None: the device compiles nothing."""
     throughput: tuple[Prediction, ...] = ()
-    """For prompts of several lengths; empty for a CPU, and with pipeline stages."""
+    """For prompts of several lengths; empty where the cost model does not know the device, or is
+    not made for it."""
     measured: str = ""
     """Constants that were measured, as one line; empty: none."""
 
@@ -62,7 +68,7 @@ class Plan:
         """Return the same figures for programs."""
         start = None
         if self.start is not None:
-            totals = {name: getattr(self.start, name) for name in ("cold_s", "cached_s")}
+            totals = {name: getattr(self.start, name) for name in ("cold_s", "cached_s", "first_s")}
             start = asdict(self.start) | totals
         throughput = as_objects(self.throughput)
         return {
@@ -106,14 +112,16 @@ def describe(engine: EnginePlan, device: str, measured: Measured | None = None) 
     if measured is not None:
         start = start.with_slower_compilations(measured.slowness("compile_s"))
     throughput: list[Prediction] = []
-    if not has_stages(engine):
+    if is_speed_known(engine):
         cost = serving_cost(engine, None if measured is None else measured.fitted)
         throughput = throughput_grid(engine, cost)
     return Plan(
         model=config.model.model or "",
         dtype=config.model.dtype_name,
+        quantization=config.model.quantization,
         device=device,
         num_cards=config.parallel.world_size,
+        num_engines=config.parallel.data_parallel_size,
         memory=plan_memory(engine),
         start=start,
         throughput=tuple(throughput),
@@ -169,8 +177,10 @@ def _host_plan(args: EngineArgs, num_ranks: int, host_bytes: int | None) -> Plan
     return Plan(
         model=config.model.model or "",
         dtype=config.model.dtype_name,
+        quantization=config.model.quantization,
         device="cpu",
         num_cards=config.parallel.world_size,
+        num_engines=config.parallel.data_parallel_size,
         memory=_memory_section(config, report, total_bytes, uses),
         start=None,
     )

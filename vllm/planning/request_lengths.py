@@ -69,9 +69,11 @@ def is_recorded(path: Path) -> bool:
     """
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            return '"format"' in file.read(200)
+            beginning = file.read(200)
     except OSError as error:
         raise ConfigError(f"--traffic {path} cannot be read: {error}") from None
+    # Another program may have sorted the keys.
+    return any(f'"{key}"' in beginning for key in ("format", "cells", "columns"))
 
 
 def read_lengths(path: Path, max_requests: int = MAX_REQUESTS) -> RequestLengths:
@@ -115,7 +117,13 @@ def _read(file: TextIO, source: str, max_requests: int) -> RequestLengths:
     if next(records, None) is not None:
         notes.append(f"{source}: only the first {MAX_LINES:,} lines are read")
     times = None
-    if all(row[2] is not None for row in rows):
+    num_timed = sum(row[2] is not None for row in rows)
+    if 0 < num_timed < len(rows):
+        notes.append(
+            f"{source}: times are left out, as {len(rows) - num_timed:,} of {len(rows):,} requests "
+            f"have none"
+        )
+    if num_timed == len(rows):
         rows.sort(key=lambda row: row[2] or 0.0)
         # Fewer requests in as much time would be a lower rate.
         found = np.array([row[2] for row in rows], np.float64)
@@ -152,7 +160,8 @@ def _csv_lines(file: TextIO, source: str) -> Iterator[tuple[int, Mapping[str, An
         if not (set(header) & set(_INPUT) and set(header) & set(_OUTPUT)):
             raise ConfigError(
                 f"--traffic {source}: it is no CSV file with lengths of requests: its first line "
-                f"must name the columns input_tokens and output_tokens, got "
+                f"must name the columns input_tokens and output_tokens, or each line must be a "
+                f"JSON object, got "
                 f"{','.join(header)[:80]!r}"
             )
         for values in reader:

@@ -44,13 +44,25 @@ class StartPlan:
     decode: PhaseStart
     sampling_s: float
     """Compiling what samples, once for each padded batch size."""
+    num_first_buckets: int
+    """With which a server begins."""
+    first_compile_s: float
+    """Compiling these, without recipes on disk."""
+    first_run_s: float
+    """Running them, and capturing as many graphs of them as the memory holds."""
 
     def with_slower_compilations(self, factor: float) -> "StartPlan":
         """Return the same start on a card whose compilations take this factor longer."""
         prefill, decode = (
             replace(phase, compile_s=factor * phase.compile_s) for phase in self.phases
         )
-        return replace(self, prefill=prefill, decode=decode, sampling_s=factor * self.sampling_s)
+        return replace(
+            self,
+            prefill=prefill,
+            decode=decode,
+            sampling_s=factor * self.sampling_s,
+            first_compile_s=factor * self.first_compile_s,
+        )
 
     @property
     def phases(self) -> tuple[PhaseStart, PhaseStart]:
@@ -63,13 +75,18 @@ class StartPlan:
         return self.sampling_s + sum(phase.compile_s for phase in self.phases)
 
     @property
+    def first_s(self) -> float:
+        """Return the seconds until a server answers, without recipes on disk."""
+        return self.first_compile_s + self.first_run_s
+
+    @property
     def cached_s(self) -> float:
-        """Return the seconds until the first answer where all recipes are on disk."""
+        """Return the seconds until all buckets are warm where all recipes are on disk."""
         return sum(phase.run_s + phase.capture_s for phase in self.phases)
 
     @property
     def cold_s(self) -> float:
-        """Return the seconds until the first answer without recipes on disk."""
+        """Return the seconds until all buckets are warm without recipes on disk."""
         return self.compile_s + self.cached_s
 
 
@@ -80,6 +97,7 @@ class _Sample:
     shape: PaddedShape
     warm_up: LaunchWork
     """Of a launch of the warm-up, whatever follows the forward pass included."""
+    warm_up_s: float
     forward: LaunchWork
     row_bytes: int
     token_bytes: int
@@ -117,18 +135,23 @@ class ShapeCosts:
         runner = self._plan.worker.runner
         launches, extra_bytes = runner.launches, 0
         run = partial(launches.run_padding, shape)
+        warm_up = partial(runner.warm_up, shape, sampling="none")
         if isinstance(launches.execution, GraphExecution):
             before = used_bytes(self._plan.bridge)
             _, forward = self._plan.record(partial(launches.capture, shape))
             (_, result, hidden), _ = self._plan.record(run)
             extra_bytes = used_bytes(self._plan.bridge) - before - result.nbytes - hidden.nbytes
+            _, behind = self._plan.record(warm_up)  # the forward pass itself is replayed
             launches.release(shape)
+            warmed = forward.followed_by(behind)
         else:
             (_, result, hidden), forward = self._plan.record(run)
+            _, warmed = self._plan.record(warm_up)
         row_bytes, token_bytes = result.nbytes // len(result), hidden.nbytes // len(hidden)
-        del result, hidden
-        _, warm_up = self._plan.record(partial(runner.warm_up, shape, sampling="none"))
-        return _Sample(shape, warm_up, forward, row_bytes, token_bytes, extra_bytes)
+        return _Sample(
+            *(shape, warmed, warmed.seconds(self._plan.spec), forward),
+            *(row_bytes, token_bytes, extra_bytes),
+        )
 
     # ---- of one shape ---------------------------------------------------------------------
 
@@ -144,7 +167,7 @@ class ShapeCosts:
 
     def run_s(self, shape: PaddedShape) -> float:
         """Return the seconds of one launch."""
-        return self._between(shape, lambda sample: sample.warm_up.seconds(self._plan.spec))
+        return self._between(shape, lambda sample: sample.warm_up_s)
 
     def capture_s(self, shape: PaddedShape) -> float:
         """Return the seconds of capturing its HPU graph."""
@@ -152,27 +175,35 @@ class ShapeCosts:
 
     def graph_bytes(self, shape: PaddedShape) -> int:
         """Return the memory that its HPU graph keeps."""
-        sample = self._samples[_kind_of(shape)][0]
+        sample = self._samples_of(shape)[0]
         outputs = shape.num_rows * sample.row_bytes + shape.bucket.num_tokens * sample.token_bytes
         return outputs + round(self._between(shape, lambda sample: sample.extra_bytes))
+
+    def _samples_of(self, shape: PaddedShape) -> tuple[_Sample, _Sample]:
+        """Return the samples of its kind, or those of its phase for a shape of the first buckets
+        alone."""
+        found = self._samples.get(_kind_of(shape))
+        if found is not None:
+            return found
+        phase = shape.bucket.phase
+        return next(both for kind, both in self._samples.items() if kind[0] is phase)
 
     def _own_recipes(self, sample: _Sample) -> Mapping[Hashable, int]:
         return {r: n for r, n in sample.warm_up.recipes.items() if r not in self._shared}
 
     def _between(self, shape: PaddedShape, value: Callable[[_Sample], float]) -> float:
-        low, high = self._samples[_kind_of(shape)]
+        low, high = self._samples_of(shape)
         start, end = _size(low.shape), _size(high.shape)
         share = (_size(shape) - start) / (end - start) if end > start else 0.0
         return value(low) + share * (value(high) - value(low))
 
     def sampling_s(self) -> float:
-        """Return the seconds of compiling what samples, for all padded batch sizes."""
+        """Return the seconds of compiling what samples, for each padded batch size."""
         sample = next(iter(self._samples.values()))[0]
         run = partial(self._plan.worker.runner.warm_up, sample.shape, sampling="warm_up")
         _, work = self._plan.record(run)
         known = {recipe for each in self._all_samples() for recipe in each.warm_up.recipes}
-        num_sizes = len({shape.num_rows for shape in self._plan.shapes})
-        return num_sizes * _seconds({r: n for r, n in work.recipes.items() if r not in known})
+        return _seconds({r: n for r, n in work.recipes.items() if r not in known})
 
 
 def plan_start(plan: EnginePlan) -> StartPlan:
@@ -196,11 +227,24 @@ def plan_start(plan: EnginePlan) -> StartPlan:
             graph_bytes=0 if found is None else found.used_bytes,
         )
 
+    first = plan.first_buckets()
+    first_shapes = [shape for bucket in first for shape in plan.shapes_of(bucket)]
+    size_s, prefill, decode = costs.sampling_s(), of(Phase.PREFILL), of(Phase.DECODE)
+    capture_s = min(sum(map(costs.capture_s, first_shapes)), prefill.capture_s + decode.capture_s)
     return StartPlan(
-        prefill=of(Phase.PREFILL),
-        decode=of(Phase.DECODE),
-        sampling_s=costs.sampling_s() + costs.shared_s,
+        prefill=prefill,
+        decode=decode,
+        sampling_s=_num_sizes(plan.shapes) * size_s + costs.shared_s,
+        num_first_buckets=len(first),
+        first_compile_s=sum(map(costs.compile_s, first_shapes))
+        + (_num_sizes(first_shapes) * size_s + costs.shared_s),
+        first_run_s=sum(map(costs.run_s, first_shapes)) + capture_s,
     )
+
+
+def _num_sizes(shapes: Iterable[PaddedShape]) -> int:
+    """Return how many padded batch sizes are sampled."""
+    return len({shape.num_rows for shape in shapes})
 
 
 def _plan_graphs(plan: EnginePlan, costs: ShapeCosts) -> Mapping[Phase, PhaseGraphs]:

@@ -16,8 +16,11 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     """Yield the lines of a plan."""
     what = "rank" if plan.device == "cpu" else "card"
     count = f"{plan.num_cards} {plan.device} {what}{'s'[: plan.num_cards > 1]}"
+    if plan.num_engines > 1:
+        count += f" for each of {plan.num_engines} engines"
     name = plan.model.rstrip("/").rpartition("/")[2][-_MOST_OF_NAME:]
-    yield f"{name}, {plan.dtype}, on {count}. Planned, not measured."
+    weights = f"{plan.quantization} weights, " if plan.quantization else ""
+    yield f"{name}, {weights}{plan.dtype}, on {count}. Planned, not measured."
     if plan.measured:
         yield plan.measured
     yield ""
@@ -54,8 +57,12 @@ def start_lines(start: StartPlan) -> Iterator[str]:
         yield _phase_line(name, phase)
     yield f"  sampling                  {_seconds(start.sampling_s):>9}"
     yield (
-        f"The first answer comes {_seconds(start.cold_s)} after the weights are read, or "
+        f"All buckets are warm {_seconds(start.cold_s)} after the weights are read, or "
         f"{_seconds(start.cached_s)} with recipes on disk"
+    )
+    yield (
+        f"vllm serve answers after {_seconds(start.first_s)}, when {start.num_first_buckets} "
+        f"buckets are warm (--ready-when first)"
     )
 
 

@@ -16,7 +16,8 @@ from vllm.bucketing.catalog.from_traffic import (
     traffic_limits,
 )
 from vllm.bucketing.optimal import Floats, Ints, ShapeCost, cost_of
-from vllm.bucketing.traffic import TrafficTable
+from vllm.bucketing.step_limits import ceil_div
+from vllm.bucketing.traffic import ROUNDING, Shapes, TrafficTable, Weights
 from vllm.cost_model.throughput import ServingCost
 from vllm.errors import ConfigError
 from vllm.planning.engine_plan import EnginePlan
@@ -56,7 +57,7 @@ class TrafficPlan:
         yield (
             f"  device time of padding: {100 * self.padding:.1f} % with these "
             f"{len(self.chosen.buckets)} buckets, {100 * self.present_padding:.1f} % with the "
-            f"{self.num_present} buckets that the engine has otherwise"
+            f"{self.num_present} of the engine"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -131,9 +132,12 @@ def plan_traffic(
         table.check(source, config.cache.block_size)
         chosen = choose(table)
         buckets = (*engine.catalog.prefill, *engine.catalog.decode)
-        padding = recorded_padding(table, buckets, traffic_limits(table, limits), seconds)
+        longest_launch = engine.limits.max_query_len
+        within = traffic_limits(table, limits)
+        padding = recorded_padding(table, buckets, within, seconds, longest_launch)
         return TrafficPlan(
-            *(source, table.num_launches, chosen, num_present, padding, chosen.padding, None)
+            *(source, table.num_launches, chosen, num_present, padding, chosen.padding, None),
+            notes=tuple(_notes_of_recorded(table, limits, source)),
         )
     requests = traffic
 
@@ -157,23 +161,80 @@ def plan_traffic(
         present_padding=first.padding,
         padding=second.padding,
         replayed=second,
-        notes=requests.notes,
+        notes=(*requests.notes, *_notes_of_requests(requests, limits, source)),
     )
 
 
+def _notes_of_recorded(table: TrafficTable, limits: StepLimits, source: str) -> Iterator[str]:
+    """Yield what the limits of the engine change in recorded traffic."""
+    most_blocks = limits.max_context_blocks(1), limits.max_blocks
+    num_cut = 0.0
+    for phase, blocks in zip(Phase, most_blocks, strict=True):
+        shapes, weights = table.shapes(phase)
+        query_len = limits.max_query_len if phase is Phase.PREFILL else limits.decode_query_lens[-1]
+        most = np.array([limits.max_decode_batch, query_len, blocks])
+        num_cut += float(weights[(shapes[:, 1:] > most * ROUNDING).any(1)].sum())
+    if num_cut:
+        yield (
+            f"{source}: {num_cut:,.0f} forward passes are larger than those of this engine, and "
+            f"are cut to its limits"
+        )
+
+
+def _notes_of_requests(requests: RequestLengths, limits: StepLimits, source: str) -> Iterator[str]:
+    """Yield what the limits of the engine change in requests."""
+    lengths = requests.num_inputs + np.maximum(requests.num_outputs, 1)
+    if num_cut := int((lengths > limits.max_seq_len).sum()):
+        yield (
+            f"{source}: {num_cut:,} of {len(requests):,} requests are longer than "
+            f"{limits.max_seq_len} tokens, the most that this engine takes, and are cut"
+        )
+
+
 def recorded_padding(
-    table: TrafficTable, buckets: tuple[Bucket, ...], limits: StepLimits, cost: ShapeCost
+    table: TrafficTable,
+    buckets: tuple[Bucket, ...],
+    limits: StepLimits,
+    cost: ShapeCost,
+    longest: int,
 ) -> float:
     """Return the cost of padding of recorded forward passes in some buckets, relative to the cost
-    without any."""
+    without any.
+
+    Args:
+        table: recorded.
+        buckets: for every forward pass of at most `longest` tokens of a prompt.
+        limits: of a step.
+        cost: of a padded forward pass.
+        longest: tokens of a prompt in one forward pass; longer prompts run in parts.
+    """
     total = needed = 0.0
     for phase in Phase:
         shapes, weights = table.shapes_within(limits, phase)
+        if phase is Phase.PREFILL:
+            shapes, weights = _in_parts(shapes, weights, limits, longest)
         if len(shapes):
             of_phase = [bucket for bucket in buckets if bucket.phase is phase]
             total += cost_of(of_phase, shapes, weights, cost, may_split=True)
             needed += float(weights @ cost(*shapes.T))
     return total / needed - 1 if needed else 0.0
+
+
+def _in_parts(
+    shapes: Shapes, weights: Weights, limits: StepLimits, longest: int
+) -> tuple[Shapes, Weights]:
+    """Return prefills with no more than so many tokens of each prompt."""
+    parts = [
+        (phase, batch, size, min(blocks + ceil_div(start, limits.block_size), most), weight)
+        for (phase, batch, query_len, blocks), weight in zip(
+            shapes.tolist(), weights.tolist(), strict=True
+        )
+        for start in range(0, query_len, longest)
+        for size in (min(longest, query_len - start),)
+        for most in (limits.max_context_blocks(size if batch == 1 else 1),)
+    ]
+    found = np.array([part[:4] for part in parts], np.int64).reshape(-1, 4)
+    return found, np.array([part[4] for part in parts], np.float64)
 
 
 def shape_seconds(cost: ServingCost, block_size: int) -> ShapeCost:

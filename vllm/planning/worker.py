@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from vllm.bucketing import Bucket, Catalog, StepLimits
 from vllm.config import VllmConfig
 from vllm.distributed import Meeting, RankLayout
 from vllm.ops import get_ops, set_ops
@@ -62,6 +63,10 @@ class PlannedWorker(HPUWorker):
         parallel = self.config.parallel
         if parallel.world_size > 1:
             self.join(AbsentPeers(rank=rank, layout=RankLayout.of(parallel)))
+
+    def first_buckets(self, catalog: Catalog, limits: StepLimits) -> list[Bucket]:
+        """Return the buckets with which the engine begins where it serves while it warms up."""
+        return self._choose_first(catalog, limits)
 
 
 class AbsentPeers(Meeting):

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from vllm.planning.engine_plan import EnginePlan
 
 DEVICES = (*CARDS, "cpu")
+_LENGTHS = {"input": 1024, "output": 128}
+"""Tokens of a request by the beginning of their flag."""
 _MOST_GIB = 2**20
 
 
@@ -91,11 +93,17 @@ def run(args: argparse.Namespace) -> int:
     from vllm.planning.traffic import plan_traffic, read_traffic, write_buckets
 
     args.device = None
-    source, args.traffic = args.traffic, None
+    source = args.traffic
     traffic = None if source is None else read_traffic(_traffic_path(source, device))
+    if envs.get().VLLM_BUCKETING_STRATEGY != "optimal":
+        args.traffic = None  # the engine has its buckets without it
     if traffic is None and args.write_buckets is not None:
         raise ConfigError(
             f"--write-buckets {args.write_buckets} needs --traffic: buckets are chosen for it"
+        )
+    if traffic is None and args.num_buckets is not None:
+        raise ConfigError(
+            f"--num-buckets {args.num_buckets} needs --traffic: so many buckets are chosen for it"
         )
     flags = _given_flags(args)
     engine_args, server_args = read_args(args)
@@ -154,11 +162,10 @@ def _add_goals(parser: FlexibleArgumentParser) -> None:
     group.add_argument(
         "--goal-tokens-per-s", type=float, metavar="N", help="fewest output tokens per second"
     )
-    for name, default in (("input", 1024), ("output", 128)):
+    for name, default in _LENGTHS.items():
         group.add_argument(
             f"--{name}-len",
             type=int,
-            default=default,
             metavar="N",
             help=f"{name} tokens of each request (default: {default})",
         )
@@ -188,33 +195,48 @@ def _search(
     """
     from vllm.planning.card_search import NUMBERS_OF_CARDS, search_cards
     from vllm.planning.engine_plan import make_engine_plan
-    from vllm.planning.throughput.goals import Goals
+    from vllm.planning.fit import excess
+    from vllm.planning.throughput.goals import KINDS, Goals
     from vllm.planning.throughput.prediction import Lengths
 
     goals = Goals(
         ttft_ms=args.goal_ttft, tpot_ms=args.goal_tpot, tokens_per_s=args.goal_tokens_per_s
     )
+    given = {name: getattr(args, f"{name}_len") for name in _LENGTHS}
     if not goals.given:
+        *flags, last = (kind.flag for kind in KINDS.values())
+        for name, size in given.items():
+            if size is not None:
+                raise ConfigError(
+                    f"--{name}-len {size} has no effect without a goal: give {', '.join(flags)} or "
+                    f"{last}"
+                )
         return None
     if device not in CARDS:
         raise ConfigError(
             f"goals need a card whose speed is known: --device {device} is not one of "
             f"{', '.join(CARDS)}"
         )
-    for name in ("input_len", "output_len"):
-        if getattr(args, name) < 1:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} is {getattr(args, name)}, and must be at least 1")
+    sizes = {name: _LENGTHS[name] if size is None else size for name, size in given.items()}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"--{name}-len is {size}, and must be at least 1")
 
     def make_plan(num_cards: int, max_num_seqs: int | None) -> "EnginePlan":
         changes: dict[str, Any] = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
-        return make_engine_plan(dataclasses.replace(engine_args, **changes), device, num_cards)
+        try:
+            return make_engine_plan(dataclasses.replace(engine_args, **changes), device, num_cards)
+        except ConfigError as error:
+            found = excess(engine_args, device, num_cards)
+            if found is None:
+                raise
+            raise ConfigError(found) from error
 
     is_given = args.num_cards is not None or args.tensor_parallel_size is not None
     return search_cards(
         make_plan,
         goals,
-        Lengths(args.input_len, args.output_len),
+        Lengths(sizes["input"], sizes["output"]),
         numbers_of_cards=(num_cards,) if is_given else NUMBERS_OF_CARDS,
         fitted=None if measured is None else measured.fitted,
     )
