@@ -94,7 +94,7 @@ function showBuckets(title, buckets, times, shapes) {
   const costs = isTimed ? times : buckets.map(([, batch, tokens, blocks]) => batch * tokens + blocks);
   const describe = isTimed ? seconds : (cost) => `${count(cost)} tokens and blocks`;
   const charts = element("div", {className: "charts"});
-  byId("maps").append(element("h3", {}, title), HeatMap.key(costs, shapes, describe), charts);
+  byId("maps").append(element("h3", {}, title), ...shapes.length ? [HeatMap.dotKey(shapes)] : [], charts);
   HeatMap.draw(charts, buckets, costs, shapes, describe);
 }
 

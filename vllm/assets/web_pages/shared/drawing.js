@@ -75,6 +75,6 @@ class Drawing {
   }
 }
 
-// 0.5, 20, 300, 4k, 131k.
+// 0.5, 20, 300, 4,096, 131k.
 const short = (n) => n >= 1e6 ? `${+(n / 1e6).toPrecision(3)}M`
-  : n >= 1e3 ? `${+(n / 1e3).toPrecision(3)}k` : `${+n.toPrecision(3)}`;
+  : n >= 1e4 ? `${+(n / 1e3).toPrecision(3)}k` : n >= 1e3 ? count(Math.round(n)) : `${+n.toPrecision(3)}`;

@@ -7,17 +7,18 @@ const BUCKET = {phase: 0, batch: 1, queryLen: 2, blocks: 3};
 class HeatMap {
   static HEIGHT = 260;
   static LARGEST_DOT = 11;
-  static SMALLEST_DOT = 1.6;
+  static SMALLEST_DOT = 2;
   static SHADES = [10, 85]; // per cent of the accent
 
   // buckets: [phase, batch, query length, blocks], costs: of each; shapes: buckets with a count.
   static draw(parent, buckets, costs, shapes, describeCost) {
     const known = buckets.map((bucket, i) => ({bucket, cost: costs[i]}));
-    const range = [Math.min(...costs), Math.max(...costs)];
     const most = Math.max(0, ...shapes.map((shape) => shape.at(-1)));
     for (const {name, x, y, holds} of HeatMap.panels(buckets)) {
       const cells = known.filter(({bucket}) => holds(bucket)), dots = shapes.filter(holds);
-      const figure = element("figure", {}, element("figcaption", {}, name));
+      const ofCells = cells.map(({cost}) => cost), range = [Math.min(...ofCells), Math.max(...ofCells)];
+      const caption = element("figcaption", {}, name, HeatMap.key(range, describeCost));
+      const figure = element("figure", {}, caption);
       parent.append(figure);
       HeatMap.panel(figure, name, [x, y], cells, dots, range, most, describeCost);
     }
@@ -79,18 +80,19 @@ class HeatMap {
     return `color-mix(in srgb, var(--accent) ${pale + (full - pale) * share}%, var(--card))`;
   }
 
-  // What colours and dots mean.
-  static key(costs, shapes, describeCost) {
-    const range = [Math.min(...costs), Math.max(...costs)];
+  // What the colours mean.
+  static key(range, describeCost) {
     const shades = element("i", {className: "shades"});
     shades.style.background = `linear-gradient(to right, ${HeatMap.shade(range[0], range)},`
       + ` ${HeatMap.shade(range[1], range)})`;
-    const parts = [element("span", {}, describeCost(range[0]), shades, describeCost(range[1]))];
-    if (shapes.length) {
-      const most = Math.max(...shapes.map((shape) => shape.at(-1)));
-      parts.push(element("span", {}, element("i", {className: "dot"}),
-        `traffic: the largest dot is ${count(Math.round(most))} forward passes`));
-    }
-    return element("p", {className: "key"}, ...parts);
+    return element("span", {className: "key"}, describeCost(range[0]), shades,
+      describeCost(range[1]));
+  }
+
+  // What the dots mean.
+  static dotKey(shapes) {
+    const most = Math.max(...shapes.map((shape) => shape.at(-1)));
+    return element("p", {className: "key"}, element("i", {className: "dot"}),
+      `traffic; the largest dot is ${count(Math.round(most))} forward passes`);
   }
 }
