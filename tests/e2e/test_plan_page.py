@@ -38,8 +38,9 @@ def test_a_plan_with_traffic_is_drawn_in_narrow_and_dark_windows(page, tmp_path,
     first = "document.querySelector('#maps .charts figure')"
     assert page.evaluate(f"{first}.querySelectorAll('.cell').length") == int(decodes.split()[1])
     assert page.evaluate(f"{first}.querySelectorAll('.traffic').length") == 13
+    assert " 4 decode buckets: " in page.text("#maps .note")
     assert page.evaluate("document.documentElement.scrollWidth") == 400
     assert page.evaluate(LOWEST_CONTRAST) >= 4.5
     assert page.evaluate(NAMELESS) == []
     page.evaluate("document.querySelector('[value=ttft_s]').click()")
-    assert "TTFT, ms" in page.text("#curves")
+    assert ": TTFT, ms from " in page.evaluate("document.querySelector('#curves svg').ariaLabel")

@@ -89,12 +89,13 @@ function showThroughput(speeds) {
 }
 
 // The cost of a bucket is its time, or its padded tokens and blocks where no time is predicted.
-function showBuckets(title, buckets, times, shapes) {
+function showBuckets(title, buckets, times, shapes, notes) {
   const isTimed = times.length > 0;
   const costs = isTimed ? times : buckets.map(([, batch, tokens, blocks]) => batch * tokens + blocks);
   const describe = isTimed ? seconds : (cost) => `${count(cost)} tokens and blocks`;
   const charts = element("div", {className: "charts"});
-  byId("maps").append(element("h3", {}, title), ...shapes.length ? [HeatMap.dotKey(shapes)] : [], charts);
+  byId("maps").append(element("h3", {}, title), ...notes.map((note) => element("p", {className: "note"}, note)),
+    ...shapes.length ? [HeatMap.dotKey(shapes)] : [], charts);
   HeatMap.draw(charts, buckets, costs, shapes, describe);
 }
 
@@ -117,10 +118,10 @@ if (plan.buckets.length) {
   const {traffic} = plan;
   const share = (padding) => traffic ? `, ${percent(padding)} % of padding in this traffic` : "";
   showBuckets(`${count(plan.buckets.length)} buckets of the engine${share(traffic?.present_padding)}`,
-    plan.buckets, plan.bucket_s, traffic?.shapes ?? []);
+    plan.buckets, plan.bucket_s, traffic?.shapes ?? [], traffic?.notes ?? []);
   if (traffic) {
     showBuckets(`${count(traffic.buckets.length)} buckets chosen for ${traffic.source}${share(traffic.padding)}`,
-      traffic.buckets, traffic.bucket_s, traffic.shapes);
+      traffic.buckets, traffic.bucket_s, traffic.shapes, traffic.certificates);
   }
 }
 byId("start").hidden = !plan.start;

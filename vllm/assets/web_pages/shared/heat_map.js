@@ -1,6 +1,6 @@
 // Buckets by two of their sizes, each as the area of the sizes that it holds, with a traffic on it.
 //
-// Larger buckets are painted first, so that a place has the colour of the smallest one that holds it.
+// Without buckets it is the traffic alone. Larger buckets are painted first, so that a place has the colour of the smallest one that holds it.
 
 const BUCKET = {phase: 0, batch: 1, queryLen: 2, blocks: 3};
 
@@ -14,10 +14,11 @@ class HeatMap {
   static draw(parent, buckets, costs, shapes, describeCost) {
     const known = buckets.map((bucket, i) => ({bucket, cost: costs[i]}));
     const most = Math.max(0, ...shapes.map((shape) => shape.at(-1)));
-    for (const {name, x, y, holds} of HeatMap.panels(buckets)) {
+    for (const {name, x, y, holds} of HeatMap.panels(buckets.length ? buckets : shapes)) {
       const cells = known.filter(({bucket}) => holds(bucket)), dots = shapes.filter(holds);
       const ofCells = cells.map(({cost}) => cost), range = [Math.min(...ofCells), Math.max(...ofCells)];
-      const caption = element("figcaption", {}, name, HeatMap.key(range, describeCost));
+      const key = cells.length ? [HeatMap.key(range, describeCost)] : [];
+      const caption = element("figcaption", {}, name, ...key);
       const figure = element("figure", {}, caption);
       parent.append(figure);
       HeatMap.panel(figure, name, [x, y], cells, dots, range, most, describeCost);
@@ -44,14 +45,15 @@ class HeatMap {
 
   static panel(parent, name, [x, y], cells, dots, range, most, describeCost) {
     const axis = ({name, index}) => {
-      const all = [...cells.map(({bucket}) => bucket[index]), ...dots.map((shape) => shape[index])];
-      const least = Math.min(...all), high = Math.max(...all);
-      const ticks = [...new Set([...cells.map(({bucket}) => bucket[index])])].sort((a, b) => a - b);
+      const ofCells = cells.map(({bucket}) => bucket[index]), ofDots = dots.map((shape) => shape[index]);
+      const all = [...ofCells, ...ofDots], least = Math.min(...all), high = Math.max(...all);
+      const ticks = [...new Set(ofCells.length ? ofCells : ofDots)].sort((a, b) => a - b);
       return {name, low: least <= 2 ? .5 : least / 1.5, high: high + .5, ticks};
     };
     const ordered = [...cells].sort((a, b) => b.cost - a.cost);
-    const about = `${name}: ${count(cells.length)} buckets by ${y.name} and ${x.name}`
-      + (dots.length ? `, and ${count(dots.length)} shapes of the traffic` : "");
+    const parts = [[cells, "buckets"], [dots, "sizes of the traffic"]]
+      .filter(([list]) => list.length).map(([list, what]) => `${count(list.length)} ${what}`);
+    const about = `${name}: ${parts.join(" and ")} by ${y.name} and ${x.name}`;
     new Drawing(parent, about, HeatMap.HEIGHT, axis(x), axis(y), (drawing) => {
       const left = drawing.x(drawing.axes.x.low), bottom = drawing.y(drawing.axes.y.low);
       for (const {bucket, cost} of ordered) {
