@@ -2,7 +2,7 @@
 
 class Drawing {
   static SVG = "http://www.w3.org/2000/svg";
-  static MARGIN = {left: 46, right: 8, top: 8, bottom: 34};
+  static MARGIN = {left: 56, right: 8, top: 8, bottom: 34};
   static TICK_ROOM = {x: 38, y: 18};
 
   // x, y: {name, low, high, ticks}, where ticks are the values that may have a number;

@@ -72,8 +72,8 @@ class HeatMap {
   }
 
   static describe([phase, batch, queryLen, blocks]) {
-    return phase === "decode" ? `batch ${count(batch)}, ${count(blocks)} KV blocks`
-      : `batch ${count(batch)}, ${count(queryLen)} tokens, ${count(blocks)} context blocks`;
+    const each = queryLen > 1 ? `${count(queryLen)} tokens each, ` : "";
+    return `batch ${count(batch)}, ${each}${count(blocks)} ${phase === "decode" ? "KV" : "context"} blocks`;
   }
 
   static shade(cost, [low, high]) {
