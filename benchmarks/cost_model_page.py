@@ -13,26 +13,26 @@ _START = """\
 `vllm plan` predicts times from seven constants for each kind of card
 (`vllm/cost_model/fitted.json`). They are fitted to published runs
 (`benchmarks/data/gaudi_throughput.csv` has the sources). Nothing here was measured on a card by
-this project. `python benchmarks/fit_cost_model.py` makes all figures of this page again.
+this project. `python benchmarks/fit_cost_model.py` computes all figures of this page again.
 
-The runs are Intel's own, of optimum-habana with FP8 weights and an FP8 cache, and one static batch:
-a prefill of all prompts, then decodes until all outputs are complete. They are **not**:
+Intel published the runs. They used optimum-habana, FP8 weights, an FP8 cache and one static batch:
+a prefill of all prompts, then decodes until all outputs are complete. They do **not** cover:
 
-- runs of vLLM, or of this engine: no scheduler, no buckets, no requests that come and go;
-- in bfloat16, or with weights of few bits;
-- mixtures of experts; prompts over 2,048 tokens; other numbers of cards than 1, 2 and 8;
+- vLLM or this engine, which have a scheduler, buckets, and requests that arrive and finish;
+- bfloat16, and weights with fewer than 8 bits;
+- mixtures of experts, prompts over 2,048 tokens, and other numbers of cards than 1, 2 and 8;
 - small batches: six of the runs have one request, all others 44 or more.
 
-A figure of the plan that is outside of these says "outside of published data", and its band is a
-factor of two wider at both ends.
+If a plan has a figure that the runs do not cover, it says "outside of published data", and the band
+is a factor of two wider at both ends.
 """
 
 _HELD_OUT = """
 ## Errors of runs that the fit has not seen
 
 A third of the cases is held out, at random, {splits} times. A case is model, number of cards, input
-and output: all its software versions and batches are held out together. Part of the error is
-between Intel's own software versions, which no prediction can know.
+and output: all its software versions and batches are held out together. Intel's own software
+versions differ from each other, and no prediction can know this part of the error.
 """
 
 _GROUPS = """
@@ -42,9 +42,9 @@ Median error where all runs of a model, or of a number of cards, are held out:
 _CONSTANTS = """
 ## Constants
 
-The range is from 10 to 90 % over resampled cases. An all-reduce is charged with the links between
-the cards that take part: each card has the same number of links to each of the seven others of its
-box, so two cards use a seventh of them.
+The range in parentheses is from the 10 % to the 90 % quantile of fits to resampled cases. The time
+of an all-reduce is computed from the links between the cards that take part. Each card has the same
+number of links to each of the seven others of its box, so two cards use a seventh of them.
 """
 
 _MLPERF = """
@@ -58,8 +58,8 @@ for static batches of these lengths: {predicted}.
 _RUNS = """
 ## All runs
 
-Predicted by the constants, which have seen these runs. The run of Llama-2-70B on four Gaudi 2 is
-not in the fit: the next software version has the same run, as fast, with two cards.
+Predicted with the constants above, which were fitted to these runs. The run of Llama-2-70B on four
+Gaudi 2 is not in the fit: in the next software version, the same run is as fast on two cards.
 """
 
 

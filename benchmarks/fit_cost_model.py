@@ -61,10 +61,10 @@ BOUNDS = {
     "all_reduce_us": (0.0, np.inf),
 }
 NOTES = {
-    "weights": "set, not fitted: batches of hundreds say little of it; 80 % of the memory's peak",
-    "layer_us": "badly identified: kept between 20 and 100",
-    "decode_matmuls": "trades against layer_us",
-    "link_bytes": "below 1 where a part is hidden behind matmuls",
+    "weights": "fixed at 80 % of the peak, not fitted: hundreds of requests hide its effect",
+    "layer_us": "the runs determine it badly, so it is limited to 20 to 100",
+    "decode_matmuls": "a fit can balance a larger value with a smaller `layer_us`",
+    "link_bytes": "below 1 if a part of it runs during matmuls",
 }
 
 

@@ -55,9 +55,9 @@ GOOD = {"version": 1, "card": "gaudi2", "rates": {"launch_s": 1e-4}}
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no file of measured rates, version 1"),
-        ("[]", "is no file of measured rates"),
-        (json.dumps(GOOD | {"version": 2}), "is no file of measured rates"),
+        ("{", "must be a file of measured rates, version 1"),
+        ("[]", "must be a file of measured rates"),
+        (json.dumps(GOOD | {"version": 2}), "must be a file of measured rates"),
         (json.dumps(GOOD | {"card": "gaudi3"}), "has the rates of a gaudi3, and the plan is for"),
         (json.dumps(GOOD | {"rates": {}}), "has no rates"),
         (json.dumps(GOOD | {"rates": {"speed": 1}}), "'speed' is not a rate; accepted: matmul"),

@@ -22,7 +22,8 @@ _FLAGS = (
     "--no-first-run",
     "--remote-debugging-pipe",
 )
-_TIMEOUT_S = 30.0
+_POLLS = 600
+_POLL_S = 0.05
 
 
 class Page:
@@ -100,11 +101,16 @@ class Page:
         self.wait_for(f"{found} && {found}.innerText.includes({json.dumps(text)})")
 
     def wait_for(self, expression: str) -> None:
-        """Until a JavaScript expression, or its promise, is true."""
-        deadline = time.monotonic() + _TIMEOUT_S
-        while not self.evaluate(f"Promise.resolve({expression}).then(Boolean)"):
-            assert time.monotonic() < deadline, f"{expression}: {self.text('body')}"
-            time.sleep(0.05)
+        """Until a JavaScript expression, or its promise, is true.
+
+        The page is asked a number of times. It answers when it has drawn what it had to draw, so a
+        slow machine gets more time.
+        """
+        for _ in range(_POLLS):
+            if self.evaluate(f"Promise.resolve({expression}).then(Boolean)"):
+                return
+            time.sleep(_POLL_S)
+        raise AssertionError(f"{expression}: {self.text('body')}")
 
     def screenshot(self, path: Path) -> None:
         """Save the whole page as PNG."""

@@ -294,6 +294,23 @@ def test_a_text_that_would_cost_much_is_shown(chat, engine, text):
     assert chat.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+def test_the_page_follows_an_answer_until_somebody_scrolls_back(chat, engine):
+    engine.say("one two three\n\n" * 200)
+    send(chat, "Hi")
+    wait_for_answer(chat, "three")
+    chat.evaluate("window.log = document.querySelector('#log')")
+
+    def follows_after(change):
+        chat.evaluate(f"{change}; log.dispatchEvent(new Event('scroll'))")
+        return not chat.is_shown("#to-end")
+
+    assert follows_after("messages.style.paddingBottom = '900px'"), "nobody has scrolled"
+    chat.wait_for("log.scrollHeight - log.scrollTop - log.clientHeight < 80")
+    assert not follows_after("log.scrollTop -= 300")
+    assert not follows_after("log.scrollTop += 100"), "not at the end"
+    assert follows_after("log.scrollTop = log.scrollHeight")
+
+
 def test_a_long_answer_grows_at_its_end_alone(chat, engine):
     """100,000 tokens: what was drawn is not drawn again, so the page never freezes."""
     paragraph = "one two three four five six seven eight nine ten.\n\n"

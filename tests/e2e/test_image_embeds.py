@@ -2,6 +2,8 @@
 
 import base64
 import io
+import json
+import struct
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tests.tiny_images import FAMILIES, draw_image, make_tiny_images
 from vllm import LLM, SamplingParams
 from vllm.errors import RequestError
 from vllm.multimodal.job import family_of_model
+from vllm.worker.parts.embedding_rows import EmbeddingRows
 
 pytest.importorskip("PIL", reason="images need Pillow")
 torch = pytest.importorskip("torch")
@@ -73,6 +76,12 @@ def base64_of(tensor):
     return base64.b64encode(file.getvalue()).decode()
 
 
+def header_of(dtype, shape):
+    """Return the base64 of a safetensors file with a tensor that has no elements."""
+    header = json.dumps({"a": {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}}).encode()
+    return base64.b64encode(struct.pack("<Q", len(header)) + header).decode()
+
+
 @pytest.mark.parametrize("family", ["gemma3", "internvl", "qwen2_vl", "qwen3_vl", "qwen3_5"])
 def test_embeddings_give_the_tokens_of_their_images(family, tmp_path):
     llm = LLM(str(make_tiny_images(family, tmp_path)), **ENGINE)
@@ -115,10 +124,24 @@ def test_every_form_of_embeddings_is_the_same_and_has_a_key_by_content(llm):
         tokens_of(llm.generate(ask(text, image, **named), GREEDY)) for image in (IMAGES[1], one)
     ]
     assert tokens[0] != tokens[1], "a name of an image names no embeddings"
+    pixels = np.moveaxis(IMAGES[0][:WIDTH, :WIDTH], -1, 0)  # as wide as an embedding
+    image = tokens_of(llm.generate(ask(text, IMAGES[0][:WIDTH, :WIDTH]), GREEDY))
+    assert tokens_of(llm.generate(ask(text, pixels), GREEDY)) == image
     half = one.bfloat16()
     assert tokens_of(llm.generate(ask(text, half), GREEDY)) == tokens_of(
         llm.generate(ask(text, half.float()), GREEDY)
     )
+
+
+def test_embeddings_take_the_memory_of_the_dtype_of_the_model(llava):
+    """The start counts kept embeddings in it, and files may have others."""
+    llm = LLM(llava, **ENGINE | {"dtype": "bfloat16"})
+    one = np.random.default_rng(0).standard_normal((16, WIDTH))
+    two = torch.from_numpy(one).bfloat16()
+    found = [llm.generate(ask("Look: <image> a", given), GREEDY) for given in (one, two)]
+    assert tokens_of(found[0]) == tokens_of(found[1])
+    rows = runner_of(llm).parts.find(EmbeddingRows)
+    assert {each.dtype for each in rows._media._kept.values()} == {torch.bfloat16}
 
 
 def test_a_chat_takes_embeddings(llm):
@@ -178,12 +201,15 @@ def with_value(value):
         ({"image_embeds": with_value(np.nan)}, "NaN, infinite, or too large"),
         ({"image_embeds": with_value(-np.inf)}, "NaN, infinite, or too large"),
         ({"image_embeds": ONE.astype(int)}, "has dtype int64; accepted: float16"),
-        ({"image_embeds": base64_of(torch.ones(16, 48).int())}, "holds a tensor of int32; it must"),
+        ({"image_embeds": base64_of(torch.ones(16, 48).int())}, "unsupported dtype int32; it must"),
         ({"image_embeds": 5}, "must be a tensor or an array, got int"),
         ({"image_embeds": None}, "must have the key 'image_embeds'"),
         ({"image_embeds": ONE, "image_sizes": 1}, "may have 'image_grid_thw', got .*'image_sizes'"),
         ({"image_embeds": ONE, "image_grid_thw": [1, 8, 8]}, "image_grid_thw must be absent"),
-        ({"image_embeds": ONE, "image_grid_thw": [1, 8]}, r"the shape \[3\] or \[images, 3\]"),
+        (
+            {"image_embeds": ONE, "image_grid_thw": [1, 8]},
+            "image_grid_thw must have three integers",
+        ),
         ([ONE] * 17, "at most 16 images, got 17"),
         ([ONE, ONE], "it has 1, and 2 images are given"),
     ],
@@ -206,7 +232,12 @@ def test_embeddings_of_a_grid_need_the_grid(qwen):
         ([1, -4, -4], "image_grid_thw must be 1, height and"),
         ([[1, 2, 4], [1, 2, 2]], "2 images of this image_grid_thw must have 3 embeddings"),
         ([[1, 2, 4], [0, 2, 2]], "must have 2 embeddings, each at least one, got 4"),
-        ([1.0, 4.0, 4.0], "has dtype float64; accepted: int32, int64"),
+        ([1.0, 4.0, 4.0], "must have three integers for each image, got float"),
+        ([10**30, 4, 4], "must have three integers for each image, got int"),
+        (["a" * 2**20, *[""] * 2**10], "the decoded file is neither"),
+        (header_of("I64", [0, 2**62, 3]), "image_grid_thw must have the shape"),
+        (header_of("I64", [0, *[1] * 100, 3]), "holds a tensor of 102 dimensions, and must"),
+        (np.array([1.0, 4.0, 4.0]), "has dtype float64; accepted: int32, int64"),
     ):
         given = {"image_embeds": four, "image_grid_thw": grid}
         with pytest.raises(RequestError, match=message) as caught:

@@ -5,19 +5,24 @@ warm-up 30 ms.
 """
 
 import random
+from contextlib import contextmanager, nullcontext
 from itertools import count
 
 import pytest
 import torch
 
+from gaudi_sim.bridge import SimBridge
 from tests.e2e.ranks import assert_same
 from tests.hpu import MODES, captured_log, simulated_hpu
 from tests.reach import core_of, executor_of, runner_of, worker_of
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.bucketing import MemoryClass, prove
 from vllm.engine.background_warm_up import BackgroundWarmUp
+from vllm.engine.process.core_process import CoreLoop
+from vllm.engine.process.wire import CoreOutput
 from vllm.env import ranks as env_ranks
 from vllm.executor import WarmUpSteps
+from vllm.worker.hpu.warmup.later_warmup import LaterWarmUp
 from vllm.worker.hpu.worker import HPUWorker
 
 ENGINE = {
@@ -150,6 +155,15 @@ def kept_blocks(worker: HPUWorker) -> list[torch.Tensor]:
     return [tensor.cpu()[size:].clone() for tensor in caches]
 
 
+@contextmanager
+def computing_all():
+    """Inside, parts of the warm-up compute and write as on a real card."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("dry_run", "compile_only"):
+            patch.setattr(SimBridge, name, lambda self: nullcontext())
+        yield
+
+
 def all_are_warm(core) -> bool:
     stats = core.stats().warm_up
     return stats.num_warm == stats.num_wanted
@@ -196,7 +210,9 @@ def test_requests_from_the_first_second_get_the_tokens_of_the_cpu(
         core, executor = core_of(llm), executor_of(llm)
         first = core.stats().warm_up
         assert first.is_warming and first.num_warm < first.num_wanted
-        rounds = serve(llm, load(), 12, until=lambda: all_are_warm(core))
+        is_alone = "tensor_parallel_size" not in settings  # another rank would not compute
+        with computing_all() if is_alone else nullcontext():
+            rounds = serve(llm, load(), 12, until=lambda: all_are_warm(core))
         stats = core.stats()
         assert set(executor.collective_rpc("late_compilations")) == {0}
         warmed, *others = executor.collective_rpc("warmed_buckets")
@@ -216,10 +232,16 @@ def test_requests_from_the_first_second_get_the_tokens_of_the_cpu(
 
 
 def test_sleep_in_the_middle_keeps_what_is_warm(want, monkeypatch):
-    Clock(monkeypatch)
-    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **BUCKETS) as bridge:
+    clock = Clock(monkeypatch)
+    with (
+        simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **BUCKETS) as bridge,
+        computing_all(),
+    ):
         llm = LLM(enable_sleep_mode=True, **ENGINE | WARMING)
         core, graphs = core_of(llm), runner_of(llm).launches.execution
+        sent: list[CoreOutput] = []
+        CoreLoop(core, lambda wait: None, sent.append).turn()
+        assert sent[0].stats.warm_up == core.stats().warm_up, "as soon as the engine is ready"
         while len(graphs.shapes) < 5:
             core.idle_step()
         core.idle_step()  # one bucket is in use now, and another has begun
@@ -239,3 +261,30 @@ def test_sleep_in_the_middle_keeps_what_is_warm(want, monkeypatch):
         assert bridge.counters().compilations > compilations
         assert core.stats().runner.num_late_compilations == 0
         assert_same(serve(llm, load()[:8])[0], want[:7])
+    assert clock.spent and not clock.problems
+
+
+def test_a_bucket_that_is_given_up_halfway_gives_back_the_memory_of_its_graphs(monkeypatch):
+    variables = {**BUCKETS, "PT_HPU_LAZY_MODE": 1, "VLLM_CONTIGUOUS_PA": 1}
+    run, refused = LaterWarmUp._run, []
+
+    def run_part(later: LaterWarmUp, part) -> str | None:
+        shapes = later._launches.launch_shapes(part.shape.bucket)
+        if part.stage == "compile" and len(shapes) > 1 and part.shape == shapes[-1]:
+            refused.append(part.shape.bucket)
+            return "no memory"
+        return run(later, part)
+
+    monkeypatch.setattr(LaterWarmUp, "_run", run_part)
+    with simulated_hpu(has_profiling_run=False, **variables):
+        llm = LLM(**ENGINE | WARMING)
+        core, launches, ledger = core_of(llm), runner_of(llm).launches, worker_of(llm).ledger
+        before = ledger.booked(MemoryClass.DECODE_GRAPHS)
+        while core.has_idle_work():
+            core.idle_step()
+        warmed = launches.planner.catalog.warmed
+        in_use = [s for s in launches.execution.shapes if s.bucket in warmed]
+    assert refused and not warmed.intersection(refused)
+    assert launches.execution.shapes == in_use
+    assert ledger.booked(MemoryClass.DECODE_GRAPHS) == before
+    assert launches.traffic is None  # nobody asks any more

@@ -151,3 +151,25 @@ def test_the_seconds_that_are_left_go_by_the_load():
     assert warm_up.stats.seconds_left == pytest.approx(2.0)
     run_loaded(warm_up, steps, 0.1)
     assert warm_up.stats.seconds_left == pytest.approx(20.0)
+
+
+def test_time_in_which_all_parts_were_too_long_is_not_saved_up():
+    steps = FakeSteps([7.0] * 30)
+    warm_up = BackgroundWarmUp(steps, 0.1, 1.0, steps.time)
+    run_loaded(warm_up, steps, 3600.0)
+    steps.left = [0.3] * 30  # by what a part without requests has taken
+    began = steps.now
+    run_loaded(warm_up, steps, 20.0)
+    assert 1.0 < sum(seconds for _, seconds in steps.ran) <= 0.1 * (steps.now - began) + 1.0
+
+
+def test_without_a_share_a_part_that_has_run_is_finished_before_the_next_request_runs():
+    steps = FakeSteps([0.1, 0.1])
+    warm_up = BackgroundWarmUp(steps, 0.0, 1.0, steps.time)
+    warm_up.run_idle()
+    assert warm_up.is_due()
+    warm_up.run_due()
+    assert not warm_up.is_due() and (steps.num_named, len(steps.ran)) == (2, 1)
+    assert warm_up.stats.num_warm == 1
+    warm_up.run_idle()
+    assert len(steps.ran) == 2 and steps.num_named == 2

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.test_background_warm_up import FakeSteps
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.engine import run_ahead
+from vllm.engine.background_warm_up import BackgroundWarmUp
 from vllm.engine.engine_core import EngineCore
 from vllm.engine.run_ahead import RunAhead
 from vllm.errors import CapacityError, EngineAsleepError, EngineDeadError, RequestError
@@ -277,6 +279,49 @@ def test_a_pause_between_two_loads_is_no_work_of_the_host(monkeypatch):
     for _ in range(20):
         core.step()
     assert not policy.is_worthwhile
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_parts_of_the_warm_up_run_between_steps_and_are_no_work_of_the_host(is_ahead, monkeypatch):
+    clock, parts = Clock(), FakeSteps([0.5] * 4)
+    policy = RunAhead(is_ahead, min_share=0)
+    monkeypatch.setattr(run_ahead, "time", clock)
+    core = make_core(policy)
+    core._warm_up = BackgroundWarmUp(parts, 1.0, 1.0, clock.perf_counter)
+    run = parts.run
+
+    def run_part() -> None:
+        run()
+        clock.now = parts.now
+        core.executor.log.append("part")
+
+    monkeypatch.setattr(parts, "run", run_part)
+    core.add_request(make_request("a", max_tokens=12))
+    core.add_request(make_request("b", max_tokens=12))
+    outputs = [core.step()]
+    core.abort_requests(["b"])
+    while core.has_unfinished_requests():
+        outputs.append(core.step())
+    assert sum(len(output.token_ids) for output in outputs) in (12, 13)
+    log = core.executor.log
+    assert log.count("part") == 4
+    started = ended = 0
+    for line in log:
+        started, ended = started + line.startswith("execute"), ended + line.startswith("result")
+        assert line != "part" or started == ended, "a step is in flight"
+    assert policy._host_s == 0
+
+
+def test_a_part_of_the_warm_up_that_fails_stops_the_engine(monkeypatch):
+    parts = FakeSteps([0.5])
+    core = make_core()
+    core._warm_up = BackgroundWarmUp(parts, 1.0, 1.0, parts.time)
+    monkeypatch.setattr(parts, "run", lambda: 1 / 0)
+    core.add_request(make_request("a"))
+    with pytest.raises(EngineDeadError, match="a part of the warm-up failed: .*division by zero"):
+        core.step()
+    with pytest.raises(EngineDeadError):
+        core.step()
 
 
 def test_the_prefix_cache_is_not_reset_under_a_running_request():

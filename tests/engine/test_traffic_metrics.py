@@ -16,7 +16,7 @@ from vllm.engine.metrics.engine_metrics import EngineMetrics
 from vllm.engine.metrics.replica_metrics import ReplicaMetrics, sum_stats
 from vllm.engine.metrics.traffic_metrics import BucketAdvice, TrafficFile
 from vllm.errors import ConfigError
-from vllm.messages import RunnerStats, SchedulerStats
+from vllm.messages import RunnerStats, SchedulerStats, WarmUpStats
 
 PREFILL = (0, 1, 100, 0, 1, 128, 0)
 DECODE = (1, 3, 1, 20, 4, 1, 32)
@@ -26,9 +26,13 @@ def make_metrics() -> EngineMetrics:
     return EngineMetrics("stdlib", make_config(max_model_len=100))
 
 
-def report(metrics: EngineMetrics, *recent: int) -> None:
+def report(metrics: EngineMetrics, *recent: int, warm_up: WarmUpStats | None = None) -> None:
     """A message of the core."""
-    stats = SchedulerStats(num_kv_blocks=4000, runner=RunnerStats(recent_launches=recent))
+    stats = SchedulerStats(
+        num_kv_blocks=4000,
+        runner=RunnerStats(recent_launches=recent),
+        warm_up=warm_up or WarmUpStats(),
+    )
     metrics.record_output(stats, NOTHING)
 
 
@@ -101,9 +105,15 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
     [line] = log
     assert "the server continues" in line
     os.mkdir(tmp_path / "missing")
+    file.write()  # writes what it could not write before, though nothing is new
+    path = tmp_path / "missing" / "traffic.json"
+    assert TrafficTable.load(path).num_launches == 2
+    older = metrics.traffic_table.copy()
     report(metrics, 3, *DECODE)
     file.write()
-    assert TrafficTable.load(tmp_path / "missing" / "traffic.json").num_launches == 3
+    file._write(older)  # by a thread that was late
+    assert TrafficTable.load(path).num_launches == 3
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +153,22 @@ def test_poor_buckets_are_said_at_most_once_a_day() -> None:
         advice.advise()
     [line] = log
     assert line.startswith("buckets: 22.9 % of device time is padding; 3 others would have 0.0 %")
+
+
+def test_padding_during_the_warm_up_is_no_reason_to_choose_other_buckets() -> None:
+    metrics, warming = make_metrics(), WarmUpStats(is_warming=True, num_warm=16, num_wanted=33)
+    advice = BucketAdvice(metrics, metrics.config)
+    poor = (1, 3, 1, 20, 16, 1, 2000)
+    for number in range(1, 10_002):
+        report(metrics, number, *poor, warm_up=warming)
+    assert not advice.is_due()
+    warm = WarmUpStats(num_warm=33, num_wanted=33)
+    report(metrics, 10_002, *poor, warm_up=warm)  # since the last look
+    assert not advice.is_due()
+    report(metrics, 10_003, 1, 3, 1, 20, 3, 1, 20, warm_up=warm)
+    assert not advice.is_due()
+    report(metrics, 10_004, *poor, warm_up=warm)
+    assert advice.is_due()
 
 
 def test_buckets_that_fit_their_traffic_are_not_spoken_of() -> None:

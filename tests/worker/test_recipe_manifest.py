@@ -1,11 +1,15 @@
 """The list of buckets whose recipes are on disk: its file, and a second start on a card."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
+from tests.engine.fakes import make_config
 from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, captured_log, simulated_hpu
 from tests.reach import core_of
 from vllm import LLM, SamplingParams
 from vllm.bucketing.bucket import decode, prefill
+from vllm.config import HPUConfig
 from vllm.worker.hpu.warmup.recipe_manifest import FILE_NAME, RecipeManifest
 
 FIELDS = {"model": "/models/a", "num_blocks": "4107", "mode": "HPU graphs"}
@@ -33,8 +37,8 @@ def test_the_fields_that_differ_are_named_in_one_line(tmp_path):
         assert not RecipeManifest(path, FIELDS).found
         assert not RecipeManifest(path, FIELDS, is_writer=False).found
     assert log == [
-        f"The recipes in {tmp_path} are of another configuration: num_blocks is 4107 and was 4102. "
-        "They are compiled again"
+        f"The recipes in {tmp_path} are for another configuration: num_blocks is 4107 and was "
+        "4102. They are compiled again"
     ]
 
 
@@ -45,6 +49,9 @@ def test_a_damaged_or_newer_file_is_no_reason_to_fail(tmp_path):
     for content in (
         *("{", "[]", "null", json.dumps(good | {"configurations": [entry]})),
         json.dumps(good | {"configurations": [{"fields": FIELDS}]}),
+        json.dumps(good | {"configurations": [{"fields": [], "buckets": []}]}),
+        json.dumps(good | {"configurations": [entry | {"buckets": [["decode", 1e999, 1, 1]]}]}),
+        "[" * 100_000,
         json.dumps(good | {"version": 2}),
     ):
         path.write_text(content)
@@ -58,6 +65,28 @@ def test_a_damaged_or_newer_file_is_no_reason_to_fail(tmp_path):
         lost.add([decode(4, 8)])
         lost.add([decode(4, 8)])
     assert len(log) == 1 and "cannot be written" in log[0]
+
+
+def test_a_full_or_read_only_folder_is_a_warning_and_leaves_no_parts(tmp_path, monkeypatch):
+    path = tmp_path / FILE_NAME
+    RecipeManifest(path, FIELDS).add([decode(1, 1)])
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with captured_log() as log:
+        for name in ("replace", "unlink"):
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, name, fail)
+                if name == "replace":
+                    RecipeManifest(path, FIELDS).add([decode(2, 2)])
+                else:
+                    settings = HPUConfig(recipe_cache=f"{tmp_path},true,64")
+                    config = make_config()
+                    RecipeManifest.of(replace(config, hpu=settings), "lazy", 9, 0)
+    assert "cannot be written" in log[0] and "is not deleted" in log[1]
+    assert [each.name for each in tmp_path.iterdir()] == [FILE_NAME]
+    assert RecipeManifest(path, FIELDS).found == {decode(1, 1)}
 
 
 def test_a_second_start_warms_up_first_what_is_on_disk_and_knows_that_it_is_fast(tmp_path):

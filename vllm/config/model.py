@@ -173,6 +173,11 @@ class ModelConfig:
         return self.path
 
     @property
+    def is_measured(self) -> bool:
+        """Layers note the largest values of requests (`QUANT_CONFIG`, MEASURE)."""
+        return self.inc is not None and self.inc.mode == "MEASURE"
+
+    @property
     def dtype_name(self) -> str:
         """Name of the torch dtype the model runs in."""
         name = self.resolved_arch.dtype if self.dtype == "auto" else self.dtype

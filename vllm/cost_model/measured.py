@@ -119,7 +119,7 @@ def read_measured(path: Path, card: str) -> Measured:
         data = None
     if not isinstance(data, dict) or data.get("version") != VERSION:
         raise ConfigError(
-            f"{path} is no file of measured rates, version {VERSION}: write one with "
+            f"{path} must be a file of measured rates, version {VERSION}: write one with "
             f"'vllm hpu-check --save FILE'"
         )
     if data.get("card") != card:

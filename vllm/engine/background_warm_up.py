@@ -1,7 +1,8 @@
 """Runs the rest of a warm-up after the start: while there are no requests, and between two steps.
 
-Under load it takes a fraction of the time at most, and leaves out parts that would delay a step
-for longer than allowed. The workers choose the parts. Nothing waits here for time to pass.
+Under load it takes at most a given fraction of the time. A part that would delay a step of the
+engine for too long waits until there are no requests. The workers choose the parts. Nothing here
+sleeps.
 """
 
 import time
@@ -14,9 +15,9 @@ from vllm.messages import WarmUpStats
 logger = init_logger(__name__)
 
 _ASKED_AGAIN_AFTER_S = 10.0
-"""Time under load after which is asked again for a step that is short enough."""
+"""Time under load until the workers are asked again for a step that is short enough."""
 _COLD_AFTER_S = 600.0
-"""Time under load after which a line says what stays cold."""
+"""Time under load after which a log line says which buckets are still cold."""
 
 
 class BackgroundWarmUp:
@@ -50,14 +51,16 @@ class BackgroundWarmUp:
         self._loaded_since: float | None = None
         """When time under load was counted last; None: there are no requests."""
         self._loaded_s = 0.0
-        self._spent_s = 0.0
-        """Of it, for the warm-up."""
+        self._credit_s = 0.0
+        """Of it, what the warm-up may take now; below 0 after a step that took longer."""
+        self._has_run = False
+        """A step has run that the workers have not finished."""
         self._asked_at_s = 0.0
         self._held_since_s: float | None = None
         self._longest_delay_s = 0.0
         self._is_told = False
         self._num_buckets = 0
-        """That there will be at the end."""
+        """Buckets that are warm at the end."""
         if share:
             self._name(max_delay_s)
 
@@ -72,7 +75,7 @@ class BackgroundWarmUp:
             self._run()
 
     def note_idle(self) -> None:
-        """There are no requests: the time until the next one is no time under load."""
+        """Note that there are no requests: the time until the next one is not time under load."""
         self._loaded_since = None
 
     # ---- under load -----------------------------------------------------------------------
@@ -80,18 +83,24 @@ class BackgroundWarmUp:
     def is_due(self) -> bool:
         """Count the time under load, and return whether a step is to run as soon as none of the
         engine is in flight. Cheap; called before each step of the engine."""
-        if self.is_done or not self._share:
+        if self.is_done:
             return False
+        if not self._share:
+            return self._has_run  # what is complete is to be used
         now = self._clock()
         if self._loaded_since is not None:
             self._loaded_s += now - self._loaded_since
+            self._credit_s += self._share * (now - self._loaded_since)
         self._loaded_since = now
         if self._named is None:
             return True
+        # Time in which no step could run is not saved up: steps would follow each other later.
+        needed_s = min(self._named.expected_s or 0.0, self._max_delay_s) * (1 - self._share)
+        is_enough = self._credit_s >= needed_s
+        self._credit_s = min(self._credit_s, needed_s)
         if self._named.must_wait:
             return self._loaded_s - self._asked_at_s >= _ASKED_AGAIN_AFTER_S
-        expected_s = self._named.expected_s or 0.0
-        return self._spent_s + expected_s <= self._share * (self._loaded_s + expected_s)
+        return is_enough
 
     def run_due(self) -> None:
         """Run the step that is due, or find out whether there is one that is short enough."""
@@ -103,12 +112,12 @@ class BackgroundWarmUp:
         self._run()
         self._name(self._max_delay_s)  # the step waits for this as well
         seconds = self._clock() - began
-        self._spent_s += seconds
+        self._credit_s -= seconds
         self._longest_delay_s = max(self._longest_delay_s, seconds)
 
     def _name(self, longest_s: float | None) -> None:
         step = self._named = self._steps.name(longest_s)
-        self._asked_at_s = self._loaded_s
+        self._asked_at_s, self._has_run = self._loaded_s, False
         if step is None:
             self.is_done = True
             return
@@ -121,7 +130,7 @@ class BackgroundWarmUp:
 
     def _run(self) -> None:
         self._steps.run()
-        self._named = None
+        self._named, self._has_run = None, True
 
     # ---- what operators see ---------------------------------------------------------------
 

@@ -89,7 +89,7 @@ class EngineCore(CoreCalls):
         with on_failure(self._close_connections):
             self.executor = make_executor(config) if executor is None else executor
             num_blocks = self.executor.start()
-            self._is_measuring = config.model.inc is not None and config.model.inc.mode == "MEASURE"
+            self._is_measuring = config.model.is_measured
             if self._is_measuring:  # launches of the start had no requests
                 self.executor.call(Worker.reset_measurements)
             self._has_measured = False
@@ -273,6 +273,7 @@ class EngineCore(CoreCalls):
             self._warm_up.run_due()
         except BaseException as failure:
             self._fail("a part of the warm-up", failure)
+        self._run_ahead.idle()  # no step was computed meanwhile
         if (line := self._warm_up.cold_line()) is not None:
             logger.warning(line)
 

@@ -1,13 +1,14 @@
 """Embeddings of images that a request brings instead of images."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm.errors import RequestError
 from vllm.multimodal.given import NamedItem
+from vllm.multimodal.interface.checks import is_whole
 from vllm.multimodal.interface.family import EMBEDDINGS, EncoderInput, MediaFamily
 from vllm.multimodal.interface.source import MediaSource
 from vllm.utils.files.dense_tensor import as_array, check_finite, dense_tensor
@@ -16,6 +17,8 @@ from vllm.utils.files.tensor_file import INTEGERS, TensorFileError
 IMAGE_EMBEDS = "image_embeds"
 _GRID = "image_grid_thw"
 _GRID_INTEGERS = 3
+_LARGEST = 2**31 - 1
+"""Integer of a grid in a list, and the negative of the smallest one."""
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -71,7 +74,8 @@ class GivenEmbeddings:
         shape: tuple[int, ...] = tuple(getattr(item, "shape", ()))
         if not self._is_enabled or isinstance(item, MediaSource) or len(shape) not in (2, 3):
             return False
-        return bool(shape[-1] == self._width)
+        is_float = "float" in str(getattr(item, "dtype", ""))  # pixels [3, H, W] are often bytes
+        return is_float and bool(shape[-1] == self._width)
 
     def _read(self, given: Mapping[Any, Any]) -> Iterator[EncoderInput]:
         if set(given) - {IMAGE_EMBEDS, _GRID} or given.get(IMAGE_EMBEDS) is None:
@@ -119,22 +123,46 @@ class GivenEmbeddings:
 def _read_grids(given: Any) -> list[tuple[int, ...]] | None:
     """Return the grid of each image; None: the request has none.
 
+    Args:
+        given: a tensor [3] or [images, 3], three integers, or a list of these.
+
     Raises:
         RequestError: they are no integers.
     """
     if given is None:
         return None
-    is_list = isinstance(given, (list, tuple))
-    try:
-        tensor = dense_tensor(np.array(given) if is_list else given, INTEGERS)
-    except (TensorFileError, ValueError) as error:
-        raise RequestError(f"{_GRID}: {error}") from error
-    array = as_array(tensor)
-    if array.ndim not in (1, 2) or array.shape[-1] != _GRID_INTEGERS or not array.size:
+    if not isinstance(given, (list, tuple)) or _is_grid(given):
+        return _grids_of(given)
+    if not given:
+        raise RequestError(f"{_GRID} must have three integers for each image, got none")
+    return [grid for each in given for grid in _grids_of(each)]
+
+
+def _grids_of(value: Any) -> list[tuple[int, ...]]:
+    if _is_grid(value):
+        return [tuple(value)]
+    # numpy would give all texts of a list the size of the longest one.
+    if isinstance(value, (list, tuple, int, float)):
         raise RequestError(
-            f"{_GRID} must have the shape [3] or [images, 3], got {list(array.shape)}"
+            f"{_GRID} must have three integers for each image, got {type(value).__name__}"
         )
-    return [tuple(grid) for grid in array.reshape(-1, _GRID_INTEGERS).tolist()]
+    try:
+        tensor = dense_tensor(value, INTEGERS)
+    except TensorFileError as error:
+        raise RequestError(f"{_GRID}: {error}") from error
+    shape = tensor.shape
+    if len(shape) not in (1, 2) or shape[-1] != _GRID_INTEGERS or 0 in shape:
+        raise RequestError(f"{_GRID} must have the shape [3] or [images, 3], got {list(shape)}")
+    return [tuple(grid) for grid in as_array(tensor).reshape(-1, _GRID_INTEGERS).tolist()]
+
+
+def _is_grid(value: Any) -> TypeGuard[Sequence[int]]:
+    """Return whether a value is a list of three integers."""
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) == _GRID_INTEGERS
+        and all(is_whole(each, _LARGEST, -_LARGEST) for each in value)
+    )
 
 
 def _cut(embeddings: FloatArray, counts: Sequence[int]) -> list[FloatArray]:

@@ -1,1 +1,1 @@
-"""Plans of engines for devices that this machine need not have: `vllm plan`."""
+"""Plans of engines for a device that does not have to be in this machine: `vllm plan`."""

@@ -1,8 +1,8 @@
-"""The start of an engine on cards that are not there: its config, buckets and memory, and the work
-of each of its forward passes.
+"""The start of an engine on cards that are not in this machine: its config, buckets and memory, and
+the operators of each of its forward passes.
 
-Runs the worker of a card in this process, on a simulated card that computes nothing. Knows no
-model, format or size: what it returns is what the worker has found.
+Runs the worker of a card in this process, on a simulated card that computes nothing. It knows no
+model, format or size, and returns only values that the worker has found.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -38,8 +38,8 @@ class LaunchWork:
     Attributes:
         operators: in the order in which they run; operators without work are left out.
         num_ops: operators, views included: what is captured.
-        recipes: that are compiled for it: for each of them something that two shapes have in common
-            if it serves both, and its number of operators.
+        recipes: that are compiled for it: a key of each, and its number of operators. Two shapes
+            that share a recipe have the same key.
     """
 
     operators: tuple[Work, ...]
@@ -116,7 +116,7 @@ class EnginePlan:
 
     @property
     def memory_uses(self) -> list[MemoryUse]:
-        """Return what else than forward passes and the KV cache has memory."""
+        """Return the uses of memory other than forward passes and the KV cache."""
         return self.worker.memory_uses
 
     @cached_property

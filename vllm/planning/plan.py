@@ -46,7 +46,7 @@ class MemorySection:
 
 @dataclass(frozen=True)
 class Plan:
-    """An engine on a device that this machine need not have. Each section is rendered by itself."""
+    """An engine on a device, which this machine may lack. Each section is rendered by itself."""
 
     model: str
     dtype: str

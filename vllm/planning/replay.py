@@ -26,7 +26,7 @@ from vllm.worker.hpu.launches.input import HPUInputBuilder
 from vllm.worker.hpu.launches.planner import HPULaunchPlanner, PaddedLaunch
 
 _TOKEN = 7
-"""Of every output. No request ends with it."""
+"""The token of every output. It ends no request."""
 _PARAMS = SamplingParams(temperature=0.0)
 
 Run = Callable[[SchedulerOutput, list[PaddedLaunch]], list[int]]

@@ -36,9 +36,9 @@ class TrafficPlan:
     present_padding: float
     """Device time of padding in these buckets, relative to the time without any."""
     padding: float
-    """The same in the chosen buckets."""
+    """Device time of padding in the chosen buckets, relative to the time without any."""
     replayed: Replay | None
-    """In the chosen buckets; None: the traffic was recorded."""
+    """Replay in the chosen buckets; None: the traffic was recorded."""
     table: TrafficTable
     """Forward passes that the buckets were chosen for."""
     bucket_s: tuple[float, ...]
@@ -47,7 +47,7 @@ class TrafficPlan:
 
     @property
     def certificates(self) -> tuple[str, ...]:
-        """The padding of each phase, and what no other set is below."""
+        """The padding of each phase, and the least that any other set could have."""
         return self.chosen.lines
 
     def lines(self) -> Iterator[str]:
@@ -63,7 +63,7 @@ class TrafficPlan:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the same for programs."""
+        """Return these values as JSON objects."""
         result: dict[str, Any] = {
             "source": self.source,
             "num_launches": self.num_launches,

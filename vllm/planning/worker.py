@@ -1,9 +1,9 @@
-"""A rank of an engine on cards that are not there: it takes the steps of a start, and computes
-nothing.
+"""A rank of an engine on cards that are not in this machine: it runs the steps of a start, and
+computes nothing.
 
-It is the worker of a card, with weights that have no values, and with other ranks that never come:
-what they would send is taken as sent. So memory, buckets and the operators of a forward pass are
-the same as in the engine itself.
+It is the worker of a card whose weights have no values. No other ranks exist: collectives return
+at once, as if all ranks had the values of this one. So memory, buckets and the operators of a
+forward pass are the same as in the engine itself.
 """
 
 import gc
@@ -23,8 +23,8 @@ from vllm.worker.hpu.worker import HPUWorker
 
 @contextmanager
 def on_planned_card(platform: PlannedPlatform) -> Iterator[None]:
-    """Let the device `hpu` be the card, where nothing is computed; afterwards the process is as
-    it was."""
+    """Let the device `hpu` be the planned card, which computes nothing; restore the process
+    afterwards."""
     thresholds = gc.get_threshold()
     ops = get_ops()
     bridge = platform.bridge  # which loads the compiler of torch
@@ -65,7 +65,7 @@ class PlannedWorker(HPUWorker):
 
 
 class AbsentPeers(Meeting):
-    """A meeting with ranks that never come, and are taken to have whatever this one has.
+    """A meeting whose other ranks do not exist, and count as having the values of this one.
 
     Args:
         rank: of this process.

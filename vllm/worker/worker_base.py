@@ -221,7 +221,7 @@ class WorkerBase(ABC):
     def save_measurements(self, adds: bool | None = None) -> str:
         """Write what was measured (`QUANT_CONFIG`, MEASURE). Returns the path of the file."""
         inc = self.config.model.inc
-        if inc is None or inc.mode != "MEASURE":
+        if inc is None or not self.config.model.is_measured:
             found = "not set" if inc is None else f"{inc.path}, with mode {inc.mode}"
             raise RequestError(
                 f"nothing was measured: QUANT_CONFIG is {found}; it must name a JSON file with "

@@ -387,6 +387,8 @@ def test_images_are_not_in_the_log(caplog):
             "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}],
         },
         "/tokenize": chat({"type": "image_embeds", "image_embeds": {"image_embeds": secret}}),
+        "/v1/chat/completions?": chat({"type": "image_embeds", "image_embeds": [secret]}),
+        "/v1/completions?": {"prompt": "", "prompt_embeds": [secret], "max_tokens": 1},
         "/v1/completions": {"prompt": "data: is a plural, they say", "max_tokens": 1},
     }
     _, client = serve(log_requests=True)
@@ -399,7 +401,9 @@ def test_images_are_not_in_the_log(caplog):
     assert "data:image/png;base64,... (823 characters)" in lines[0]
     assert '"data": "... (800 characters)"' in lines[1]
     assert '"image_embeds": "... (800 characters)"' in lines[2]
-    assert "data: is a plural, they say" in lines[3]
+    assert '"image_embeds": ["... (800 characters)"]' in lines[3]
+    assert '"prompt_embeds": ["... (800 characters)"]' in lines[4]
+    assert "data: is a plural, they say" in lines[5]
 
 
 def test_the_example_asks_about_its_own_drawing(monkeypatch, capsys):

@@ -147,7 +147,12 @@ def test_a_line_about_a_sound_becomes_the_form_of_its_route():
         "chunking_strategy": "auto",
     }
     url = SOUND_URLS[0]
-    (record,) = run([line("1", body, url)])
+    unread = line("2", {"file_url": "data:,", "temperature": 12345}, url).replace("12345", "1e400")
+    usual = line("3", {"file_url": "data:,", "response_format": None}, url)
+    record, wrong_number, other = run([line("1", body, url), unread, usual])
+    assert wrong_number["response"]["status_code"] == 400
+    assert "not a valid request: Number out of range" in wrong_number["error"]["message"]
+    assert other["response"]["body"]["echo"] == {}
     want = {key: value for key, value in body.items() if key not in ("file_url", "seed")}
     assert record["response"]["body"]["echo"] == want
     read = BatchRequestInput.model_validate(json.loads(line("1", body, url)))

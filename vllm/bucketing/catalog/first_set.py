@@ -1,8 +1,8 @@
 """Chooses the few buckets with which a server begins, and the order of the others.
 
 The first ones are closed: every forward pass of every step fits into one of them, so none has to be
-compiled while a request waits. They have the largest ones, so nothing that is warmed up later needs
-more memory. The rest of them makes padding cheap.
+compiled while a request waits. The largest buckets are among them, so nothing that is warmed up
+later needs more memory. The rest of them are chosen to make padding cheap.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -46,7 +46,7 @@ def choose_first(
         traffic: what padding is to be cheap for.
         cost: seconds of a padded forward pass.
         memory_sizes: the bucket of each phase for which one of these is the largest is chosen.
-        preferred: where there are enough of them, no others are chosen: they take less time.
+        preferred: buckets that take less time to warm up; if they are enough, no others are chosen.
     """
     chosen: list[Bucket] = []
     for phase, buckets in ((Phase.PREFILL, catalog.prefill), (Phase.DECODE, catalog.decode)):
@@ -65,12 +65,11 @@ def choose_first(
 def mandatory_buckets(
     buckets: Sequence[Bucket], limits: StepLimits, memory_sizes: Iterable[Size] = ()
 ) -> list[Bucket]:
-    """Return buckets that hold all that the buckets of a phase hold, as few as are found, and the
-    largest of these.
+    """Return a small set of buckets into which every forward pass of a phase fits. The largest
+    buckets of the phase are in the set.
 
-    For prompts of each batch size it is a single bucket, of the longest query and the most context,
-    which no prompt has together. It replaces the buckets of each length with the most context that
-    fits.
+    Prompts have one bucket for each batch size, with the longest query and the most context,
+    although no prompt has both. It replaces a bucket for each length.
 
     Args:
         buckets: of one phase.
@@ -93,7 +92,7 @@ def mandatory_buckets(
 
 
 def _joined(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """One bucket for prompts of each batch size, as large as all of its buckets."""
+    """One bucket for prompts of each batch size, into which all its buckets fit."""
     of_batch: dict[int, list[Bucket]] = {}
     for bucket in buckets:
         of_batch.setdefault(bucket.batch, []).append(bucket)
@@ -104,8 +103,8 @@ def _joined(buckets: Sequence[Bucket]) -> list[Bucket]:
 
 
 def even_shapes(limits: StepLimits) -> list[tuple[Shapes, Weights]]:
-    """Return for each phase some shapes, even in the logarithm of each size, that occur once
-    together."""
+    """Return shapes for each phase that are spread evenly on a logarithmic scale. Their weights
+    add up to 1."""
     table, found = even_traffic(limits), []
     for phase in Phase:
         shapes, _ = table.shapes_within(limits, phase)
@@ -123,8 +122,8 @@ def savings(
     """Return how many seconds each of some further buckets would save.
 
     Args:
-        candidates: those buckets.
-        catalog: what there is.
+        candidates: the further buckets.
+        catalog: the buckets in use.
         demand: for each phase the shapes that were asked for, and how often.
         cost: seconds of a padded forward pass.
     """

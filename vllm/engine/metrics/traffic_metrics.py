@@ -4,6 +4,8 @@ A device without padded sizes has none of it.
 """
 
 import asyncio
+import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -138,7 +140,7 @@ class TrafficFile:
         self._path, self._metrics, self._clock = path, metrics, clock
         block_size = metrics.traffic_table.block_size
         self._before = TrafficTable(block_size)
-        if path.exists():
+        if os.path.exists(path):  # a folder that cannot be read is one that cannot be written
             self._before = TrafficTable.load(path)
             if self._before.block_size != block_size:
                 raise ConfigError(
@@ -148,7 +150,9 @@ class TrafficFile:
                 )
         self._last = clock()
         self._has_failed = self._is_writing = False
+        self._lock = threading.Lock()
         self._num_written = 0.0
+        """Forward passes of this engine that the file has, the forgotten ones included."""
 
     async def run(self) -> None:
         """Write once a minute, until it is cancelled."""
@@ -160,31 +164,24 @@ class TrafficFile:
         """Write in the background what has been counted, if a minute has passed."""
         if self._clock() - self._last < WRITE_INTERVAL_S or self._is_writing:
             return
-        table = self._whole()
-        if table is None:
-            return
+        table = self._metrics.traffic_table.copy()
         self._last, self._is_writing = self._clock(), True
         start_in_short_turns(lambda: self._write(table), "write traffic")
 
     def write(self) -> None:
         """Write now, as at the end of the engine."""
-        table = self._whole()
-        if table is not None:
-            self._write(table)
+        self._write(self._metrics.traffic_table.copy())
 
-    def _whole(self) -> TrafficTable | None:
-        """Return all that the file is to have; None: it has it."""
-        found = self._metrics.traffic_table
-        if found.num_launches == self._num_written:
-            return None
-        self._num_written = found.num_launches
-        table = self._before.copy()
-        table.merge(found)
-        return table
-
-    def _write(self, table: TrafficTable) -> None:
+    def _write(self, found: TrafficTable) -> None:
+        """Write what this engine has counted, unless the file has it, and more, already."""
+        num_launches = found.num_launches + found.num_forgotten
         try:
-            table.save(self._path)
+            with self._lock:
+                if num_launches > self._num_written:
+                    table = self._before.copy()
+                    table.merge(found)
+                    table.save(self._path)
+                    self._num_written = num_launches
         except OSError as error:
             if not self._has_failed:
                 logger.warning(
@@ -214,6 +211,9 @@ class BucketAdvice:
     ) -> None:
         self._metrics, self._config, self._clock = metrics, config, clock
         self._next = clock()
+        self._before = (0.0, 0.0)
+        """Device seconds until all buckets were warm."""
+        self._is_warm = False
 
     async def run(self) -> None:
         """Look every ten minutes, until it is cancelled."""
@@ -225,10 +225,15 @@ class BucketAdvice:
     def is_due(self) -> bool:
         """Whether the buckets are poor, for traffic enough to choose others. True at most once a
         day."""
-        needed_s, padded_s = self._metrics.device_seconds
+        totals = self._metrics.totals
+        if totals.warm_up.num_wanted and not (self._is_warm and not totals.warm_up.is_warming):
+            # With the first buckets there is more padding than the others will have.
+            self._is_warm, self._before = not totals.warm_up.is_warming, self._metrics.device_seconds
+            return False
+        needed_s, padded_s = self._seconds
         if (
             self._clock() < self._next
-            or not self._metrics.totals.num_kv_blocks  # the engine is starting again
+            or not totals.num_kv_blocks  # the engine is starting again
             or padded_s - needed_s <= _POOR_PADDING * padded_s
             or self._metrics.traffic_table.num_launches < _LEAST_LAUNCHES
         ):
@@ -236,9 +241,15 @@ class BucketAdvice:
         self._next = self._clock() + _DAY_S
         return True
 
+    @property
+    def _seconds(self) -> tuple[float, float]:
+        """Device seconds with all buckets, without padding and with it."""
+        needed_s, padded_s = self._metrics.device_seconds
+        return needed_s - self._before[0], padded_s - self._before[1]
+
     def advise(self) -> None:
         """Choose buckets for the traffic so far, and log a line if they pad much less."""
-        needed_s, padded_s = self._metrics.device_seconds
+        needed_s, padded_s = self._seconds
         config, table = self._config, self._metrics.traffic_table.copy()
         chosen = choose_for_traffic(
             table,

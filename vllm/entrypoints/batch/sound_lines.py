@@ -30,7 +30,10 @@ def check_sound_body(body: bytes) -> dict[str, Any]:
     Raises:
         RequestError: there is no URL of the sound, or the answer would be no JSON.
     """
-    fields = msgspec.json.decode(body)
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"this line is not a valid request: {error}") from None
     url = fields.get(_FILE_URL)
     if not isinstance(url, str) or not url:
         raise RequestError(
@@ -40,7 +43,8 @@ def check_sound_body(body: bytes) -> dict[str, Any]:
         )
     if "file" in fields:
         raise RequestError(f"file must be absent in a batch: use {_FILE_URL}", param="file")
-    if (form := fields.get("response_format", "json")) not in _FORMATS:
+    form = fields.get("response_format")
+    if form is not None and form not in _FORMATS:
         raise RequestError(
             f"response_format must be {' or '.join(_FORMATS)} in a batch, got {form!r:.50}",
             param="response_format",

@@ -32,9 +32,9 @@ def add_parser(
 
     parser = subparsers.add_parser(
         "plan",
-        description="Show the memory, the buckets and the warm-up of a model on a device that this "
-        "machine need not have. Reads config.json, or the header of a GGUF file, and no weights. "
-        "Takes the flags of 'vllm serve'.",
+        description="Show the memory, the buckets and the warm-up of a model on a device, which "
+        "this machine may lack. Reads only config.json, or the header of a GGUF file. Takes the "
+        "flags of 'vllm serve'.",
         usage="vllm plan MODEL --device gaudi2|gaudi3|cpu [flags]",
         conflict_handler="resolve",
     )
@@ -44,14 +44,15 @@ def add_parser(
     group.add_argument(
         "--num-cards",
         metavar="N",
-        help="cards that share each layer; the same as --tensor-parallel-size",
+        help="number of cards that divide each layer; the same as --tensor-parallel-size",
     )
     group.add_argument(
         "--host-memory",
         metavar="GIB",
-        help="memory of the machine in GiB, for --device cpu; not set: as much as this one has",
+        help="memory of the planned machine in GiB, only with --device cpu (default: the memory of "
+        "this machine)",
     )
-    group.add_argument("--json", action="store_true", help="print one JSON object")
+    group.add_argument("--json", action="store_true", help="print the plan as one JSON object")
     group.add_argument(
         "--html",
         metavar="FILE",
@@ -67,7 +68,7 @@ def add_parser(
         metavar="FILE",
         help="choose --num-buckets buckets of each phase for this traffic: a file that "
         "--record-traffic has written, or lengths of requests, as CSV or JSON Lines with "
-        "input_tokens, output_tokens and, if there, timestamp",
+        "input_tokens, output_tokens and optionally timestamp",
     )
     group.add_argument(
         "--write-buckets",
@@ -162,13 +163,16 @@ def _add_goals(parser: FlexibleArgumentParser) -> None:
     """Declare the flags of the search for cards."""
     group = parser.add_argument_group(
         "Goals",
-        "Shows the fewest of 1, 2, 4 or 8 cards that meet all goals, or --num-cards, the largest "
-        "--max-num-seqs with them, and the command that serves the model so.",
+        "Shows the smallest number of cards (1, 2, 4 or 8; or only --num-cards) that meets all "
+        "goals, the largest --max-num-seqs for these cards, and the command that serves the model "
+        "in this way.",
     )
-    group.add_argument("--goal-ttft", type=float, metavar="MS", help="time to first token, at most")
-    group.add_argument("--goal-tpot", type=float, metavar="MS", help="time per token, at most")
+    group.add_argument("--goal-ttft", type=float, metavar="MS", help="largest time to first token")
     group.add_argument(
-        "--goal-tokens-per-s", type=float, metavar="N", help="tokens of output, at least"
+        "--goal-tpot", type=float, metavar="MS", help="largest time per output token"
+    )
+    group.add_argument(
+        "--goal-tokens-per-s", type=float, metavar="N", help="fewest output tokens per second"
     )
     for name, default in (("input", 1024), ("output", 128)):
         group.add_argument(

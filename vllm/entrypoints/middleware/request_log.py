@@ -14,8 +14,8 @@ from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
-_EMBEDDINGS = ("image_embeds", "image_grid_thw")
-"""Keys whose texts are base64 of tensors."""
+_TENSORS = frozenset(("image_embeds", "image_grid_thw", "prompt_embeds"))
+"""Keys whose texts, and lists of texts, are base64 of tensors."""
 _MEDIA_KEYS = frozenset(("media_type", "format"))
 """Keys of an object whose `data` is base64: of an image of Anthropic's API, and of a sound."""
 _DATA_URL = re.compile(r"\s*(data:[^,\s]{0,100},)", re.IGNORECASE)
@@ -65,6 +65,8 @@ def without_media(value: Any) -> Any:
     {'url': 'data:image/png;base64,... (26 characters)'}
     >>> without_media({"media_type": "image/png", "data": "AAAA"})
     {'media_type': 'image/png', 'data': '... (4 characters)'}
+    >>> without_media({"image_embeds": {"image_embeds": ["AAAA"]}})
+    {'image_embeds': {'image_embeds': ['... (4 characters)']}}
     """
     if isinstance(value, str):
         head = _DATA_URL.match(value)
@@ -73,14 +75,19 @@ def without_media(value: Any) -> Any:
         return [without_media(item) for item in value]
     if not isinstance(value, dict):
         return value
-    kept = {key: without_media(item) for key, item in value.items()}
-    hidden = list(_EMBEDDINGS)
-    if not _MEDIA_KEYS.isdisjoint(value):
-        hidden.append("data")
-    for key in hidden:
-        if isinstance(text := value.get(key), str):
-            kept[key] = f"... ({len(text)} characters)"
-    return kept
+    hidden = _TENSORS if _MEDIA_KEYS.isdisjoint(value) else _TENSORS | {"data"}
+    return {
+        key: _without_base64(item) if key in hidden else without_media(item)
+        for key, item in value.items()
+    }
+
+
+def _without_base64(value: Any) -> Any:
+    if isinstance(value, str):
+        return f"... ({len(value)} characters)"
+    if isinstance(value, list):
+        return [_without_base64(item) for item in value]
+    return without_media(value)
 
 
 def shorten(value: Any, most: int | None) -> Any:

@@ -66,8 +66,8 @@ class SoundFamily(MediaFamily):
         if not shortest <= len(samples) <= longest:
             rate, other = self.sampling_rate, "shorter" if len(samples) > longest else "longer"
             raise RequestError(
-                f"the sound has {len(samples)} samples ({len(samples) / rate:.4g} s), and this "
-                f"model reads sounds of {shortest} to {longest} samples ({shortest / rate:.2g} to "
+                f"the sound has {len(samples)} samples ({len(samples) / rate:.4g} s); this model "
+                f"reads only sounds of {shortest} to {longest} samples ({shortest / rate:.2g} to "
                 f"{longest / rate:g} s). Send a {other} one"
             )
         if not np.isfinite(samples).all():

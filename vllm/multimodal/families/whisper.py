@@ -83,7 +83,7 @@ class WhisperSpeech(SpeechRules):
                 language = language or self.languages[0]
             if language is None:
                 raise RequestError(
-                    "language: this model needs the language that is spoken, or to detect it",
+                    "language: this model needs the language of the sound. Give it or detect it",
                     param="language",
                 )
             found += [self._languages[self.language_code(language)], self._tasks[task]]

@@ -71,7 +71,7 @@ def _decode(value: str | bytes, dtypes: Sequence[str]) -> RawTensor:
     try:
         return read_tensor_file(data, dtypes)
     except TensorFileError as error:
-        raise TensorFileError(f"the decoded file {error}") from None
+        raise TensorFileError(f"the file {error}") from None
 
 
 def _copy(value: Any, dtypes: Sequence[str]) -> RawTensor:

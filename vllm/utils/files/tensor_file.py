@@ -20,6 +20,7 @@ _MAX_ENTRIES = 64
 """Files inside a `torch.save` file of one tensor; there are seven today."""
 _MAX_PICKLE_BYTES = 4096
 """Maximum size of its description; a plain tensor needs some 200."""
+_MAX_DIMENSIONS = 8
 _ENTRY_SIGN = b"PK\1\2"
 """Begins each entry of the list at the end of a zip file."""
 
@@ -107,7 +108,7 @@ def read_tensor_file(data: bytes, dtypes: Sequence[str] = FLOATS) -> RawTensor:
     try:
         found = _read_torch(data) if data[:2] == b"PK" else _read_safetensors(data)
         if found.dtype not in dtypes:
-            raise _OtherDtypeError(f"holds a tensor of {found.dtype}")
+            raise _OtherDtypeError(f"holds a tensor of the unsupported dtype {found.dtype}")
         return found
     except TensorFileError:
         raise
@@ -159,8 +160,8 @@ def _gather(view: _View, stored: bytes) -> RawTensor:
     elements = np.frombuffer(stored, kind, len(stored) // kind.itemsize)
     if math.prod(view.shape) > len(elements):
         raise TensorFileError(
-            f"describes a tensor of shape {list(view.shape)}, but holds {len(elements)} elements; "
-            "save `tensor.contiguous()` if it was expanded"
+            f"describes a tensor of shape {list(view.shape)}, but has only {len(elements)} "
+            "elements; if the tensor was expanded, save `tensor.contiguous()`"
         )
     last = view.offset + sum(
         (size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)
@@ -186,8 +187,17 @@ def _read_safetensors(data: bytes) -> RawTensor:
     ((_, tensor),) = found
     dtype = _SAFETENSORS_DTYPES.get(tensor["dtype"])
     if dtype is None:
-        raise _OtherDtypeError(f"holds a tensor of {tensor['dtype']}")
+        raise _OtherDtypeError(f"holds a tensor of the unsupported dtype {tensor['dtype']}")
+    _check_dimensions(len(tensor["shape"]))
     return RawTensor(dtype, tuple(tensor["shape"]), bytes(tensor["data"]))
+
+
+def _check_dimensions(count: int) -> None:
+    """Refuse shapes that fill a message, and more dimensions than numpy can have."""
+    if count > _MAX_DIMENSIONS:
+        raise TensorFileError(
+            f"holds a tensor of {count} dimensions, and must have at most {_MAX_DIMENSIONS}"
+        )
 
 
 # ---- the description of a tensor by torch.save ------------------------------------------------
@@ -265,7 +275,7 @@ class _DescriptionReader:
     def _stack_global(self, _: Any) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if not isinstance(name, str) or not isinstance(module, str):
-            raise TensorFileError("names a function by something else than a text")
+            raise TensorFileError("has a function whose name is not a string")
         self._global(f"{module} {name}")
 
     def _persistent_id(self, _: Any) -> None:
@@ -297,7 +307,7 @@ def _storage_of(saved_id: Any) -> _Storage:
     word, kind, key, *_ = saved_id
     dtype = _STORAGE_DTYPES.get(kind) if isinstance(kind, _Global) else None
     if word != "storage" or dtype is None or not isinstance(key, str):
-        raise _OtherDtypeError("holds a storage of another type")
+        raise _OtherDtypeError("has a storage of an unsupported type")
     return _Storage(dtype, key)
 
 
@@ -310,15 +320,20 @@ def _result_of(function: Any, arguments: Any) -> Any:
     if function == _REBUILD_PARAMETER and isinstance(arguments[0], _View):
         return arguments[0]
     if function != _REBUILD_TENSOR:
-        raise TensorFileError(f"calls {_name(function)} with other arguments than torch.save")
+        raise TensorFileError(
+            f"calls {_name(function)} with arguments that torch.save never writes"
+        )
     storage, offset, shape, strides, *rest = arguments
     if not isinstance(storage, _Storage) or len(rest) > 2 or not _are_sizes((offset,)):
         raise TensorFileError("describes its tensor in an unknown way")
     # Written out only as lists of numbers: tuples that hold one another may have no end.
     if not _are_sizes(shape) or not _are_sizes(strides):
         raise TensorFileError("describes a tensor whose shape or strides are no sizes")
+    _check_dimensions(len(shape))
     if len(shape) != len(strides):
-        raise TensorFileError(f"describes a tensor of shape {shape!r} and strides {strides!r}")
+        raise TensorFileError(
+            f"must have one stride per dimension, got {len(shape)} sizes and {len(strides)} strides"
+        )
     return _View(storage, offset, shape, strides)
 
 

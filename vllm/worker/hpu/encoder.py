@@ -275,7 +275,7 @@ class CardEncoder:
             )
         self.sizes = tuple(each for each in self.sizes if each != size)
         logger.warning(
-            "The encoder of %s never runs %d %s: %s", self.reads, size, self.unit, reason
+            "The encoder of %s cannot run %d %s at a time: %s", self.reads, size, self.unit, reason
         )
 
     def _attempt(self, size: int, resident_bytes: int) -> Attempt:

@@ -170,5 +170,5 @@ def card_items(
         *(num_slots[-1], num_items, encoder.reads),
     )
     if len(num_slots) > 1:
-        logger.info("In a batch whose requests have one of them at most it reads %d", num_slots[0])
+        logger.info("If no request of a batch has more than one, it reads %d slots", num_slots[0])
     return DeviceItems(media, pool, config.scheduler.max_num_seqs, num_slots, bridge)

@@ -94,8 +94,9 @@ class HPUModelRunner(ModelRunner):
         self.items = items = card_items(config, model, bridge, self.encoder)
         media = None
         if items is None and self.encoder is not None and self.encoder.is_here:
-            width = embedding_width(model)
-            media = EncodedMedia(self.encoder, width, agree=self.encoder.agree)
+            assert model.media_encoder is not None
+            dtype, width = model.media_encoder.dtype, embedding_width(model)
+            media = EncodedMedia(self.encoder, width, agree=self.encoder.agree, dtype=dtype)
 
         def rows() -> Iterator[RowPart]:
             yield from sampling_rows(config, model, sampling.state, grammars)

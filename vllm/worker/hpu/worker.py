@@ -428,7 +428,11 @@ class HPUWorker(WorkerBase):
                 )
             if hpu.full_warmup:
                 runner.launches.execution.forbid_recompilation()
-            elif hpu.sampling_warmup == "basic" and isinstance(runner, HPUModelRunner):
+            elif (
+                hpu.sampling_warmup == "basic"
+                and isinstance(runner, HPUModelRunner)
+                and not self.config.model.is_measured
+            ):
                 expected_s = start.estimate.expect(_SAMPLING)
                 self._later.append(IdleWarmUp(self.bridge, runner, self.ledger, held, expected_s))
         self._warm_up = None
@@ -648,11 +652,16 @@ class HPUWorker(WorkerBase):
             self.ledger,
             self.forecast,
             self._encoder,
-            self._choose_first if self.config.hpu.serves_while_warming else None,
+            self._choose_first if self._serves_while_warming else None,
             self._on_disk,
         )
         self.runner.launches.use_catalog(warm_up.catalog, plan.limits)
         return warm_up
+
+    @property
+    def _serves_while_warming(self) -> bool:
+        """Buckets are left for later. Not where layers measure: they would note padding, too."""
+        return self.config.hpu.serves_while_warming and not self.config.model.is_measured
 
     def _choose_first(self, wanted: Catalog, limits: StepLimits) -> list[Bucket]:
         """Choose the buckets that the start warms up."""

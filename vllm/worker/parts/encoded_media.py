@@ -96,7 +96,8 @@ def encoded_media(model: LayeredModel) -> "EncodedMedia | None":
     """
     if not (width := embedding_width(model)) or model.media_encoder is None:
         return None
-    return EncodedMedia(ModuleEncoder(model.media_encoder), width, agree=agreement(model.tp))
+    encoder, agree = model.media_encoder, agreement(model.tp)
+    return EncodedMedia(ModuleEncoder(encoder), width, agree=agree, dtype=encoder.dtype)
 
 
 Agree = Callable[[Sequence[bool]], Sequence[bool]]
@@ -138,6 +139,7 @@ class EncodedMedia:
         width: see there.
         kept: keeps them; None: a dictionary does.
         agree: with the other ranks, which encode the same images; None: nothing is asked.
+        dtype: of the encoder, in which embeddings that requests bring are kept as well.
 
     Attributes:
         width: of the embeddings, with everything that `MediaEncoder.num_added` says.
@@ -151,8 +153,9 @@ class EncodedMedia:
         width: int,
         kept: KeepsMedia | None = None,
         agree: Agree | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._encoder = encoder
+        self._encoder, self._dtype = encoder, dtype
         self.width = width
         self._agree = agree
         self._kept: KeepsMedia = {} if kept is None else kept
@@ -254,7 +257,7 @@ class EncodedMedia:
             try:
                 tensors = _tensors(item.tensors, self._files_of(row))
                 if EMBEDDINGS in tensors:
-                    self._keep(item, tensors[EMBEDDINGS])
+                    self._keep(item, tensors[EMBEDDINGS].to(self._dtype))
                 else:
                     read.append((row, item, tensors))
             except (OSError, ValueError) as error:

@@ -393,7 +393,7 @@ def test_a_model_without_speech_says_so(path: str, monkeypatch: pytest.MonkeyPat
     use_rules(monkeypatch, None)
     got = post(make_client(SpeechEngine(" a")), path)
     assert got.status_code == 400
-    assert "does not write down sound" in got.json()["error"]["message"]
+    assert "does not transcribe sound" in got.json()["error"]["message"]
 
 
 def test_a_model_of_one_language_needs_none(rules: FakeSpeech) -> None:

@@ -9,13 +9,13 @@ class ConversationView {
     this.views = new Map(); // by message
     this.log = byId("log");
     this.isFollowing = true;
-    this.log.addEventListener("scroll", () => {
-      const rest = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight;
-      this.isFollowing = rest < ConversationView.NEAR_END_PX;
-      byId("to-end").hidden = this.isFollowing;
-    });
+    this.top = 0; // as it was scrolled before
+    this.log.addEventListener("scroll", () => this.onScroll());
     byId("to-end").addEventListener("click", () => this.toEnd());
-    new ResizeObserver(() => this.follow()).observe(this.log); // a keyboard that opens
+    // A keyboard opens, or tables get their height when they come into view.
+    const observer = new ResizeObserver(() => this.follow());
+    observer.observe(this.log);
+    observer.observe(byId("messages"));
   }
 
   // Shows a conversation from its beginning to its end. What was drawn before is used again.
@@ -77,8 +77,19 @@ class ConversationView {
     }}, ...fields, element("button", {}, "Send results"));
   }
 
+  // Far from the end because somebody went back, and not because the text has grown.
+  onScroll() {
+    const {scrollTop, scrollHeight, clientHeight} = this.log;
+    const isNear = scrollHeight - scrollTop - clientHeight < ConversationView.NEAR_END_PX;
+    this.isFollowing = isNear || this.isFollowing && scrollTop >= this.top;
+    this.top = scrollTop;
+    byId("to-end").hidden = this.isFollowing;
+  }
+
   follow() {
-    if (this.isFollowing) this.log.scrollTop = this.log.scrollHeight;
+    if (!this.isFollowing) return;
+    this.log.scrollTop = this.log.scrollHeight;
+    this.top = this.log.scrollTop;
   }
 
   toEnd() {

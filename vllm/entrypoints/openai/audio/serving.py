@@ -77,7 +77,7 @@ async def create_translation(request: Request) -> Response:
 @router.post("/v1/audio/speech", status_code=404)
 async def refuse_speech() -> Response:
     """Refuse: no model here speaks."""
-    raise NotFoundError("speech is not available: this server writes down sound and makes none")
+    raise NotFoundError("speech is not available: this server transcribes sound and generates none")
 
 
 def require_speech(context: ServerContext) -> SpeechRules:
@@ -88,7 +88,7 @@ def require_speech(context: ServerContext) -> SpeechRules:
     """
     if context.speech is None:
         raise RequestError(
-            "this model does not write down sound. Start the server with one that does, such as "
+            "this model does not transcribe sound. Start the server with one that does, such as "
             "Whisper; or use POST /v1/chat/completions, if the model reads sound"
         )
     return context.speech

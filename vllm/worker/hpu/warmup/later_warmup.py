@@ -101,10 +101,12 @@ class LaterWarmUp:
         self._num_named = _RECOUNTED_AFTER
         """Steps since savings were counted."""
         self._running: Bucket | None = None
-        """Of the step that was named last."""
+        """Bucket of the step that was named last."""
         self._launch: Callable[[], str | None] | None = None
         self._used_bytes = 0
         """Memory that the last graph has taken."""
+        self._graph_bytes: dict[PaddedShape, int] = {}
+        """Memory of each graph of a bucket that is not in use yet."""
 
     # ---- steps ----------------------------------------------------------------------------
 
@@ -122,6 +124,7 @@ class LaterWarmUp:
                 self._finish(self._running, given_up)
             self._running = self._launch = None
         if not self._left:
+            self._launches.traffic = None
             return None
         self._num_named += 1
         if self._num_named >= _RECOUNTED_AFTER:
@@ -153,7 +156,7 @@ class LaterWarmUp:
         return step
 
     def warm_up(self) -> str | None:
-        """Run the launch of the step; why it has to be given up, or None."""
+        """Run the launch of the step. Return the reason to give it up, or None."""
         assert self._launch is not None, "no step has been named"
         launch, self._launch = self._launch, None
         with torch.inference_mode(), self._launches.report.warming_up():
@@ -166,6 +169,7 @@ class LaterWarmUp:
                 self._launches.release(part.shape)
             else:
                 self._ledger.book(_GRAPHS[bucket.phase], self._used_bytes)
+                self._graph_bytes[part.shape] = self._used_bytes
         elif given_up is not None:
             self._give_up(bucket, given_up)
             return
@@ -175,8 +179,10 @@ class LaterWarmUp:
             self._use(bucket)
 
     def _use(self, bucket: Bucket) -> None:
-        """All launches of a bucket have run: it is in use."""
+        """Put a bucket into use, all of whose launches have run."""
         del self._left[bucket]
+        for part in self._parts_of(bucket):
+            self._graph_bytes.pop(part.shape, None)
         self._catalog = self._catalog.with_buckets([bucket])
         self._catalog.mark_warmed([bucket])
         self._launches.use_catalog(self._catalog, self._limits)
@@ -186,19 +192,20 @@ class LaterWarmUp:
         self._count_savings()
         self._on_warm(bucket)
         if not self._left:
-            self._launches.traffic = None
             logger.info("All %d buckets are warmed up", len(self._catalog))
 
     def _give_up(self, bucket: Bucket, reason: str) -> None:
-        """Leave out a bucket, and larger ones."""
+        """Leave out a bucket and all larger ones."""
         lost = [other for other in self._left if other.covers(bucket)]
         self._num_wanted -= len(lost)
         for other in lost:
             for part in self._parts_of(other):
                 if part.stage == "capture":
                     self._launches.release(part.shape)
+                    booked = self._graph_bytes.pop(part.shape, 0)
+                    self._ledger.release(_GRAPHS[other.phase], booked)
             del self._left[other]
-        logger.warning("%d more buckets are not used: %s", len(lost), reason)
+        logger.warning("%d of the other buckets are left out: %s", len(lost), reason)
 
     # ---- what comes next ------------------------------------------------------------------
 

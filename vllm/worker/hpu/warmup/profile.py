@@ -51,7 +51,7 @@ def profile_launches(
         bridge: the card.
         runner: has a cache of a block or more, which is written to.
         most_bytes: device memory.
-        most_blocks: that the KV cache can have; decodes of more blocks cannot occur. None: there is none.
+        most_blocks: of the KV cache; decodes of more blocks cannot occur. None: there is no cache.
         forecast: learns what the launches take.
 
     Returns:

@@ -1,16 +1,16 @@
 """The list of buckets whose recipes are on disk, in the folder where the bridge keeps the recipes.
 
-The files of the bridge have names that say nothing. With the list a second start knows what will be
-read and not compiled, for its estimate and for the choice of its first buckets. It is a hint: what
-it names may be gone, and is compiled then. Only rank 0 writes it.
+The names of the files of the bridge do not tell the bucket. From the list a later start knows which
+recipes will be read instead of compiled, for its estimate and for the choice of its first buckets.
+The list is a hint: a recipe that is no longer on disk is compiled. Only rank 0 writes it.
 """
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import torch
 
 from vllm.bucketing import Bucket, Phase
@@ -23,6 +23,30 @@ logger = init_logger(__name__)
 FILE_NAME = "vllm_recipes.json"
 _FORMAT, _VERSION = "vllm recipes", 1
 _MOST_CONFIGURATIONS = 16
+
+
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Entry(msgspec.Struct):
+    """The buckets of one configuration."""
+
+    fields: dict[str, str]
+    buckets: list[tuple[str, _Count, _Count, Annotated[int, msgspec.Meta(ge=0)]]]
+    """Phase, batch, query length and blocks."""
+
+    @property
+    def found(self) -> set[Bucket]:
+        phases = {str(phase): phase for phase in Phase}
+        return {Bucket(phases[name], *sizes) for name, *sizes in self.buckets if name in phases}
+
+
+class _Content(msgspec.Struct):
+    """What the file has."""
+
+    format: str
+    version: int
+    configurations: list[_Entry]
 
 
 class RecipeManifest:
@@ -49,13 +73,13 @@ class RecipeManifest:
             return
         others = []
         for entry in _read(path):
-            if entry["fields"] == self._fields:
-                self.found = frozenset(_buckets(entry))
+            if entry.fields == self._fields:
+                self.found = frozenset(entry.found)
                 return
-            others.append(entry["fields"])
+            others.append(entry.fields)
         if others and is_writer:
             logger.info(
-                "The recipes in %s are of another configuration: %s. They are compiled again",
+                "The recipes in %s are for another configuration: %s. They are compiled again",
                 *(path.parent, self._difference(others)),
             )
 
@@ -73,7 +97,7 @@ class RecipeManifest:
         is_deleted = options.partition(",")[0].strip().lower() in ("true", "1")
         path = Path(folder.strip()) / FILE_NAME if folder.strip() else None
         if path is not None and is_deleted and not rank:
-            path.unlink(missing_ok=True)  # the bridge deletes the recipes
+            _delete(path)  # the bridge deletes the recipes
         model, limits = config.model, config.scheduler
         fields = {
             "model": model.path or model.model,
@@ -101,21 +125,22 @@ class RecipeManifest:
         if self._path is None or not self._is_writer:
             return
         entries = _read(self._path)  # another engine may have written since
-        own = next((e for e in entries if e["fields"] == self._fields), None)
-        known = set() if own is None else set(_buckets(own))
+        own = next((entry for entry in entries if entry.fields == self._fields), None)
+        known = set() if own is None else own.found
         new = sorted(known.union(buckets))
         if len(new) == len(known):
             return
-        entry = {
-            "fields": self._fields,
-            "buckets": [[str(b.phase), b.batch, b.query_len, b.blocks] for b in new],
-        }
-        kept = [entry, *(e for e in entries if e is not own)][:_MOST_CONFIGURATIONS]
-        content = {"format": _FORMAT, "version": _VERSION, "configurations": kept}
+        buckets = [(str(b.phase), b.batch, b.query_len, b.blocks) for b in new]
+        entry = _Entry(fields=self._fields, buckets=buckets)
+        kept = [entry, *(each for each in entries if each is not own)][:_MOST_CONFIGURATIONS]
+        content = _Content(format=_FORMAT, version=_VERSION, configurations=kept)
         part = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
-            part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            part.replace(self._path)
+            try:
+                part.write_bytes(msgspec.json.encode(content) + b"\n")
+                part.replace(self._path)
+            finally:
+                part.unlink(missing_ok=True)
         except OSError as error:
             if not self._has_failed:
                 logger.warning(
@@ -137,24 +162,22 @@ class RecipeManifest:
         )
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _delete(path: Path) -> None:
+    """Delete the list, if there is one, or say why not."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("The list of recipes %s is not deleted: %s", path, error)
+
+
+def _read(path: Path) -> list[_Entry]:
     """The configurations of a file; none if there is no such file, or it is damaged or newer."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if (content["format"], content["version"]) != (_FORMAT, _VERSION):
-            return []
-        entries = [dict(entry) for entry in content["configurations"]]
-        for entry in entries:
-            _buckets(entry)
-            dict(entry["fields"])
-        return entries
+        content = msgspec.json.decode(path.read_bytes(), type=_Content)
+        is_ours = (content.format, content.version) == (_FORMAT, _VERSION)
+        return content.configurations if is_ours else []
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         logger.warning("The list of recipes %s is not read: %s", path, error)
         return []
-
-
-def _buckets(entry: Mapping[str, Any]) -> list[Bucket]:
-    phases = {str(phase): phase for phase in Phase}
-    return [Bucket(phases[name], *map(int, sizes)) for name, *sizes in entry["buckets"]]
