@@ -69,8 +69,14 @@ def test_figures_follow_the_engine(page):
         ]
         label = page.evaluate("document.querySelector('#generation-chart svg').ariaLabel")
         assert label == "Generated tokens per second in the last 120 seconds, at most 5,000"
+        assert not page.is_shown("#traffic")
+        page.click("#show-traffic")
+        page.wait_for("document.querySelectorAll('#traffic .traffic').length === 1")
+        engine.core_metrics.traffic_table.add(0, 1, 300, 0)
         engine.work(num_tokens=1, num_waiting=77)
         page.wait_for_text("#waiting", "77")
+        page.wait_for("document.querySelectorAll('#traffic .traffic').length === 2")
+        assert page.text("#traffic figcaption") == "Decodes Prompts"
 
 
 def test_a_chart_has_an_axis_of_time_and_one_of_size(page):

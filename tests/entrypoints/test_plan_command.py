@@ -1,12 +1,14 @@
 """`vllm plan` on the command line: tables, JSON, and one line for bad input."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from tests.hpu import needs_simulated_device
 from vllm.entrypoints.cli.main import main
+from vllm.entrypoints.pages.plan_page import plan_page
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,14 +41,16 @@ def environment(monkeypatch):
 
 
 @needs_simulated_device
-def test_the_table_and_the_object_have_the_same_figures(model, capsys):
+def test_the_table_the_object_and_the_page_have_the_same_figures(model, tmp_path, capsys):
     flags = ["plan", model, "--device", "gaudi2", "--max-num-seqs", "4", "--num-cards", "2"]
     assert main(flags) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     assert lines[0].endswith("bfloat16, on 2 gaudi2 cards. Planned, not measured.")
-    assert main([*flags, "--json"]) == 0
+    file = tmp_path / "plan.html"
+    assert main([*flags, "--json", "--html", str(file)]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert data_of(file.read_text("utf-8")) == found
     memory, start = found["memory"], found["start"]
     assert (found["version"], found["device"], found["num_cards"]) == (1, "gaudi2", 2)
     assert sum(num_bytes for _, num_bytes in memory["uses"]) == memory["total_bytes"]
@@ -57,6 +61,34 @@ def test_the_table_and_the_object_have_the_same_figures(model, capsys):
     line = next(line for line in lines if line.startswith("  prompts"))
     assert line.split()[1:3] == [str(prefill["num_buckets"]), str(prefill["num_shapes"])]
     assert start["cold_s"] > start["cached_s"] > 0
+    num_buckets = prefill["num_buckets"] + start["decode"]["num_buckets"]
+    assert len(found["buckets"]) == len(found["bucket_s"]) == num_buckets
+    assert min(found["bucket_s"]) > 0
+
+
+def test_a_page_that_cannot_be_written_gets_one_line(model, tmp_path, capsys):
+    assert main(["plan", model, "--device", "cpu", "--html", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    *logged, error = err.splitlines()
+    assert error.startswith(f"error: --html {tmp_path} cannot be written: ")
+    assert out == "" and all(line.startswith("INFO") for line in logged)
+
+
+def test_the_page_has_a_policy_and_no_text_of_a_plan_is_html():
+    plan = {"model": "</script><script>alert('<!-- plan -->')</script>"}
+    page = plan_page(plan)
+    assert data_of(page) == plan
+    assert "alert('<" not in page
+    [policy] = re.findall('<meta http-equiv="Content-Security-Policy" content="([^"]+)">', page)
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "connect-src" not in policy and "frame-ancestors" not in policy
+    assert set(re.findall(r"https?://[^\"]*", page)) == {"http://www.w3.org/2000/svg"}
+
+
+def data_of(page: str) -> Any:
+    """Return the plan that a page has in it."""
+    [text] = re.findall('<script type="application/json" id="plan">(.*?)</script>', page)
+    return json.loads(text)
 
 
 def test_a_plan_for_a_cpu_has_the_memory_of_a_machine(model, capsys):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from vllm.bucketing import Bucket
 from vllm.bucketing.ledger import GRAPHS, MemoryClass
 from vllm.config import VllmConfig
 from vllm.cost_model.measured import Measured
@@ -15,6 +16,7 @@ from vllm.planning.host import start_on_host
 from vllm.planning.start import StartPlan, plan_start
 from vllm.planning.throughput.prediction import Prediction
 from vllm.planning.throughput.table import as_objects
+from vllm.planning.traffic import bucket_row, bucket_seconds, shape_seconds
 from vllm.platforms.cpu import machine_memory_bytes
 from vllm.worker.hpu.warmup.profile import held_bytes
 from vllm.worker.interface import MemoryReport
@@ -63,6 +65,10 @@ class Plan:
     not made for it."""
     measured: str = ""
     """Constants that were measured, as one line; empty: none."""
+    buckets: tuple[Bucket, ...] = ()
+    """That the engine has without a traffic; empty for a CPU."""
+    bucket_s: tuple[float, ...] = ()
+    """Predicted seconds of a forward pass in each bucket; empty with pipeline stages."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the same figures for programs."""
@@ -73,9 +79,10 @@ class Plan:
         throughput = as_objects(self.throughput)
         return {
             "version": JSON_VERSION,
-            **asdict(replace(self, throughput=())),
+            **asdict(replace(self, throughput=(), buckets=())),
             "start": start,
             "throughput": throughput,
+            "buckets": [bucket_row(bucket) for bucket in self.buckets],
         }
 
 
@@ -112,9 +119,12 @@ def describe(engine: EnginePlan, device: str, measured: Measured | None = None) 
     if measured is not None:
         start = start.with_slower_compilations(measured.slowness("compile_s"))
     throughput: list[Prediction] = []
+    buckets = (*engine.catalog.prefill, *engine.catalog.decode)
+    bucket_s: tuple[float, ...] = ()
     if is_speed_known(engine):
         cost = serving_cost(engine, None if measured is None else measured.fitted)
         throughput = throughput_grid(engine, cost)
+        bucket_s = bucket_seconds(buckets, shape_seconds(cost, config.cache.block_size))
     return Plan(
         model=config.model.model or "",
         dtype=config.model.dtype_name,
@@ -126,6 +136,8 @@ def describe(engine: EnginePlan, device: str, measured: Measured | None = None) 
         start=start,
         throughput=tuple(throughput),
         measured="" if measured is None else measured.describe(),
+        buckets=buckets,
+        bucket_s=bucket_s,
     )
 
 

@@ -1,6 +1,6 @@
 """Buckets of a planned engine for a traffic, recorded or replayed from lengths of requests."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from vllm.bucketing.optimal import Floats, Ints, ShapeCost, cost_of
 from vllm.bucketing.step_limits import ceil_div
 from vllm.bucketing.traffic import ROUNDING, Shapes, TrafficTable, Weights
 from vllm.cost_model.throughput import ServingCost
-from vllm.errors import ConfigError
 from vllm.planning.engine_plan import EnginePlan
 from vllm.planning.replay import Replay, replay
 from vllm.planning.request_lengths import RequestLengths, is_recorded, read_lengths
@@ -41,6 +40,10 @@ class TrafficPlan:
     """Device time of padding in the chosen buckets, relative to the time without any."""
     replayed: Replay | None
     """Replay in the chosen buckets; None: the traffic was recorded."""
+    table: TrafficTable
+    """Forward passes that the buckets were chosen for."""
+    bucket_s: tuple[float, ...]
+    """Predicted seconds of a forward pass in each chosen bucket."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -70,9 +73,9 @@ class TrafficPlan:
             "padding": self.padding,
             "certificates": list(self.certificates),
             "notes": list(self.notes),
-            "buckets": [
-                [str(b.phase), b.batch, b.query_len, b.blocks] for b in self.chosen.buckets
-            ],
+            "buckets": [bucket_row(bucket) for bucket in self.chosen.buckets],
+            "bucket_s": list(self.bucket_s),
+            "shapes": [[*bucket_row(shape), count] for shape, count, _ in self.table],
         }
         if self.replayed is not None:
             waited = self.replayed.first_tokens - self.replayed.arrivals
@@ -136,23 +139,30 @@ def plan_traffic(
         within = traffic_limits(table, limits)
         padding = recorded_padding(table, buckets, within, seconds, longest_launch)
         return TrafficPlan(
-            *(source, table.num_launches, chosen, num_present, padding, chosen.padding, None),
+            source=source,
+            num_launches=table.num_launches,
+            chosen=chosen,
+            num_present=num_present,
+            present_padding=padding,
+            padding=chosen.padding,
+            replayed=None,
+            table=table,
+            bucket_s=bucket_seconds(chosen.buckets, seconds),
             notes=tuple(_notes_of_recorded(table, limits, source)),
         )
     requests = traffic
 
-    def bucket_seconds(bucket: Bucket) -> float:
-        sizes = np.array([(bucket.phase, bucket.batch, bucket.query_len, bucket.blocks)], np.int64)
-        return float(seconds(*sizes.T)[0])
+    def seconds_of(bucket: Bucket) -> float:
+        return bucket_seconds([bucket], seconds)[0]
 
-    first = replay(config, num_blocks, present, requests, bucket_seconds)
+    first = replay(config, num_blocks, present, requests, seconds_of)
     chosen = choose(first.table)
     # The planner groups prompts by the buckets that there are.
     sizes = tuple((int(b.phase), b.batch, b.query_len, b.blocks) for b in chosen.buckets)
     hpu = replace(config.hpu, bucketing_strategy="optimal", chosen_buckets=sizes)
     with_chosen = replace(config, hpu=hpu)
     plan = plan_buckets(with_chosen, num_blocks)
-    second = replay(with_chosen, num_blocks, plan, requests, bucket_seconds)
+    second = replay(with_chosen, num_blocks, plan, requests, seconds_of)
     return TrafficPlan(
         source=source,
         num_launches=first.table.num_launches,
@@ -161,7 +171,9 @@ def plan_traffic(
         present_padding=first.padding,
         padding=second.padding,
         replayed=second,
-        notes=(*requests.notes, *_notes_of_requests(requests, limits, source)),
+        table=first.table,
+        bucket_s=bucket_seconds(chosen.buckets, seconds),
+        notes=requests.notes,
     )
 
 
@@ -252,13 +264,12 @@ def shape_seconds(cost: ServingCost, block_size: int) -> ShapeCost:
     return seconds
 
 
-def write_buckets(plan: TrafficPlan, path: Path) -> None:
-    """Write a bucket file.
+def bucket_seconds(buckets: Sequence[Bucket], cost: ShapeCost) -> tuple[float, ...]:
+    """Return the predicted seconds of a forward pass in each bucket."""
+    sizes = np.array([(b.phase, b.batch, b.query_len, b.blocks) for b in buckets], np.int64)
+    return tuple(cost(*sizes.reshape(-1, 4).T).tolist())
 
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        path.write_text(plan.file_text(), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--write-buckets {path} cannot be written: {error}") from None
+
+def bucket_row(bucket: Bucket) -> list[str | int]:
+    """Return a bucket for JSON."""
+    return [str(bucket.phase), bucket.batch, bucket.query_len, bucket.blocks]

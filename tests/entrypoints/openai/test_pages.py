@@ -15,7 +15,7 @@ from vllm.entrypoints.server.early_app import EarlyApp
 from vllm.entrypoints.shared.server_args import ServerArgs
 
 FOLDER = files(assets) / "web_pages"
-PAGES = ("chat", "status", "docs")
+PAGES = ("chat", "status", "docs", "plan")
 
 
 def client_of(engine=None, **settings):

@@ -56,6 +56,11 @@ def add_parser(
     )
     group.add_argument("--json", action="store_true", help="print the plan as one JSON object")
     group.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write the plan as charts to a page that a browser shows without a network",
+    )
+    group.add_argument(
         "--measured",
         metavar="FILE",
         help="rates of a card of this kind, as 'vllm hpu-check --save FILE' writes them",
@@ -85,12 +90,13 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("vllm").setLevel(logging.WARNING)
 
     from vllm.entrypoints.openai.cli_args import exit_after_help, read_args
+    from vllm.entrypoints.pages.plan_page import plan_page
     from vllm.planning.card_search import found_lines, found_object, serve_command
     from vllm.planning.engine_throughput import serving_cost
     from vllm.planning.fit import planned_or_nearest
     from vllm.planning.plan import describe, make_plan
     from vllm.planning.text import plan_lines
-    from vllm.planning.traffic import plan_traffic, read_traffic, write_buckets
+    from vllm.planning.traffic import plan_traffic, read_traffic
 
     args.device = None
     source = args.traffic
@@ -129,11 +135,25 @@ def run(args: argparse.Namespace) -> int:
         as_json["traffic"] = buckets.as_json()
         lines += ["", *buckets.lines()]
         if args.write_buckets is not None:
-            write_buckets(buckets, Path(args.write_buckets))
+            _write("--write-buckets", args.write_buckets, buckets.file_text())
+    if args.html is not None:
+        _write("--html", args.html, plan_page(as_json))
     if args.json:
         lines = [json.dumps(as_json)]
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
+
+
+def _write(flag: str, path: str, text: str) -> None:
+    """Write the file of a flag.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} cannot be written: {error}") from None
 
 
 def _traffic_path(source: str, device: str) -> Path:
@@ -243,7 +263,8 @@ def _search(
 
 
 _OWN_FLAGS = {
-    *("device", "num_cards", "host_memory", "json", "measured", "traffic", "write_buckets"),
+    *("device", "num_cards", "host_memory", "json", "html", "measured"),
+    *("traffic", "write_buckets"),
     *("input_len", "output_len", "run", "command"),
     *("goal_ttft", "goal_tpot", "goal_tokens_per_s"),
     *("model", "model_tag", "tensor_parallel_size", "max_num_seqs"),

@@ -31,10 +31,12 @@ class WebPage:
     Attributes:
         body: HTML in UTF-8.
         headers: of its response; names in lower case. The etag changes with the body.
+        file_policy: the content security policy of a page that is a file, and asks no server.
     """
 
     body: bytes
     headers: Mapping[str, str]
+    file_policy: str
 
 
 @cache
@@ -51,16 +53,17 @@ def load_page(name: str) -> WebPage:
 
     html = _read(f"{name}/page.html").replace(_NUMBERS, _number_fields())
     body = _INCLUDE.sub(include, html).encode()
+    policy = _policy(sources["style"], sources["script"])
     headers = {
         "content-type": "text/html; charset=utf-8",
-        "content-security-policy": _policy(sources["style"], sources["script"]),
+        "content-security-policy": f"{policy}; connect-src 'self'; frame-ancestors 'none'",
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
         "x-dns-prefetch-control": "off",  # showing a link must not cause a DNS look-up
         "cache-control": "no-cache",  # the browser asks each time; the etag makes the answer short
         "etag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
     }
-    return WebPage(body, headers)
+    return WebPage(body, headers, policy)
 
 
 def _number_fields() -> str:
@@ -87,11 +90,11 @@ def _number_field(name: str, number: Number) -> str:
 
 
 def _policy(styles: list[str], scripts: list[str]) -> str:
-    """Own styles and scripts run, requests go to this server alone, and no text becomes HTML."""
+    """Own styles and scripts run, nothing is requested, and no text becomes HTML."""
     return (
         f"default-src 'none'; script-src {' '.join(scripts)}; style-src {' '.join(styles)}; "
-        "connect-src 'self'; img-src data:; media-src data:; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+        "img-src data:; media-src data:; base-uri 'none'; form-action 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
     )
 
 

@@ -6,6 +6,8 @@ const CHARTS = {
   prompt: new Chart(byId("prompt-chart"), "Prompt"),
 };
 
+const traffic = new Traffic();
+
 const meanOfLast = (rates) => rates.slice(-RATE_SECONDS).reduce((a, b) => a + b, 0) / RATE_SECONDS;
 function median(values) {
   const known = values.filter((value) => value !== null).sort((a, b) => a - b);
@@ -83,6 +85,7 @@ function showEngine(s) {
   const hasBuckets = s.bucket_hits + s.bucket_misses > 0;
   for (const tile of document.querySelectorAll(".of-buckets")) tile.hidden = !hasBuckets;
   showWarmUp(s.warm_up);
+  traffic.show(s.traffic);
   // A model that embeds or classifies has no tokens to wait for, and one without a decoder no cache.
   for (const tile of document.querySelectorAll(".of-generation")) tile.hidden = !s.generates;
   byId("kv-tile").hidden = !s.generates && !s.kv_blocks;

@@ -130,8 +130,8 @@ class RecipeManifest:
         new = sorted(known.union(buckets))
         if len(new) == len(known):
             return
-        buckets = [(str(b.phase), b.batch, b.query_len, b.blocks) for b in new]
-        entry = _Entry(fields=self._fields, buckets=buckets)
+        sizes = [(str(b.phase), b.batch, b.query_len, b.blocks) for b in new]
+        entry = _Entry(fields=self._fields, buckets=sizes)
         kept = [entry, *(each for each in entries if each is not own)][:_MOST_CONFIGURATIONS]
         content = _Content(format=_FORMAT, version=_VERSION, configurations=kept)
         part = self._path.with_name(f".{self._path.name}.{os.getpid()}")

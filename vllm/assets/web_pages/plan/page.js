@@ -1,0 +1,128 @@
+// Shows the plan that is in this file.
+
+const plan = JSON.parse(byId("plan").textContent);
+
+const gib = (bytes) => {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const power = Math.min(units.length - 1, Math.floor(Math.log2(Math.max(1, bytes)) / 10));
+  return `${+(bytes / 1024 ** power).toPrecision(4)} ${units[power]}`;
+};
+const spent = (s) => s >= 120 ? `${(s / 60).toFixed(1)} min` : s >= 10 ? `${s.toFixed(0)} s` : `${s.toFixed(1)} s`;
+
+function showSummary({memory, start}) {
+  const what = plan.device === "cpu" ? "rank" : "card";
+  const name = plan.model.replace(/\/+$/, "").split("/").at(-1);
+  document.title = `${name}: vLLM plan`;
+  showText("model", name);
+  showText("about", `${plan.dtype}, on ${plan.num_cards} ${plan.device} ${what}`
+    + `${plan.num_cards > 1 ? "s" : ""}. Planned, not measured.`);
+  byId("measured").hidden = !plan.measured;
+  showText("measured", plan.measured);
+  for (const [id, text] of Object.entries({
+    "num-blocks": count(memory.num_blocks),
+    "block-note": `of ${memory.block_size} tokens, ${gib(memory.block_bytes)} each`,
+    "num-sequences": memory.num_sequences.toFixed(1),
+    "sequence-note": `of ${count(memory.max_model_len)} tokens (--max-model-len)`,
+    "longest-context": count(memory.longest_context),
+  })) showText(id, text);
+  byId("first-answer").hidden = !start;
+  if (!start) return;
+  showText("cold", spent(start.cold_s));
+  showText("cached", spent(start.cached_s));
+}
+
+function showMemory({total_bytes: total, uses}) {
+  const bars = new Bars(byId("memory"), total);
+  let begin = 0;
+  for (const [name, bytes] of uses) {
+    bars.add(name, [[begin, bytes, ""]], gib(bytes), `${percent(bytes / total)} %`);
+    begin += bytes;
+  }
+  bars.addTotal(plan.device === "cpu" ? "the machine" : "each card", gib(total));
+}
+
+// The order in which a server does it.
+function showStart({prefill, decode, sampling_s, cold_s, cached_s}) {
+  const shapes = (phase) => `${count(phase.num_shapes)} shapes`;
+  const graphs = (phase) => `${count(phase.num_graphs)} graphs, ${gib(phase.graph_bytes)}`;
+  const bars = new Bars(byId("time-line"), cold_s);
+  let cold = 0, cached = 0;
+  for (const [name, compile, run, note] of [
+    ["prompts", prefill.compile_s, prefill.run_s, shapes(prefill)],
+    ["decodes", decode.compile_s, decode.run_s, shapes(decode)],
+    ["sampling", sampling_s, 0, ""],
+    ["prompt graphs", 0, prefill.capture_s, graphs(prefill)],
+    ["decode graphs", 0, decode.capture_s, graphs(decode)],
+  ]) {
+    if (compile + run === 0) continue;
+    bars.add(name, [[cold, compile, "compile"], [cold + compile, run, "run"], [cached, run, "cached"]],
+      spent(compile + run), note, "two");
+    cold += compile + run;
+    cached += run;
+  }
+  bars.addTotal("first answer", `${spent(cold_s)}, or ${spent(cached_s)}`);
+}
+
+function showThroughput(speeds) {
+  const metrics = byId("metrics");
+  for (const [metric, {name}] of Object.entries(Curves.METRICS)) {
+    const radio = element("input", {type: "radio", name: "metric", value: metric,
+      onchange: () => Curves.draw(byId("curves"), speeds, metric)});
+    metrics.append(element("label", {}, radio, name));
+  }
+  metrics.querySelector("input").checked = true;
+  Curves.draw(byId("curves"), speeds, "tokens_per_s");
+  showText("throughput-note", `Requests of ${count(speeds[0].output_tokens)} output tokens, always so `
+    + "many at a time. The band holds 80 % of the published runs that are most alike.");
+  const reasons = new Set(speeds.flatMap((speed) => speed.outside_of_published_data));
+  byId("outside").hidden = !reasons.size;
+  showText("outside", `Outside of published data (${[...reasons].join(", ")}): the band is a factor of `
+    + "two wider.");
+  const cell = (text) => element("td", {}, text);
+  const banded = ({expected, band}, scale = 1) =>
+    `${short(scale * expected)} (${short(scale * band[0])}–${short(scale * band[1])})`;
+  byId("speeds").append(...speeds.map((speed) => element("tr", {},
+    cell(count(speed.requests)), cell(count(speed.prompt_tokens)), cell(banded(speed.ttft_s, 1000)),
+    cell(banded(speed.tpot_s, 1000)), cell(banded(speed.tokens_per_s)),
+    element("td", {className: "text"},
+      [...new Set([speed.prefill_bound_by, speed.decode_bound_by])].join("; ")))));
+}
+
+// The cost of a bucket is its time, or its padded tokens and blocks where no time is predicted.
+function showBuckets(title, buckets, times, shapes, notes) {
+  const isTimed = times.length > 0;
+  const costs = isTimed ? times : buckets.map(([, batch, tokens, blocks]) => batch * tokens + blocks);
+  const describe = isTimed ? seconds : (cost) => `${count(cost)} tokens and blocks`;
+  const charts = element("div", {className: "charts"});
+  byId("maps").append(element("h3", {}, title), ...notes.map((note) => element("p", {className: "note"}, note)),
+    ...shapes.length ? [HeatMap.dotKey(shapes)] : [], charts);
+  HeatMap.draw(charts, buckets, costs, shapes, describe);
+}
+
+function showGoals({is_met: isMet, num_cards: cards, max_num_seqs: most, misses, command}) {
+  const what = `${cards} card${cards > 1 ? "s" : ""} with --max-num-seqs ${most}`;
+  showText("goals-text", isMet ? `They are met by ${what}.`
+    : `Nothing meets them; nearest is ${what}. Missed: ${misses
+      .map((miss) => `${miss.name} is ${short(miss.value)}, not ${short(miss.goal)}`).join(", ")}.`);
+  showText("command", command);
+}
+
+showSummary(plan);
+showMemory(plan.memory);
+byId("goals").hidden = !plan.goals;
+if (plan.goals) showGoals(plan.goals);
+byId("throughput").hidden = !plan.throughput.length;
+if (plan.throughput.length) showThroughput(plan.throughput);
+byId("buckets").hidden = !plan.buckets.length;
+if (plan.buckets.length) {
+  const {traffic} = plan;
+  const share = (padding) => traffic ? `, ${percent(padding)} % of padding in this traffic` : "";
+  showBuckets(`${count(plan.buckets.length)} buckets of the engine${share(traffic?.present_padding)}`,
+    plan.buckets, plan.bucket_s, traffic?.shapes ?? [], traffic?.notes ?? []);
+  if (traffic) {
+    showBuckets(`${count(traffic.buckets.length)} buckets chosen for ${traffic.source}${share(traffic.padding)}`,
+      traffic.buckets, traffic.bucket_s, traffic.shapes, traffic.certificates);
+  }
+}
+byId("start").hidden = !plan.start;
+if (plan.start) showStart(plan.start);
