@@ -318,7 +318,7 @@ def test_a_part_of_the_warm_up_that_fails_stops_the_engine(monkeypatch):
     core._warm_up = BackgroundWarmUp(parts, 1.0, 1.0, parts.time)
     monkeypatch.setattr(parts, "run", lambda: 1 / 0)
     core.add_request(make_request("a"))
-    with pytest.raises(EngineDeadError, match="a part of the warm-up failed: .*division by zero"):
+    with pytest.raises(EngineDeadError, match="a part of the warm-up failed"):
         core.step()
     with pytest.raises(EngineDeadError):
         core.step()

@@ -104,7 +104,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "the server continues" in caplog.text
     os.mkdir(tmp_path / "missing")
-    file.write()  # what could not be written is, also if nothing is new
+    file.write()  # nothing is new, but the last try failed
     path = tmp_path / "missing" / "traffic.json"
     assert TrafficTable.load(path).num_launches == 2
     older = metrics.traffic_table.copy()

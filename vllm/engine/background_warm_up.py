@@ -109,7 +109,7 @@ class BackgroundWarmUp:
             return
         began = self._clock()
         self._run()
-        self._name(self._max_delay_s)  # which takes time, too
+        self._name(self._max_delay_s)  # its time counts
         seconds = self._clock() - began
         self._credit_s -= seconds
         self._longest_delay_s = max(self._longest_delay_s, seconds)

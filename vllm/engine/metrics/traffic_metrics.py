@@ -228,7 +228,10 @@ class BucketAdvice:
         totals = self._metrics.totals
         if totals.warm_up.num_wanted and not (self._is_warm and not totals.warm_up.is_warming):
             # With the first buckets there is more padding than the others will have.
-            self._is_warm, self._before = not totals.warm_up.is_warming, self._metrics.device_seconds
+            self._is_warm, self._before = (
+                not totals.warm_up.is_warming,
+                self._metrics.device_seconds,
+            )
             return False
         needed_s, padded_s = self._seconds
         if (
