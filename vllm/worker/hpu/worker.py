@@ -660,7 +660,7 @@ class HPUWorker(WorkerBase):
 
     @property
     def _serves_while_warming(self) -> bool:
-        """Buckets are left for later. Not where layers measure: they would note padding, too."""
+        """Buckets are left for later. Layers that measure would note padding."""
         return self.config.hpu.serves_while_warming and not self.config.model.is_measured
 
     def _choose_first(self, wanted: Catalog, limits: StepLimits) -> list[Bucket]:
