@@ -127,7 +127,7 @@ def photographs(count: int, seed: int) -> Iterator[tuple[int, int]]:
 
 
 def measure(kind: Kind, shapes: list[tuple[int, int]]) -> dict[str, Any]:
-    """Return the share of padding, and the sizes that photographs have been padded to."""
+    """Return the fraction of padding, and the sizes that photographs have been padded to."""
     config = {"vision_config": kind.vision, **kind.config}
     family = family_class(kind.module)(config, with_defaults(kind.settings))
     unit = import_module(f"vllm.model_executor.media.families.{kind.module}").Encoder.unit

@@ -189,7 +189,8 @@ def test_engines_of_a_calibration_warm_up_only_where_that_is_asked_for(
         envs.get.cache_clear()
 
 
-@pytest.mark.parametrize("card", ["gaudi2", pytest.param("gaudi3", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # on the CPU above; FP8 on a card: test_fp8_cache.py
+@pytest.mark.parametrize("card", ["gaudi2", "gaudi3"])
 def test_a_simulated_card_is_calibrated_and_serves_the_model(card, tmp_path):
     """Measured and served on the card alone, with FP8 weights and cache, and with attention of
     prompts in FP8; strict, so a compilation in a warmed step fails. 1,500 tokens of another module

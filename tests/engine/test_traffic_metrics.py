@@ -1,5 +1,6 @@
 """Sizes of forward passes: counted once each, in metrics, in a table and in a file."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from tests.engine.fakes import make_config
 from tests.engine.test_metrics import NOTHING, scrape
+from tests.hpu import captured_log
 from vllm.bucketing.bucket import decode, prefill
 from vllm.bucketing.traffic import TrafficTable
 from vllm.cost_model.padded import forward_seconds
@@ -89,16 +91,15 @@ def test_a_file_is_written_at_most_once_a_minute_and_continued(tmp_path: Path) -
     assert path.stat().st_mtime_ns == written, "nothing is new"
 
 
-def test_a_folder_that_cannot_be_written_is_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
     metrics = make_metrics()
     file = TrafficFile(tmp_path / "missing" / "traffic.json", metrics)
-    for number in (1, 2):
-        report(metrics, number, *DECODE)
-        file.write()
-    assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert "the server continues" in caplog.text
+    with captured_log(logging.WARNING) as log:
+        for number in (1, 2):
+            report(metrics, number, *DECODE)
+            file.write()
+    [line] = log
+    assert "the server continues" in line
     os.mkdir(tmp_path / "missing")
     report(metrics, 3, *DECODE)
     file.write()
@@ -125,7 +126,7 @@ def test_a_file_of_something_else_is_not_overwritten(
     assert path.read_text() == before
 
 
-def test_poor_buckets_are_said_at_most_once_a_day(caplog: pytest.LogCaptureFixture) -> None:
+def test_poor_buckets_are_said_at_most_once_a_day() -> None:
     metrics, now = make_metrics(), [0.0]
     advice = BucketAdvice(metrics, metrics.config, clock=lambda: now[0])
     report(metrics, 1, *DECODE)
@@ -138,20 +139,18 @@ def test_poor_buckets_are_said_at_most_once_a_day(caplog: pytest.LogCaptureFixtu
     assert not advice.is_due()
     now[0] += 10_000
     assert advice.is_due()
-    with caplog.at_level("INFO"):
+    with captured_log() as log:
         advice.advise()
-    [line] = [record.getMessage() for record in caplog.records]
+    [line] = log
     assert line.startswith("buckets: 22.9 % of device time is padding; 3 others would have 0.0 %")
 
 
-def test_buckets_that_fit_their_traffic_are_not_spoken_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_buckets_that_fit_their_traffic_are_not_spoken_of() -> None:
     metrics = make_metrics()
     for number in range(1, 10_002):
         report(metrics, number, 1, 3, 1, 20, 3, 1, 20)
     advice = BucketAdvice(metrics, metrics.config)
     assert not advice.is_due()
-    with caplog.at_level("INFO"):
+    with captured_log() as log:
         advice.advise()
-    assert not caplog.records
+    assert not log

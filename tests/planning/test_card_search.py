@@ -126,6 +126,17 @@ def test_goals_that_one_card_meets_need_one_card(dense_folder):
     assert found_lines(found, command)[-1] == command
 
 
+def test_a_batch_whose_workspace_does_not_fit_is_given_up(dense_folder):
+    def make(num_cards: int, max_num_seqs: int | None) -> EnginePlan:
+        if max_num_seqs is not None and max_num_seqs > 6:
+            raise ConfigError("no memory for the workspace")
+        return make_plan(dense_folder, num_cards, max_num_seqs)
+
+    found = search_cards(make, Goals(tokens_per_s=1), Lengths(100, 100))
+    assert 4 <= found.choice.max_num_seqs <= 6
+    assert found.plan.config.scheduler.max_num_seqs == found.choice.max_num_seqs
+
+
 def test_cards_on_which_the_engine_does_not_run_are_named(dense_folder):
     found = search_cards(partial(make_plan, dense_folder), Goals(ttft_ms=1e-6), Lengths(100, 100))
     assert [miss.name for miss in found.choice.misses] == ["ttft_ms"]

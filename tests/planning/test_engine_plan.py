@@ -161,7 +161,12 @@ def check_case(seed: int, checkpoint: Callable[[str], str]) -> None:
     "seed",
     [
         *range(12),
-        *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(12, 1000)),
+        38,  # with kernels that are tried before they are used
+        *(
+            pytest.param(seed, marks=pytest.mark.exhaustive)
+            for seed in range(12, 1000)
+            if seed != 38
+        ),
     ],
 )
 def test_a_plan_has_the_memory_and_buckets_of_a_card(seed, checkpoint):

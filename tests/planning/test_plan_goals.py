@@ -69,6 +69,15 @@ def test_measured_rates_change_the_plan_and_are_named(flags, capsys, tmp_path):
         assert after["tpot_s"]["expected"] > before["tpot_s"]["expected"]
 
 
+def test_pipeline_stages_have_no_throughput(flags, capsys):
+    stages = ["--pipeline-parallel-size", "2"]
+    assert main([*flags, *stages, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["throughput"] == []
+    goals = ["--goal-ttft", "5", "--input-len", "100", "--num-cards", "1"]
+    assert main([*flags, *stages, *goals]) == 2
+    assert "--pipeline-parallel-size must be 1, got 2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -77,7 +86,10 @@ def test_measured_rates_change_the_plan_and_are_named(flags, capsys, tmp_path):
         (["--goal-tokens-per-s", "nan"], "--goal-tokens-per-s is nan, and must be a number"),
         (["--goal-ttft", "5", "--input-len", "0"], "--input-len is 0, and must be at least 1"),
         (["--goal-ttft", "5", "--output-len", "2000"], "1024 + 2000 tokens are longer than"),
-        (["--goal-ttft", "5", "-pp", "2"], "--pipeline-parallel-size must be 1 for them"),
+        (
+            ["--goal-ttft", "5", "-pp", "2", "--input-len", "9"],
+            "--pipeline-parallel-size must be 1, got 2",
+        ),
         (["--output-len", "9"], "--output-len 9 has no effect without a goal: give --goal-ttft,"),
         (["--num-buckets", "9"], "--num-buckets 9 needs --traffic: so many buckets are chosen"),
         (["--goal-ttft", "5", "--device", "cpu"], "goals need a card whose speed is known"),

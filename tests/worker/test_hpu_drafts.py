@@ -57,10 +57,8 @@ def run(engine: LLMEngine, params: list[SamplingParams] = PARAMS) -> list:
     return [found[index] for index in range(len(PROMPTS))]
 
 
-@pytest.mark.parametrize(
-    ("mode", "is_contiguous"),
-    [("HPU graphs", True), pytest.param("eager", False, marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.exhaustive  # drafts on a card: tests/e2e/test_every_draft.py
+@pytest.mark.parametrize(("mode", "is_contiguous"), [("HPU graphs", True), ("eager", False)])
 def test_users_get_the_same_with_drafts_as_without(mode, is_contiguous, monkeypatch):
     is_lazy, is_eager = MODES[mode]
     variables = FEW_BUCKETS | {"VLLM_CONTIGUOUS_PA": is_contiguous, "PT_HPU_LAZY_MODE": is_lazy}

@@ -447,8 +447,11 @@ def test_a_launch_without_a_bucket_has_its_own_shape_in_whole_blocks(rows, bucke
 def test_a_batch_reads_as_many_slots_of_items_as_one_of_its_rows_needs():
     needed = {0: 128, 1: 128, 2: 0}  # 0: the most
 
-    def slots_of(rows: IntArray) -> int:
-        return min(needed[row] for row in rows.tolist())
+    class Slots:
+        sizes = (128, 0)
+
+        def slots_of(self, rows: IntArray) -> int:
+            return min(needed[row] for row in rows.tolist())
 
     buckets = [prefill(2, 16), decode(2, 8)]
     for rows, expected in (
@@ -456,9 +459,9 @@ def test_a_batch_reads_as_many_slots_of_items_as_one_of_its_rows_needs():
         ([(0, 5, 1), (2, 0, 8)], [128, 0]),
         ([(1, 5, 1), (2, 5, 1), (0, 0, 8)], [0, 128]),
     ):
-        launches = plan(rows, buckets, item_slots=slots_of)
+        launches = plan(rows, buckets, item_slots=Slots())
         assert [launch.shape.item_slots for launch in launches] == expected
     limits = make_limits(block_size=SIZE, max_num_seqs=8, enable_chunked_prefill=True)
     for bucket in buckets:
-        shapes = launch_shapes(bucket, limits, item_sizes=(128, 0))
+        shapes = launch_shapes(bucket, limits, item_sizes=Slots.sizes)
         assert [shape.item_slots for shape in shapes] == [128, 0]

@@ -10,7 +10,7 @@ from tests.engine.fakes import make_config
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, captured_log, simulated_hpu
 from tests.worker.hpu_helpers import run_warm_up
 from vllm import LLM, SamplingParams
-from vllm.bucketing import Catalog, MemoryClass
+from vllm.bucketing import Catalog, MemoryClass, plan_buckets
 from vllm.bucketing.catalog.bucket_plan import step_limits
 from vllm.bucketing.log_lines import num_blocks_line
 from vllm.config.hpu import HPUConfig
@@ -297,3 +297,21 @@ def test_a_cache_of_fp8_takes_a_byte_for_a_number():
             layout = worker.runner.cache_layout
             found.append(layout.block_bytes / worker.runner.attention_layers[0].num_kv_heads)
     assert found[0] in (2 * found[1], 4 * found[1])
+
+
+def test_no_decode_is_measured_that_has_more_blocks_than_the_cache_can():
+    def blocks(**settings) -> tuple[int, int]:
+        """Return the blocks of the largest decode that is measured, and of the cache."""
+        with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
+            worker = loaded_worker(max_num_seqs=4, max_model_len=1024, **settings)
+            report = worker.measure()
+            most = max(bucket.blocks for bucket in plan_buckets(worker.config).catalog.decode)
+            assert worker.forecast.most_blocks <= most
+            return worker.forecast.most_blocks, report.num_blocks
+
+    measured, num_blocks = blocks(num_gpu_blocks_override=80)
+    assert measured <= num_blocks == 80
+    in_bytes = {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 8 * MIB}
+    measured, num_blocks = blocks(**in_bytes)
+    assert measured <= num_blocks < 100
+    assert blocks(num_gpu_blocks_override=300)[0] >= 4 * 1024 // 16

@@ -44,7 +44,9 @@ _SPLIT_PADDING = 1.1
 """Likely padding of prefills that run one by one."""
 _MAX_ROUNDS = 300
 _ROUNDS_BEFORE_HALVING = 12
-_BOUND_SHARE = 0.6
+_MAX_VISITED = 8
+"""Sets of the bound that are improved, the cheapest first."""
+_BOUND_SHARE = 0.5
 """Of the time, for the bound; the rest is for the exchanges."""
 
 
@@ -156,9 +158,11 @@ def choose_buckets(
             f"{limit.limit:g} {limit.unit} are less than the {limit.limit - problem.room:g} that "
             f"the {len(required)} mandatory buckets take"
         )
-    chosen, lower = _solve(problem, deadline)
-    if bound_problem is not None:
-        _, lower = _solve(bound_problem, deadline)
+    if bound_problem is None:
+        chosen, lower = _solve(problem, deadline)
+    else:
+        chosen, _ = _solve(problem, deadline - _BOUND_SHARE * max_seconds)
+        lower = _bound(bound_problem, deadline)
     exact = float(weights @ cost(*shapes.T))
     buckets = _buckets(problem.sizes[chosen])
     total = cost_of(buckets, shapes, weights, cost, may_split=may_split)
@@ -489,6 +493,16 @@ def _solve(problem: _Problem, deadline: float) -> tuple[Ints, float]:
     return np.array(sorted(found), np.int64), search.lower
 
 
+def _bound(problem: _Problem, deadline: float) -> float:
+    """Return the lower bound only."""
+    chain = _solve_chain(problem)
+    if chain is not None:
+        return chain[1]
+    search = _Search(problem, deadline)
+    search.raise_bound(search.greedy(), deadline)
+    return search.lower
+
+
 def _solve_chain(problem: _Problem) -> tuple[Ints, float] | None:
     """Solve a problem of one dimension, or return None if it is not one.
 
@@ -653,12 +667,33 @@ class _Search:
         return float(change[out, new]), int(out), int(new)
 
     def bound(self, best: list[int]) -> list[int]:
-        """Raise the lower bound by subgradient steps; return the best set that was seen."""
+        """Raise the lower bound, and return the best set of those that it visits and the given
+        one."""
+        until = self._start + _BOUND_SHARE * max(0.0, self._deadline - self._start)
+        visited = self.raise_bound(best, until)
+        upper = self.cost(best)
+        for key in sorted(visited, key=lambda each: visited[each])[:_MAX_VISITED]:
+            if time.monotonic() > self._deadline or upper - self.lower <= 1e-9 * upper:
+                break
+            other = self.improved(self.greedy(sorted(key)))
+            if self.cost(other) < upper:
+                best, upper = other, self.cost(other)
+        return best
+
+    def raise_bound(self, best: list[int], until: float) -> dict[frozenset[int], float]:
+        """Raise the lower bound by subgradient steps.
+
+        Args:
+            best: a set that covers all shapes, the better the faster the steps.
+            until: time at which they end.
+
+        Returns:
+            The sets that attain the bounds, and their costs.
+        """
         problem = self._problem
         upper = self.cost(best)
         multipliers = problem.costs[:, best].min(1) if best else problem.costs.min(1)
         kept, step, idle = multipliers.copy(), 1.0, 0
-        until = self._start + _BOUND_SHARE * max(0.0, self._deadline - self._start)
         visited: dict[frozenset[int], float] = {}
         for _ in range(_MAX_ROUNDS):
             value, chosen, shares = self._relaxed(multipliers)
@@ -685,13 +720,7 @@ class _Search:
                 continue
             multipliers = multipliers + step * (upper * 1.0001 - value) / length * gradient
             multipliers = np.clip(multipliers, 0, problem.otherwise)
-        for key in sorted(visited, key=lambda each: visited[each])[:8]:
-            if time.monotonic() > self._deadline or upper - self.lower <= 1e-9 * upper:
-                break
-            other = self.improved(self.greedy(sorted(key)))
-            if self.cost(other) < upper:
-                best, upper = other, self.cost(other)
-        return best
+        return visited
 
     def _relaxed(self, multipliers: Floats) -> tuple[float, list[int], Floats]:
         """Return the bound of some multipliers, the candidates that attain it, and the fraction of

@@ -101,7 +101,7 @@ class BackgroundWarmUp:
             return
         began = self._clock()
         self._run()
-        self._name(self._max_delay_s)  # which takes time, too
+        self._name(self._max_delay_s)  # the step waits for this as well
         seconds = self._clock() - began
         self._spent_s += seconds
         self._longest_delay_s = max(self._longest_delay_s, seconds)

@@ -50,7 +50,7 @@ _VIDEO = "videos are decoded by FFmpeg in PyAV"
 _IMAGE_WARM_UP = (
     "the warm-up runs every padded size of the encoder of images, as it runs the buckets"
 )
-_IMAGE_SOFTMAX = "encoders of images never use the approximate softmax of fused attention"
+_IMAGE_SOFTMAX = "encoders of images attend with the exact softmax of fused attention"
 _EXPERTS = (
     "how experts are computed has no setting but --enable-expert-parallel: on hpu all experts see "
     "all tokens"

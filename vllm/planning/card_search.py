@@ -8,12 +8,7 @@ from typing import Any
 from vllm.cost_model.fitted import Fitted
 from vllm.errors import ConfigError
 from vllm.planning.engine_plan import EnginePlan
-from vllm.planning.engine_throughput import (
-    is_speed_known,
-    most_requests,
-    predict_plan,
-    serving_cost,
-)
+from vllm.planning.engine_throughput import most_requests, predict_plan, serving_cost
 from vllm.planning.throughput.goals import Choice, Goals, search
 from vllm.planning.throughput.prediction import Lengths, Prediction
 from vllm.planning.throughput.table import as_lines, as_objects
@@ -62,19 +57,15 @@ def search_cards(
         ConfigError: the engine, or a request of these lengths, fits on no number of cards.
     """
     unfit: dict[int, str] = {}
+    plans: dict[int, EnginePlan] = {}
 
     def predictions() -> Iterator[tuple[int, Prediction]]:
         for num_cards in numbers_of_cards:
             try:
-                plan = make_plan(num_cards, None)
+                plan = plans[num_cards] = make_plan(num_cards, None)
             except ConfigError as error:
                 unfit[num_cards] = str(error)
                 continue
-            if not is_speed_known(plan):
-                raise ConfigError(
-                    "goals are compared with the speed of cards that share each layer, and "
-                    "pipeline_parallel_size must be 1 for them: use --num-cards instead"
-                )
             if held := _num_held(plan, lengths):
                 yield num_cards, _predict(plan, lengths, held, fitted)
             else:
@@ -84,12 +75,19 @@ def search_cards(
             raise ConfigError(f"the engine runs on no number of cards; on {most}: {unfit[most]}")
 
     choice = search(goals, predictions())
+    first = plans[choice.num_cards]
     # A larger batch needs more memory outside of the KV cache, which may then hold fewer requests.
-    plan = make_plan(choice.num_cards, choice.max_num_seqs)
-    if (held := _num_held(plan, lengths)) < choice.max_num_seqs:
-        choice = search(goals, [(choice.num_cards, _predict(plan, lengths, held, fitted))])
-        plan = make_plan(choice.num_cards, choice.max_num_seqs)
-    return FoundCards(choice, plan, unfit)
+    while True:
+        try:
+            plan = make_plan(choice.num_cards, choice.max_num_seqs)
+            held = _num_held(plan, lengths)
+        except ConfigError:
+            held = choice.max_num_seqs // 2
+            if not held:
+                raise
+        if held >= choice.max_num_seqs:
+            return FoundCards(choice, plan, unfit)
+        choice = search(goals, [(choice.num_cards, _predict(first, lengths, held, fitted))])
 
 
 def _num_held(plan: EnginePlan, lengths: Lengths) -> int:

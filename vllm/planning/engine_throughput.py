@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from vllm.cost_model.fitted import Fitted
 from vllm.cost_model.throughput import ServingCost
+from vllm.errors import ConfigError
 from vllm.planning.engine_plan import EnginePlan
 from vllm.planning.model_figures import model_figures
 from vllm.planning.throughput.prediction import Lengths, Prediction, predict
@@ -13,13 +14,22 @@ PROMPTS = (128, 512, 2048, 8192, 32768, 131072)
 DEFAULT_OUTPUT = 128
 
 
-def is_speed_known(plan: EnginePlan) -> bool:
-    """Return whether the cost model is made for such an engine: cards that share each layer."""
-    return plan.config.parallel.pipeline_parallel_size == 1
+def has_stages(plan: EnginePlan) -> bool:
+    """Return whether the layers are divided among pipeline stages."""
+    return plan.config.parallel.pipeline_parallel_size > 1
 
 
 def serving_cost(plan: EnginePlan, fitted: Fitted | None = None) -> ServingCost:
-    """Return the cost of the steps of a planned engine."""
+    """Return the cost of the steps of a planned engine.
+
+    Raises:
+        ConfigError: it has pipeline stages, whose speed is not predicted.
+    """
+    if has_stages(plan):
+        raise ConfigError(
+            f"the speed of pipeline stages is not predicted: pipeline_parallel_size must be 1, got "
+            f"{plan.config.parallel.pipeline_parallel_size}"
+        )
     return ServingCost(
         plan.spec.name.lower(),
         plan.config.parallel.world_size,

@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from vllm.cost_model.measured import Measured
 from vllm.engine.arg_utils import EngineArgs
 from vllm.planning.engine_plan import EnginePlan
-from vllm.planning.engine_throughput import is_speed_known, serving_cost, throughput_grid
+from vllm.planning.engine_throughput import has_stages, serving_cost, throughput_grid
 from vllm.planning.fit import planned_or_nearest
 from vllm.planning.host import start_on_host
 from vllm.planning.start import StartPlan, plan_start
@@ -59,10 +59,9 @@ class Plan:
     start: StartPlan | None
     """None: the device compiles nothing."""
     throughput: tuple[Prediction, ...] = ()
-    """For prompts of several lengths; empty where the cost model does not know the device, or is
-    not made for it."""
+    """For prompts of several lengths; empty for a CPU, and with pipeline stages."""
     measured: str = ""
-    """Which constants were measured; empty: none."""
+    """Constants that were measured, as one line; empty: none."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the same figures for programs."""
@@ -112,7 +111,7 @@ def describe(engine: EnginePlan, device: str, measured: Measured | None = None) 
     if measured is not None:
         start = start.with_slower_compilations(measured.slowness("compile_s"))
     throughput: list[Prediction] = []
-    if is_speed_known(engine):
+    if not has_stages(engine):
         cost = serving_cost(engine, None if measured is None else measured.fitted)
         throughput = throughput_grid(engine, cost)
     return Plan(

@@ -82,7 +82,8 @@ class CoreLoop:
         self._core = core
         self._receive = receive
         self._send = send
-        self._has_unsent_stats = False
+        # The state of the warm-up is known from the first moment.
+        self._has_unsent_stats = core.has_idle_work()
 
     def run(self) -> NoReturn:
         """Run until the parent kills the process, which is how it ends a core.

@@ -102,6 +102,8 @@ class DeviceItems(KeptItems):
         self._hide(num_rows)
 
     def slots_of(self, rows: IntArray) -> int:
+        """Return the first of `sizes` with room for what each of some rows sees, which is 0 if no
+        other one has."""
         most = self._used[rows].max(initial=0)
         return next((size for size in self.sizes if size >= most), 0)
 

@@ -167,6 +167,7 @@ class HPUModelRunner(ModelRunner):
             batch,
             parts,
             mover=self._mover if config.has_dense_cache else None,
+            items=items,
             state_mover=state_mover,
         )
         made = RunnerParts(cache_layout=layout, batch=batch, rows=parts, launches=launches)

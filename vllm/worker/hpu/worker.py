@@ -1,6 +1,7 @@
 """The worker of a Gaudi card, real or simulated: load, measure, divide the memory, warm up."""
 
 import gc
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,6 +57,7 @@ from vllm.worker.hpu.memory.memory import (
     beside_states,
     divide_memory,
     make_ledger,
+    most_kv_blocks,
     most_launch_bytes,
 )
 from vllm.worker.hpu.memory.memory_forecast import MemoryForecast
@@ -140,7 +142,7 @@ class HPUWorker(WorkerBase):
         self._has_started = False
         self._num_choices = 0
         self._slicing = config.hpu.prompt_slicing(config.scheduler.max_num_batched_tokens)
-        self._forecast = MemoryForecast(self._slicing, config.cache.block_size)
+        self.forecast = MemoryForecast(self._slicing, config.cache.block_size)
         self._meeting: Meeting | None = None
         self._drafter: HPUDraftRunner | None = None
         self._num_kept_states: int | None = None
@@ -418,7 +420,7 @@ class HPUWorker(WorkerBase):
                         runner,
                         start,
                         self.ledger,
-                        self._forecast,
+                        self.forecast,
                         held,
                         traffic,
                         lambda bucket: self._manifest.add([bucket]),
@@ -492,12 +494,23 @@ class HPUWorker(WorkerBase):
         if self._meeting is not None:
             # Launches exchange tensors, so all ranks have to run the same ones.
             free_bytes = self._meeting.least("free memory", free_bytes)
-        most = most_launch_bytes(self._memory_config, free_bytes, self._block_bytes())
+        block_bytes = self._block_bytes()
+        most = most_launch_bytes(self._memory_config, free_bytes, block_bytes)
+        most_blocks = most_kv_blocks(self._memory_config, free_bytes, block_bytes)
+        if self._meeting is not None:
+            most_blocks = self._meeting.least("KV blocks that fit", most_blocks)
         startup_progress.report("measuring the memory of launches")
         self._bind_caches(_PROFILE_BLOCKS)
         resident_bytes, encoder_bytes = used_bytes(self.bridge), 0
         with self.bridge.dry_run():
-            found = profile_launches(self.config, self.bridge, self.runner, most, self._forecast)
+            found = profile_launches(
+                self.config,
+                self.bridge,
+                self.runner,
+                most,
+                None if most_blocks == sys.maxsize else most_blocks,
+                self.forecast,
+            )
             if self._encoder is not None:
                 encoder_bytes = self._encoder.measure(resident_bytes, most, self._meeting)
         self._release_caches()
@@ -633,7 +646,7 @@ class HPUWorker(WorkerBase):
             catalog,
             plan.limits,
             self.ledger,
-            self._forecast,
+            self.forecast,
             self._encoder,
             self._choose_first if self.config.hpu.serves_while_warming else None,
             self._on_disk,
@@ -652,7 +665,7 @@ class HPUWorker(WorkerBase):
             hpu.first_buckets,
             traffic,
             seconds_of(limits),
-            memory_sizes=(padded_cost, self._forecast.num_scores),
+            memory_sizes=(padded_cost, self.forecast.num_scores),
             preferred=self._on_disk,
         )
         self._num_choices += 1

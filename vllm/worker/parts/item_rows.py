@@ -141,12 +141,7 @@ class KeptItems(RowPart, ABC):
     Args:
         media: encodes items, and keeps them in `pool`.
         pool: of the model.
-
-    Attributes:
-        sizes: padded numbers of slots that a batch may read; 0: as many as a request may have.
     """
-
-    sizes: tuple[int, ...] = (0,)
 
     def __init__(self, media: EncodedMedia, pool: ItemPool) -> None:
         self._media, self.pool = media, pool
@@ -158,10 +153,6 @@ class KeptItems(RowPart, ABC):
 
     def release(self, request_ids: Iterable[str]) -> None:
         self._media.release(request_ids)
-
-    def slots_of(self, rows: IntArray) -> int:
-        """Return the first of `sizes` with room for what each of some rows sees."""
-        return self.sizes[0]
 
     def add(self, new: NewRequest) -> None:
         if new.request.media:

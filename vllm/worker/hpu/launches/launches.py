@@ -27,6 +27,7 @@ from vllm.worker.hpu.launches.launch_peers import LaunchPeers
 from vllm.worker.hpu.launches.model import LaunchModel
 from vllm.worker.hpu.launches.planner import (
     HPULaunchPlanner,
+    ItemSlots,
     PaddedLaunch,
     PaddedShape,
     launch_shapes,
@@ -34,7 +35,6 @@ from vllm.worker.hpu.launches.planner import (
 from vllm.worker.hpu.launches.step_report import RecentLaunches, StepReport
 from vllm.worker.hpu.launches.trace import trace_launch
 from vllm.worker.parts.image_sight import ImageSight
-from vllm.worker.parts.item_rows import KeptItems
 from vllm.worker.parts.row_parts import RowParts
 
 _MAX_MERGED_PROMPTS = 64
@@ -79,6 +79,7 @@ class PaddedLaunches:
         whole_prompts: every prompt runs in one launch, and there are no decodes.
         single_tokens: each row of a launch has one token, and there are no prompts.
         mover: moves blocks of the cache; None: they stay where they are.
+        items: that rows read by cross-attention; None: nothing.
         state_mover: copies recurrent states; None: none are kept for prefixes.
 
     Attributes:
@@ -109,6 +110,7 @@ class PaddedLaunches:
         whole_prompts: bool = False,
         single_tokens: bool = False,
         mover: BlockMover | None = None,
+        items: ItemSlots | None = None,
         state_mover: StateMover | None = None,
     ) -> None:
         self.stage = model.model.stage
@@ -130,7 +132,7 @@ class PaddedLaunches:
         )
         self.phases = (Phase.PREFILL,) if whole_prompts else tuple(Phase)
         self._batch = batch
-        self._parts, self._items = parts, parts.find(KeptItems)  # type: ignore[type-abstract]
+        self._parts, self._items = parts, items
         self.mover, self.state_mover = mover, state_mover
         self._whole_prompts = whole_prompts
         self._merged_prompts = 0
@@ -168,7 +170,7 @@ class PaddedLaunches:
             has_states=self._config.model.resolved_arch.has_states,
             piece_end=None if sight is None else sight.piece_end,
             late=self._late,
-            item_slots=None if self._items is None else self._items.slots_of,
+            item_slots=self._items,
         )
         for launches in self.beside:
             launches.use_catalog(catalog, limits)

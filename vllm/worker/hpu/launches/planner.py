@@ -11,7 +11,7 @@ wrong, the launch gets the shape it has: it compiles, which is logged, and nothi
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -216,8 +216,22 @@ class _Group(NamedTuple):
 PieceEnd = Callable[[int, int, int], int]
 """Row, index of the first token of a piece, and the index where it should end -> where it ends; see
 `ImageSight.piece_end`."""
-ItemSlots = Callable[[IntArray], int]
-"""Rows -> the least `PaddedShape.item_slots` for them; see `KeptItems.slots_of`."""
+
+
+class ItemSlots(Protocol):
+    """Slots that rows read by cross-attention.
+
+    Attributes:
+        sizes: values of `PaddedShape.item_slots`.
+    """
+
+    sizes: tuple[int, ...]
+
+    def slots_of(self, rows: IntArray) -> int:
+        """Return the first of `sizes` with room for what each of some rows sees."""
+        ...
+
+
 NeedsPrefill = Callable[[IntArray, IntArray], npt.NDArray[np.bool_] | None]
 """Rows and positions of n single tokens -> [n] bool; see `RowPart.needs_prefill`."""
 
@@ -311,7 +325,7 @@ class HPULaunchPlanner:
 
     def _slots_of(self, rows: _Rows) -> int:
         """Return `PaddedShape.item_slots` of a launch of these rows."""
-        return 0 if self._item_slots is None else self._item_slots(rows.ids)
+        return 0 if self._item_slots is None else self._item_slots.slots_of(rows.ids)
 
     def _separate(self, rows: _Rows) -> tuple[_Rows, _Rows]:
         """Decodes, and prompts. A single token of a prompt runs as a decode, which costs less,

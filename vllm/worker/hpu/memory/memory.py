@@ -3,6 +3,7 @@
 Arithmetic over what was measured; asks no card.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -35,6 +36,25 @@ def most_launch_bytes(config: VllmConfig, free_bytes: int, block_bytes: int) -> 
     share = cache.gpu_memory_utilization * (1 - _graph_share(config))
     cache_bytes = num_blocks * block_bytes / share if share else 0
     return int(free_bytes - cache_bytes)
+
+
+def most_kv_blocks(config: VllmConfig, free_bytes: int, block_bytes: int) -> int:
+    """Return how many KV blocks the cache can have at most, the null block included.
+
+    Args:
+        config: shares and limits.
+        free_bytes: device memory that weights do not use.
+        block_bytes: of one KV block in all layers; 0: there is no cache, and no limit.
+    """
+    cache = config.cache
+    if cache.num_gpu_blocks_override is not None:
+        return cache.num_gpu_blocks_override
+    if not block_bytes:
+        return sys.maxsize
+    kv_bytes = cache.kv_cache_memory_bytes
+    if kv_bytes is None:
+        kv_bytes = _split(config, free_bytes).kv_bytes
+    return max(config.max_blocks_per_request + 1, kv_bytes // block_bytes)
 
 
 def beside_states(config: VllmConfig, free_bytes: int, state_bytes: int) -> tuple[VllmConfig, int]:

@@ -36,7 +36,7 @@ _HELD = (MemoryClass.WEIGHTS, MemoryClass.KV_CACHE, *_GRAPHS.values())
 
 _LEAST_S = 1e-9
 _RECOUNTED_AFTER = 16
-"""Steps after which the traffic is looked at again, also if no bucket was completed."""
+"""Steps after which savings are counted again if no bucket was completed."""
 
 
 class _Part(NamedTuple):

@@ -39,6 +39,7 @@ def profile_launches(
     bridge: HabanaBridge,
     runner: PaddedRunner,
     most_bytes: int,
+    most_blocks: int | None,
     forecast: MemoryForecast,
 ) -> tuple[MemoryProfile, int] | None:
     """Run the largest launches that need `most_bytes` at most; of those the one that needs most.
@@ -50,6 +51,7 @@ def profile_launches(
         bridge: the card.
         runner: has a cache of a block or more, which is written to.
         most_bytes: device memory.
+        most_blocks: that the KV cache can have; decodes of more blocks cannot occur. None: there is none.
         forecast: learns what the launches take.
 
     Returns:
@@ -57,7 +59,7 @@ def profile_launches(
         share, and the most that one of them has beside it. None: the card cannot run any launch of
         some phase.
     """
-    plan = plan_buckets(config)
+    plan = plan_buckets(config, most_blocks)
     runner.launches.allow_buckets(len(plan.catalog))
     resident_bytes = used_bytes(bridge)
     forecast.most_blocks = max((bucket.blocks for bucket in plan.catalog.decode), default=0)
