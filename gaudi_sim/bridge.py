@@ -90,7 +90,7 @@ class SimBridge:
             is_lazy=is_lazy,
             release=release,
             absent=absent,
-            for_trials=self.card.computing,
+            computing=self._computing,
         )
 
     @property
@@ -173,9 +173,16 @@ class SimBridge:
     def compile_only(self) -> AbstractContextManager[None]:
         return bridge_config.env_setting("PT_COMPILE_ONLY_MODE", True)
 
+    def dry_run(self) -> AbstractContextManager[None]:
+        return self._set_dry_run(True)
+
+    def _computing(self) -> AbstractContextManager[None]:
+        """Compute inside, also in a dry run."""
+        return self._set_dry_run(False)
+
     @contextmanager
-    def dry_run(self) -> Iterator[None]:
-        before, self.card.is_dry_run = self.card.is_dry_run, True
+    def _set_dry_run(self, is_on: bool) -> Iterator[None]:
+        before, self.card.is_dry_run = self.card.is_dry_run, is_on
         try:
             yield
         finally:
@@ -200,7 +207,7 @@ class SimulatedKernels(BridgeKernels):
         is_lazy: bool = True,
         release: Version = NEWEST,
         absent: Iterable[str] = (),
-        for_trials: Callable[[], AbstractContextManager[None]] = nullcontext,
+        computing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """
         Args:
@@ -209,18 +216,19 @@ class SimulatedKernels(BridgeKernels):
             is_lazy: see `BridgeKernels`.
             release: the bridge has no part that came later.
             absent: parts that it lacks besides.
-            for_trials: lets the card compute, whatever it does otherwise.
+            computing: the context of trials, in which the card computes.
         """
+        self._computing = computing
         register()
-        self._for_trials = for_trials
         lacking = absent_of_release(release, absent)
         found = {name: x for name, x in find_parts(_load).items() if name not in lacking}
         log_absent(found)
         super().__init__(found, device or torch.device("cpu"), lambda: card, is_lazy=is_lazy)
 
-    def _try(self, name: str) -> str | None:
-        with self._for_trials():
-            return super()._try(name)
+    def why_unused(self, name: str) -> str | None:
+        """Return why a part is not used; see `BridgeKernels.why_unused`."""
+        with self._computing():
+            return super().why_unused(name)
 
 
 def _load(module: str) -> ModuleType:

@@ -149,16 +149,6 @@ class SimulatedCard:
         """Whether operators are computed."""
         return not (self.is_compile_only or self.is_dry_run)
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Compute inside, whatever else is asked for."""
-        before = self.is_compile_only, self.is_dry_run
-        self.is_compile_only = self.is_dry_run = False
-        try:
-            yield
-        finally:
-            self.is_compile_only, self.is_dry_run = before
-
     @property
     def is_recording(self) -> bool:
         """Whether operators become part of one recipe, instead of running one by one."""

@@ -86,7 +86,10 @@ def test_pipeline_stages_have_no_throughput(flags, capsys):
         (["--goal-tokens-per-s", "nan"], "--goal-tokens-per-s is nan, and must be a number"),
         (["--goal-ttft", "5", "--input-len", "0"], "--input-len is 0, and must be at least 1"),
         (["--goal-ttft", "5", "--output-len", "2000"], "1024 + 2000 tokens are longer than"),
-        (["--goal-ttft", "5", "-pp", "2"], "--pipeline-parallel-size must be 1 for them"),
+        (
+            ["--goal-ttft", "5", "-pp", "2", "--input-len", "9"],
+            "--pipeline-parallel-size must be 1, got 2",
+        ),
         (["--output-len", "9"], "--output-len 9 has no effect without a goal: give --goal-ttft,"),
         (["--num-buckets", "9"], "--num-buckets 9 needs --traffic: so many buckets are chosen"),
         (["--goal-ttft", "5", "--device", "cpu"], "goals need a card whose speed is known"),

@@ -8,12 +8,7 @@ from typing import Any
 from vllm.cost_model.fitted import Fitted
 from vllm.errors import ConfigError
 from vllm.planning.engine_plan import EnginePlan
-from vllm.planning.engine_throughput import (
-    is_speed_known,
-    most_requests,
-    predict_plan,
-    serving_cost,
-)
+from vllm.planning.engine_throughput import most_requests, predict_plan, serving_cost
 from vllm.planning.throughput.goals import Choice, Goals, search
 from vllm.planning.throughput.prediction import Lengths, Prediction
 from vllm.planning.throughput.table import as_lines, as_objects
@@ -71,11 +66,6 @@ def search_cards(
             except ConfigError as error:
                 unfit[num_cards] = str(error)
                 continue
-            if not is_speed_known(plan):
-                raise ConfigError(
-                    "goals are compared with the speed of cards that share each layer, and "
-                    "pipeline_parallel_size must be 1 for them: use --num-cards instead"
-                )
             if held := _num_held(plan, lengths):
                 yield num_cards, _predict(plan, lengths, held, fitted)
             else:

@@ -58,16 +58,12 @@ class BridgeKernels(FusedExperts, QuantizedKernels):
         if name not in TRIALS:
             return None
         if name not in self._tried:
-            self._tried[name] = self._try(name)
+            self._tried[name] = TRIALS[name](self, self._runner)
             if self._tried[name] is not None:
                 logger.warning(
                     "%s is not used, %s: %s", name, self._tried[name], PARTS[name].instead
                 )
         return self._tried[name]
-
-    def _try(self, name: str) -> str | None:
-        """Return what the trial of a kernel finds wrong; None: the kernel can be used."""
-        return TRIALS[name](self, self._runner)
 
     def sdpa(
         self,
