@@ -226,7 +226,7 @@ def planned_config(
     """
     settings = {name: value for name, value in vars(args).items() if value is not None}
     settings |= {"device": platform.name, "tensor_parallel_size": num_cards, **more}
-    settings["ready_when"] = "all"  # all buckets are planned, also those for later
+    settings["ready_when"] = "all"  # later buckets are planned as well
     if not _is_gguf(args.model):  # whose header says how layers are stored
         settings["load_format"] = "dummy"
     return EngineArgs(**settings).create_engine_config(platform)

@@ -180,8 +180,8 @@ class ShapeCosts:
         return outputs + round(self._between(shape, lambda sample: sample.extra_bytes))
 
     def _samples_of(self, shape: PaddedShape) -> tuple[_Sample, _Sample]:
-        """Return the samples of its kind, or those of its phase for a shape of the first buckets
-        alone."""
+        """Return the samples of its kind, or of its phase where only a first bucket has such a
+        shape."""
         found = self._samples.get(_kind_of(shape))
         if found is not None:
             return found
