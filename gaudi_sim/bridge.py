@@ -177,7 +177,7 @@ class SimBridge:
         return self._set_dry_run(True)
 
     def _computing(self) -> AbstractContextManager[None]:
-        """Compute inside, also in a dry run."""
+        """Let operators compute inside, even in a dry run."""
         return self._set_dry_run(False)
 
     @contextmanager

@@ -173,7 +173,7 @@ def plan_traffic(
         replayed=second,
         table=first.table,
         bucket_s=bucket_seconds(chosen.buckets, seconds),
-        notes=requests.notes,
+        notes=(*requests.notes, *_notes_of_requests(requests, limits, source)),
     )
 
 
