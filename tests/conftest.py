@@ -157,3 +157,19 @@ def restore_threads() -> Iterator[None]:
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def plans_removed() -> Iterator[None]:
+    """Close the process group of planned ranks afterwards, and restore a variable of torch."""
+    import torch
+
+    name = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+    before = os.environ.get(name)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if before is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = before

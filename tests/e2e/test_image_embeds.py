@@ -234,7 +234,7 @@ def test_embeddings_of_a_grid_need_the_grid(qwen):
         ([[1, 2, 4], [0, 2, 2]], "must have 2 embeddings, each at least one, got 4"),
         ([1.0, 4.0, 4.0], "must have three integers for each image, got float"),
         ([10**30, 4, 4], "must have three integers for each image, got int"),
-        (["a" * 2**20, *[""] * 2**10], "the decoded file is neither"),
+        (["a" * 2**20, *[""] * 2**10], "the file is neither"),
         (header_of("I64", [0, 2**62, 3]), "image_grid_thw must have the shape"),
         (header_of("I64", [0, *[1] * 100, 3]), "holds a tensor of 102 dimensions, and must"),
         (np.array([1.0, 4.0, 4.0]), "has dtype float64; accepted: int32, int64"),

@@ -13,6 +13,7 @@ from vllm.entrypoints.cli.main import main
 pytestmark = [
     pytest.mark.e2e,
     needs_simulated_device,
+    pytest.mark.usefixtures("plans_removed"),
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium (apt-get install chromium)"),
 ]
 

@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from tests.hpu import FEW_BUCKETS, simulated_hpu
-from tests.reach import core_of, stats_of
+from tests.hpu import simulated_hpu
+from tests.reach import stats_of
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
 
@@ -43,20 +43,6 @@ def test_kept_states_have_no_more_than_a_quarter_of_the_memory(models, caplog):
             LLM(model=str(models("mamba")), **SETTINGS, kv_cache_memory_bytes=num_bytes)
             said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("States")]
             assert f" and {count} prefixes" in said[-1]
-
-
-def test_a_card_runs_no_drafts_of_states_and_says_so(models, caplog):
-    drafts = {"method": "ngram", "num_speculative_tokens": 3}
-    with (
-        simulated_hpu(has_profiling_run=False, VLLM_SKIP_WARMUP=True, **FEW_BUCKETS),
-        caplog.at_level(logging.INFO, logger="vllm"),
-    ):
-        llm = LLM(
-            model=str(models("bamba")), **SETTINGS, enforce_eager=True, speculative_config=drafts
-        )
-    said = [record.getMessage() for record in caplog.records]
-    assert len([line for line in said if line.startswith("speculative_config has no")]) == 1
-    assert core_of(llm).config.scheduler.max_draft_tokens == 0
 
 
 def test_a_model_with_drafts_sleeps_and_wakes_up(models):

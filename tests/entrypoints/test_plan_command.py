@@ -10,6 +10,8 @@ from tests.hpu import needs_simulated_device
 from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.pages.plan_page import plan_page
 
+pytestmark = pytest.mark.usefixtures("plans_removed")
+
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -35,9 +37,8 @@ def model(tmp_path) -> str:
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """The command changes the level of the log, and a variable of torch."""
+    """The command changes a variable of torch."""
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    monkeypatch.setattr("vllm.entrypoints.cli.plan.logging.Logger.setLevel", lambda *_: None)
 
 
 @needs_simulated_device

@@ -87,8 +87,17 @@ def run(args: argparse.Namespace) -> int:
     num_cards, host_bytes = _num_cards(args), _host_bytes(args)
     # A card of this machine is not opened: its library would take the device name "hpu".
     envs.export("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    logging.getLogger("vllm").setLevel(logging.WARNING)
+    log = logging.getLogger("vllm")
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        return _plan(args, device, num_cards, host_bytes)
+    finally:
+        log.setLevel(level)
 
+
+def _plan(args: argparse.Namespace, device: str, num_cards: int, host_bytes: int | None) -> int:
+    """Print the plan, and return the exit code."""
     from vllm.entrypoints.openai.cli_args import exit_after_help, read_args
     from vllm.entrypoints.pages.plan_page import plan_page
     from vllm.planning.card_search import found_lines, found_object, serve_command

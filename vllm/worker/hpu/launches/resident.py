@@ -17,6 +17,9 @@ from vllm.sample.sampler import SamplerOutput
 from vllm.worker.hpu.launches.input import DecodeInput, unpack_decode, unpack_merged, unpack_prefill
 from vllm.worker.hpu.launches.planner import PaddedShape
 
+_FIELDS = tuple(field.name for field in fields(DecodeInput))
+"""Read once: the compiler of torch cannot trace `fields`."""
+
 
 class ResidentTokens:
     """The newest tokens of the rows of a model.
@@ -62,7 +65,7 @@ class ResidentTokens:
         """Return a decode with the tokens that are on the card."""
         on_card = self._tokens(given.rows, shape.bucket.query_len)
         known = torch.where(given.token_ids < 0, on_card, given.token_ids)
-        others = {field.name: getattr(given, field.name) for field in fields(DecodeInput)}
+        others = {name: getattr(given, name) for name in _FIELDS}
         return DecodeInput(**(others | {"token_ids": known}))
 
     def _tokens(self, rows: Tensor, query_len: int) -> Tensor:

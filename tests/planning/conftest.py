@@ -1,0 +1,8 @@
+"""What planned engines leave in a process is removed after each module."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def removed(plans_removed: None) -> None:
+    """Remove it; see `plans_removed`."""
