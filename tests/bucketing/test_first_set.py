@@ -69,7 +69,7 @@ def test_the_smallest_set_of_a_usual_server_is_two_buckets(usual):
 
 NUM_LAYERS = 32
 COMPILE_BF16_S, COMPILE_FP8_S, CAPTURE_S = 0.012 * NUM_LAYERS, 0.22 * NUM_LAYERS, 0.33
-"""Of a launch shape of Llama-3.1-8B, by published logs; see `warmup_estimate`."""
+"""Seconds of a padded shape of Llama-3.1-8B, by published logs; see `warmup_estimate`."""
 
 
 def test_a_usual_server_is_ready_in_a_minute_and_in_fp8_in_six(usual):

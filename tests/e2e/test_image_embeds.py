@@ -30,7 +30,7 @@ ENGINE = {
     "enable_mm_embeds": True,
 }
 WIDTH = 48
-"""Of an embedding."""
+"""Elements of an embedding."""
 IMAGES = [draw_image(1), draw_image(2, 100, 30)]
 
 

@@ -20,7 +20,7 @@ pytest.importorskip("PIL", reason="images need Pillow")
 RANK = 4
 MODULES = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 OLD_PREFIXES = ("model.language_model.", "language_model.model.")
-"""Of the language part in transformers 5, and in version 4 before 4.52."""
+"""Prefixes of the language part in transformers 5, and in version 4 before 4.52."""
 
 
 def model_of(folder):

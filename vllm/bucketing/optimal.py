@@ -47,7 +47,7 @@ _ROUNDS_BEFORE_HALVING = 12
 _MAX_VISITED = 8
 """Sets of the bound that are improved, the cheapest first."""
 _BOUND_SHARE = 0.5
-"""Of the time, for the bound; the rest is for the exchanges."""
+"""Fraction of the time that the lower bound may take; exchanges have the rest."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class ChosenBuckets:
     buckets: tuple[Bucket, ...]
     """Ascending, mandatory ones included."""
     cost: float
-    """Of all shapes, padded."""
+    """Seconds of all shapes, padded to these buckets."""
     lower_bound: float
     """No set within the budget costs less."""
     unpadded: float

@@ -80,7 +80,7 @@ class HPUConfig:
     """Buckets of prompts, and as many of decodes, that are chosen for the traffic of --traffic.
     More buckets pad less, and take longer to warm up."""
     chosen_buckets: tuple[tuple[int, int, int, int], ...] = field(default=(), metadata=_NO_FLAG)
-    """Of the strategy optimal: phase, batch, query length and blocks."""
+    """Buckets of the strategy optimal: phase, batch, query length and blocks."""
     chosen_lines: tuple[str, ...] = field(default=(), metadata=_NO_FLAG)
     """The certificates of the chosen buckets, for the log."""
     bucket_variables: tuple[tuple[str, int], ...] = field(default=(), metadata=_NO_FLAG)

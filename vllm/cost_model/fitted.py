@@ -35,7 +35,7 @@ class Residuals:
     ratios: Floats
     """Published seconds divided by predicted seconds. [rows]"""
     coordinates: Floats
-    """Of the runs, as `throughput.coordinates` returns them. [rows, 4]"""
+    """[R, 4] coordinates of the R published runs, as `throughput.coordinates` returns them."""
 
 
 @dataclass(frozen=True)

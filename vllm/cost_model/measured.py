@@ -27,7 +27,7 @@ class _Rate:
     """One rate."""
 
     published: Callable[[CardSpec], float]
-    """Of a card of this kind."""
+    """Returns the published value for a card of this kind."""
     constants: tuple[str, ...]
     """They are longer on a slower card."""
     is_time: bool = False

@@ -18,7 +18,7 @@ NUM_PEERS = 7
 """Cards of a box that a card has links to, equally many to each (published)."""
 _ACTIVATION_BYTES = 2
 _ALL_REDUCES = 2
-"""Of a layer."""
+"""All-reduces of one layer."""
 _NUM_NEAR = 20
 _PHASE_DISTANCE = 4.0
 """Between prefills and decodes, where 1 is twice the batch or length."""

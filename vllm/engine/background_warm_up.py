@@ -52,7 +52,7 @@ class BackgroundWarmUp:
         """When time under load was counted last; None: there are no requests."""
         self._loaded_s = 0.0
         self._credit_s = 0.0
-        """Of it, what the warm-up may take now; below 0 after a step that took longer."""
+        """Seconds that the warm-up may take now; below 0 after a step that took longer."""
         self._has_run = False
         """A step has run that the workers have not finished."""
         self._asked_at_s = 0.0

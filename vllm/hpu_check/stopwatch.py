@@ -14,7 +14,7 @@ _CHAINS = 2, 10
 _MATRIX = 4096
 _LARGE_BYTES = 256 * 2**20
 _NEW_SHAPE = (1237,)
-"""Of no other check, so that no recipe of it is known."""
+"""A shape that no other check uses, so that the card has no recipe for it."""
 
 
 def shortest_s(bridge: HabanaBridge, run: Callable[[], object]) -> float:

@@ -9,7 +9,8 @@ from vllm.planning.engine_plan import EnginePlan, make_engine_plan, weights_byte
 _CARD_COUNTS = (1, 2, 4, 8)
 """A box has eight cards."""
 _MOST_WEIGHTS = 0.95
-"""Of the memory of a card. Forward passes and keys and values need more than the rest."""
+"""Largest fraction of a card for weights; forward passes and the KV cache need more than the
+rest."""
 
 
 def planned_or_nearest(args: EngineArgs, device: str, num_cards: int) -> EnginePlan:

@@ -22,7 +22,7 @@ from vllm.worker.hpu.warmup.profile import held_bytes
 from vllm.worker.interface import MemoryReport
 
 JSON_VERSION = 1
-"""Of `Plan.as_json`; a later one may have more keys, and none less."""
+"""Version of the format of `Plan.as_json`. Keys may be added without a new version."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class MemorySection:
     uses: tuple[tuple[str, int], ...]
     """Names of uses with their bytes; together they are the total."""
     block_bytes: int
-    """Of a KV block in all layers."""
+    """Bytes of a KV block in all layers."""
     block_size: int
     """Tokens of a KV block."""
     num_blocks: int
@@ -54,7 +54,7 @@ class Plan:
     """Format of the weights; None: they are in `dtype`."""
     device: str
     num_cards: int
-    """Of one engine."""
+    """Cards of one engine."""
     num_engines: int
     """That share the requests; each has as many cards."""
     memory: MemorySection

@@ -96,14 +96,14 @@ class _Sample:
 
     shape: PaddedShape
     warm_up: LaunchWork
-    """Of a launch of the warm-up, whatever follows the forward pass included."""
+    """Work of one forward pass in the warm-up, with sampling and copies after it."""
     warm_up_s: float
     forward: LaunchWork
     row_bytes: int
     token_bytes: int
-    """Of what a graph returns, for each of its logits and of its tokens."""
+    """Bytes that a graph returns for each of its logits and of its tokens."""
     extra_bytes: int
-    """Of a graph in addition to its outputs."""
+    """Bytes of a graph in addition to its outputs."""
 
 
 class ShapeCosts:

@@ -108,4 +108,4 @@ class AbsentPeers(Meeting):
         return True
 
     def arrive(self, name: str, value: bytes = b"") -> None:
-        """Tell nobody."""
+        """Do nothing: there are no other ranks to tell."""

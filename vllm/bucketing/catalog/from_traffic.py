@@ -26,7 +26,7 @@ class TrafficBuckets:
     by_phase: ForPhase
     """Without a phase that the traffic does not have."""
     buckets: tuple[Bucket, ...]
-    """Of both phases, ascending; also the mandatory ones of a phase without traffic."""
+    """Buckets of both phases, ascending; also the mandatory ones of a phase without traffic."""
 
     @property
     def lines(self) -> tuple[str, ...]:

@@ -125,7 +125,7 @@ class ReplicaMetrics:
 
     @property
     def device_seconds(self) -> tuple[float, float]:
-        """Of all replicas."""
+        """Return predicted seconds of all replicas, without padding and with it."""
         needed, padded = zip(*(r.device_seconds for r in self.replicas), strict=True)
         return sum(needed), sum(padded)
 

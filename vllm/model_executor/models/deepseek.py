@@ -41,9 +41,9 @@ class LatentScales(NamedTuple):
     """Factors of compressed vectors (LongCat-Flash, arXiv 2509.01322)."""
 
     query: float = 1.0
-    """Of queries."""
+    """Factor of queries."""
     latent: float = 1.0
-    """Of the vector that keys and values are projections of, and of no rotated key."""
+    """Factor of the latent vector of keys and values; rotated keys have none."""
 
 
 _NO_SCALES = LatentScales()

@@ -31,7 +31,7 @@ from vllm.model_executor.models.mamba import mamba2_sizes, split_mixer
 from vllm.ops.attention_options import AttentionOptions
 
 _MIXER_NORM_EPS = 1e-5
-"""Of the norms in mixers, whatever config.json says of the others."""
+"""Epsilon of the norms in mixers; config.json gives the epsilon of the other norms."""
 
 
 class LowRankAdapter(nn.Module):

@@ -19,7 +19,7 @@ class _Kind:
     words: str
     unit: str
     attribute: str
-    """Of `throughput.Speed`."""
+    """Name of an attribute of `throughput.Speed`."""
     scale: float = 1.0
     """Units in one of the attribute."""
     is_least: bool = False

@@ -68,7 +68,7 @@ class KeepsPacked:
     stored_as: str | None = None
     kept: Kept | None = None
     memory: Tensor | None = None
-    """Of a weight without values, which it shares with another layer."""
+    """Memory of a weight without values; several layers share it."""
 
     def finish_like(self, layer: ParallelLinear, other: "KeepsPacked") -> None:
         """Give the layer the memory of one with the same shapes that is finished, and no values."""

@@ -42,7 +42,7 @@ class _Entry(msgspec.Struct):
 
 
 class _Content(msgspec.Struct):
-    """What the file has."""
+    """Content of the file."""
 
     format: str
     version: int
