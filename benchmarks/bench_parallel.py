@@ -23,8 +23,8 @@ from common import fixed_length, random_prompts, report
 
 from vllm import LLM
 from vllm.config import ParallelConfig
-from vllm.distributed import CheckedCollectives, Collectives, Meeting
-from vllm.distributed.meeting import ARENA_BUFFER_BYTES, ARENA_HEADER_BYTES
+from vllm.distributed import CheckedCollectives, Collectives, Rendezvous
+from vllm.distributed.rendezvous import ARENA_BUFFER_BYTES, ARENA_HEADER_BYTES
 from vllm.executor.ranks.rank_group import RankGroup
 from vllm.ops.cpu.collectives import SharedMemoryCollectives
 from vllm.ops.cpu.library import require_cpu_kernels
@@ -67,11 +67,11 @@ def all_reduces() -> list[dict[str, Any]]:
     """Fork a second rank, exchange tensors with it, and return what this one has measured."""
     torch.set_num_threads(1)
     parallel = ParallelConfig(tensor_parallel_size=2, distributed_timeout_s=60.0)
-    meeting = Meeting.create(parallel)
+    meeting = Rendezvous.create(parallel)
     kernels = require_cpu_kernels("the benchmark needs")
     child = os.fork()
     rank = int(child == 0)
-    mine = Meeting.of(parallel, 1, meeting.arena_fd, meeting.address[1]) if rank else meeting
+    mine = Rendezvous.of(parallel, 1, meeting.arena_fd, meeting.address[1]) if rank else meeting
     shared = SharedMemoryCollectives(
         kernels,
         mine.arena_fd,

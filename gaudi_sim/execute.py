@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensor
 from gaudi_sim.card.args import leaves_of, map_leaves
 from gaudi_sim.card.card import Signature, SimulatedCard
 from gaudi_sim.card.device import DEVICE, HpuTensor, active_card, active_tape
-from gaudi_sim.card.memory import Lease
+from gaudi_sim.card.memory import Allocation
 from gaudi_sim.card.unlaunched import Results, results_of
 from gaudi_sim.kernels.semantics import SEMANTICS, collective
 from gaudi_sim.operators import needs_host, signature_of
@@ -228,7 +228,7 @@ class _Call:
         operator = self.operator
         if operator.is_allocation:
             self._check_room(card)  # before the host commits its memory
-        copied: list[tuple[Lease, int]] = []
+        copied: list[tuple[Allocation, int]] = []
         if operator.is_write and card.is_lazy and any(x.is_view for x in self.wrappers):
             copied = self._copied_bases()
             self.key += [num_bytes for _, num_bytes in copied]
@@ -252,7 +252,7 @@ class _Call:
             signature = card.signatures[key] = self._signature(card, need, raw, copied_bytes)
         for lease, num_bytes in copied:
             card.copy_whole(lease, num_bytes)
-            Lease(card.memory, num_bytes)  # taken while the copy is made
+            Allocation(card.memory, num_bytes)  # taken while the copy is made
         # Outside of a recipe a view launches nothing.
         if signature.is_launched and (card.is_recording or not operator.is_view):
             card.run(signature)
@@ -274,7 +274,7 @@ class _Call:
             card.results[layout] = results_of(operator.op, self.args, self.kwargs)
         return card.results[layout]
 
-    def _copied_bases(self) -> list[tuple[Lease, int]]:
+    def _copied_bases(self) -> list[tuple[Allocation, int]]:
         """What a write in lazy mode copies whole, with its bytes: the memory under the views that
         are written, as the bridge inserts them into a new tensor."""
         schema = self.operator.op._schema

@@ -18,7 +18,7 @@ from gaudi_sim.bridge import SimBridge
 from vllm import envs
 from vllm.cost_model import cards
 from vllm.engine import engine_core
-from vllm.engine.run_ahead import RunAhead
+from vllm.engine.async_scheduling import AsyncSchedulingPolicy
 from vllm.platforms import resolve_platform
 from vllm.platforms.hpu import HPUPlatform
 from vllm.utils.process.process_memory import keep_for_good
@@ -77,7 +77,9 @@ def steps_in_flight() -> Iterator[None]:
     """Inside, new engines schedule the next step before the result of the last one, whatever the
     time of a step, which is measured otherwise."""
     with MonkeyPatch.context() as patch:
-        patch.setattr(engine_core, "RunAhead", lambda allowed: RunAhead(allowed, 0))
+        patch.setattr(
+            engine_core, "AsyncSchedulingPolicy", lambda allowed: AsyncSchedulingPolicy(allowed, 0)
+        )
         yield
 
 

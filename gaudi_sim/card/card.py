@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from weakref import WeakSet
 
 from gaudi_sim.card.clock import Clock
-from gaudi_sim.card.memory import Lease, MemoryPool
+from gaudi_sim.card.memory import Allocation, MemoryPool
 from gaudi_sim.card.recipes import RecipeCache
 from gaudi_sim.card.unlaunched import Results
 from vllm.cost_model import constants
@@ -115,7 +115,7 @@ class SimulatedCard:
         self._compile_s = 0.0
         self._compiled: list[tuple[str, int]] = []
         self._cpu_fallbacks: Counter[str] = Counter()
-        self.caches: WeakSet[Lease] = WeakSet()
+        self.caches: WeakSet[Allocation] = WeakSet()
         """Memory that is meant to be written in place."""
         self._copied_bytes = 0
         self._num_cache_copies = 0
@@ -228,7 +228,7 @@ class SimulatedCard:
         self.clock.copy(2 * num_bytes)
         self.clock.sync()
 
-    def copy_whole(self, lease: Lease, num_bytes: int) -> None:
+    def copy_whole(self, lease: Allocation, num_bytes: int) -> None:
         """A tensor is copied, because it was written through a view of it.
 
         Args:

@@ -12,8 +12,8 @@ import torch
 from torch.utils import backend_registration
 
 from gaudi_sim.card.card import SimulatedCard
-from gaudi_sim.card.memory import Lease
-from gaudi_sim.card.tape import Tape
+from gaudi_sim.card.graph_recorder import GraphRecorder
+from gaudi_sim.card.memory import Allocation
 from vllm.errors import ConfigError
 from vllm.platforms.habana.bridge import COMPILE_BACKEND
 
@@ -26,7 +26,7 @@ class _Installed:
     library: torch.library.Library | None = None
     device = torch.device("meta")  # the name `hpu` means another device until it is registered
     card: SimulatedCard | None = None
-    tape: Tape | None = None
+    tape: GraphRecorder | None = None
     execute: Callable[..., Any]
 
 
@@ -46,12 +46,12 @@ def activated(card: SimulatedCard | None) -> Iterator[None]:
         _Installed.card = before
 
 
-def active_tape() -> Tape | None:
+def active_tape() -> GraphRecorder | None:
     """Where operators are recorded now."""
     return _Installed.tape
 
 
-def set_tape(tape: Tape | None) -> None:
+def set_tape(tape: GraphRecorder | None) -> None:
     """From here on, operators are recorded on `tape` too."""
     _Installed.tape = tape
 
@@ -60,14 +60,14 @@ class HpuTensor(torch.Tensor):
     """A tensor on `hpu:0` whose bytes are those of the CPU tensor `raw`."""
 
     raw: torch.Tensor
-    lease: Lease
+    lease: Allocation
     """Of the memory; shared by all views of it."""
     is_view: bool
     """Made by an operator that returns a view."""
 
     @staticmethod
     def __new__(
-        cls, raw: torch.Tensor, lease: Lease | None = None, *, is_view: bool = False
+        cls, raw: torch.Tensor, lease: Allocation | None = None, *, is_view: bool = False
     ) -> "HpuTensor":
         tensor: HpuTensor = torch.Tensor._make_wrapper_subclass(
             cls,

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 from vllm.platforms.habana.bridge import OUT_OF_MEMORY_TEXT
 
 
-class Lease:
+class Allocation:
     """Bytes of the pool, given back when nothing refers to this object any more."""
 
     __slots__ = ("__weakref__", "_pool", "_recipe", "_storage", "num_bytes")
@@ -60,18 +60,18 @@ class MemoryPool:
         self._num_allocs = 0
         self._num_frees = 0
         self._max_alloc_bytes = 0
-        self._leases: dict[int, ref[Lease]] = {}
+        self._leases: dict[int, ref[Allocation]] = {}
 
-    def lease_of(self, raw: torch.Tensor) -> Lease:
+    def lease_of(self, raw: torch.Tensor) -> Allocation:
         """The lease of the storage under `raw`: views share one."""
         if type(raw) is FakeTensor:  # Dynamo only asks for shapes
-            return Lease(self, 0)
+            return Allocation(self, 0)
         storage = raw.untyped_storage()
         address = storage._cdata
         known = self._leases.get(address)
         lease = None if known is None else known()
         if lease is None:
-            lease = Lease(self, self.device_bytes(storage.nbytes(), raw.dtype), address)
+            lease = Allocation(self, self.device_bytes(storage.nbytes(), raw.dtype), address)
             self._leases[address] = ref(lease)
         return lease
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from gaudi_sim.card.card import Capture, SimulatedCard, SimulationError
 from gaudi_sim.card.device import HpuTensor, active_card, set_tape
-from gaudi_sim.card.memory import Lease
-from gaudi_sim.card.tape import Tape
+from gaudi_sim.card.graph_recorder import GraphRecorder
+from gaudi_sim.card.memory import Allocation
 from vllm.cost_model.start import graph_bytes
 
 
@@ -31,7 +31,7 @@ class CapturedGraph:
         kwargs: dict[str, Any],
     ) -> None:
         inputs = _device_tensors((args, kwargs))
-        tape = Tape([x.raw for x in inputs])
+        tape = GraphRecorder([x.raw for x in inputs])
         with card.capturing() as capture:
             set_tape(tape)
             try:
@@ -52,7 +52,7 @@ class CapturedGraph:
         self._card = card
         self._tape = tape
         self._capture = capture
-        self._lease = Lease(card.memory, max(0, num_bytes))
+        self._lease = Allocation(card.memory, max(0, num_bytes))
 
     @property
     def num_bytes(self) -> int:
@@ -90,16 +90,16 @@ class HPUGraph:
     def __init__(self) -> None:
         self._card = active_card()
         self._block: AbstractContextManager[None] | None = None
-        self._tape: Tape | None = None
+        self._tape: GraphRecorder | None = None
         self._capture: Capture | None = None
         self._static: list[torch.Tensor] = []
-        self._leases: list[Lease] = []
+        self._leases: list[Allocation] = []
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Capture what the block does; a block that fails leaves nothing behind."""
         self.reset()
-        tape = Tape(())
+        tape = GraphRecorder(())
         with self._card.capturing() as capture:
             set_tape(tape)
             try:
@@ -110,7 +110,7 @@ class HPUGraph:
         self._tape, self._capture = tape, capture
         memory = self._card.memory
         self._leases = [memory.lease_of(raw) for raw in self._static]
-        self._leases.append(Lease(memory, graph_bytes(capture.num_ops)))
+        self._leases.append(Allocation(memory, graph_bytes(capture.num_ops)))
 
     def capture_begin(self, dry_run: bool = False) -> None:
         self._block = self.capturing()
@@ -138,7 +138,7 @@ class HPUGraph:
         self._card.replay(self._capture)
 
     @torch.inference_mode()
-    def _compute(self, tape: Tape) -> None:
+    def _compute(self, tape: GraphRecorder) -> None:
         for static, result in zip(self._static, tape.replay(()), strict=True):
             assert result is not None
             static.copy_(result)

@@ -34,10 +34,10 @@ from vllm.model_executor.models.registry import is_encoder
 from vllm.ops.hpu.operators import HPUOps
 from vllm.platforms.hpu import HPUPlatform
 from vllm.transformers_utils.old_spellings import with_usual_spellings
+from vllm.worker.hpu.launches.device_tokens import DeviceTokens
 from vllm.worker.hpu.launches.input import fields_of, padded_sizes
 from vllm.worker.hpu.launches.model import HPUModel, LaunchModel
 from vllm.worker.hpu.launches.planner import PaddedShape
-from vllm.worker.hpu.launches.resident import ResidentTokens
 from vllm.worker.hpu.pooling_model import _TYPED, WholePromptModel
 from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, cache_layout
 
@@ -138,9 +138,9 @@ def launch_model(config: VllmConfig) -> LaunchModel:
     return HPUModel(model, BLOCK_SIZE, kernel, None, resident_tokens())
 
 
-def resident_tokens() -> ResidentTokens:
+def resident_tokens() -> DeviceTokens:
     """Of rows whose drafts are made on the card."""
-    return ResidentTokens(MAX_NUM_SEQS, torch.device("cpu"), MAX_DRAFTS)
+    return DeviceTokens(MAX_NUM_SEQS, torch.device("cpu"), MAX_DRAFTS)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -228,10 +228,10 @@ def test_a_window_that_has_passed_gives_its_blocks_back():
     request = computed(cache, range(20))
     first, second = request.more_block_ids[0][:2]
     # A query at 8 sees 3 to 8, one at 9 sees 4 to 9.
-    assert cache.free_passed(request, 8) == []
-    assert cache.free_passed(request, 9) == [(1, 1)]
-    assert cache.free_passed(request, 9) == []
-    assert cache.free_passed(request, 16) == [(1, 2)]
+    assert cache.free_out_of_window(request, 8) == []
+    assert cache.free_out_of_window(request, 9) == [(1, 1)]
+    assert cache.free_out_of_window(request, 9) == []
+    assert cache.free_out_of_window(request, 16) == [(1, 2)]
     assert request.more_block_ids[0][:2] == [NULL_BLOCK_ID] * 2
     assert request.more_block_ids[0][2] != NULL_BLOCK_ID
     assert cache.pool.num_refs(first) == cache.pool.num_refs(second) == 0
@@ -244,7 +244,7 @@ def test_a_window_that_has_passed_gives_its_blocks_back():
 def test_a_hit_needs_only_the_blocks_in_the_window_at_its_end():
     cache = make_grouped([None, 6])
     first = computed(cache, range(24))
-    cache.free_passed(first, 24)
+    cache.free_out_of_window(first, 24)
     gone, kept = first.more_block_ids[0][:4], first.more_block_ids[0][4:]
     assert gone == [NULL_BLOCK_ID] * 4
     # What was given back can still be found, until somebody takes the blocks.
@@ -287,7 +287,7 @@ def test_a_hit_ends_where_the_window_of_every_group_is_there():
 def test_a_failed_request_is_forgotten_in_every_group():
     cache = make_grouped([None, 6])
     request = computed(cache, range(16))
-    cache.free_passed(request, 15)
+    cache.free_out_of_window(request, 15)
     cache.free(request)
     cache.forget(request)
     assert not cache.pool._block_of

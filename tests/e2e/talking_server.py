@@ -109,7 +109,7 @@ class TalkingEngine:
         text = {key: prompt[key] for key in prompt if "multi_modal" not in key}
         return self.input_processor.prompts.tokenize(text, max_tokens=max_tokens)
 
-    async def in_slow_lane(self, work: Any, num_chars: int = 0) -> Any:
+    async def run_in_background(self, work: Any, num_chars: int = 0) -> Any:
         return work(self.input_processor)
 
     async def get_tokenizer(self) -> Any:

@@ -11,7 +11,7 @@ from tests.reach import runner_of, scheduler_of, worker_of
 from tests.tiny_images import make_tiny_images
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
-from vllm.lora.methods import WithAdapters
+from vllm.lora.methods import LoRALinearMethod
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.operators.decode_step import FusedDecodeStep
 from vllm.ops.cpu.operators.program import Program
@@ -216,4 +216,4 @@ def test_adapters_change_what_launches_run_and_not_what_items_are_made_of(folder
 
 
 def has_adapters(module):
-    return isinstance(getattr(module, "method", None), WithAdapters)
+    return isinstance(getattr(module, "method", None), LoRALinearMethod)

@@ -38,7 +38,7 @@ from tests.tiny_models import (
 from vllm import LLM, SamplingParams
 from vllm.attention.backends.prompt_masks import SlicedMask
 from vllm.engine import engine_core
-from vllm.engine.run_ahead import RunAhead
+from vllm.engine.async_scheduling import AsyncSchedulingPolicy
 from vllm.executor import uniproc
 from vllm.outputs import RequestOutput
 from vllm.transformers_utils.transformers_version import is_version_4
@@ -462,7 +462,11 @@ def test_outputs_are_those_of_transformers(family, mode, setting, folder_of, mon
         num_groups = GROUPS.get(family, 1)
         arguments["num_gpu_blocks_override"] += (num_groups - 1) * FEWEST_BLOCKS
         if how.is_restless:
-            monkeypatch.setattr(engine_core, "RunAhead", lambda allowed: RunAhead(allowed, 0))
+            monkeypatch.setattr(
+                engine_core,
+                "AsyncSchedulingPolicy",
+                lambda allowed: AsyncSchedulingPolicy(allowed, 0),
+            )
             monkeypatch.setattr(uniproc, "has_core_to_spare", lambda: True)
         llm = LLM(str(folder), **arguments)
         run_and_compare(llm, how, KINDS, reference, limit)

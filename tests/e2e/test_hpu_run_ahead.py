@@ -11,7 +11,7 @@ from tests.hpu import FEW_BUCKETS, simulated_hpu
 from tests.reach import core_of, steps_in_flight_of
 from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
-from vllm.engine.run_ahead import RunAhead
+from vllm.engine.async_scheduling import AsyncSchedulingPolicy
 from vllm.guided_decoding_params import GrammarStart
 from vllm.sampling_params import GuidedDecodingParams
 
@@ -39,7 +39,9 @@ def engines() -> Iterator[dict[str, LLM]]:
     card = simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=True, **FEW_BUCKETS)
     with pytest.MonkeyPatch.context() as patch, card:
         # Whatever the time of a step, which is measured otherwise.
-        patch.setattr(engine_core, "RunAhead", lambda allowed: RunAhead(allowed, 0))
+        patch.setattr(
+            engine_core, "AsyncSchedulingPolicy", lambda allowed: AsyncSchedulingPolicy(allowed, 0)
+        )
         yield {
             name: LLM(
                 dtype="float32",

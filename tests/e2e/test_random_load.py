@@ -8,7 +8,7 @@ from tests.exhaustive import exhaustive
 from tests.reach import executor_of, scheduler_of
 from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
-from vllm.engine.run_ahead import RunAhead
+from vllm.engine.async_scheduling import AsyncSchedulingPolicy
 from vllm.executor import uniproc
 
 PIECES = [
@@ -97,7 +97,11 @@ def count_decodes(engine) -> list[int]:
 def is_ahead(request, monkeypatch):
     """Whether every step is scheduled before the result of the last one is known."""
     ahead = request.param == "runs ahead"
-    monkeypatch.setattr(engine_core, "RunAhead", lambda allowed: RunAhead(allowed and ahead, 0))
+    monkeypatch.setattr(
+        engine_core,
+        "AsyncSchedulingPolicy",
+        lambda allowed: AsyncSchedulingPolicy(allowed and ahead, 0),
+    )
     monkeypatch.setattr(uniproc, "has_core_to_spare", lambda: ahead)
     return ahead
 

@@ -12,7 +12,7 @@ from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
 from vllm.errors import ConfigError
 from vllm.transformers_utils.tokenizer import get_tokenizer
-from vllm.transformers_utils.transformers_version import lets_attention_mask
+from vllm.transformers_utils.transformers_version import attention_can_mask
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -77,7 +77,7 @@ def test_the_code_of_a_tokenizer_runs_only_when_trusted(folder, marker):
         pytest.param(
             "transformers",
             marks=pytest.mark.skipif(
-                not lets_attention_mask(), reason="the modules here keep their own attention"
+                not attention_can_mask(), reason="the modules here keep their own attention"
             ),
         ),
     ],

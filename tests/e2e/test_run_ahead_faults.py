@@ -17,7 +17,7 @@ import torch
 from tests.reach import core_of, leave_modules_alone, runner_of
 from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
-from vllm.engine.run_ahead import RunAhead
+from vllm.engine.async_scheduling import AsyncSchedulingPolicy
 from vllm.errors import EngineDeadError
 from vllm.executor import uniproc
 from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind
@@ -37,7 +37,9 @@ def make_llm(**more) -> LLM:
 @pytest.fixture
 def runs_ahead(monkeypatch):
     """Every step is scheduled before the result of the last one is known."""
-    monkeypatch.setattr(engine_core, "RunAhead", lambda allowed: RunAhead(allowed, 0))
+    monkeypatch.setattr(
+        engine_core, "AsyncSchedulingPolicy", lambda allowed: AsyncSchedulingPolicy(allowed, 0)
+    )
     monkeypatch.setattr(uniproc, "has_core_to_spare", lambda: True)
 
 
@@ -228,11 +230,11 @@ def test_a_program_ends_with_a_step_in_flight(name):
         import threading, time
         from vllm import LLM, SamplingParams
         from vllm.engine import engine_core
-        from vllm.engine.run_ahead import RunAhead
+        from vllm.engine.async_scheduling import AsyncSchedulingPolicy
         from vllm.executor import uniproc
         from vllm.sampling_params import GuidedDecodingParams
 
-        engine_core.RunAhead = lambda allowed: RunAhead(allowed, 0)
+        engine_core.AsyncSchedulingPolicy = lambda allowed: AsyncSchedulingPolicy(allowed, 0)
         uniproc.has_core_to_spare = lambda: True
         llm = LLM(max_model_len=256, num_gpu_blocks_override=60, use_tqdm_on_load=False)
 

@@ -13,7 +13,7 @@ from tests.e2e.ranks import ENGINE
 from tests.shared_memory import assert_no_new_files, named_files
 from tests.tiny_models import make_tiny_model
 from vllm.config import VllmConfig
-from vllm.distributed import Meeting
+from vllm.distributed import Rendezvous
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.executor.multiproc import MultiprocExecutor
@@ -71,7 +71,7 @@ def fail_to_start(config: VllmConfig) -> None:
 
 def give_up_the_start(config: VllmConfig) -> None:
     """Before the rank has loaded torch, so it takes no time."""
-    meeting = Meeting.create(config.parallel)
+    meeting = Rendezvous.create(config.parallel)
     ranks = RankGroup(config, meeting, meeting.abort)
     ranks.end(RankError("the start was given up"))
     ranks.close()

@@ -24,7 +24,7 @@ from tests.tiny_models import _DECODER, make_tiny_model, randomize
 from vllm import LLM, SamplingParams
 from vllm.errors import ConfigError
 from vllm.model_executor.models.registry import ModelRegistry
-from vllm.transformers_utils.transformers_version import is_version_4, lets_attention_mask
+from vllm.transformers_utils.transformers_version import attention_can_mask, is_version_4
 
 MAX_TOKENS = 5
 SETTINGS: dict[str, Any] = {**SHORT_TEXTS, "skip_tokenizer_init": True}
@@ -48,7 +48,7 @@ VALUES: dict[str, dict[str, Any]] = {
 MANY_PARAMETERS = 10_000_000
 
 needs_backend = pytest.mark.skipif(
-    not lets_attention_mask(), reason="the modules of this transformers keep their own attention"
+    not attention_can_mask(), reason="the modules of this transformers keep their own attention"
 )
 
 
@@ -341,7 +341,7 @@ def test_the_head_of_a_tied_model_is_its_embedding(tmp_path):
 
 
 def test_a_transformers_that_is_too_old_is_named(monkeypatch, models):
-    name = "vllm.model_executor.models.transformers_model.lets_attention_mask"
+    name = "vllm.model_executor.models.transformers_model.attention_can_mask"
     monkeypatch.setattr(name, lambda: False)
     with pytest.raises(ConfigError, match=r"transformers \d.* is too old, 4.53 is the first"):
         LLM(model=str(models("llama")), model_impl="transformers", **SETTINGS)

@@ -9,10 +9,10 @@ from tests.engine.fakes import make_config
 from tests.fake_core import FakeCoreClient, FakeEngineCore, fake_clients
 from tests.utils.test_deadline_worker import ends_within
 from vllm.engine.async_llm_engine import AsyncLLM
-from vllm.engine.input import preparation, slow_lane
+from vllm.engine.input import background_tokenizer, preparation
+from vllm.engine.input.background_tokenizer import preparation_cost
 from vllm.engine.input.input_processor import LONG_TEXT_CHARS
 from vllm.engine.input.prompt_tokenizer import PromptTokenizer
-from vllm.engine.input.slow_lane import preparation_cost
 from vllm.engine.process import core_supervisor
 from vllm.engine.process.admission import AdmissionLimits
 from vllm.engine.process.core_supervisor import _MAX_TOGETHER
@@ -392,7 +392,7 @@ def test_a_tokenizer_for_long_texts_is_there_from_the_start(run, monkeypatch):
     """No stream waits for its copy, which keeps the interpreter."""
 
     async def check(engine, client):
-        monkeypatch.setattr(slow_lane, "copy", None)
+        monkeypatch.setattr(background_tokenizer, "copy", None)
         assert (await engine.tokenize("import os\n" * 2000)).token_ids
 
     run(check)
@@ -427,10 +427,10 @@ def test_who_leaves_the_slow_lane_gives_its_turn_up(run):
         release.wait()
 
     async def check(engine, client):
-        busy = asyncio.ensure_future(engine.in_slow_lane(first))
+        busy = asyncio.ensure_future(engine.run_in_background(first))
         await asyncio.to_thread(started.wait)
         waiting = [
-            asyncio.ensure_future(engine.in_slow_lane(lambda processor: done.append(1)))
+            asyncio.ensure_future(engine.run_in_background(lambda processor: done.append(1)))
             for _ in range(3)
         ]
         await asyncio.sleep(0)

@@ -9,10 +9,10 @@ import pytest
 
 from tests.engine.test_background_warm_up import FakeSteps
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
-from vllm.engine import run_ahead
+from vllm.engine import async_scheduling
+from vllm.engine.async_scheduling import AsyncSchedulingPolicy
 from vllm.engine.background_warm_up import BackgroundWarmUp
 from vllm.engine.engine_core import EngineCore
-from vllm.engine.run_ahead import RunAhead
 from vllm.errors import CapacityError, EngineAsleepError, EngineDeadError, RequestError
 from vllm.executor import Executor
 from vllm.messages import EngineRequest, FinishReason, ModelRunnerOutput, SchedulerOutput
@@ -104,14 +104,14 @@ class FakeExecutor(Executor):
 
 
 def make_core(
-    run_ahead: RunAhead | None = None, *, can_sleep: bool = False, **fails: Any
+    run_ahead: AsyncSchedulingPolicy | None = None, *, can_sleep: bool = False, **fails: Any
 ) -> EngineCore:
     config = VllmConfig(
         model=ModelConfig(enable_sleep_mode=can_sleep),
         cache=CacheConfig(block_size=4),
         scheduler=SchedulerConfig(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=32),
     )
-    return EngineCore(config, FakeExecutor(**fails), run_ahead or RunAhead(False))
+    return EngineCore(config, FakeExecutor(**fails), run_ahead or AsyncSchedulingPolicy(False))
 
 
 def make_request(
@@ -130,7 +130,7 @@ def make_request(
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_requests_run_until_each_has_its_reason_to_end(is_ahead):
-    core = make_core(RunAhead(is_ahead, min_share=0))
+    core = make_core(AsyncSchedulingPolicy(is_ahead, min_share=0))
     core.add_request(make_request("long"))
     core.add_request(make_request("stops", eos=7))
     tokens: dict[str, list[int]] = {"long": [], "stops": []}
@@ -159,7 +159,7 @@ def test_an_aborted_request_is_gone_at_once():
 
 
 def test_the_next_step_starts_before_the_result_of_this_one_is_asked_for():
-    core = make_core(RunAhead(True, min_share=0))
+    core = make_core(AsyncSchedulingPolicy(True, min_share=0))
     core.add_request(make_request("a", max_tokens=3))
     outputs = [core.step().token_ids for _ in range(3)]
     assert outputs == [[7], [7], [7]] and not core.has_unfinished_requests()
@@ -175,7 +175,7 @@ def test_without_running_ahead_a_step_waits_for_the_one_before():
 
 
 def test_a_step_whose_requests_have_left_is_taken_in_and_says_nothing():
-    core = make_core(RunAhead(True, min_share=0))
+    core = make_core(AsyncSchedulingPolicy(True, min_share=0))
     core.add_request(make_request("a", eos=7))
     assert core.step().finished.keys() == {"a"}
     assert core.has_unfinished_requests()  # the step that was started before the end was known
@@ -186,7 +186,7 @@ def test_a_step_whose_requests_have_left_is_taken_in_and_says_nothing():
 
 
 def test_a_step_that_fails_later_stops_the_engine_with_the_cause():
-    core = make_core(RunAhead(True, min_share=0), fails_late=1)
+    core = make_core(AsyncSchedulingPolicy(True, min_share=0), fails_late=1)
     core.add_request(make_request("a"))
     core.step()
     with pytest.raises(EngineDeadError, match=r"step 1 failed.*lost later"):
@@ -196,7 +196,7 @@ def test_a_step_that_fails_later_stops_the_engine_with_the_cause():
 
 
 def test_a_step_that_cannot_start_stops_the_engine_while_another_is_in_flight():
-    core = make_core(RunAhead(True, min_share=0), fails_at=1)
+    core = make_core(AsyncSchedulingPolicy(True, min_share=0), fails_at=1)
     core.add_request(make_request("a"))
     with pytest.raises(EngineDeadError, match=r"step 1 failed.*device lost"):
         core.step()
@@ -208,7 +208,9 @@ def test_a_step_that_cannot_start_stops_the_engine_while_another_is_in_flight():
 
 
 def test_ctrl_c_in_a_step_stays_ctrl_c_and_the_engine_is_not_used_again():
-    core = make_core(RunAhead(True, min_share=0), fails_late=0, failure=KeyboardInterrupt())
+    core = make_core(
+        AsyncSchedulingPolicy(True, min_share=0), fails_late=0, failure=KeyboardInterrupt()
+    )
     core.add_request(make_request("a"))
     with pytest.raises(KeyboardInterrupt):
         core.step()
@@ -217,7 +219,7 @@ def test_ctrl_c_in_a_step_stays_ctrl_c_and_the_engine_is_not_used_again():
 
 
 def test_an_error_of_a_row_ends_its_request_alone_while_the_next_step_is_in_flight():
-    core = make_core(RunAhead(True, min_share=0))
+    core = make_core(AsyncSchedulingPolicy(True, min_share=0))
     core.add_request(make_request("bad"))
     core.step()  # the second token of it is in flight now
     core.add_request(make_request("good"))
@@ -232,7 +234,7 @@ def test_an_error_of_a_row_ends_its_request_alone_while_the_next_step_is_in_flig
 
 
 def test_an_id_may_be_used_again_while_its_last_step_is_in_flight():
-    core = make_core(RunAhead(True, min_share=0))
+    core = make_core(AsyncSchedulingPolicy(True, min_share=0))
     core.add_request(make_request("a"))
     core.step()
     core.abort_requests(["a"])
@@ -256,21 +258,21 @@ class Clock:
 
 
 def test_a_pause_between_two_loads_is_no_work_of_the_host(monkeypatch):
-    clock, policy = Clock(), RunAhead(True)
+    clock, policy = Clock(), AsyncSchedulingPolicy(True)
     wait = policy.wait
 
     def wait_for_step() -> None:
         wait()
         clock.now += clock.step_s
 
-    monkeypatch.setattr(run_ahead, "time", clock)
+    monkeypatch.setattr(async_scheduling, "time", clock)
     monkeypatch.setattr(policy, "wait", wait_for_step)
     core = make_core(policy)
     core.add_request(make_request("a", max_tokens=20))
     for _ in range(10):
         clock.now += 0.001
         core.step()
-    assert policy.is_worthwhile
+    assert policy.should_run_ahead
     core.abort_requests(["a"])
     assert core.has_unfinished_requests()  # nobody waits for the step that is left in flight
     clock.now += 3600
@@ -278,14 +280,14 @@ def test_a_pause_between_two_loads_is_no_work_of_the_host(monkeypatch):
     core.add_request(make_request("b", max_tokens=20))
     for _ in range(20):
         core.step()
-    assert not policy.is_worthwhile
+    assert not policy.should_run_ahead
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_parts_of_the_warm_up_run_between_steps_and_are_no_work_of_the_host(is_ahead, monkeypatch):
     clock, parts = Clock(), FakeSteps([0.5] * 4)
-    policy = RunAhead(is_ahead, min_share=0)
-    monkeypatch.setattr(run_ahead, "time", clock)
+    policy = AsyncSchedulingPolicy(is_ahead, min_share=0)
+    monkeypatch.setattr(async_scheduling, "time", clock)
     core = make_core(policy)
     core._warm_up = BackgroundWarmUp(parts, 1.0, 1.0, clock.perf_counter)
     run = parts.run
@@ -428,7 +430,7 @@ def run_all(core: EngineCore) -> None:
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_an_engine_that_sleeps_refuses_requests_until_all_of_it_is_awake(is_ahead):
-    core = make_core(RunAhead(is_ahead, min_share=0), can_sleep=True)
+    core = make_core(AsyncSchedulingPolicy(is_ahead, min_share=0), can_sleep=True)
     worker = SleepingWorker(core)
     core.add_request(make_request("a"))
     run_all(core)
@@ -446,7 +448,7 @@ def test_an_engine_that_sleeps_refuses_requests_until_all_of_it_is_awake(is_ahea
 
 
 def test_nothing_sleeps_while_requests_run_and_no_step_is_in_flight_then():
-    core = make_core(RunAhead(True, min_share=0), can_sleep=True)
+    core = make_core(AsyncSchedulingPolicy(True, min_share=0), can_sleep=True)
     SleepingWorker(core)
     core.add_request(make_request("a", max_tokens=9))
     core.step()

@@ -13,7 +13,7 @@ from vllm.engine.metrics.engine_metrics import (
     EngineMetrics,
     FinishedRequestStats,
     IterationStats,
-    one_two_five,
+    round_to_one_two_five,
 )
 from vllm.engine.metrics.history import HISTORY_S, RateHistory
 from vllm.engine.metrics.reader import Counter, Gauge, Histogram, read_metrics
@@ -211,7 +211,7 @@ def test_parameters_are_observed_when_given(metrics):
     [(1, [1]), (4, [1, 2]), (100, [1, 2, 5, 10, 20, 50, 100]), (128, [1, 2, 5, 10, 20, 50, 100])],
 )
 def test_sizes_have_the_bounds_1_2_5_up_to_the_longest_request(most, bounds):
-    assert one_two_five(most) == bounds
+    assert round_to_one_two_five(most) == bounds
 
 
 def core_stats(steps: int, useful: int, hits: int = 0) -> SchedulerStats:

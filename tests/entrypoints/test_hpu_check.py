@@ -26,7 +26,7 @@ from vllm.hpu_check.programs import check_compile_counting
 from vllm.platforms import hpu
 from vllm.platforms.habana.real import RealBridge
 from vllm.sample.restrictions.masks import TokenMasks
-from vllm.worker.hpu.launches.resident import ResidentTokens
+from vllm.worker.hpu.launches.device_tokens import DeviceTokens
 
 LAZY = {"VLLM_HPU_SIM": "gaudi2", "PT_HPU_LAZY_MODE": "1"}
 EAGER = {"VLLM_HPU_SIM": "gaudi3", "PT_HPU_LAZY_MODE": "0"}
@@ -207,7 +207,7 @@ def no_maximum_of_int32(op, args, kwargs, *, is_lazy, needs_host=sim_execute.nee
     return needs_host(op, args, kwargs, is_lazy=is_lazy)
 
 
-def drafts_that_are_all_right(self, packed, shape, sampled, accept=ResidentTokens.accept):
+def drafts_that_are_all_right(self, packed, shape, sampled, accept=DeviceTokens.accept):
     output = accept(self, packed, shape, sampled)
     return output if output is None or output.is_cpu else output.clamp_min(1 + self.max_drafts)
 
@@ -259,7 +259,7 @@ BROKEN = {
         "ran on the host: aten::amax",
     ),
     "drafts that are taken for right": (
-        (ResidentTokens, "accept", drafts_that_are_all_right),
+        (DeviceTokens, "accept", drafts_that_are_all_right),
         {"drafts"},
         "the outputs of a launch with drafts are not those of the host",
     ),

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from vllm.config import ParallelConfig
-from vllm.distributed import Meeting
+from vllm.distributed import Rendezvous
 from vllm.errors import CollectiveError
 
 
-def meetings_of_two(timeout_s: float) -> list[Meeting]:
+def meetings_of_two(timeout_s: float) -> list[Rendezvous]:
     parallel = ParallelConfig(tensor_parallel_size=2, distributed_timeout_s=timeout_s)
-    first = Meeting.create(parallel)
+    first = Rendezvous.create(parallel)
     assert first.arena_fd is not None
-    return [first, Meeting.of(parallel, 1, first.arena_fd, first.address[1])]
+    return [first, Rendezvous.of(parallel, 1, first.arena_fd, first.address[1])]
 
 
 def test_all_ranks_agree_on_the_least_value():
@@ -48,9 +48,9 @@ def test_a_rank_that_does_not_come_is_named_when_time_is_up(wait):
     first.close()
 
 
-def second_of_two(port: int) -> Meeting:
+def second_of_two(port: int) -> Rendezvous:
     parallel = ParallelConfig(tensor_parallel_size=2, distributed_timeout_s=0.5)
-    return Meeting.at(parallel, 1, ("127.0.0.1", port), is_host=False)
+    return Rendezvous.at(parallel, 1, ("127.0.0.1", port), is_host=False)
 
 
 def test_a_rank_that_nobody_answers_says_so_when_time_is_up():
@@ -99,7 +99,7 @@ class Wire:
 
 
 @pytest.fixture
-def wire() -> Iterator[tuple[Meeting, Wire]]:
+def wire() -> Iterator[tuple[Rendezvous, Wire]]:
     """The meeting of a rank that reaches rank 0 through a wire."""
     first, _ = meetings_of_two(30.0)
     assert first.store is not None
@@ -132,9 +132,9 @@ def test_a_rank_whose_host_is_not_reached_any_more_says_so_when_time_is_up(wire,
 
 def test_a_rank_can_ask_whether_the_others_of_its_stage_are_at_the_same_place():
     parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
-    first = Meeting.create(parallel)
+    first = Rendezvous.create(parallel)
     assert first.arena_fd is not None
-    others = [Meeting.of(parallel, r, first.arena_fd, first.address[1]) for r in (1, 2, 3)]
+    others = [Rendezvous.of(parallel, r, first.arena_fd, first.address[1]) for r in (1, 2, 3)]
     meetings = [first, *others]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda each: each.store, meetings))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm.distributed import Meeting
+from vllm.distributed import Rendezvous
 from vllm.engine.arg_utils import EngineArgs
 from vllm.executor.ranks import rank_group
 from vllm.executor.ranks.rank_group import RankError, RankGroup
@@ -36,7 +36,7 @@ class SilentRank:
     last_words, is_stopped, name = None, False, "rank 1"
     theirs: socket.socket
 
-    def __init__(self, rank: int, meeting: Meeting, *, is_copy: bool) -> None:
+    def __init__(self, rank: int, meeting: Rendezvous, *, is_copy: bool) -> None:
         self.rank, self.process = rank, IdleProcess()
         self.connection, SilentRank.theirs = socket.socketpair()
         self.reader = FrameReader(self.connection)
@@ -56,7 +56,7 @@ class SilentRank:
 def test_what_is_no_message_ends_the_engine_and_its_calls(monkeypatch, data: bytes, reason: str):
     monkeypatch.setattr(rank_group, "ChildRank", SilentRank)
     config = EngineArgs(tensor_parallel_size=2).create_engine_config()
-    meeting = Meeting.create(config.parallel)
+    meeting = Rendezvous.create(config.parallel)
     failed: list[Any] = []
     ranks = RankGroup(config, meeting, lambda: failed.append(True))
     (call,) = ranks.call("ping", [])

@@ -6,11 +6,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.distributed import Meeting, RankLayout
+from vllm.distributed import RankLayout, Rendezvous
 from vllm.executor import Executor, StepHandleLike, WorkerMethod
 from vllm.executor.ranks.worker_call import call_worker, make_worker
 from vllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput, StepTokens
-from vllm.utils.futures import when_all
+from vllm.utils.futures import wait_all
 
 
 class ThreadRanks(Executor):
@@ -18,12 +18,12 @@ class ThreadRanks(Executor):
     tokens, and the stages of a pipeline that do not sample are told."""
 
     def __init__(self, config: VllmConfig) -> None:
-        self._meeting = Meeting.create(config.parallel)
+        self._meeting = Rendezvous.create(config.parallel)
         weakref.finalize(self, self._meeting.close)  # also if the start fails
         self._config = config
         self.workers: list[Any] = []
         self._threads: list[ThreadPoolExecutor] = []
-        self._meetings: list[Meeting] = []
+        self._meetings: list[Rendezvous] = []
         self.most_in_flight = self._num_in_flight = self.most_rows = 0
 
     def start_workers(self) -> None:
@@ -35,7 +35,7 @@ class ThreadRanks(Executor):
             worker.load(rank)
         first = self._meeting
         shared = first.arena_fd, first.address[1]
-        self._meetings = [first, *(Meeting.of(parallel, rank, *shared) for rank in ranks[1:])]
+        self._meetings = [first, *(Rendezvous.of(parallel, rank, *shared) for rank in ranks[1:])]
         self._on_all(lambda worker: worker.join(self._meetings[worker.rank]))
 
     def call_workers(self, method: Callable[..., Any], *args: Any) -> list[Any]:
@@ -56,7 +56,7 @@ class ThreadRanks(Executor):
         return _Step(self, steps)
 
     def prepare(self, request: EngineRequest) -> "Future[str | None] | None":
-        return when_all([worker.prepare(request) for worker in self.workers])
+        return wait_all([worker.prepare(request) for worker in self.workers])
 
     def release(self, request_ids: Sequence[str]) -> None:
         self._on_all(lambda worker: worker.release(request_ids))

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from vllm.lora.launches import DeviceSlots, HostSlots
-from vllm.lora.places import AdaptedPlaces
 from vllm.lora.slots import AdapterSlots
+from vllm.lora.target_modules import LoRATargets
 from vllm.ops.expert_options import SILU_EXPERTS
-from vllm.ops.low_rank import (
+from vllm.ops.lora_weights import (
     AdaptedExpert,
     AdaptedExperts,
-    AdaptedHeads,
     AdaptedLayer,
     AdaptedRows,
-    LowRank,
+    LoRAHeads,
+    LoRAWeights,
     PlainAdapter,
 )
 from vllm.ops.native.operators import NativeOps
@@ -61,11 +61,11 @@ LAYERS = [AdaptedLayer(0, 0, 12, ((0, 8), (8, 4))), AdaptedLayer(1, 2, 6, ((0, 1
 
 def random_parts(
     rank: int, layers: list[AdaptedLayer] = LAYERS, *, without: int | None = None
-) -> list[LowRank | None]:
-    parts: list[LowRank | None] = []
+) -> list[LoRAWeights | None]:
+    parts: list[LoRAWeights | None] = []
     for layer in layers:
         for _, size in layer.parts:
-            parts.append(LowRank(torch.randn(rank, layer.in_features), torch.randn(size, rank)))
+            parts.append(LoRAWeights(torch.randn(rank, layer.in_features), torch.randn(size, rank)))
     if without is not None:
         parts[without] = None
     return parts
@@ -75,7 +75,7 @@ def test_slots_on_a_device_give_what_the_host_gives():
     torch.manual_seed(0)
     ends: list[int] = []
     cpu = torch.device("cpu")
-    slots = DeviceSlots(AdaptedPlaces(LAYERS), 3, 4, torch.float32, cpu, lambda: ends.append(1))
+    slots = DeviceSlots(LoRATargets(LAYERS), 3, 4, torch.float32, cpu, lambda: ends.append(1))
     old, first, second = random_parts(4), random_parts(4), random_parts(2, without=1)
     for slot, parts in ((0, old), (2, first), (0, second)):  # a smaller one after a larger one
         slots.put(slot, slots.prepare(parts))
@@ -96,7 +96,7 @@ def test_heads_on_a_device_give_what_the_host_gives():
     """What is behind the product of a head stays as it is."""
     torch.manual_seed(0)
     heads = [AdaptedLayer(number, number, 6, ((0, 5),)) for number in range(3)]
-    places = AdaptedPlaces(heads, 3, alike=[range(3)])
+    places = LoRATargets(heads, 3, alike=[range(3)])
     adapters = random_parts(2, heads), random_parts(4, heads, without=1)
     slots = torch.tensor([0, -1, 1, 0], dtype=torch.int32)
     x, y = torch.randn(4, 3, 8)[..., 1:-1], torch.randn(4, 3, 7)
@@ -107,7 +107,7 @@ def test_heads_on_a_device_give_what_the_host_gives():
     ):
         for slot, parts in enumerate(adapters):
             store.put(slot, store.prepare(parts))
-        found.append(store.of_tokens(slots).adapt_heads(AdaptedHeads(heads), x, y.clone()))
+        found.append(store.of_tokens(slots).adapt_heads(LoRAHeads(heads), x, y.clone()))
     for slot, parts in enumerate(adapters):
         rows = slots == slot
         for number, part in enumerate(parts):
@@ -136,7 +136,7 @@ def test_experts_on_a_device_give_what_the_host_gives():
     """The 3 experts from the second one on, of 5; the others are on another rank."""
     torch.manual_seed(0)
     hidden, size = 6, 4
-    places, experts = AdaptedPlaces(), []
+    places, experts = LoRATargets(), []
     for first in (0, 3, 6):
         halves = ((0, size), (size, size))
         gate_up = places.add(AdaptedLayer(len(places.layers), first, hidden, halves))

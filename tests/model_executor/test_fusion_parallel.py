@@ -21,8 +21,8 @@ from tests.model_executor.test_fusion import (
 from tests.tiny_models import ALL_FAMILIES, RARE_FAMILIES, VOCAB_SIZE, WITHOUT_PROGRAM
 from vllm.attention import LaunchContext, share_context
 from vllm.config import ParallelConfig
-from vllm.distributed import Meeting, TPGroup
-from vllm.distributed.meeting import ARENA_BUFFER_BYTES, ARENA_HEADER_BYTES
+from vllm.distributed import Rendezvous, TPGroup
+from vllm.distributed.rendezvous import ARENA_BUFFER_BYTES, ARENA_HEADER_BYTES
 from vllm.errors import CollectiveError, ConfigError
 from vllm.model_executor.fusion import fuse, fuse_head
 from vllm.model_executor.layers.experts import Experts
@@ -72,7 +72,7 @@ class Ranks:
     models: list[CausalLM] = field(default_factory=list)
 
     def __enter__(self) -> "Ranks":
-        self.meeting = Meeting.create(
+        self.meeting = Rendezvous.create(
             ParallelConfig(tensor_parallel_size=self.size, distributed_timeout_s=self.timeout_s)
         )
         for rank in range(self.size):

@@ -21,7 +21,7 @@ from tests.tiny_models import make_tiny_model
 from vllm.attention import Attention
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.loader.kv_scales import load_kv_scale
 from vllm.model_executor.loader.model_loader import build_model
@@ -224,7 +224,7 @@ def test_scales_of_each_head_reach_the_ranks_that_have_it(llama, size, want):
 
 def test_ranks_that_share_a_head_have_its_scale():
     numbers = torch.tensor([0.5, 2.0])
-    source = Source(numbers.shape, lambda index: numbers[index])
+    source = CheckpointTensor(numbers.shape, lambda index: numbers[index])
     model = nn.ModuleDict({"attn": Attention(4, 8, 1)})
     found = []
     for rank in range(4):

@@ -16,7 +16,7 @@ from tests.tiny_models import ALL_FAMILIES, FAMILIES, STATE_FAMILIES, make_tiny_
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.slice import Slice, Source
+from vllm.model_executor.layers.slice import CheckpointTensor, Slice
 
 INPUT_IDS = prompt_of(20)
 SPLIT_OTHERWISE = tuple(
@@ -32,7 +32,7 @@ SPLIT_OTHERWISE = tuple(
 and of several, which may be fewer than the ranks)."""
 
 
-class Meeting:
+class Rendezvous:
     """Where the threads that play the ranks exchange tensors."""
 
     def __init__(self, size: int) -> None:
@@ -51,7 +51,7 @@ class Meeting:
 class FakeTPGroup(TPGroup):
     """Ranks as threads of one process."""
 
-    meeting: Meeting | None = None
+    meeting: Rendezvous | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         assert self.meeting is not None
@@ -63,7 +63,7 @@ class FakeTPGroup(TPGroup):
 
 
 def logits_of_ranks(folder: Path, tp_size: int) -> list[Tensor]:
-    meeting = Meeting(tp_size)
+    meeting = Rendezvous(tp_size)
     models = [load(folder, FakeTPGroup(rank, tp_size, meeting=meeting)) for rank in range(tp_size)]
     with ThreadPoolExecutor(tp_size) as pool:
         return list(pool.map(lambda model: logits_of(model, INPUT_IDS), models))
@@ -129,7 +129,7 @@ def test_each_rank_holds_and_reads_its_part_only():
         return stored[index]
 
     param = torch.full((5, 3), -1.0)
-    Slice(0, 1, 4, total=8).copy(param, Source(stored.shape, read_part), TPGroup(1, 2))
+    Slice(0, 1, 4, total=8).copy(param, CheckpointTensor(stored.shape, read_part), TPGroup(1, 2))
     assert read == [(slice(4, 8),)]
     assert torch.equal(param[1:], stored[4:])
     assert (param[0] == -1).all()
@@ -137,7 +137,7 @@ def test_each_rank_holds_and_reads_its_part_only():
 
 def test_rows_beyond_the_checkpoint_are_zero():
     stored = torch.ones(5, 2)
-    source = Source(stored.shape, stored.__getitem__)
+    source = CheckpointTensor(stored.shape, stored.__getitem__)
     parts = []
     for rank in range(4):  # 2, 2, 1 and no rows
         param = torch.full((2, 2), -1.0)

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from tests.model_executor.test_quantized_checkpoints import weight_of
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.linear import ColumnParallelLinear
-from vllm.model_executor.layers.slice import Place, Source
+from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget
 from vllm.model_executor.quantization.awq import AWQ
 from vllm.model_executor.quantization.compressed_tensors import CompressedTensors
 from vllm.model_executor.quantization.gptq import GPTQ
@@ -49,8 +49,8 @@ def test_weights_are_those_of_the_library(monkeypatch, library, scheme, ops):
     layer.use_method(FORMATS[library](settings).linear_method("layer", layer))
     assert set(tensors) == {name for name, _ in layer.named_parameters()}
     for name, tensor in tensors.items():
-        place = Place(layer, name, layer.slices[name][""])
-        source = Source(tensor.shape, tensor.__getitem__, dtype=tensor.dtype)
+        place = ParamTarget(layer, name, layer.slices[name][""])
+        source = CheckpointTensor(tensor.shape, tensor.__getitem__, dtype=tensor.dtype)
         layer.load(place, name, source, TPGroup())
     layer.finish()
     assert torch.equal(weight_of(layer), want)

@@ -17,8 +17,8 @@ from tests.ops.test_hpu_ops import (
     mxfp4_experts,
 )
 from vllm.ops.expert_options import NO_BIASES, ExpertBiases
+from vllm.ops.hpu.low_bit_experts import HPULowBitExperts
 from vllm.ops.hpu.mxfp4_experts import HPUMxfp4Experts
-from vllm.ops.hpu.narrow_experts import HPUNarrowExperts
 from vllm.ops.hpu.operators import HPUOps
 from vllm.ops.native.operators import NativeOps
 
@@ -91,4 +91,4 @@ def test_what_the_operator_does_not_take_is_widened():
         if bridge_options:
             bridge = SimBridge("gaudi2", is_lazy=True, **bridge_options)
         experts = HPUOps(bridge).prepare_experts(*weights, dtype, biases, options)
-        assert isinstance(experts, HPUNarrowExperts), case
+        assert isinstance(experts, HPULowBitExperts), case

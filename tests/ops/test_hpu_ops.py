@@ -24,7 +24,7 @@ from tests.ops.test_ops_parity import (  # noqa: F401
     test_silu_and_mul_of_extreme_gates,
 )
 from vllm.ops.expert_options import NO_BIASES, ExpertBiases, ExpertOptions, RoutingOptions
-from vllm.ops.hpu.narrow_experts import HPUNarrowExperts
+from vllm.ops.hpu.low_bit_experts import HPULowBitExperts
 from vllm.ops.hpu.operators import HPUOps
 from vllm.ops.hpu.quantized import HPUFp8Experts
 from vllm.ops.interface import Ops
@@ -421,7 +421,7 @@ def test_experts_of_few_bits_stay_so_and_are_widened_for_each_launch(kind, is_la
     ):
         given = gates if options.has_gate else []
         experts = ops.prepare_experts(given, ups, downs, torch.bfloat16, biases, options)
-        assert isinstance(experts, HPUNarrowExperts)
+        assert isinstance(experts, HPULowBitExperts)
         parameters = experts.named_parameters()
         numbers = [p for name, p in parameters if name.endswith(("numbers", "words"))]
         assert [p.dtype for p in numbers] == [dtype] * 2

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.low_rank import AdaptedHeads, AdaptedLayer, AdaptedRows, LowRank
+from vllm.ops.lora_weights import AdaptedLayer, AdaptedRows, LoRAHeads, LoRAWeights
 from vllm.ops.native.operators import NativeOps
 
 NATIVE = NativeOps()
@@ -16,12 +16,12 @@ LAYERS = [
 RANKS = (1, 8, 13, 64, 256)
 
 
-def adapters(dtype: torch.dtype, *, seed: int = 0) -> list[list[LowRank | None]]:
+def adapters(dtype: torch.dtype, *, seed: int = 0) -> list[list[LoRAWeights | None]]:
     """One of each rank; some leave a projection as it is, or share A between several."""
     rng = torch.Generator().manual_seed(seed)
     found = []
     for number, rank in enumerate(RANKS):
-        parts: list[LowRank | None] = []
+        parts: list[LoRAWeights | None] = []
         for layer in LAYERS:
             a = torch.randn(rank, layer.in_features, generator=rng).to(dtype)
             for index, (_, size) in enumerate(layer.parts):
@@ -29,7 +29,7 @@ def adapters(dtype: torch.dtype, *, seed: int = 0) -> list[list[LowRank | None]]
                     parts.append(None)
                     continue
                 b = torch.randn(size, rank, generator=rng) / rank
-                parts.append(LowRank(a, b.to(dtype)))
+                parts.append(LoRAWeights(a, b.to(dtype)))
         found.append(parts)
     return found
 
@@ -72,13 +72,13 @@ def test_heads_have_inputs_and_outputs_of_their_own(isa, dtype):
     torch.manual_seed(2)
     heads = [AdaptedLayer(number, number, 40, ((0, 70),)) for number in range(3)]
     shared = torch.randn(70, 5, dtype=dtype)
-    parts = [LowRank(torch.randn(40, 5, dtype=dtype).T, shared) for _ in heads]
+    parts = [LoRAWeights(torch.randn(40, 5, dtype=dtype).T, shared) for _ in heads]
     x, y = torch.randn(9, 3, 44, dtype=dtype)[..., 3:-1], torch.randn(9, 3, 72, dtype=dtype)
     of_rows = torch.tensor([0, -1, 0, 0, -1, 0, 0, 0, -1], dtype=torch.int32)
     found = []
     for ops in (NATIVE, CPUOps()):
         rows = AdaptedRows([ops.prepare_adapter(heads, parts, dtype)], of_rows)
-        found.append(ops.add_low_rank(y.clone(), x, AdaptedHeads(heads), rows))
+        found.append(ops.add_low_rank(y.clone(), x, LoRAHeads(heads), rows))
     rtol, atol = (1e-5, 1e-4) if dtype == torch.float32 else (2**-7, 2**-4)
     torch.testing.assert_close(*found, rtol=rtol, atol=atol)
     assert torch.equal(found[1][of_rows < 0], y[of_rows < 0])

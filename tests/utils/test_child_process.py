@@ -87,8 +87,9 @@ def test_a_child_that_is_stopped_for_too_long_is_killed(child, monkeypatch):
 
 
 def test_a_stopped_child_ends_with_its_parent():
-    inner = "import os, sys; from vllm.utils.process.child_process import end_with_parent\n"
-    inner += "end_with_parent(int(sys.argv[1])); print(os.getpid(), flush=True); sys.stdin.read()"
+    inner = "import os, sys; from vllm.utils.process.child_process import set_parent_death_signal\n"
+    inner += "set_parent_death_signal(int(sys.argv[1])); print(os.getpid(), flush=True)\n"
+    inner += "sys.stdin.read()"
     outer = (
         "import os, sys; from vllm.utils.process.child_process import ChildProcess\n"
         f"ChildProcess([sys.executable, '-c', {inner!r}, str(os.getpid())], os.environ)\n"

@@ -12,7 +12,7 @@ def test_rests_are_as_long_as_the_work_before_says(monkeypatch, is_busy, rests):
     now, slept = [0.0], []
     clock = SimpleNamespace(thread_time=lambda: now[0], sleep=slept.append)
     monkeypatch.setattr(pace, "time", clock)
-    own = pace.Pace(lambda: is_busy)
+    own = pace.Throttle(lambda: is_busy)
     for worked in (0.0003, 0.0007, 0.0001, 0.1):  # the first and the third: not yet
         now[0] += worked
         own.rest()

@@ -4,7 +4,7 @@ import sys
 import threading
 from concurrent.futures import Future
 
-from vllm.utils.background_work import TURN_S, start_in_short_turns
+from vllm.utils.background_work import TURN_S, start_in_time_slices
 
 
 def test_turns_have_their_usual_length_again_when_the_last_of_several_threads_ends():
@@ -16,7 +16,7 @@ def test_turns_have_their_usual_length_again_when_the_last_of_several_threads_en
         ends[number].wait(10)
 
     for number in range(2):
-        start_in_short_turns(lambda number=number: work(number), "test")
+        start_in_time_slices(lambda number=number: work(number), "test")
     threads = [future.result(10) for future in begun]
     for number in range(2):  # the first to begin is the first to end
         assert sys.getswitchinterval() == TURN_S
@@ -31,5 +31,5 @@ def test_work_is_done_at_once_where_no_thread_can_be_started(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     done = Future()
-    start_in_short_turns(lambda: done.set_result(threading.current_thread()), "test")
+    start_in_time_slices(lambda: done.set_result(threading.current_thread()), "test")
     assert done.result(0) is threading.current_thread()

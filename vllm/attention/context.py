@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vllm.attention.backends.metadata import AttentionMetadata
 from vllm.attention.cross import SeenItems
-from vllm.ops.low_rank import AdaptedExperts, AdaptedHeads, AdaptedLayer
+from vllm.ops.lora_weights import AdaptedExperts, AdaptedLayer, LoRAHeads
 from vllm.ops.prepared import SingleExperts
 
 
@@ -120,7 +120,7 @@ class LaunchAdapters(Protocol):
         """
         ...
 
-    def adapt_heads(self, layer: AdaptedHeads, x: Tensor, y: Tensor) -> Tensor:
+    def adapt_heads(self, layer: LoRAHeads, x: Tensor, y: Tensor) -> Tensor:
         """What the matrices of H heads return for its tokens.
 
         Args:

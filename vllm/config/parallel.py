@@ -158,7 +158,7 @@ class ParallelConfig:
         return self.pipeline_parallel_size if steps is None else steps
 
     @property
-    def stages_take_turns(self) -> bool:
+    def stages_alternate(self) -> bool:
         """Whether one stage of a pipeline at most runs at a time."""
         return self.pipeline_parallel_size > 1 and self.num_pipelined_steps == 1
 

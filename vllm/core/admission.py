@@ -64,7 +64,7 @@ class Admission:
         """Whether a request waits, and there is a row for it."""
         return bool(self._waiting) and self._preemption.has_row_for(self._waiting.peek())
 
-    def take_victims(self) -> list[Request]:
+    def take_preempted(self) -> list[Request]:
         """The running requests to preempt for the one that had no room in the last step."""
         request, self._lacks_room = self._lacks_room, None
         return [] if request is None else self._preemption.victims(request)
@@ -87,7 +87,7 @@ class Admission:
                 break
             if request.spec.pooling_params is not None and len(counts) == self._max_pooled:
                 break
-            if passed_over and preemption.outranks(passed_over[0], request):
+            if passed_over and preemption.has_higher_priority(passed_over[0], request):
                 break
             if not running.has_adapter_slot(request, passed_over, config.max_loras):
                 if len(passed_over) == _MAX_PASSED_OVER:

@@ -20,7 +20,7 @@ _SLACK = 32
 reading it four times."""
 
 
-def bring_down(
+def compact_blocks(
     plan: Plan, running: RunningBatch, cache: KVCacheManager, has_freed: bool
 ) -> BlockMoves | None:
     """Move blocks of running requests to low places, in their tables and in the plan of this step.

@@ -22,14 +22,14 @@ class PreemptionPolicy:
         self._running = running
         self._cache = cache
 
-    def outranks(self, request: Request, other: Request) -> bool:
+    def has_higher_priority(self, request: Request, other: Request) -> bool:
         """Whether a request may preempt another one."""
         return self.by_priority and request.spec.priority < other.spec.priority
 
     def has_row_for(self, request: Request) -> bool:
         """Whether a row is free, or held by a request that the waiting one may preempt."""
         running = self._running
-        return not running.is_full or self.outranks(request, running.last)
+        return not running.is_full or self.has_higher_priority(request, running.last)
 
     def num_lacking(self, request: Request, shared: list[int]) -> int:
         """How many blocks are lacking for a waiting request; 0 or less: it fits.
@@ -63,7 +63,7 @@ class PreemptionPolicy:
         for victim in reversed(running.requests):
             if lack <= 0 and (victims or not running.is_full):
                 break
-            if not self.outranks(request, victim):
+            if not self.has_higher_priority(request, victim):
                 return []
             victims.append(victim)
             held = cache.held(victim)

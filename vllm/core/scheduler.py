@@ -19,7 +19,7 @@ import numpy as np
 
 from vllm.config import SchedulerConfig
 from vllm.core.admission import Admission
-from vllm.core.dense_blocks import bring_down
+from vllm.core.dense_blocks import compact_blocks
 from vllm.core.drafting.draft_control import DraftControl
 from vllm.core.drafts import DraftPlanner, DraftSource
 from vllm.core.kv.kv_cache_manager import KVCacheManager
@@ -31,7 +31,7 @@ from vllm.core.results import apply_tokens
 from vllm.core.running_batch import RunningBatch
 from vllm.core.states import StateKeeper
 from vllm.core.step import RowTokens, Step, select_tokens
-from vllm.core.windows import free_passed_blocks
+from vllm.core.windows import free_out_of_window_blocks
 from vllm.errors import CapacityError, RequestError
 from vllm.logger import init_logger
 from vllm.messages import (
@@ -196,7 +196,7 @@ class Scheduler:
         `rows` is empty when nothing can run: there are no requests, or the running ones wait for a
         step in flight. Such a step is empty, and is neither executed nor updated.
         """
-        for victim in self._admission.take_victims():
+        for victim in self._admission.take_preempted():
             self._preempt(victim)
         if self.media is not None:
             for request in self.media.holders:
@@ -206,7 +206,7 @@ class Scheduler:
         self._remember_prefills(plan)
         if self.cache.has_windows:
             rows = plan.rows[plan.num_tokens > 0]
-            plan.passed_blocks = free_passed_blocks(self.running, self.cache, rows)
+            plan.passed_blocks = free_out_of_window_blocks(self.running, self.cache, rows)
         if self._drafts is not None:
             self._drafts.add(plan, self._preemption.num_reserved)
         if self._admission.may_admit:
@@ -228,7 +228,7 @@ class Scheduler:
             if self._state_keeper is not None and plan.num_decodes == 1:
                 kept_states = self._state_keeper.keep(rows, tokens)
             has_freed = bool(self._freed_rows or self._shortened)
-            moves = bring_down(plan, self.running, self.cache, has_freed)
+            moves = compact_blocks(plan, self.running, self.cache, has_freed)
             self._launch(step_id, rows, tokens, plan)
             freed_rows, self._freed_rows = self._freed_rows, []
             if self._shortened:

@@ -5,7 +5,7 @@ from vllm.core.running_batch import RunningBatch
 from vllm.messages import IntArray
 
 
-def free_passed_blocks(
+def free_out_of_window_blocks(
     running: RunningBatch, cache: KVCacheManager, rows: IntArray
 ) -> list[tuple[int, int, int]]:
     """Free the blocks that the windows of layers have passed; see
@@ -29,5 +29,5 @@ def free_passed_blocks(
     return [
         (request.row, group, num_blocks)
         for request, position in zip(requests, positions.tolist(), strict=True)
-        for group, num_blocks in cache.free_passed(request, position)
+        for group, num_blocks in cache.free_out_of_window(request, position)
     ]

@@ -8,12 +8,12 @@ from vllm.distributed.groups import (
     divide,
 )
 from vllm.distributed.layout import RankLayout, ranks_text
-from vllm.distributed.meeting import Meeting, open_listener
 from vllm.distributed.parallel_state import (
     cleanup_dist_env_and_memory,
     destroy_distributed_environment,
 )
 from vllm.distributed.pipeline import CardLink, GlooLink, Link, Stage, place_in_engine
+from vllm.distributed.rendezvous import Rendezvous, open_listener
 
 __all__ = [
     "CardLink",
@@ -21,8 +21,8 @@ __all__ = [
     "Collectives",
     "GlooLink",
     "Link",
-    "Meeting",
     "RankLayout",
+    "Rendezvous",
     "Stage",
     "TPGroup",
     "TorchCollectives",

@@ -16,7 +16,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"
 
 
-class StagesAround(NamedTuple):
+class PipelineNeighbors(NamedTuple):
     """The ranks of other stages that a rank exchanges tensors with."""
 
     before: int | None
@@ -63,11 +63,11 @@ class RankLayout:
         """Stage of a rank."""
         return rank // self.tensor_size
 
-    def stages_around(self, rank: int) -> StagesAround:
+    def stages_around(self, rank: int) -> PipelineNeighbors:
         """The ranks at the same place of other stages.
 
         >>> RankLayout(pipeline_size=3).stages_around(2)
-        StagesAround(before=1, after=None, other_end=0)
+        PipelineNeighbors(before=1, after=None, other_end=0)
         """
         before, after = rank - self.tensor_size, rank + self.tensor_size
         is_first, is_last = before < 0, after >= self.world_size
@@ -75,7 +75,9 @@ class RankLayout:
         other_end = None
         if is_first != is_last:  # both: there is one stage
             other_end = last if is_first else self.tensor_rank(rank)
-        return StagesAround(None if is_first else before, None if is_last else after, other_end)
+        return PipelineNeighbors(
+            None if is_first else before, None if is_last else after, other_end
+        )
 
     @property
     def result_rank(self) -> int:

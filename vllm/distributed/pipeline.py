@@ -99,7 +99,7 @@ class _StageLink(ABC):
 
     Args:
         rank: of this process.
-        before, after, other_end: see `StagesAround`.
+        before, after, other_end: see `PipelineNeighbors`.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class GlooLink(_StageLink):
     Args:
         group: of all ranks.
         rank: of this process in it.
-        around: see `StagesAround`.
+        around: see `PipelineNeighbors`.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class CardLink(_StageLink):
 
     Args:
         rank: of this process.
-        around: see `StagesAround`.
+        around: see `PipelineNeighbors`.
         before: called before each exchange, when what is sent is computed or recorded; None:
             nothing is.
     """

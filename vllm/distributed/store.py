@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 from torch.torch_version import TorchVersion
 
-from vllm.utils.process.blocking_sockets import limit_waits_of
+from vllm.utils.process.blocking_sockets import set_socket_timeouts_of
 
 _LIBUV_TAKES_LISTENERS = TorchVersion(torch.__version__) >= "2.8"
 """Before, only the older server of torch.distributed can listen with a socket that is there."""
@@ -73,7 +73,7 @@ def open_store(
         raise torch.distributed.DistNetworkError(_EAGAIN) from None
     for descriptor in _own_sockets() - before:
         with contextlib.suppress(OSError):  # it is not that of the connection
-            limit_waits_of(descriptor, port, socket.SO_RCVTIMEO, timeout_s)
+            set_socket_timeouts_of(descriptor, port, socket.SO_RCVTIMEO, timeout_s)
     return store
 
 

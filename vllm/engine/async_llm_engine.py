@@ -396,11 +396,11 @@ class AsyncLLM:
         """Return the samples of a file of sound; see `SoundLane.read`."""
         return await self._preparation.sound.read(source, sampling_rate)
 
-    async def in_slow_lane(
+    async def run_in_background(
         self, work: Callable[[InputProcessor], _Result], num_chars: int = 0
     ) -> _Result:
-        """Run slow work with a tokenizer in a thread; see `Preparation.in_slow_lane`."""
-        return await self._preparation.in_slow_lane(work, num_chars)
+        """Run slow work with a tokenizer in a thread; see `Preparation.run_in_background`."""
+        return await self._preparation.run_in_background(work, num_chars)
 
     async def _with_grammar(self, request: EngineRequest) -> EngineRequest:
         """The request with its compiled grammar, if it asks for structured output."""

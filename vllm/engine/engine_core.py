@@ -18,13 +18,13 @@ from vllm.core.media import EncoderCache
 from vllm.core.scheduler import Scheduler
 from vllm.distributed.kv_transfer import KVConnector
 from vllm.distributed.kv_transfer.choose import make_connector
+from vllm.engine.async_scheduling import AsyncSchedulingPolicy
 from vllm.engine.background_warm_up import BackgroundWarmUp
 from vllm.engine.core_calls import CoreCalls
 from vllm.engine.input.named_processors import NamedProcessors
 from vllm.engine.kv_event_publisher import KVEventPublisher
 from vllm.engine.kv_transfer import KVTransfer
 from vllm.engine.request_resources import RequestResources
-from vllm.engine.run_ahead import RunAhead
 from vllm.errors import (
     CapacityError,
     ConfigError,
@@ -45,7 +45,7 @@ from vllm.messages import (
     TransferStats,
 )
 from vllm.utils.clean_up import on_failure
-from vllm.utils.futures import when_all
+from vllm.utils.futures import wait_all
 from vllm.utils.trace import cache_counters, get_trace, open_trace, set_trace
 
 logger = init_logger(__name__)
@@ -71,7 +71,7 @@ class EngineCore(CoreCalls):
         self,
         config: VllmConfig,
         executor: Executor | None = None,
-        run_ahead: RunAhead | None = None,
+        run_ahead: AsyncSchedulingPolicy | None = None,
     ) -> None:
         self.config = config
         if config.observability.profiler_enabled:
@@ -122,7 +122,7 @@ class EngineCore(CoreCalls):
             ),
         )
         self._transfer = self._make_transfer(cache)
-        self._run_ahead = run_ahead or RunAhead(
+        self._run_ahead = run_ahead or AsyncSchedulingPolicy(
             config.scheduler.async_scheduling and self.executor.is_asynchronous
         )
         self._named_processors = NamedProcessors(config.model.logits_processor_pattern)
@@ -175,7 +175,7 @@ class EngineCore(CoreCalls):
         future = self.executor.prepare(request)
         self._resources.hold(request)
         if self._transfer is not None:
-            future = when_all([future, self._transfer.prepare(request)])
+            future = wait_all([future, self._transfer.prepare(request)])
         if future is None:
             self._queue(request)
         else:
@@ -217,7 +217,7 @@ class EngineCore(CoreCalls):
         if self._num_stages > 1:
             most = self._num_pipelined_steps
         else:
-            most = 1 + self._run_ahead.is_worthwhile
+            most = 1 + self._run_ahead.should_run_ahead
         if self._warm_up.is_due():
             most = 0 if self._in_flight else most
             self._run_warm_up()

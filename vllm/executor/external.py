@@ -18,11 +18,16 @@ import torch.distributed
 
 from vllm import envs
 from vllm.config import ParallelConfig, VllmConfig
-from vllm.distributed import Meeting, RankLayout
+from vllm.distributed import RankLayout, Rendezvous
 from vllm.errors import CollectiveError, ConfigError
 from vllm.executor.facts import difference, facts_of_rank
 from vllm.executor.ranks.rank_server import failure_of
-from vllm.executor.ranks.rank_wire import RankFailed, RankPlace, decode_from_rank, result_decoder
+from vllm.executor.ranks.rank_wire import (
+    RankAssignment,
+    RankFailed,
+    decode_from_rank,
+    result_decoder,
+)
 from vllm.executor.ranks.worker_call import make_worker
 from vllm.executor.uniproc import UniProcExecutor
 from vllm.message_codec import decoder, encode
@@ -69,7 +74,7 @@ class ExternalExecutor(UniProcExecutor):
             )
         self._size = world_size
         num_local = _number("LOCAL_WORLD_SIZE", world_size)
-        self._place = RankPlace(
+        self._place = RankAssignment(
             index=_number("LOCAL_RANK", self._rank),
             count=num_local,
             has_own_devices=False,
@@ -208,14 +213,14 @@ class _SharedStep:
         return self._output
 
 
-def _meeting(parallel: ParallelConfig, rank: int, place: RankPlace) -> Meeting:
+def _meeting(parallel: ParallelConfig, rank: int, place: RankAssignment) -> Rendezvous:
     host = envs.of_launcher("MASTER_ADDR")
     if not host:
         raise _missing("MASTER_ADDR")
     # torchrun keeps the address open itself; elsewhere it is rank 0 that does.
     is_host = rank == 0 and envs.of_launcher("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address = (host, _number("MASTER_PORT"))
-    return Meeting.at(
+    return Rendezvous.at(
         parallel,
         rank,
         address,

@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
-from vllm.distributed import Meeting, RankLayout
+from vllm.distributed import RankLayout, Rendezvous
 from vllm.errors import CollectiveError, ConfigError, RequestError
 from vllm.executor.ranks.rank_group import RankError, RankGroup
 from vllm.executor.ranks.rank_wire import RecordTokens, ReleaseRequests, RunStep, result_decoder
@@ -27,7 +27,7 @@ from vllm.executor.uniproc import UniProcExecutor
 from vllm.message_codec import decode_value
 from vllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput, StepTokens
 from vllm.platforms import resolve_platform
-from vllm.utils.futures import when_all
+from vllm.utils.futures import wait_all
 from vllm.utils.imports import load_class
 from vllm.utils.process.forked_process import can_fork
 from vllm.worker.interface import StepHandleLike, Worker
@@ -44,7 +44,7 @@ class MultiprocExecutor(UniProcExecutor):
 
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
-        self._meeting: Meeting | None = None
+        self._meeting: Rendezvous | None = None
         self._ranks: RankGroup | None = None
         self._loading: list[Future[bytes]] = []
 
@@ -65,7 +65,7 @@ class MultiprocExecutor(UniProcExecutor):
         if self._ranks is not None:
             return
         are_copies = self._can_be_copied()
-        self._meeting = Meeting.create(self._config.parallel)
+        self._meeting = Rendezvous.create(self._config.parallel)
         self._ranks = RankGroup(
             self._config, self._meeting, self._meeting.abort, are_copies=are_copies
         )
@@ -145,7 +145,7 @@ class MultiprocExecutor(UniProcExecutor):
         if future is None and request.adapter is None and not request.media:
             return None
         # A rank that was slower would let the others wait in a step.
-        return when_all([future, *self._running_ranks.prepare(request)])
+        return wait_all([future, *self._running_ranks.prepare(request)])
 
     def release(self, request_ids: Sequence[str]) -> None:
         """See `Executor.release`. The next step tells if a rank has failed."""

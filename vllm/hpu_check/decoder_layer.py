@@ -9,10 +9,10 @@ from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.hpu_check.check import MAX_STEP_S, Comparison, Outcome
-from vllm.hpu_check.layer_rig import (
+from vllm.hpu_check.layer_harness import (
     CONTEXT_LENS,
     SEQ_LENS,
-    Rig,
+    LayerTestHarness,
     config_of,
     num_blocks_of,
     unsupported_is_skipped,
@@ -90,7 +90,9 @@ def check_context(bridge: HabanaBridge, model: str) -> Outcome:
     config = config_of(model)
     comparison = Comparison()
     with unsupported_is_skipped() as skipped:
-        rig = Rig(bridge, config, num_blocks_of(bridge, config, CACHE_SHARE / _SMALLER))
+        rig = LayerTestHarness(
+            bridge, config, num_blocks_of(bridge, config, CACHE_SHARE / _SMALLER)
+        )
         want = rig.reference()
         rig.prefill(np.zeros(len(SEQ_LENS), np.int32), np.array(CONTEXT_LENS, np.int32))
         starts, ends = np.array(CONTEXT_LENS, np.int32), np.array(SEQ_LENS, np.int32) - 1
@@ -146,7 +148,7 @@ def _launch(
     prepare: Prepare,
     comparison: Comparison,
 ) -> _Launched:
-    rig = Rig(bridge, config, num_blocks_of(bridge, config, share))
+    rig = LayerTestHarness(bridge, config, num_blocks_of(bridge, config, share))
     rig.prefill_all()
     packed, shape = rig.pack_decode()
     before, used = bridge.counters(), _used_bytes(bridge)
@@ -159,11 +161,11 @@ def _launch(
         case = f"row {row}, {SEQ_LENS[row]} tokens, cache of {rig.num_blocks} blocks"
         comparison.add(case, hidden_states[row], want[-1])
     launch_bytes = bridge.peak_bytes() - used
-    trouble = tuple(trouble_between(before, bridge.counters()))
+    trouble = tuple(error_between(before, bridge.counters()))
     return _Launched(rig.cache_bytes, seconds, launch_bytes, trouble)
 
 
-def trouble_between(before: DeviceCounters, after: DeviceCounters) -> Iterator[str]:
+def error_between(before: DeviceCounters, after: DeviceCounters) -> Iterator[str]:
     """Host fallbacks and copies of a whole cache between two readings, in words."""
     new = {
         name: count - before.cpu_fallbacks.get(name, 0)

@@ -15,9 +15,9 @@ from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.sample.restrictions.masks import TokenMasks, bit_values, num_words, pack_allowed
 from vllm.sample.sampler import SamplerOutput
 from vllm.worker.batch.input_batch import InputBatch
+from vllm.worker.hpu.launches.device_tokens import DeviceTokens
 from vllm.worker.hpu.launches.input import HPUInputBuilder, unpack_decode
 from vllm.worker.hpu.launches.planner import PaddedLaunch, PaddedShape
-from vllm.worker.hpu.launches.resident import ResidentTokens
 
 _COPY_WORDS = 2**18
 """1 MiB: as much as the bridge copies in a thread of its own, where it can."""
@@ -134,7 +134,7 @@ def _verify(
     sampled: IntArray,
 ) -> list[Tensor]:
     """Run both on a device; returns what the rows have then, in the order of `check_drafts`."""
-    resident = ResidentTokens(_NUM_ROWS, device, _MAX_DRAFTS)
+    resident = DeviceTokens(_NUM_ROWS, device, _MAX_DRAFTS)
     resident.drafts.fill_(1)
     token_ids = torch.from_numpy(sampled.ravel()).to(device)
     output = resident.accept(first[0].to(device), first[1], SamplerOutput(token_ids, token_ids))

@@ -10,8 +10,8 @@ from torch import Tensor
 from vllm.hpu_check.check import LIMITS, Comparison, Outcome, slow_call
 from vllm.hpu_check.stopwatch import shortest_s
 from vllm.ops.expert_options import ExpertBiases, ExpertOptions
+from vllm.ops.hpu.low_bit_experts import HPULowBitExperts
 from vllm.ops.hpu.mxfp4_experts import HPUMxfp4Experts
-from vllm.ops.hpu.narrow_experts import HPUNarrowExperts
 from vllm.ops.hpu.operators import HPUOps
 from vllm.ops.hpu.quantized import HPUFp8Experts, HPUNarrowWeight
 from vllm.ops.native.operators import NativeOps
@@ -95,7 +95,7 @@ def check_bias_moe(bridge: HabanaBridge) -> Outcome:
         ExpertBiases(first, second),
         options,
     )
-    assert isinstance(prepared, HPUMxfp4Experts | HPUNarrowExperts)
+    assert isinstance(prepared, HPUMxfp4Experts | HPULowBitExperts)
     given: list[Any] = [t.to(bridge.device) for t in (x, ids, weights)]
     dense: list[Any] = [
         t.to(bridge.device) for t in (both.bfloat16(), down.bfloat16(), first, second)
@@ -121,7 +121,7 @@ def check_narrow_moe(bridge: HabanaBridge) -> Outcome:
     for name, make in _NARROW.items():
         stored = [[make() for _ in range(4)] for _ in range(3)]
         prepared = HPUOps(bridge).prepare_experts(stored[0], stored[1], stored[2], torch.bfloat16)
-        assert isinstance(prepared, HPUMxfp4Experts | HPUNarrowExperts)
+        assert isinstance(prepared, HPUMxfp4Experts | HPULowBitExperts)
         near = [t.to(bridge.device) for t in (x, ids, weights)]
         call = partial(prepared.to(bridge.device).forward, near[0], near[1], near[2])
         gate, up, down = (torch.stack([w.dequantize() for w in part]) for part in stored)

@@ -24,14 +24,14 @@ from vllm.distributed import TPGroup
 from vllm.hpu_check.check import Comparison, Outcome
 from vllm.hpu_check.decoder_layer import (
     CACHE_SHARE,
+    error_between,
     prepare_compiled,
     prepare_graph,
-    trouble_between,
 )
-from vllm.hpu_check.layer_rig import (
+from vllm.hpu_check.layer_harness import (
     BLOCK_SIZE,
     SEQ_LENS,
-    Rig,
+    LayerTestHarness,
     bind,
     config_of,
     num_blocks_of,
@@ -56,7 +56,7 @@ def check_short_run(bridge: HabanaBridge, model: str) -> Outcome:
     config = config_of(model)
     comparison = Comparison()
     with unsupported_is_skipped() as skipped:
-        rig = Rig(bridge, config, num_blocks_of(bridge, config, CACHE_SHARE / 8))
+        rig = LayerTestHarness(bridge, config, num_blocks_of(bridge, config, CACHE_SHARE / 8))
         rig.prefill_all()
         packed, shape = rig.pack_decode()
         prepare = prepare_graph if bridge.is_lazy else prepare_compiled
@@ -66,7 +66,7 @@ def check_short_run(bridge: HabanaBridge, model: str) -> Outcome:
             hidden_states = run()[1].cpu()
             _greedy(run())
             seconds = elapsed_s(bridge, lambda: [_greedy(run()) for _ in range(NUM_STEPS)])
-        trouble = tuple(trouble_between(before, bridge.counters()))
+        trouble = tuple(error_between(before, bridge.counters()))
         for row, want in enumerate(rig.reference()):
             comparison.add(f"row {row}", hidden_states[row], want[-1])
         predicted_s = _predicted_step_s(bridge, rig, config)
@@ -115,7 +115,9 @@ class _Cost(TorchDispatchMode):
         return result
 
 
-def _predicted_step_s(bridge: HabanaBridge, rig: Rig, config: VllmConfig) -> float | None:
+def _predicted_step_s(
+    bridge: HabanaBridge, rig: LayerTestHarness, config: VllmConfig
+) -> float | None:
     """None for a card without published rates."""
     names = [name for name in CARDS if bridge.device_name.lower().startswith(name)]
     if not names:

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from vllm.attention import ContextHolder
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
-from vllm.ops.low_rank import AdaptedExperts
+from vllm.ops.lora_weights import AdaptedExperts
 from vllm.ops.prepared import ExpertProducts, SingleExperts
 
 

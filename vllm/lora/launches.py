@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.attention import LaunchAdapters
-from vllm.lora.places import AdaptedPlaces
+from vllm.lora.target_modules import LoRATargets
 from vllm.ops import get_ops
-from vllm.ops.low_rank import (
+from vllm.ops.lora_weights import (
     AdaptedExpert,
     AdaptedExperts,
-    AdaptedHeads,
     AdaptedLayer,
     AdaptedRows,
-    LowRank,
+    LoRAHeads,
+    LoRAWeights,
     PreparedAdapter,
 )
 from vllm.ops.native.experts import activated, choices_of
@@ -49,7 +49,7 @@ def _inputs_of(single: SingleExperts, x: Tensor, weight: Tensor) -> Tensor:
 class AdapterStore(Protocol):
     """The adapters in slots."""
 
-    def prepare(self, parts: Sequence[LowRank | None], rest: Rest = no_rest) -> Any:
+    def prepare(self, parts: Sequence[LoRAWeights | None], rest: Rest = no_rest) -> Any:
         """Bring an adapter into the layout of the slots, in host memory. From any thread.
 
         Args:
@@ -76,7 +76,7 @@ class HostAdapter:
 
     layers: PreparedAdapter
     """What it adds to linear layers."""
-    embedding: LowRank | None
+    embedding: LoRAWeights | None
     """What it adds to input embeddings: a [r, vocabulary], b [embedding_dim, r]."""
     changes_head: bool
     changes_experts: bool
@@ -87,7 +87,7 @@ class RaggedAdapters:
     """The adapters of T tokens; those without one are not touched."""
 
     rows: AdaptedRows
-    embeddings: Mapping[int, LowRank]
+    embeddings: Mapping[int, LoRAWeights]
     """By the indices of `rows`, of the adapters that add to input embeddings."""
     of_experts: frozenset[int]
     """Indices of those that add to experts."""
@@ -101,7 +101,7 @@ class RaggedAdapters:
         """See `LaunchAdapters`."""
         return get_ops().add_low_rank(y, x, layer, self.rows)
 
-    def adapt_heads(self, layer: AdaptedHeads, x: Tensor, y: Tensor) -> Tensor:
+    def adapt_heads(self, layer: LoRAHeads, x: Tensor, y: Tensor) -> Tensor:
         """See `LaunchAdapters`."""
         return get_ops().add_low_rank(y, x, layer, self.rows)
 
@@ -156,13 +156,13 @@ class HostSlots:
         dtype: of the inputs of layers.
     """
 
-    def __init__(self, places: AdaptedPlaces, num_slots: int, dtype: torch.dtype) -> None:
+    def __init__(self, places: LoRATargets, num_slots: int, dtype: torch.dtype) -> None:
         self._places = places
         self._dtype = dtype
         self.adapters: list[HostAdapter | None] = [None] * num_slots
         """By slot."""
 
-    def prepare(self, parts: Sequence[LowRank | None], rest: Rest = no_rest) -> HostAdapter:
+    def prepare(self, parts: Sequence[LoRAWeights | None], rest: Rest = no_rest) -> HostAdapter:
         """See `AdapterStore`."""
         places = self._places
         layers = [layer for layer in places.layers if layer is not places.embedding]
@@ -219,7 +219,7 @@ class SlottedAdapters:
         a, _ = self.slots.weights_of(layer)
         return self._add(layer, torch.mm(x.to(a.dtype), a.flatten(0, 1).t()), y)
 
-    def adapt_heads(self, layer: AdaptedHeads, x: Tensor, y: Tensor) -> Tensor:
+    def adapt_heads(self, layer: LoRAHeads, x: Tensor, y: Tensor) -> Tensor:
         """See `LaunchAdapters`."""
         a, b = self.slots.heads_of(layer)
         inner = torch.bmm(x.transpose(0, 1).to(a.dtype), a.flatten(1, 2).mT)
@@ -294,7 +294,7 @@ class DeviceSlots:
 
     def __init__(
         self,
-        places: AdaptedPlaces,
+        places: LoRATargets,
         num_slots: int,
         rank: int,
         dtype: torch.dtype,
@@ -339,13 +339,13 @@ class DeviceSlots:
         stack, index = self._where[layer.number]
         return self.a[stack][index], [each[index] for each in self.b[stack]]
 
-    def heads_of(self, layer: AdaptedHeads) -> tuple[Tensor, Tensor]:
+    def heads_of(self, layer: LoRAHeads) -> tuple[Tensor, Tensor]:
         """A [H, S, R, in_features] of heads, which are a stack, and B [H, S, R, out_features]."""
         stack, _ = self._where[layer.heads[0].number]
         (b,) = self.b[stack]
         return self.a[stack], b
 
-    def prepare(self, parts: Sequence[LowRank | None], rest: Rest = no_rest) -> list[Tensor]:
+    def prepare(self, parts: Sequence[LoRAWeights | None], rest: Rest = no_rest) -> list[Tensor]:
         """See `AdapterStore`: a [G, P * R, in_features], then b [G, R, size] of each projection, of
         one stack after the other."""
         found = []

@@ -14,19 +14,19 @@ from vllm.attention import ContextHolder, share_context
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.lora.experts import ExpertsWithAdapters, can_adapt
 from vllm.lora.files import EXPERT_PARAMETERS, NAME_PREFIX
-from vllm.lora.methods import HeadWithAdapters, WithAdapters
-from vllm.lora.places import AdaptedPlaces
+from vllm.lora.methods import HeadWithAdapters, LoRALinearMethod
+from vllm.lora.target_modules import LoRATargets
 from vllm.lora.targets import LatentTarget, Target
 from vllm.lora.weights import source_of
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.latent import LatentUpProjection
 from vllm.model_executor.layers.linear import ParallelLinear
-from vllm.model_executor.layers.slice import Slice, Source
-from vllm.model_executor.loader.stage import Absent
+from vllm.model_executor.layers.slice import CheckpointTensor, Slice
+from vllm.model_executor.loader.stage import PPMissingLayer
 from vllm.model_executor.loader.weights import checkpoint_name
 from vllm.model_executor.models.interface import CausalLM
-from vllm.ops.low_rank import AdaptedExpert, AdaptedExperts, AdaptedHeads, AdaptedLayer
+from vllm.ops.lora_weights import AdaptedExpert, AdaptedExperts, AdaptedLayer, LoRAHeads
 
 
 class AdapterLayers:
@@ -59,10 +59,10 @@ class AdapterLayers:
         self.left_out: set[str] = set()
         self.targets: dict[str, Target] = {}
         self.experts: dict[str, Experts] = {}
-        self.places = AdaptedPlaces()
+        self.places = LoRATargets()
         self.table: tuple[str, VocabParallelEmbedding] | None = None
         self._absent = {
-            path for path, module in model.named_modules() if isinstance(module, Absent)
+            path for path, module in model.named_modules() if isinstance(module, PPMissingLayer)
         }
         launch = share_context(model)
         self._add_linear_layers(launch)
@@ -92,7 +92,7 @@ class AdapterLayers:
                 self._add_heads(path, layer)
                 continue
             place = self._add(path, layer)
-            layer.method = WithAdapters(layer.method, place, launch)
+            layer.method = LoRALinearMethod(layer.method, place, launch)
             if layer.is_of_head:
                 places.of_head.append(place)
 
@@ -171,7 +171,7 @@ class AdapterLayers:
             self._add_alike(count, latent, value_size),
         )
 
-    def _add_alike(self, count: int, in_features: int, out_features: int) -> AdaptedHeads:
+    def _add_alike(self, count: int, in_features: int, out_features: int) -> LoRAHeads:
         places, parts = self.places, ((0, out_features),)
         start = len(places.layers)
         heads = [
@@ -179,7 +179,7 @@ class AdapterLayers:
             for _ in range(count)
         ]
         places.alike.append(range(start, start + count))
-        return AdaptedHeads(heads)
+        return LoRAHeads(heads)
 
     def _add(self, path: str, layer: ParallelLinear | ParallelLMHead) -> AdaptedLayer:
         first = self.places.num_parts
@@ -217,7 +217,7 @@ class AdapterLayers:
 
     def projections(
         self, module: str, rows: Tensor, *, is_transposed: bool
-    ) -> list[tuple[Target, Source]]:
+    ) -> list[tuple[Target, CheckpointTensor]]:
         """The projections that a module of a checkpoint holds, and which of its rows, one per
         output feature, they have. None: a part of it is not known here.
 
@@ -228,7 +228,7 @@ class AdapterLayers:
         """
         if (head := self.targets.get(module)) and isinstance(head.layer, ParallelLMHead):
             return [(head, source_of(rows))]  # as it is, whatever becomes of its weight
-        found: list[tuple[Target, Source]] = []
+        found: list[tuple[Target, CheckpointTensor]] = []
         # peft notes False for all modules where some are transposed and some are not.
         for swaps in (is_transposed, not is_transposed):
             try:
@@ -240,7 +240,7 @@ class AdapterLayers:
                 break
         return found
 
-    def _convert(self, module: str, weight: Tensor) -> list[tuple[Target, Source]]:
+    def _convert(self, module: str, weight: Tensor) -> list[tuple[Target, CheckpointTensor]]:
         # As a weight of the checkpoint is, so that the rows go where those of the weight went.
         expert, _, name = module.rpartition(".")
         experts, _, number = expert.rpartition(".")
@@ -256,7 +256,7 @@ class AdapterLayers:
 
     def _of_expert(
         self, experts: str, number: str, name: str, rows: Tensor
-    ) -> Iterator[tuple[str, Source]]:
+    ) -> Iterator[tuple[str, CheckpointTensor]]:
         """The matrices of an expert, whose rows are those of a parameter of all experts."""
         layer, first = self.experts[experts], f"{experts}.0."
         # Where the family stores such a parameter, it knows their order: [experts, in, out], or

@@ -9,10 +9,10 @@ from torch import Tensor
 from vllm.attention import ContextHolder
 from vllm.model_executor.layers.embedding import EmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.ops.low_rank import AdaptedLayer
+from vllm.ops.lora_weights import AdaptedLayer
 
 
-class WithAdapters(LinearMethod):
+class LoRALinearMethod(LinearMethod):
     """A method whose result is added to for tokens with an adapter.
 
     Args:

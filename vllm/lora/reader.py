@@ -20,7 +20,7 @@ from vllm.lora.files import (
 )
 from vllm.lora.layers import AdapterLayers
 from vllm.lora.methods import HeadWithAdapters
-from vllm.lora.places import AdaptedPlaces
+from vllm.lora.target_modules import LoRATargets
 from vllm.lora.targets import Target
 from vllm.lora.weights import check_header, is_close, is_finite, open_weights, source_of
 from vllm.model_executor.layers.embedding import (
@@ -28,9 +28,9 @@ from vllm.model_executor.layers.embedding import (
     EmbeddingMethod,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.layers.slice import DENSE_DTYPES, Source
+from vllm.model_executor.layers.slice import DENSE_DTYPES, CheckpointTensor
 from vllm.model_executor.layers.stored.stored_linear import StoredTable
-from vllm.ops.low_rank import LowRank
+from vllm.ops.lora_weights import LoRAWeights
 from vllm.utils.background_work import Rest, no_rest
 
 logger = init_logger(__name__)
@@ -85,11 +85,11 @@ class AdapterReader:
         }
 
     @property
-    def places(self) -> AdaptedPlaces:
+    def places(self) -> LoRATargets:
         """Of the layers."""
         return self._layers.places
 
-    def load(self, folder: Path, rest: Rest = no_rest) -> list[LowRank | None]:
+    def load(self, folder: Path, rest: Rest = no_rest) -> list[LoRAWeights | None]:
         """Read an adapter: what it adds to each projection, by its number.
 
         Args:
@@ -102,7 +102,7 @@ class AdapterReader:
         config = check_files(folder, self._max_rank)
         self._compare_base(folder, config.base)
         path = weights_file(folder)
-        parts: list[LowRank | None] = [None] * self.places.num_parts
+        parts: list[LoRAWeights | None] = [None] * self.places.num_parts
         try:
             check_header(path, self.places.num_parts)
             with open_weights(path, rest) as tensors:
@@ -140,9 +140,9 @@ class AdapterReader:
         path: Path,
         config: AdapterConfig,
         module: str,
-        given_a: Source,
-        given_b: Source,
-        parts: list[LowRank | None],
+        given_a: CheckpointTensor,
+        given_b: CheckpointTensor,
+        parts: list[LoRAWeights | None],
     ) -> None:
         """Put what an adapter adds to a module in its place in `parts`."""
         self._check(path, config, module, list(given_a.shape), list(given_b.shape))
@@ -161,19 +161,25 @@ class AdapterReader:
             )
         if self._layers.is_table(module):
             assert self.places.embedding is not None
-            parts[self.places.embedding.first_part] = LowRank(a, b)
+            parts[self.places.embedding.first_part] = LoRAWeights(a, b)
             return
         for target, source in self._projections(module, b, config):
             target.put(a, source.read(()), parts)
 
     def _projections(
         self, module: str, rows: Tensor, config: AdapterConfig
-    ) -> list[tuple[Target, Source]]:
+    ) -> list[tuple[Target, CheckpointTensor]]:
         return self._layers.projections(module, rows, is_transposed=config.is_transposed)
 
     def _by_expert(
-        self, path: Path, experts: str, name: str, rank: int, a: Source, b: Source
-    ) -> Iterator[tuple[int, Source, Source]]:
+        self,
+        path: Path,
+        experts: str,
+        name: str,
+        rank: int,
+        a: CheckpointTensor,
+        b: CheckpointTensor,
+    ) -> Iterator[tuple[int, CheckpointTensor, CheckpointTensor]]:
         """A and B of each expert of this rank, where a parameter has the matrices of all.
 
         Args:
@@ -250,7 +256,9 @@ class AdapterReader:
                 raise RequestError(f"{path}: {module} has no {missing}")
         return found
 
-    def _check_unchanged(self, path: Path, tensors: Mapping[str, Source], rest: Rest) -> None:
+    def _check_unchanged(
+        self, path: Path, tensors: Mapping[str, CheckpointTensor], rest: Rest
+    ) -> None:
         """Compare the weights that peft has saved beside the adapter with those of the model, where
         these can be looked up."""
         ignored = []

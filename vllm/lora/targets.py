@@ -13,7 +13,7 @@ from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.latent import LatentUpProjection
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.slice import Slice
-from vllm.ops.low_rank import LowRank
+from vllm.ops.lora_weights import LoRAWeights
 
 Layer = ParallelLinear | ParallelLMHead | Experts
 
@@ -39,7 +39,7 @@ class Target:
         """Over all ranks."""
         return self.place.total if self.place.dim == 0 else self.other_size
 
-    def put(self, a: Tensor, b: Tensor, parts: list[LowRank | None]) -> None:
+    def put(self, a: Tensor, b: Tensor, parts: list[LoRAWeights | None]) -> None:
         """Put what this rank needs of an adapter in its places.
 
         Args:
@@ -50,8 +50,8 @@ class Target:
         for number, part in enumerate(self._parts(*self._of_rank(a, b)), self.number):
             parts[number] = part
 
-    def _parts(self, a: Tensor, b: Tensor) -> Sequence[LowRank]:
-        return (LowRank(a, b),)
+    def _parts(self, a: Tensor, b: Tensor) -> Sequence[LoRAWeights]:
+        return (LoRAWeights(a, b),)
 
     def _of_rank(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """The slice of the dimension that is split; padding is zero."""
@@ -76,12 +76,12 @@ class LatentTarget(Target):
 
     layer: LatentUpProjection
 
-    def _parts(self, a: Tensor, b: Tensor) -> Sequence[LowRank]:
+    def _parts(self, a: Tensor, b: Tensor) -> Sequence[LoRAWeights]:
         keys, values = b.unflatten(0, (-1, sum(self.layer.head_sizes))).split(
             self.layer.head_sizes, dim=1
         )
         last = a.T  # the same for all heads, so it is stored once
         return [
-            *(LowRank(key.T, last) for key in keys),
-            *(LowRank(a, value) for value in values),
+            *(LoRAWeights(key.T, last) for key in keys),
+            *(LoRAWeights(a, value) for value in values),
         ]

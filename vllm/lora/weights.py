@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from vllm.errors import RequestError
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.loader.checkpoint import read_bin
 from vllm.model_executor.loader.safetensors_file import open_safetensors
 from vllm.utils.background_work import Rest
@@ -47,9 +47,9 @@ def check_header(path: Path, num_parts: int) -> None:
 
 
 @contextmanager
-def open_weights(path: Path, rest: Rest) -> Iterator[dict[str, Source]]:
+def open_weights(path: Path, rest: Rest) -> Iterator[dict[str, CheckpointTensor]]:
     """The tensors of a file, which are read when they are asked for."""
-    found: dict[str, Source] = {}
+    found: dict[str, CheckpointTensor] = {}
     if path.suffix != ".safetensors":
         yield dict(read_bin(path))
         return
@@ -66,7 +66,7 @@ def is_finite(tensor: Tensor) -> bool:
     return all(math.isfinite(float(end)) for end in tensor.aminmax())
 
 
-def is_close(given: Source, known: Callable[[int, int], Tensor], rest: Rest) -> bool:
+def is_close(given: CheckpointTensor, known: Callable[[int, int], Tensor], rest: Rest) -> bool:
     """Return whether a tensor has the values of a weight, but for their rounding.
 
     Args:
@@ -84,6 +84,6 @@ def is_close(given: Source, known: Callable[[int, int], Tensor], rest: Rest) -> 
     return all(difference <= 0.02 * largest for difference in differences)  # False for NaN
 
 
-def source_of(tensor: Tensor) -> Source:
+def source_of(tensor: Tensor) -> CheckpointTensor:
     """A tensor that is in memory."""
-    return Source(tensor.shape, lambda index: tensor[index])
+    return CheckpointTensor(tensor.shape, lambda index: tensor[index])

@@ -25,7 +25,7 @@ from vllm.ops.expert_options import (
     ExpertOptions,
     RoutingOptions,
 )
-from vllm.ops.low_rank import AdaptedHeads, AdaptedLayer, AdaptedRows, LowRank, PreparedAdapter
+from vllm.ops.lora_weights import AdaptedLayer, AdaptedRows, LoRAHeads, LoRAWeights, PreparedAdapter
 from vllm.ops.prepared import PreparedExperts, PreparedHeads, PreparedTable, PreparedWeight
 from vllm.ops.stored_weight import StoredWeight
 from vllm.utils.background_work import Rest, no_rest
@@ -392,7 +392,7 @@ class Ops(AttentionOps):
     def prepare_adapter(
         self,
         layers: Sequence[AdaptedLayer],
-        parts: Sequence[LowRank | None],
+        parts: Sequence[LoRAWeights | None],
         dtype: torch.dtype,
         rest: Rest = no_rest,
     ) -> PreparedAdapter:
@@ -407,7 +407,7 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def add_low_rank(
-        self, y: Tensor, x: Tensor, layer: AdaptedLayer | AdaptedHeads, rows: AdaptedRows
+        self, y: Tensor, x: Tensor, layer: AdaptedLayer | LoRAHeads, rows: AdaptedRows
     ) -> Tensor:
         """Add `(x @ a.T) @ b.T` of the adapter of each row to y, for all projections of a layer.
 

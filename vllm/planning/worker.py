@@ -15,7 +15,7 @@ import torch
 
 from vllm.bucketing import Bucket, Catalog, StepLimits
 from vllm.config import VllmConfig
-from vllm.distributed import Meeting, RankLayout
+from vllm.distributed import RankLayout, Rendezvous
 from vllm.ops import get_ops, set_ops
 from vllm.ops.hpu.operators import HPUOps
 from vllm.platforms.hpu import PlannedPlatform
@@ -69,7 +69,7 @@ class PlannedWorker(HPUWorker):
         return self._choose_first(catalog, limits)
 
 
-class AbsentPeers(Meeting):
+class AbsentPeers(Rendezvous):
     """A meeting whose other ranks do not exist, and count as having the values of this one.
 
     Args:

@@ -36,7 +36,7 @@ class LogprobPlan:
 
 
 @dataclass(frozen=True)
-class DrawKeys:
+class RandomKeys:
     """Keys and positions of the random numbers of n rows, on the host."""
 
     keys: KeyArray
@@ -48,9 +48,9 @@ class DrawKeys:
         """[n, count] the numbers."""
         return exponentials_at(self.keys, self.positions, count)
 
-    def __getitem__(self, indices: IndexArray) -> "DrawKeys":
+    def __getitem__(self, indices: IndexArray) -> "RandomKeys":
         """Select rows [m]."""
-        return DrawKeys(self.keys[indices], self.positions[indices])
+        return RandomKeys(self.keys[indices], self.positions[indices])
 
 
 class OperatorChoice(NamedTuple):
@@ -95,7 +95,7 @@ class SamplingMetadata:
     exponentials: Tensor | None = None
     """[n, K] float32 above 0, K of `blocks.num_draws`: the random numbers of each row; None when
     all are greedy, or for a sampler that makes them of `draw_keys`."""
-    draw_keys: DrawKeys | None = None
+    draw_keys: RandomKeys | None = None
     """Host: instead of `exponentials`; None when all are greedy, too."""
     max_top_k: int | None = None
     """Host: at least each of `top_k`; the number of candidates to look at."""

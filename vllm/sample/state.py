@@ -28,10 +28,10 @@ from vllm.sample.features import (
 from vllm.sample.logprobs import split_rows
 from vllm.sample.metadata import (
     ALL_GREEDY,
-    DrawKeys,
     FeatureArray,
     LogprobPlan,
     OperatorChoice,
+    RandomKeys,
     SamplingMetadata,
     needs_params,
 )
@@ -349,7 +349,7 @@ class SamplingState:
             choice = OperatorChoice.of(features, self._params[Param.TOP_K, rows])
         exponentials, draw_keys = None, None
         if active & Feature.RANDOM:
-            draw_keys = DrawKeys(self._keys[rows], num_output_tokens.astype(np.int64))
+            draw_keys = RandomKeys(self._keys[rows], num_output_tokens.astype(np.int64))
             if not self._has_draw_keys:
                 exponentials, draw_keys = self._exponentials(draw_keys), None
         edits = None
@@ -407,7 +407,7 @@ class SamplingState:
         """[8, n] float32 on the device: all parameters of the launch in one copy."""
         return self.to_device(self._params.take(rows, axis=1))
 
-    def _exponentials(self, keys: DrawKeys) -> torch.Tensor:
+    def _exponentials(self, keys: RandomKeys) -> torch.Tensor:
         """[n, K] float32 on the device: the random numbers of each row's next token."""
         return self.to_device(keys.exponentials(num_draws(self._vocab_size)))
 

@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.messages import Grammar
 from vllm.structured_output.backends.vocabulary import Vocabulary
 from vllm.structured_output.spec import GrammarSpec, field_of, make_spec
-from vllm.utils.background_work import start_in_short_turns
+from vllm.utils.background_work import start_in_time_slices
 from vllm.utils.process.deadline_worker import (
     CallFailed,
     DeadlineExceeded,
@@ -110,7 +110,7 @@ class GrammarCompiler:
     def start(self) -> None:
         """Start the processes in the background, so that the first request does not wait for
         them."""
-        start_in_short_turns(self._start_first, "grammar-start")
+        start_in_time_slices(self._start_first, "grammar-start")
 
     def close(self) -> None:
         """End the processes, even while they start. Running compilations fail."""

@@ -21,7 +21,7 @@ from vllm.structured_output.backends.interface import (
 from vllm.structured_output.backends.vocabulary import Vocabulary
 from vllm.structured_output.row_matcher import RowMatcher
 from vllm.transformers_utils.tokenizer import load_tokenizer
-from vllm.utils.background_work import start_in_short_turns
+from vllm.utils.background_work import start_in_time_slices
 from vllm.utils.imports import IMPORT_LOCK
 
 logger = init_logger(__name__)
@@ -67,7 +67,7 @@ class GrammarMatchers:
         import cannot delay any step.
         """
         if self._has_requests_early and self._model.pooler is None:
-            start_in_short_turns(self._preload, "grammar-preload")
+            start_in_time_slices(self._preload, "grammar-preload")
 
     def end_preload(self) -> None:
         """The weights are loaded. What is not preloaded yet and would stop steps for a moment is
@@ -93,7 +93,7 @@ class GrammarMatchers:
             if future is not None:
                 return future
             future = self._loading[grammar.key] = Future()
-        start_in_short_turns(partial(self._load_early, grammar, start, future), "grammar")
+        start_in_time_slices(partial(self._load_early, grammar, start, future), "grammar")
         return future
 
     def matcher(self, request: EngineRequest, output_token_ids: Sequence[int]) -> RowMatcher:

@@ -98,7 +98,7 @@ def get_tokenizer(
         if "trust_remote_code" in own_words:
             own_words = "it has its own code, which runs only with trust_remote_code"
         reason = (
-            _what_lacks(folder)
+            _missing_tokenizer_reason(folder)
             or _of_mistral(folder)
             or _of_sentencepiece(folder)
             or _damage(folder)
@@ -130,12 +130,12 @@ def check_tokenizer_files(folder: Path) -> None:
     Raises:
         ConfigError: it has none.
     """
-    reason = _what_lacks(folder)
+    reason = _missing_tokenizer_reason(folder)
     if reason is not None:
         raise ConfigError(_failure(str(folder), reason))
 
 
-def _what_lacks(folder: Path) -> str | None:
+def _missing_tokenizer_reason(folder: Path) -> str | None:
     """Why a folder cannot have a tokenizer; None if it may have one, or is not a folder."""
     if not folder.is_dir() or any(
         path.is_file() for pattern in _FILES for path in folder.glob(pattern)

@@ -12,7 +12,7 @@ def is_version_4() -> bool:
     return version("transformers").startswith("4.")
 
 
-def lets_attention_mask() -> bool:
+def attention_can_mask() -> bool:
     """Whether its models leave masks to the attention that is put in, as since 4.53."""
     return find_spec("transformers.masking_utils") is not None
 

@@ -1,7 +1,7 @@
 """Work in the background that leaves the processor and the interpreter to steps.
 
-Python code in another thread gives the interpreter back often (`in_short_turns`). A thread
-that works for long rests in between while steps run (`Pace`).
+Python code in another thread gives the interpreter back often (`run_in_time_slices`). A thread
+that works for long rests in between while steps run (`Throttle`).
 """
 
 import sys
@@ -46,23 +46,23 @@ class _ShortTurns:
 _short_turns = _ShortTurns()
 
 
-def in_short_turns(work: Callable[[], T]) -> T:
+def run_in_time_slices(work: Callable[[], T]) -> T:
     """The result of `work`, which runs in a thread for which no other thread should wait."""
     with _short_turns:
         return work()
 
 
-def start_in_short_turns(work: Callable[[], None], name: str) -> None:
+def start_in_time_slices(work: Callable[[], None], name: str) -> None:
     """Run `work` in a thread of this name, in short turns.
 
     If no thread can be started, `work` runs before this returns. Since Python 3.12 that is so after
     the end of the main thread.
     """
-    thread = threading.Thread(target=in_short_turns, args=(work,), name=name, daemon=True)
+    thread = threading.Thread(target=run_in_time_slices, args=(work,), name=name, daemon=True)
     try:
         thread.start()
     except RuntimeError:
-        in_short_turns(work)
+        run_in_time_slices(work)
 
 
 Rest = Callable[[], None]
@@ -75,7 +75,7 @@ _SHARE = 12
 _LONGEST_REST_S = 0.02
 
 
-class Pace:
+class Throttle:
     """How fast one thread works in the background: as fast as it can, or in short turns while
     others must not wait.
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 
-def when_all(futures: "Sequence[Future[Any] | None]") -> "Future[str | None] | None":
+def wait_all(futures: "Sequence[Future[Any] | None]") -> "Future[str | None] | None":
     """Done when all are; its result is the first text that is the result of one of them.
 
     Args:

@@ -36,7 +36,7 @@ class BlockStore(Protocol):
         ...
 
 
-def states_are_not_copied() -> ConfigError:
+def has_uncopied_states() -> ConfigError:
     """The error for a model whose KV cache is not all there is."""
     return ConfigError(
         "kv_transfer_config: this model has a state for each request beside the KV cache "

@@ -33,7 +33,7 @@ from vllm.utils.methods import methods_of
 if TYPE_CHECKING:  # they load torch, and a server reads this table without it
     from torch import nn
 
-    from vllm.distributed import Meeting
+    from vllm.distributed import Rendezvous
 
 
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,7 +180,7 @@ class Worker(WorkerForUsers, Protocol):
         """
         ...
 
-    def join(self, meeting: "Meeting") -> None:
+    def join(self, meeting: "Rendezvous") -> None:
         """Meet the other ranks, if there are any; all of them have loaded.
 
         Args:

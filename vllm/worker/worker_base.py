@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vllm.attention import Attention
 from vllm.config import VllmConfig
 from vllm.config.arch.speculators import SPECULATORS
-from vllm.distributed import Collectives, Link, Meeting, RankLayout, Stage, TPGroup
+from vllm.distributed import Collectives, Link, RankLayout, Rendezvous, Stage, TPGroup
 from vllm.errors import RequestError
 from vllm.messages import AdapterRef, EngineRequest, RunnerStats, StepTokens
 from vllm.model_executor.loader import load_model, load_speculator
@@ -110,8 +110,8 @@ class WorkerBase(ABC):
     def _load_model(self) -> None:
         """Set `model` and `runner`."""
 
-    def join(self, meeting: Meeting) -> None:
-        """Meet the other ranks; layers exchange tensors from here on. See `Meeting.join`."""
+    def join(self, meeting: Rendezvous) -> None:
+        """Meet the other ranks; layers exchange tensors from here on. See `Rendezvous.join`."""
         if self.tp.size > 1:
             self.tp.collectives = self._make_collectives(meeting)
         if self.stage.count > 1:
@@ -126,10 +126,10 @@ class WorkerBase(ABC):
         return self.config.of_draft_model
 
     @abstractmethod
-    def _make_collectives(self, meeting: Meeting) -> Collectives:
+    def _make_collectives(self, meeting: Rendezvous) -> Collectives:
         """Between the ranks that share layers."""
 
-    def _make_link(self, meeting: Meeting) -> Link:
+    def _make_link(self, meeting: Rendezvous) -> Link:
         """Between the stages."""
         return meeting.open_link()
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from vllm.entrypoints.server.early_app import EarlyApp
+from vllm.entrypoints.server.startup_app import StartupApp
 
 
 class Call:
@@ -34,7 +34,7 @@ def run(path, decide, root_path=""):
     """(status before `decide`, status after it, last message)."""
 
     async def test():
-        app = EarlyApp(root_path)
+        app = StartupApp(root_path)
         call = Call(app, path)
         await asyncio.sleep(0)
         before = call.status
@@ -46,7 +46,7 @@ def run(path, decide, root_path=""):
 
 
 def load(app):
-    app.pass_on_to(real_app)
+    app.switch_to(real_app)
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,14 @@ def test_other_requests_wait_for_the_application():
 
 
 def test_without_an_application_those_who_wait_are_sent_away():
-    before, after, message = run("/v1/models", EarlyApp.close)
+    before, after, message = run("/v1/models", StartupApp.close)
     assert (before, after) == (None, 503)
     assert json.loads(message["body"])["error"]["type"] == "service_unavailable_error"
 
 
 def test_all_requests_go_to_the_application_once_it_is_there():
     async def test():
-        app = EarlyApp()
+        app = StartupApp()
         load(app)
         call = Call(app, "/livez")
         await call.task

@@ -11,7 +11,7 @@ from vllm import assets
 from vllm.config import PoolerConfig
 from vllm.entrypoints.pages.page_paths import page_paths
 from vllm.entrypoints.pages.web_page import load_page
-from vllm.entrypoints.server.early_app import EarlyApp
+from vllm.entrypoints.server.startup_app import StartupApp
 from vllm.entrypoints.shared.server_args import ServerArgs
 
 FOLDER = files(assets) / "web_pages"
@@ -156,6 +156,6 @@ def test_pages_are_there_before_the_application(path, expected):
     async def send(message):
         sent.append(message)
 
-    app = EarlyApp(pages=page_paths(ServerArgs()))
+    app = StartupApp(pages=page_paths(ServerArgs()))
     asyncio.run(app({"type": "http", "method": "GET", "path": path}, None, send))
     assert sent[0]["status"] == 200 and expected in sent[1]["body"]

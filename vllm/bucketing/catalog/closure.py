@@ -139,7 +139,9 @@ def _prefill_classes(catalog: Catalog, limits: StepLimits) -> Iterator[_Class]:
     for batch in range(1, num_rows + 1):
         longest = limits.max_prefill_query(batch)
         padded_batch = _next_size(batches, batch, num_rows)
-        stairs = _Staircase((b.query_len, b.blocks) for b in catalog.prefill if b.batch >= batch)
+        stairs = _MaxBlocksBySize(
+            (b.query_len, b.blocks) for b in catalog.prefill if b.batch >= batch
+        )
         for shorter in [0, *lengths]:
             if shorter >= longest:
                 break
@@ -157,7 +159,7 @@ def _decode_classes(catalog: Catalog, limits: StepLimits) -> Iterator[_Class]:
     for query_len in limits.decode_query_lens:
         buckets = [bucket for bucket in catalog.decode if bucket.query_len >= query_len]
         batches = sorted({bucket.batch for bucket in buckets})
-        stairs = _Staircase((b.batch, b.blocks) for b in buckets)
+        stairs = _MaxBlocksBySize((b.batch, b.blocks) for b in buckets)
         most = limits.max_batch_of(query_len)
         for batch in range(1, most + 1):
             padded_batch = _next_size(batches, batch, most)
@@ -169,7 +171,7 @@ def _decode_classes(catalog: Catalog, limits: StepLimits) -> Iterator[_Class]:
             )
 
 
-class _Staircase:
+class _MaxBlocksBySize:
     """Largest number of blocks among the buckets of at least a given size.
 
     Args:

@@ -20,7 +20,7 @@ MAX_TABLE_ENTRIES = 1 << 24
 """64 MiB. A phase with more is searched."""
 
 
-class CoverIndex(Protocol):
+class BucketIndex(Protocol):
     """Some of the buckets of one phase."""
 
     def add(self, ranks: Iterable[int]) -> None:
@@ -32,7 +32,7 @@ class CoverIndex(Protocol):
         ...
 
 
-def make_index(by_rank: Sequence[Bucket], max_entries: int = MAX_TABLE_ENTRIES) -> CoverIndex:
+def make_index(by_rank: Sequence[Bucket], max_entries: int = MAX_TABLE_ENTRIES) -> BucketIndex:
     """An empty index over buckets of one phase, cheapest first."""
     axes = (
         sorted({bucket.batch for bucket in by_rank}),

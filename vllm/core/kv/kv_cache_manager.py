@@ -219,7 +219,7 @@ class KVCacheManager:
             passed += np.maximum(positions - group.window + 1, 0) // self.block_size
         return passed
 
-    def free_passed(self, request: Request, position: int) -> list[tuple[int, int]]:
+    def free_out_of_window(self, request: Request, position: int) -> list[tuple[int, int]]:
         """Free the blocks that no query at `position` or later sees.
 
         Returns:

@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from vllm.engine.input.huge_texts import HugeTexts
-from vllm.engine.input.input_processor import LONG_TEXT_CHARS, InputProcessor
-from vllm.engine.input.media_lane import MediaLane
-from vllm.engine.input.prompt_tokenizer import TokenizedPrompt
-from vllm.engine.input.slow_lane import (
+from vllm.engine.input.background_tokenizer import (
     HUGE_TEXT_CHARS,
-    SlowLane,
+    BackgroundTokenizer,
     preparation_cost,
     split_at_spaces,
     text_of,
 )
+from vllm.engine.input.input_processor import LONG_TEXT_CHARS, InputProcessor
+from vllm.engine.input.long_prompt_tokenizer import LongPromptTokenizer
+from vllm.engine.input.media_lane import MediaLane
+from vllm.engine.input.prompt_tokenizer import TokenizedPrompt
 from vllm.engine.input.sound_lane import SoundLane
 from vllm.errors import TextTooLongError
 from vllm.inputs import PromptType, TokensPrompt
@@ -44,9 +44,9 @@ class Preparation:
 
     def __init__(self, source: Callable[[], InputProcessor]) -> None:
         self._source = source
-        self._slow_lane = SlowLane("tokenise", source)
-        self._huge_lane = SlowLane("tokenise-huge", source)
-        self._huge_texts = HugeTexts()
+        self._slow_lane = BackgroundTokenizer("tokenise", source)
+        self._huge_lane = BackgroundTokenizer("tokenise-huge", source)
+        self._huge_texts = LongPromptTokenizer()
         self.media = MediaLane(source)
         self.sound = SoundLane()
 
@@ -96,7 +96,7 @@ class Preparation:
             await self._refuse_long_text(prompt, max_model_len - num_output)
         if not (is_truncated and is_pooling):  # truncation keeps their special tokens
             prompt = await self._encode_huge_text(prompt)
-        return await self.in_slow_lane(partial(process, prompt), cost)
+        return await self.run_in_background(partial(process, prompt), cost)
 
     async def _encode_huge_text(self, prompt: PromptType) -> PromptType:
         """The prompt with its token ids, if its text is huge and can be left to a process."""
@@ -133,7 +133,7 @@ class Preparation:
         if max_tokens is not None:
             await self._refuse_long_text(prompt, max_tokens)
         prompt = await self._encode_huge_text(prompt)
-        return await self.in_slow_lane(
+        return await self.run_in_background(
             lambda processor: processor.tokenize(prompt, max_tokens=max_tokens), cost
         )
 
@@ -151,16 +151,18 @@ class Preparation:
             return
         if self._processor.tokenizer is None:
             return
-        await self.in_slow_lane(lambda processor: processor.prompts.check_length(text, max_tokens))
+        await self.run_in_background(
+            lambda processor: processor.prompts.check_length(text, max_tokens)
+        )
         num_tokens = 0
         for piece in split_at_spaces(text, _PIECE_CHARS):
             count = partial(_count_tokens, text=piece)
-            num_tokens += await self.in_slow_lane(count)
+            num_tokens += await self.run_in_background(count)
             if num_tokens > 2 * max_tokens:
                 max_model_len = self._processor.max_model_len
                 raise TextTooLongError(len(text.encode()), max_tokens, max_model_len)
 
-    async def in_slow_lane(
+    async def run_in_background(
         self, work: Callable[[InputProcessor], _Result], num_chars: int = 0
     ) -> _Result:
         """Run slow work with a tokenizer, in a thread with its own tokenizer.

@@ -300,7 +300,7 @@ class _RequestHistograms:
     """Sizes, times and parameters of requests that have ended."""
 
     def __init__(self, metrics: MetricSet, max_model_len: int) -> None:
-        sizes = one_two_five(max_model_len)
+        sizes = round_to_one_two_five(max_model_len)
 
         def histogram(name: str, help: str, bounds: Sequence[float]) -> Histogram:
             return metrics.histogram(f"vllm:{name}", help, bounds)
@@ -428,7 +428,7 @@ class _CoreCounters:
         )
 
 
-def one_two_five(most: int) -> list[int]:
+def round_to_one_two_five(most: int) -> list[int]:
     """Bounds 1, 2, 5, 10, 20, 50, ... up to `most`."""
     bounds, power = [1], 1
     while bounds[-1] <= most:

@@ -21,7 +21,7 @@ from vllm.engine.metrics.registry import MetricSet
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.messages import RunnerStats, SchedulerStats
-from vllm.utils.background_work import start_in_short_turns
+from vllm.utils.background_work import start_in_time_slices
 
 logger = init_logger(__name__)
 
@@ -166,7 +166,7 @@ class TrafficFile:
             return
         table = self._metrics.traffic_table.copy()
         self._last, self._is_writing = self._clock(), True
-        start_in_short_turns(lambda: self._write(table), "write traffic")
+        start_in_time_slices(lambda: self._write(table), "write traffic")
 
     def write(self) -> None:
         """Write now, as at the end of the engine."""
@@ -220,7 +220,7 @@ class BucketAdvice:
         while True:
             await asyncio.sleep(_CHECK_INTERVAL_S)
             if self.is_due():
-                start_in_short_turns(self.advise, "look for better buckets")
+                start_in_time_slices(self.advise, "look for better buckets")
 
     def is_due(self) -> bool:
         """Whether the buckets are poor, for traffic enough to choose others. True at most once a

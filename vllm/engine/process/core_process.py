@@ -51,7 +51,7 @@ from vllm.utils.frames import read_frame
 from vllm.utils.imports import without_collections
 from vllm.utils.plugins import load_general_plugins
 from vllm.utils.process import startup_progress
-from vllm.utils.process.child_process import end_with_parent, leave_signals_to_parent
+from vllm.utils.process.child_process import leave_signals_to_parent, set_parent_death_signal
 from vllm.utils.process.process_memory import keep_for_good
 
 logger = init_logger(__name__)
@@ -232,7 +232,7 @@ class _Connection:
         if os.getppid() != self._parent or monitor.poll(_CONNECT_TIMEOUT_MS):
             socket_folder.remove(self._address)
         made.disable_monitor()
-        end_with_parent(self._parent)
+        set_parent_death_signal(self._parent)
         return made
 
     def wake_for(self, descriptor: int | None) -> None:
@@ -270,7 +270,7 @@ def _run(start: StartCore, connection: _Connection) -> int:
         executor = make_executor(config)
         executor.begin()  # while this process has one thread
         connection.open()
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        threading.Thread(target=_set_parent_death_signal, daemon=True).start()
         startup_progress.listen(lambda *progress: send(_progress(*progress)))
         startup_progress.report("starting the worker")
         load_general_plugins()
@@ -330,7 +330,7 @@ def _read_start() -> bytes:
     return data
 
 
-def _end_with_parent() -> None:
+def _set_parent_death_signal() -> None:
     # Not through sys.stdin: the interpreter cannot exit while a thread waits in it.
     os.read(_STDIN, 1)  # returns when all copies of the other end are closed
     os._exit(1)

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from vllm.config import VllmConfig
 from vllm.engine.fan_out import known_ids
-from vllm.engine.process.core_changes import CoreChanges
 from vllm.engine.process.core_client import CoreClient
+from vllm.engine.process.replay_log import ReplayLog
 from vllm.engine.process.startup_state import StartupState
 from vllm.engine.process.wire import (
     AddRequests,
@@ -114,7 +114,7 @@ class CoreSupervisor:
         start_core: "Callable[[], asyncio.Future[Core]]" = start_core,
         first_phase: str = "importing PyTorch and the engine",
         *,
-        changes: CoreChanges,
+        changes: ReplayLog,
         on_output: Callable[[CoreOutput], None],
         on_refused: Callable[[Refused], None],
         on_lost: Callable[[BaseException], None],

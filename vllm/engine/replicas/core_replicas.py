@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from vllm.config import ParallelConfig, VllmConfig
-from vllm.engine.process.core_changes import CoreChanges
 from vllm.engine.process.core_supervisor import CoreSupervisor
+from vllm.engine.process.replay_log import ReplayLog
 from vllm.engine.process.startup_state import StartupState
 from vllm.engine.process.wire import AbortRequests, CoreOutput, Refused
-from vllm.engine.replicas.far_cores import FarCores
+from vllm.engine.replicas.remote_cores import RemoteEngineCores
 from vllm.engine.replicas.replica_calls import ReplicaCalls
 from vllm.engine.replicas.replica_router import ReplicaRouter
 from vllm.engine.resolve.replicas import replica_configs
@@ -89,14 +89,14 @@ class CoreReplicas:
         self._draining: set[int] = set()
         self._router: ReplicaRouter | None = None
         self._has_started = False
-        self._far: FarCores | None = None
+        self._far: RemoteEngineCores | None = None
         if num_local < num_replicas:
-            self._far = FarCores(
+            self._far = RemoteEngineCores(
                 parallel.data_parallel_address,
                 parallel.data_parallel_rpc_port,
                 range(num_local, num_replicas),
             )
-        changes = CoreChanges()
+        changes = ReplayLog()
         self._all = [
             CoreSupervisor(
                 num_restarts,

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from vllm.engine.core_calls import CoreCalls
-from vllm.engine.process.core_changes import CoreChanges
 from vllm.engine.process.core_supervisor import CoreSupervisor
+from vllm.engine.process.replay_log import ReplayLog
 from vllm.errors import CapacityError, EngineDeadError, RequestError
 from vllm.executor import Worker
 
@@ -29,7 +29,7 @@ class ReplicaCalls:
     def __init__(
         self,
         replicas: Sequence[CoreSupervisor],
-        changes: CoreChanges,
+        changes: ReplayLog,
         forget_prefixes: Callable[[], None],
     ) -> None:
         self._all = replicas

@@ -20,7 +20,7 @@ from vllm.entrypoints.middleware.decompression import (
 )
 from vllm.entrypoints.shared.asgi import get_header, refuse, replay, route_path
 from vllm.entrypoints.shared.errors import ErrorInfo
-from vllm.entrypoints.shared.own_cancellation import OwnCancellation
+from vllm.entrypoints.shared.scoped_cancel import ScopedCancel
 from vllm.utils.process.process_memory import MemoryTrim
 
 _HUGE_BODY_BYTES = 2**20
@@ -72,7 +72,7 @@ class BodyLimits:
         if refusal is not None:
             await refuse(scope, receive, send, refusal)
             return
-        late = OwnCancellation()
+        late = ScopedCancel()
         timer = asyncio.get_running_loop().call_later(self._timeout_s, late.request)
         try:
             body = await self._read(receive, limit.max_bytes)

@@ -2,7 +2,7 @@
 
 Flags are checked first (`start_checks`); then the socket is bound and served at once. The
 application is imported, and the engine starts, while it answers: clients that ask meanwhile are
-told how far it is (`early_app`, `health`), or waits (`gate`). So this module imports nothing that
+told how far it is (`startup_app`, `health`), or waits (`gate`). So this module imports nothing that
 is slow to import.
 """
 
@@ -80,7 +80,7 @@ def _check_and_serve(
 
     config = check_start(engine_args, args)
     if args.headless:
-        from vllm.engine.replicas.core_host import run_host
+        from vllm.engine.replicas.headless import run_host
 
         return run_host(config or engine_args.create_engine_config())
 

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import JSONResponse
 
-from vllm.utils.background_work import in_short_turns
+from vllm.utils.background_work import run_in_time_slices
 
 router = APIRouter()
 
@@ -23,7 +23,7 @@ _lock = threading.Lock()
 @router.get("/openapi.json", include_in_schema=False)
 async def openapi(request: Request) -> JSONResponse:
     """What the routes accept and return."""
-    description = await asyncio.to_thread(in_short_turns, partial(_describe, request.app))
+    description = await asyncio.to_thread(run_in_time_slices, partial(_describe, request.app))
     root_path = request.scope.get("root_path", "").rstrip("/")
     if root_path:
         description = {**description, "servers": [{"url": root_path}]}

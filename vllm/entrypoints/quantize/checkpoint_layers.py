@@ -16,7 +16,7 @@ from vllm.distributed import TPGroup
 from vllm.model_executor.layers.embedding import ParallelLMHead
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
-from vllm.model_executor.layers.slice import Features, Place, Source
+from vllm.model_executor.layers.slice import CheckpointTensor, Features, ParamTarget
 from vllm.model_executor.layers.stored.stored_experts import are_plain
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.model_loader import build_model
@@ -28,7 +28,7 @@ Fits = Callable[[int, int, Features | None], bool]
 """(output features, input features, where they are in a fused layer) -> whether a format holds
 such a weight."""
 
-_PROBE = Source(torch.Size((2, 3)), lambda index: torch.empty(2, 3)[index])
+_PROBE = CheckpointTensor(torch.Size((2, 3)), lambda index: torch.empty(2, 3)[index])
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class CheckpointLayers:
 
     def _experts_in(self, name: str, tensor: Tensor) -> Iterator[CheckpointWeight]:
         """Of a tensor with a matrix for each expert."""
-        source = Source(tensor.shape, tensor.__getitem__, dtype=tensor.dtype)
+        source = CheckpointTensor(tensor.shape, tensor.__getitem__, dtype=tensor.dtype)
         for part, matrix in self._model.convert(self._model.renamed(name), source):
             key = part.removesuffix(".weight")
             place = self._places.get(part)
@@ -130,10 +130,10 @@ class CheckpointLayers:
     def _name_in_checkpoint(self, path: str) -> str:
         return next(iter(names_in_checkpoint(path, self._model)), path)
 
-    def _parts(self, key: str) -> list[tuple[Place, Features | None]]:
+    def _parts(self, key: str) -> list[tuple[ParamTarget, Features | None]]:
         """Where the parts of a layer go; none: it is no linear layer."""
         whole = f"{key}.weight"
-        found: list[tuple[Place, Features | None]] = []
+        found: list[tuple[ParamTarget, Features | None]] = []
         parts = ((whole, _PROBE),) if whole in self._places else self._model.convert(whole, _PROBE)
         for name, source in parts:
             place = self._places.get(name)
@@ -142,7 +142,7 @@ class CheckpointLayers:
             found.append((place, source.features))
         return found
 
-    def _holds(self, place: Place, parts: list[tuple[Place, Features | None]]) -> bool:
+    def _holds(self, place: ParamTarget, parts: list[tuple[ParamTarget, Features | None]]) -> bool:
         layer = place.module
         if isinstance(layer, Experts):
             return self._experts_fit(layer)

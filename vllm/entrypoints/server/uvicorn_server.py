@@ -19,8 +19,8 @@ import uvicorn
 import uvloop
 
 from vllm.entrypoints.pages.page_paths import page_paths
-from vllm.entrypoints.server.early_app import EarlyApp
 from vllm.entrypoints.server.http_protocol import with_body_timeout
+from vllm.entrypoints.server.startup_app import StartupApp
 from vllm.entrypoints.server.tls import refresh_certificate
 from vllm.entrypoints.shared.context import ServerContext
 from vllm.entrypoints.shared.server_args import ServerArgs
@@ -114,7 +114,7 @@ def serve(
         ConfigError: the engine, the application or TLS cannot start with its arguments.
         EngineDeadError: the engine has died, or could not be started.
     """
-    early = EarlyApp(args.root_path, page_paths(args))
+    early = StartupApp(args.root_path, page_paths(args))
     config = uvicorn.Config(
         early,
         http=with_body_timeout(args.body_timeout),
@@ -146,7 +146,7 @@ class _Server(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        early: EarlyApp,
+        early: StartupApp,
         load: Load,
         args: ServerArgs,
         on_start: Callable[[], None] | None,
@@ -200,7 +200,7 @@ class _Server(uvicorn.Server):
             logger.info("start: importing the server took %.1f s", time.monotonic() - began)
             self._context = context
             context.engine.on_death(self._on_death)
-            self._early.pass_on_to(app)
+            self._early.switch_to(app)
             await context.engine.start()
         except Exception as error:  # the process ends then
             self._end(error)

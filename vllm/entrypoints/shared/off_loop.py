@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import TypeVar
 
-from vllm.utils.background_work import in_short_turns
+from vllm.utils.background_work import run_in_time_slices
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ async def run(work: Callable[[], T], *, is_large: bool | None = None) -> T:
     """
     if not (_is_large.get() if is_large is None else is_large):
         return work()
-    return await asyncio.get_running_loop().run_in_executor(_threads(), in_short_turns, work)
+    return await asyncio.get_running_loop().run_in_executor(_threads(), run_in_time_slices, work)
 
 
 @functools.cache

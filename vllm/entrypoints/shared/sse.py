@@ -14,7 +14,7 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from vllm.entrypoints.shared.own_cancellation import OwnCancellation
+from vllm.entrypoints.shared.scoped_cancel import ScopedCancel
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -109,7 +109,7 @@ class EventStream(Response):
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    cancellation = OwnCancellation()
+    cancellation = ScopedCancel()
     watcher = asyncio.ensure_future(_cancel_at_disconnect(receive, cancellation))
     try:
         return await work
@@ -121,7 +121,7 @@ async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T
         watcher.cancel()
 
 
-async def _cancel_at_disconnect(receive: Receive, cancellation: OwnCancellation) -> None:
+async def _cancel_at_disconnect(receive: Receive, cancellation: ScopedCancel) -> None:
     try:
         while (await receive())["type"] != "http.disconnect":
             pass

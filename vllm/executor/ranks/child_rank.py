@@ -6,13 +6,13 @@ import subprocess
 import sys
 
 from vllm import envs
-from vllm.distributed import Meeting
+from vllm.distributed import Rendezvous
 from vllm.env import ranks as env_ranks
 from vllm.executor.ranks import rank_process
 from vllm.executor.ranks.rank_wire import RankFailed
 from vllm.logger import configure_again, current_format
 from vllm.utils.frames import FrameReader
-from vllm.utils.process.blocking_sockets import blocking_pair, limit_waits
+from vllm.utils.process.blocking_sockets import blocking_pair, set_socket_timeout
 from vllm.utils.process.child_process import describe_exit, is_stopped
 from vllm.utils.process.forked_process import ForkedProcess
 
@@ -37,11 +37,11 @@ class ChildRank:
         last_words: why it has failed, if it could say so.
     """
 
-    def __init__(self, rank: int, meeting: Meeting, *, is_copy: bool) -> None:
+    def __init__(self, rank: int, meeting: Rendezvous, *, is_copy: bool) -> None:
         self.rank = rank
         self.connection, theirs = blocking_pair()
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        limit_waits(self.connection, socket.SO_SNDTIMEO, meeting.timeout_s)
+        set_socket_timeout(self.connection, socket.SO_SNDTIMEO, meeting.timeout_s)
         self.reader = FrameReader(self.connection)
         self.last_words: RankFailed | None = None
         assert meeting.arena_fd is not None, "the ranks are on one machine"

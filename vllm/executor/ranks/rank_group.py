@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from vllm.config import VllmConfig
-from vllm.distributed import Meeting, ranks_text
+from vllm.distributed import Rendezvous, ranks_text
 from vllm.errors import ConfigError, VllmError
 from vllm.executor.ranks.child_rank import END_TIMEOUT_S, ChildRank
 from vllm.executor.ranks.rank_wire import (
@@ -91,7 +91,7 @@ class RankGroup:
     def __init__(
         self,
         config: VllmConfig,
-        meeting: Meeting,
+        meeting: Rendezvous,
         on_failure: Callable[[], None],
         *,
         are_copies: bool = False,

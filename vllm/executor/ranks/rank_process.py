@@ -26,7 +26,7 @@ from vllm.executor.ranks.rank_wire import (
 from vllm.logger import init_logger
 from vllm.utils.frames import FrameReader
 from vllm.utils.process.blocking_sockets import blocking_socket
-from vllm.utils.process.child_process import name_process, obey_parent
+from vllm.utils.process.child_process import exit_with_parent, name_process
 
 if TYPE_CHECKING:
     from vllm.executor.ranks.rank_server import RankServer
@@ -46,7 +46,7 @@ class RankLoop:
 
     Args:
         connection: to the engine.
-        arena_fd, port: see `Meeting.of`.
+        arena_fd, port: see `Rendezvous.of`.
     """
 
     def __init__(self, connection: socket.socket, arena_fd: int, port: int) -> None:
@@ -89,13 +89,13 @@ class RankLoop:
 
     def _start(self, start: StartRank) -> "RankServer":
         # Here, as torch takes seconds to import.
-        from vllm.distributed import Meeting
+        from vllm.distributed import Rendezvous
         from vllm.executor.ranks.rank_server import RankServer, is_result_rank
 
         name_process(f"vllm-rank-{start.rank}")
 
-        def meet() -> Meeting:
-            return Meeting.of(start.config.parallel, start.rank, self._arena_fd, self._port)
+        def meet() -> Rendezvous:
+            return Rendezvous.of(start.config.parallel, start.rank, self._arena_fd, self._port)
 
         # Without a pipeline the engine has the result of its own rank.
         sends_results = start.config.parallel.pipeline_parallel_size > 1 and is_result_rank(start)
@@ -132,7 +132,7 @@ def main(socket_fd: int, arena_fd: int, port: int) -> int:
 
 if __name__ == "__main__":
     *numbers, parent_id = map(int, sys.argv[1:])
-    obey_parent(parent_id)
+    exit_with_parent(parent_id)
     code = main(*numbers)
     sys.stdout.flush()
     sys.stderr.flush()

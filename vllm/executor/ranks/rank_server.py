@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from vllm.distributed import Meeting, RankLayout
+from vllm.distributed import RankLayout, Rendezvous
 from vllm.errors import CollectiveError, ConfigError, VllmError
 from vllm.executor.ranks.rank_wire import (
     CallRank,
@@ -40,7 +40,7 @@ class RankServer:
         self,
         start: StartRank,
         send: Callable[[FromRank], None],
-        meet: Callable[[], Meeting],
+        meet: Callable[[], Rendezvous],
         *,
         sends_results: bool,
     ) -> None:

@@ -39,7 +39,7 @@ _NOT_IN_NUMBERS = tuple(f for f in SchedulerOutput.__struct_fields__ if f not in
 """Fields of a step that only msgpack carries, so also every field that a step gets later."""
 
 
-class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
+class RankAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """The place of a rank on one of several machines."""
 
     index: int
@@ -59,7 +59,7 @@ class StartRank(Message, frozen=True, kw_only=True):
     rank: int
     models: dict[str, str]
     """Architectures that plug-ins have registered: name -> "module:Class"."""
-    place: RankPlace | None = None
+    place: RankAssignment | None = None
     """On its machine; None: all ranks are on one machine."""
 
 

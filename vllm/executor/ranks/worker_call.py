@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.errors import ConfigError, RequestError
-from vllm.executor.ranks.rank_wire import RankPlace
+from vllm.executor.ranks.rank_wire import RankAssignment
 from vllm.messages import EngineRequest
 from vllm.platforms import resolve_platform
 from vllm.utils.imports import load_class, load_user_class
@@ -21,7 +21,7 @@ _ACCEPTED = (
 )
 
 
-def make_worker(config: VllmConfig, rank: int, place: RankPlace | None = None) -> Worker:
+def make_worker(config: VllmConfig, rank: int, place: RankAssignment | None = None) -> Worker:
     """The worker of a rank in this process, not yet loaded.
 
     Args:

@@ -7,7 +7,7 @@ import traceback
 import torch
 
 from vllm import envs
-from vllm.distributed import Meeting, open_listener
+from vllm.distributed import Rendezvous, open_listener
 from vllm.executor.ranks.rank_server import RankServer, failure_of, is_result_rank
 from vllm.executor.ranks.rank_wire import FromRank, StartRank, decode_to_rank
 from vllm.message_codec import encode
@@ -62,8 +62,8 @@ class RankActor:
             # As many as a process that Ray has not started has; the worker may take fewer.
             torch.set_num_threads(len(usable_cores()))
 
-        def meet() -> Meeting:
-            return Meeting.at(
+        def meet() -> Rendezvous:
+            return Rendezvous.at(
                 start.config.parallel,
                 start.rank,
                 address,

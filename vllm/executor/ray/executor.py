@@ -38,7 +38,7 @@ from vllm.executor.ray.utils import (
     leave_ray_cluster,
     worker_environment,
 )
-from vllm.executor.ray.watch import WATCH_GROUP, ActorWatch, death_of
+from vllm.executor.ray.watch import WATCH_GROUP, ActorWatch, exit_reason
 from vllm.logger import init_logger
 from vllm.message_codec import decode_value, encode, encode_arguments
 from vllm.messages import (
@@ -154,7 +154,7 @@ class RayExecutor(Executor):
             try:
                 (version,) = self._get([call])
             except self._ray.exceptions.RayError as error:
-                raise death_of(rank, error) from error
+                raise exit_reason(rank, error) from error
             if version != __version__:
                 raise ConfigError(
                     f"distributed_executor_backend='ray': the machine of rank {rank} has version "
@@ -219,7 +219,7 @@ class RayExecutor(Executor):
             left_s = max(0.0, deadline - time.monotonic())
             ready, _ = self._ray.wait([*waiting, *self._unread], num_returns=1, timeout=left_s)
             if not ready:
-                raise self._hang_of("a step", refs, limit_s)
+                raise self._timeout_error("a step", refs, limit_s)
             (ref,) = ready
             if ref not in waiting:
                 self._read(ref, self._unread.pop(ref))
@@ -331,7 +331,7 @@ class RayExecutor(Executor):
             found[rank] = self._read(ready[0], rank)
         return [found[rank] for rank in range(len(refs))]
 
-    def _hang_of(self, what: str, refs: Sequence[Any], limit_s: float) -> CollectiveError:
+    def _timeout_error(self, what: str, refs: Sequence[Any], limit_s: float) -> CollectiveError:
         """The error of a call that has taken too long: names the ranks that have not finished,
         unless one does not answer at all, which is raised."""
         self._check_answers(what)
@@ -344,7 +344,7 @@ class RayExecutor(Executor):
     def _check_answers(self, what: str) -> None:
         """Raises: CollectiveError: actors do not answer, whatever they are doing."""
         assert self._watch is not None
-        if silent := self._watch.silent_ranks():
+        if silent := self._watch.unresponsive_ranks():
             reason = "its process is stopped, or its machine cannot be reached"
             text = f"{ranks_text(silent)} does not answer: {reason}"
             raise CollectiveError(what, silent[0], text)
@@ -358,7 +358,7 @@ class RayExecutor(Executor):
         try:
             answers = [decode_from_rank(data) for data in self._get([ref])[0]]
         except self._ray.exceptions.RayActorError as error:
-            raise death_of(rank, error) from error
+            raise exit_reason(rank, error) from error
         for answer in answers:
             if isinstance(answer, RankFailed):
                 if answer.is_config_error:

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.config import ParallelConfig
 from vllm.distributed import RankLayout
 from vllm.errors import ConfigError
-from vllm.executor.ranks.rank_wire import RankPlace
+from vllm.executor.ranks.rank_wire import RankAssignment
 from vllm.executor.ray.utils import has_own_cluster, import_ray
 from vllm.logger import init_logger
 
@@ -30,7 +30,7 @@ class Placement:
     """By rank: its bundle of the group."""
     nodes: list[str]
     """By rank: the id of its machine."""
-    places: list[RankPlace]
+    places: list[RankAssignment]
     """By rank."""
 
 
@@ -154,11 +154,13 @@ def _ordered(nodes: dict[int, str], here: str) -> list[int]:
     return sorted(nodes, key=lambda b: (-on_node[nodes[b]], nodes[b] != here, nodes[b]))
 
 
-def _places(nodes: list[str], *, has_own_devices: bool, has_whole_stage: bool) -> list[RankPlace]:
+def _places(
+    nodes: list[str], *, has_own_devices: bool, has_whole_stage: bool
+) -> list[RankAssignment]:
     on_node, seen, places = Counter(nodes), Counter[str](), []
     for node in nodes:
         places.append(
-            RankPlace(
+            RankAssignment(
                 index=seen[node],
                 count=on_node[node],
                 has_own_devices=has_own_devices,

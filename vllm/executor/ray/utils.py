@@ -88,7 +88,7 @@ def _check_address(ray_address: str | None) -> None:
     hosts = [host.strip("[]")]
     if hosts[0] in ("localhost", "127.0.0.1", "::1"):  # for Ray, any address of this machine
         hosts.append(import_ray().util.get_node_ip_address())
-    reasons = [reason for each in hosts if (reason := _why_silent(each, int(port)))]
+    reasons = [reason for each in hosts if (reason := _connect_error(each, int(port)))]
     if len(reasons) == len(hosts):
         raise ConfigError(
             f"no Ray cluster answers at {address}, the address {origin}: {reasons[0]}. Start it "
@@ -126,7 +126,7 @@ def _find_address(ray_address: str | None) -> tuple[str, str]:
         return "", ""
 
 
-def _why_silent(host: str, port: int) -> str:
+def _connect_error(host: str, port: int) -> str:
     """Why nothing takes a connection at an address; empty if something does."""
     try:
         socket.create_connection((host, port), _CONNECT_TIMEOUT_S).close()

@@ -44,7 +44,7 @@ class ActorWatch:
         self._has_failed.wait(timeout_s)
         return self.failure
 
-    def silent_ranks(self) -> list[int]:
+    def unresponsive_ranks(self) -> list[int]:
         """The ranks whose actors do not answer: their processes are stopped, or their machines
         cannot be reached."""
         asked = [each.ping.options(concurrency_group=WATCH_GROUP).remote() for each in self._actors]
@@ -67,12 +67,12 @@ class ActorWatch:
         try:
             self._ray.get(ended)
         except self._ray.exceptions.RayError as error:
-            self.failure = death_of(self._ranks[ended[0]], error)
+            self.failure = exit_reason(self._ranks[ended[0]], error)
             self._has_failed.set()
             os.write(self._failure_end, b"x")
 
 
-def death_of(rank: int, error: Exception) -> RankError:
+def exit_reason(rank: int, error: Exception) -> RankError:
     """What an engine reports when the actor of a rank has ended.
 
     Args:

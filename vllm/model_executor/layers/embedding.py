@@ -12,7 +12,7 @@ from vllm.distributed import TPGroup
 from vllm.model_executor.layers.slice import Slice
 from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
 from vllm.ops import get_ops
-from vllm.ops.low_rank import AdaptedLayer
+from vllm.ops.lora_weights import AdaptedLayer
 
 
 class EmbeddingMethod(WeightMethod["VocabParallelEmbedding"]):

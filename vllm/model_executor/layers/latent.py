@@ -13,7 +13,7 @@ from vllm.attention.context import ContextHolder, ReadsContext
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearMethod, ParallelLinear
 from vllm.ops import get_ops
-from vllm.ops.low_rank import AdaptedHeads
+from vllm.ops.lora_weights import LoRAHeads
 from vllm.ops.prepared import PreparedHeads
 
 
@@ -40,7 +40,7 @@ class LatentUpProjection(ColumnParallelLinear, ReadsContext):
     """[N, V] of each head, once the layer is finished."""
     value_up: PreparedHeads
     """[V, M] of each head, once the layer is finished."""
-    adapted: tuple[AdaptedHeads, AdaptedHeads] | None = None
+    adapted: tuple[LoRAHeads, LoRAHeads] | None = None
     """What adapters may add to the products with both; None: nothing."""
 
     def __init__(

@@ -53,7 +53,7 @@ class Features:
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointTensor:
     """A checkpoint tensor that may still be on disk."""
 
     shape: torch.Size
@@ -71,7 +71,7 @@ class Source:
     is_converted: bool = False
     """Name and layout are as in the model, not as in a checkpoint of the family."""
 
-    def narrow(self, dim: int, start: int, count: int) -> "Source":
+    def narrow(self, dim: int, start: int, count: int) -> "CheckpointTensor":
         """Indices [start, start + count) of a dimension, as a tensor of their own."""
 
         def read(index: Index) -> Tensor:
@@ -81,12 +81,14 @@ class Source:
             return self.read(tuple(inner))
 
         shape = torch.Size((*self.shape[:dim], count, *self.shape[dim + 1 :]))
-        return Source(shape, read, dtype=self.dtype, features=self.features, path=self.path)
+        return CheckpointTensor(
+            shape, read, dtype=self.dtype, features=self.features, path=self.path
+        )
 
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Source":
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "CheckpointTensor":
         """What `function` makes of the tensor, whose whole is read for every part."""
         made = function(torch.empty(self.shape, dtype=self.dtype, device="meta"))
-        return Source(
+        return CheckpointTensor(
             made.shape,
             lambda index: function(self.read(()))[index],
             dtype=self.dtype and made.dtype,
@@ -96,9 +98,9 @@ class Source:
 
     def made(
         self, shape: torch.Size, dtype: torch.dtype, function: Callable[[Tensor], Tensor]
-    ) -> "Source":
+    ) -> "CheckpointTensor":
         """Return the tensor of this shape that a function makes, which needs the values."""
-        return Source(
+        return CheckpointTensor(
             shape,
             lambda index: function(self.read(()))[index],
             dtype=dtype,
@@ -106,7 +108,7 @@ class Source:
             path=self.path,
         )
 
-    def picked(self, name: str, dim: int | None = 0, bits: int = WORD_BITS) -> "Source":
+    def picked(self, name: str, dim: int | None = 0, bits: int = WORD_BITS) -> "CheckpointTensor":
         """The output features that are meant, as a tensor of their own.
 
         Args:
@@ -183,7 +185,7 @@ class Slice:
         offset, size, total = (n // group for n in (self.offset, self.size, self.total))
         return replace(self, offset=offset, size=size, total=total)
 
-    def copy(self, param: Tensor, source: Source, tp: TPGroup) -> None:
+    def copy(self, param: Tensor, source: CheckpointTensor, tp: TPGroup) -> None:
         """Fill this rank's part of `param`, converting to its dtype; padding becomes zero."""
         start = min(tp.rank // self.num_replicas * self.size, self.total)
         num_real = min(self.size, self.total - start)
@@ -209,7 +211,7 @@ class ExpertSlice(Slice):
     def checkpoint_shape(self, param: Tensor) -> torch.Size:
         return super().checkpoint_shape(param[self.expert])
 
-    def copy(self, param: Tensor, source: Source, tp: TPGroup) -> None:
+    def copy(self, param: Tensor, source: CheckpointTensor, tp: TPGroup) -> None:
         super().copy(param[self.expert], source, tp)
 
 
@@ -239,7 +241,7 @@ class SlicedModule(torch.nn.Module):
 
 
 @dataclass(frozen=True)
-class Place:
+class ParamTarget:
     """Where a checkpoint tensor goes."""
 
     module: torch.nn.Module
@@ -253,7 +255,7 @@ class Place:
         param: Tensor = getattr(self.module, self.param_name)
         return param
 
-    def fill(self, name: str, source: Source, tp: TPGroup) -> None:
+    def fill(self, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
         """Copy this rank's part of a tensor, converting to the dtype of the parameter.
 
         Raises:

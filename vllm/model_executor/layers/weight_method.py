@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.slice import Place, SlicedModule, Source
+from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget, SlicedModule
 
 Layer = TypeVar("Layer", bound="MethodLayer")
 
@@ -30,7 +30,7 @@ class WeightMethod(ABC, Generic[Layer]):
         Called under the model's dtype and, while a model is built, on the meta device.
         """
 
-    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+    def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
         """Fill a parameter, or a part of it, from a checkpoint tensor.
 
         Args:
@@ -50,7 +50,7 @@ class WeightMethod(ABC, Generic[Layer]):
     unused_tensors: tuple[str, ...] = ()
     """Ends of the names of tensors that a checkpoint may have of the layer and nothing reads."""
 
-    def fill_missing(self, place: Place) -> None:
+    def fill_missing(self, place: ParamTarget) -> None:
         """Fill a part of an optional parameter for which the checkpoint has no tensor."""
         raise AssertionError(f"{place.param_name} is not optional")
 
@@ -113,7 +113,7 @@ class MethodLayer(SlicedModule):
             delattr(self, name)
             self.slices.pop(name, None)
 
-    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+    def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
         """Fill one of the layer's parameters; see `WeightMethod.load`.
 
         A layer that is whole on every rank is filled whole, whatever ranks share the model.

@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.loader.gguf_file import read_gguf
 from vllm.model_executor.loader.mistral_file import in_the_order_of_transformers
 from vllm.model_executor.loader.safetensors_file import read_safetensors
@@ -24,7 +24,7 @@ from vllm.transformers_utils.weight_files import CONSOLIDATED
 
 def iterate_tensors(
     files: list[Path], show_progress: bool, on_file: Callable[[int], None] | None = None
-) -> Generator[tuple[str, Source], None, None]:
+) -> Generator[tuple[str, CheckpointTensor], None, None]:
     """Every tensor of the files with its name. A `Source` is valid until the next one.
 
     Args:
@@ -46,7 +46,7 @@ def iterate_tensors(
 
 def _read_files(
     files: list[Path], show_progress: bool, on_file: Callable[[int], None] | None
-) -> Iterator[tuple[str, Source]]:
+) -> Iterator[tuple[str, CheckpointTensor]]:
     bar = tqdm(files, desc="Loading checkpoint files", disable=not show_progress)
     for num_done, path in enumerate(bar):
         if on_file is not None:
@@ -54,7 +54,7 @@ def _read_files(
         yield from read_safetensors(path) if path.suffix == ".safetensors" else read_bin(path)
 
 
-def _read_gguf(files: list[Path], show_progress: bool) -> Iterator[tuple[str, Source]]:
+def _read_gguf(files: list[Path], show_progress: bool) -> Iterator[tuple[str, CheckpointTensor]]:
     """All files of a model are one, as the metadata is in the first."""
     bar = tqdm(desc="Loading tensors of the GGUF file", disable=not show_progress)
     with bar:
@@ -63,7 +63,7 @@ def _read_gguf(files: list[Path], show_progress: bool) -> Iterator[tuple[str, So
             bar.update()
 
 
-def read_bin(path: Path) -> Iterator[tuple[str, Source]]:
+def read_bin(path: Path) -> Iterator[tuple[str, CheckpointTensor]]:
     """Every tensor of a file of torch.save with its name; nothing else in it is loaded.
 
     Raises:
@@ -85,7 +85,10 @@ def read_bin(path: Path) -> Iterator[tuple[str, Source]]:
     if not isinstance(loaded, dict) or not all(map(_is_entry, loaded.items())):
         raise WeightLoadError(f"{path} is not a dict of names and dense tensors")
     for name, tensor in loaded.items():
-        yield name, Source(tensor.shape, tensor.__getitem__, dtype=tensor.dtype, path=path)
+        yield (
+            name,
+            CheckpointTensor(tensor.shape, tensor.__getitem__, dtype=tensor.dtype, path=path),
+        )
 
 
 def _is_entry(item: tuple[Any, Any]) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.slice import Index, Source
+from vllm.model_executor.layers.slice import CheckpointTensor, Index
 from vllm.model_executor.loader.row_order import halves_of_neighbours
 from vllm.model_executor.quantization.gguf.blocks import (
     DENSE,
@@ -51,7 +51,7 @@ def stored_format(files: list[Path]) -> GGUFBlocks | None:
     return GGUFBlocks(types)
 
 
-def read_gguf(files: list[Path]) -> Iterator[tuple[str, Source]]:
+def read_gguf(files: list[Path]) -> Iterator[tuple[str, CheckpointTensor]]:
     """Every tensor of a model by the name of its parameter; valid until the next.
 
     Args:
@@ -80,7 +80,7 @@ def read_gguf(files: list[Path]) -> Iterator[tuple[str, Source]]:
             raise WeightLoadError(f"cannot read {stored.path}: {error.strerror}") from error
 
 
-def _read(model: GGUFModel, name: str, stored: StoredTensor, fd: int) -> Source:
+def _read(model: GGUFModel, name: str, stored: StoredTensor, fd: int) -> CheckpointTensor:
     """Return one tensor of an open file, with the rows in the order of our modules."""
     order = _order(model, name, stored)
     if len(stored.shape) > 1:
@@ -91,7 +91,7 @@ def _read(model: GGUFModel, name: str, stored: StoredTensor, fd: int) -> Source:
     return source.mapped(partial(torch.index_select, dim=0, index=order))
 
 
-def _joined(keys: Source, values: Source, num_heads: int) -> Source:
+def _joined(keys: CheckpointTensor, values: CheckpointTensor, num_heads: int) -> CheckpointTensor:
     """Return the projection of latent vectors to keys and values.
 
     H heads, N key size, M value size, V latent size.
@@ -112,7 +112,7 @@ def _joined(keys: Source, values: Source, num_heads: int) -> Source:
         of_values = values.read(()).float().unflatten(0, (num_heads, -1))
         return torch.cat((of_keys, of_values), dim=1).flatten(0, 1)[index]
 
-    return Source(shape, read, dtype=torch.float32)
+    return CheckpointTensor(shape, read, dtype=torch.float32)
 
 
 def _order(model: GGUFModel, name: str, stored: StoredTensor) -> Tensor | None:
@@ -169,7 +169,7 @@ class _Rows:
         return rows
 
 
-def _source(rows: _Rows) -> Source:
+def _source(rows: _Rows) -> CheckpointTensor:
     type_name = rows.stored.type.name
     dtype = DENSE.get(type_name)
     shape = torch.Size(rows.stored.shape)
@@ -185,7 +185,7 @@ def _source(rows: _Rows) -> Source:
     def blocks(start: int, end: int) -> Blocks:
         return read_blocks(type_name, rows.read(start, end))
 
-    def part(get: Callable[[Blocks], Tensor], dtype: torch.dtype, width: int) -> Source:
+    def part(get: Callable[[Blocks], Tensor], dtype: torch.dtype, width: int) -> CheckpointTensor:
         size = torch.Size((*shape[:-1], width))
         return _in_parts(size, dtype, lambda start, end: get(blocks(start, end)))
 
@@ -195,7 +195,7 @@ def _source(rows: _Rows) -> Source:
 
 def _in_parts(
     shape: torch.Size, dtype: torch.dtype, read_rows: Callable[[int, int], Tensor]
-) -> Source:
+) -> CheckpointTensor:
     """A tensor of which a few rows are made at a time.
 
     Args:
@@ -225,4 +225,4 @@ def _in_parts(
         copy_to(part, index)
         return part
 
-    return Source(shape, read, copy_to)
+    return CheckpointTensor(shape, read, copy_to)

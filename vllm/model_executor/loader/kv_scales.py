@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vllm.attention import Attention
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.ops import get_ops
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -23,7 +23,7 @@ _NAME = re.compile(
 )
 
 
-def load_kv_scale(model: nn.Module, name: str, source: Source, tp: TPGroup) -> bool:
+def load_kv_scale(model: nn.Module, name: str, source: CheckpointTensor, tp: TPGroup) -> bool:
     """Set the scales of the attention layer that a checkpoint tensor is for.
 
     Args:

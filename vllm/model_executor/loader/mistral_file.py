@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.loader.row_order import halves_of_neighbours
 from vllm.transformers_utils.mistral_params import read_params
 
@@ -27,8 +27,8 @@ _NAMES = {
 
 
 def in_the_order_of_transformers(
-    folder: Path, tensors: Iterable[tuple[str, Source]]
-) -> Iterator[tuple[str, Source]]:
+    folder: Path, tensors: Iterable[tuple[str, CheckpointTensor]]
+) -> Iterator[tuple[str, CheckpointTensor]]:
     """Names and tensors of a folder with a `params.json`.
 
     Args:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.slice import Index, Source
+from vllm.model_executor.layers.slice import CheckpointTensor, Index
 
 _DTYPES = {
     "F64": torch.float64,
@@ -46,7 +46,7 @@ _PART_BYTES = 8 << 20
 """Read at once by one thread; also the size of its buffer where a dtype is converted."""
 
 
-def read_safetensors(path: Path) -> Iterator[tuple[str, Source]]:
+def read_safetensors(path: Path) -> Iterator[tuple[str, CheckpointTensor]]:
     """Every tensor of a file with its name, in the order of the file; valid until the next one.
 
     Raises:
@@ -58,7 +58,9 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Source]]:
 
 
 @contextmanager
-def open_safetensors(path: Path, num_threads: int) -> Iterator[Iterator[tuple[str, Source]]]:
+def open_safetensors(
+    path: Path, num_threads: int
+) -> Iterator[Iterator[tuple[str, CheckpointTensor]]]:
     """The same, valid until the file is closed.
 
     Args:
@@ -75,10 +77,14 @@ def open_safetensors(path: Path, num_threads: int) -> Iterator[Iterator[tuple[st
         raise WeightLoadError(f"{path} is damaged or not a safetensors file: {reason}") from error
 
 
-def _sources(path: Path, fd: int, pool: ThreadPoolExecutor) -> Iterator[tuple[str, Source]]:
+def _sources(
+    path: Path, fd: int, pool: ThreadPoolExecutor
+) -> Iterator[tuple[str, CheckpointTensor]]:
     for name, place in _read_header(path, fd).items():
         tensor = _TensorInFile(path, fd, pool, *place)
-        source = Source(tensor.shape, tensor.read, tensor.copy_to, tensor.dtype, path=path)
+        source = CheckpointTensor(
+            tensor.shape, tensor.read, tensor.copy_to, tensor.dtype, path=path
+        )
         yield name, source
 
 

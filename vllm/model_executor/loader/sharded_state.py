@@ -18,7 +18,7 @@ from vllm.attention import Attention
 from vllm.attention.backends.cache_scales import is_one_number
 from vllm.distributed import RankLayout, Stage, TPGroup, place_in_engine
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.loader.checkpoint import iterate_tensors
 from vllm.model_executor.loader.weights import load_weights, own_parameters
 from vllm.model_executor.models.interface import LoadableModel
@@ -62,7 +62,9 @@ def shards_of(
     return [file, files[names.index(shard_name(first))]]
 
 
-def tensors_once(tensors: Iterable[tuple[str, Source]]) -> Iterator[tuple[str, Source]]:
+def tensors_once(
+    tensors: Iterable[tuple[str, CheckpointTensor]],
+) -> Iterator[tuple[str, CheckpointTensor]]:
     """The first tensor of each name: of two files both may have an embedding that is the output
     head, too."""
     seen: set[str] = set()

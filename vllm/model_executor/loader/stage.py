@@ -11,7 +11,7 @@ from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.models.interface import LayeredModel, LoadableModel
 
 
-class Absent(nn.Module):
+class PPMissingLayer(nn.Module):
     """Stands where another stage has a module, so that names and indices stay."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -49,17 +49,19 @@ def keep_stage(model: LayeredModel, stage: Stage, *, last_embeds: bool = False) 
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if id(child) in ids:
-                setattr(parent, name, Absent())
+                setattr(parent, name, PPMissingLayer())
 
 
 def present_layers(model: LoadableModel) -> list[nn.Module]:
     """The layers of a model that this rank has, in the order they run."""
-    return [layer for layer in model.layers if not isinstance(layer, Absent)]
+    return [layer for layer in model.layers if not isinstance(layer, PPMissingLayer)]
 
 
 def absent_prefixes(model: nn.Module) -> tuple[str, ...]:
     """The beginnings of the names of all parameters that other stages have."""
-    return tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, Absent))
+    return tuple(
+        f"{path}." for path, module in model.named_modules() if isinstance(module, PPMissingLayer)
+    )
 
 
 def _parameter_ids(modules: Iterable[nn.Module]) -> set[int]:

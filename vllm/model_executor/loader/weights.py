@@ -17,7 +17,7 @@ from torch import nn
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.embedding import ParallelLMHead
-from vllm.model_executor.layers.slice import Place, SlicedModule, Source
+from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget, SlicedModule
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.kv_scales import load_kv_scale
 from vllm.model_executor.loader.stage import absent_prefixes
@@ -32,7 +32,7 @@ _SCALE_OF_ATTENTION = re.compile(r"\.self_attn\.(attn\.|q_proj\.)?(q|prob)_scale
 class _Targets:
     """What a checkpoint has to bring."""
 
-    by_name: dict[str, Place] = field(default_factory=dict)
+    by_name: dict[str, ParamTarget] = field(default_factory=dict)
     aliases: set[str] = field(default_factory=set)
     """Other names of tied parameters, and tensors that no method reads: a checkpoint may have them,
     and they are not read."""
@@ -51,7 +51,7 @@ ModuleHook = Callable[[nn.Module], None]
 @torch.no_grad()
 def load_weights(
     model: LoadableModel,
-    tensors: Iterable[tuple[str, Source]],
+    tensors: Iterable[tuple[str, CheckpointTensor]],
     tp: TPGroup,
     *,
     prepare: ModuleHook = lambda module: None,
@@ -77,7 +77,7 @@ def load_weights(
 @torch.no_grad()
 def load_parameters(
     model: LoadableModel,
-    tensors: Iterable[tuple[str, Source]],
+    tensors: Iterable[tuple[str, CheckpointTensor]],
     *,
     prepare: ModuleHook = lambda module: None,
     finish: ModuleHook = lambda module: None,
@@ -88,7 +88,7 @@ def load_parameters(
     """
     entries = ((name, name, source, source.path) for name, source in tensors)
     targets = _Targets(
-        {name: Place(module, param, None) for name, module, param in own_parameters(model)}
+        {name: ParamTarget(module, param, None) for name, module, param in own_parameters(model)}
     )
     _fill(model, entries, targets, TPGroup(), prepare, finish)
 
@@ -105,7 +105,7 @@ def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def _fill(
     model: LoadableModel,
-    entries: Iterable[tuple[str, str, Source, Path | None]],
+    entries: Iterable[tuple[str, str, CheckpointTensor, Path | None]],
     targets: _Targets,
     tp: TPGroup,
     prepare: ModuleHook,
@@ -182,7 +182,7 @@ def _naming(path: Path | None) -> Iterator[None]:
         raise WeightLoadError(f"{path}: {error}") from error
 
 
-def _is_zero_bias(name: str, targets: _Targets, source: Source) -> bool:
+def _is_zero_bias(name: str, targets: _Targets, source: CheckpointTensor) -> bool:
     """Whether it is a bias that is not one: AutoGPTQ gave all quantized layers a bias, of zeros
     where the model has none."""
     stem, _, kind = name.rpartition(".")
@@ -194,8 +194,8 @@ def _is_zero_bias(name: str, targets: _Targets, source: Source) -> bool:
 
 
 def _converted(
-    tensors: Iterable[tuple[str, Source]], model: LoadableModel
-) -> Iterator[tuple[str, str, Source, Path | None]]:
+    tensors: Iterable[tuple[str, CheckpointTensor]], model: LoadableModel
+) -> Iterator[tuple[str, str, CheckpointTensor, Path | None]]:
     """Name in the checkpoint, name in the model, tensor, its file; without what is ignored."""
     for checkpoint_name, whole in tensors:
         if whole.is_converted:
@@ -229,7 +229,7 @@ def names_in_checkpoint(name: str, model: LoadableModel) -> list[str]:
     return sorted(each.removesuffix(".") for each in found if model.renamed(each) == whole)
 
 
-def find_places(model: LoadableModel) -> dict[str, Place]:
+def find_places(model: LoadableModel) -> dict[str, ParamTarget]:
     """Where each tensor goes that a checkpoint has to bring, by its name in the model."""
     return _find_targets(model).by_name
 
@@ -257,7 +257,7 @@ def _find_targets(model: LoadableModel) -> _Targets:
                 if is_alias:
                     targets.aliases.add(name)
                 else:
-                    targets.by_name[name] = Place(module, param_name, slice_)
+                    targets.by_name[name] = ParamTarget(module, param_name, slice_)
     return targets
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions
 from vllm.model_executor.models.fused_weights import qkv_sizes, split_features
 
@@ -24,7 +24,9 @@ class BaichuanForCausalLM(DecoderForCausalLM):
         super().__init__(arch, tp, DecoderOptions(alibi_scale=1.0 if arch.rope is None else 0.0))
         self.has_normed_head = arch.vocab_size != _VOCAB_SIZE_OF_1
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Query, key and value are stored as one; a normed head is stored as it was trained."""
         if name == "lm_head.weight" and self.has_normed_head:
             return ((name, source.mapped(F.normalize)),)

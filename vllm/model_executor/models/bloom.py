@@ -7,7 +7,7 @@ from typing import ClassVar
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderOptions,
@@ -58,7 +58,9 @@ class BloomForCausalLM(DecoderForCausalLM):
         )
         super().__init__(replace(arch, hidden_act="gelu_new"), tp, options)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Query, key and value are stored as one, head by head."""
         return split_qkv_groups(self.arch, name, source)
 
@@ -96,7 +98,9 @@ class MptForCausalLM(DecoderForCausalLM):
         size = (arch.config_count("expansion_ratio") or 4) * arch.hidden_size
         super().__init__(replace(arch, hidden_act="gelu", intermediate_size=size), tp, options)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Query, key and value are stored as one."""
         if ".qkv_proj." not in name:
             return ((name, source),)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -71,7 +71,9 @@ class DbrxForCausalLM(DecoderForCausalLM):
         )
         super().__init__(arch, tp, options, DbrxLayer)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Split query, key and value, and the matrices of all experts, which are stored as one."""
         if ".qkv_proj." in name:
             return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
@@ -81,8 +83,8 @@ class DbrxForCausalLM(DecoderForCausalLM):
         return self._by_expert(parent, name, kind, source)
 
     def _by_expert(
-        self, parent: str, name: str, kind: str, source: Source
-    ) -> Iterable[tuple[str, Source]]:
+        self, parent: str, name: str, kind: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         size, count = self.arch.intermediate_size, mixture_options(self.arch).num_experts
         if len(source.shape) != 2 or source.shape[0] != count * size:
             raise WeightLoadError(

@@ -28,7 +28,7 @@ from vllm.model_executor.layers.embedding import (
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.norm import HeadLayerNorm, LayerNorm, RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding
-from vllm.model_executor.layers.slice import Slice, SlicedModule, Source
+from vllm.model_executor.layers.slice import CheckpointTensor, Slice, SlicedModule
 from vllm.model_executor.models.fused_weights import split_joined_experts
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops import get_ops
@@ -341,7 +341,7 @@ class DecoderLayer(Layer):
         return self.mlp(normed), residual
 
 
-class SandwichLayer(Layer):
+class PrePostNormLayer(Layer):
     """A norm before attention and MLP each, and one behind, as in Gemma 2."""
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -501,7 +501,9 @@ class DecoderForCausalLM(CausalLM):
         if arch.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         return split_joined_experts(name, source)
 
     @property

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.norm import RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding, yarn_sharpness
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -311,7 +311,9 @@ class RoutedForCausalLM(DecoderForCausalLM):
     """A decoder of `RoutedLayer`s. Further layers in the checkpoint predict drafts (multi-token
     prediction, `vllm.model_executor.speculators.mtp`), and are not loaded."""
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         match = re.match(r"model\.layers\.(\d+)\.", name)
         if match and int(match[1]) >= self.arch.num_layers:
             return ()
@@ -339,7 +341,9 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
     it. The original does so up to `index_topk` (2,048) tokens; in longer texts an indexer chooses
     to which of them, and outputs differ."""
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Leave out the weights of the indexer."""
         return () if ".self_attn.indexer." in name else super().convert(name, source)
 

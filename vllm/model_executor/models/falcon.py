@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -52,7 +52,9 @@ class FalconForCausalLM(DecoderForCausalLM):
         arch = replace(arch, hidden_act=config.get("activation") or "gelu")
         super().__init__(arch, tp, options, _layer_type(arch))
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Query, key and value are stored as one, by key/value heads."""
         return split_qkv_groups(self.arch, name, source)
 

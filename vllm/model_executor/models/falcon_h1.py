@@ -11,7 +11,7 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.mamba import Mamba2Mixer, Mamba2Sizes
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -83,7 +83,9 @@ class FalconH1ForCausalLM(DecoderForCausalLM):
         )
         super().__init__(arch, tp, options, FalconH1Layer)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Split the fused tensors of mixers."""
         return split_mixer(name, source, _sizes(self.arch))
 

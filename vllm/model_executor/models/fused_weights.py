@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm.config import ModelArch
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.slice import Features, Source
+from vllm.model_executor.layers.slice import CheckpointTensor, Features
 
 JOINED_EXPERTS = {
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -22,8 +22,8 @@ JOINED_EXPERTS = {
 
 
 def split_features(
-    name: str, source: Source, fused: str, sizes: Mapping[str, int]
-) -> Iterator[tuple[str, Source]]:
+    name: str, source: CheckpointTensor, fused: str, sizes: Mapping[str, int]
+) -> Iterator[tuple[str, CheckpointTensor]]:
     """The parts of a layer whose output features are those of one part after the other.
 
     Args:
@@ -38,12 +38,12 @@ def split_features(
 
 def split_groups(
     name: str,
-    source: Source,
+    source: CheckpointTensor,
     fused: str,
     heads: Mapping[str, int],
     head_size: int,
     num_groups: int,
-) -> Iterator[tuple[str, Source]]:
+) -> Iterator[tuple[str, CheckpointTensor]]:
     """The parts of a layer whose output features are groups, each with some heads of every part.
 
     Args:
@@ -59,8 +59,8 @@ def split_groups(
 
 
 def split_sizes_of_groups(
-    name: str, source: Source, fused: str, sizes: Mapping[str, int], num_groups: int
-) -> Iterator[tuple[str, Source]]:
+    name: str, source: CheckpointTensor, fused: str, sizes: Mapping[str, int], num_groups: int
+) -> Iterator[tuple[str, CheckpointTensor]]:
     """Split a layer as `split_groups`, into parts whose heads are of different sizes.
 
     Args:
@@ -72,8 +72,13 @@ def split_sizes_of_groups(
 
 
 def _split(
-    name: str, source: Source, fused: str, sizes: Mapping[str, int], group: int, total: int
-) -> Iterator[tuple[str, Source]]:
+    name: str,
+    source: CheckpointTensor,
+    fused: str,
+    sizes: Mapping[str, int],
+    group: int,
+    total: int,
+) -> Iterator[tuple[str, CheckpointTensor]]:
     start = 0
     for part, size in sizes.items():
         features = Features(total, group, start, size)
@@ -81,7 +86,9 @@ def _split(
         start += size
 
 
-def split_qkv_groups(arch: ModelArch, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+def split_qkv_groups(
+    arch: ModelArch, name: str, source: CheckpointTensor
+) -> Iterable[tuple[str, CheckpointTensor]]:
     """A tensor of `qkv_proj` that has query, key and value of one key/value head after the other;
     other tensors as they are."""
     if ".qkv_proj." not in name:
@@ -90,7 +97,7 @@ def split_qkv_groups(arch: ModelArch, name: str, source: Source) -> Iterable[tup
     return split_groups(name, source, "qkv_proj", heads, arch.head_size, arch.num_kv_heads)
 
 
-def add_one_to_norms(name: str, source: Source) -> Iterable[tuple[str, Source]]:
+def add_one_to_norms(name: str, source: CheckpointTensor) -> Iterable[tuple[str, CheckpointTensor]]:
     """Add 1 to the weight of a norm; return other tensors as they are."""
     if name.endswith("norm.weight"):
         source = source.mapped(_plus_one)
@@ -101,7 +108,7 @@ def _plus_one(weight: Tensor) -> Tensor:
     return weight.float() + 1
 
 
-def experts_in(name: str, source: Source, num_experts: int) -> range:
+def experts_in(name: str, source: CheckpointTensor, num_experts: int) -> range:
     """The experts that have a matrix, or a bias, each in a tensor.
 
     Args:
@@ -121,8 +128,8 @@ def experts_in(name: str, source: Source, num_experts: int) -> range:
 
 
 def split_by_expert(
-    parent: str, source: Source, parts: dict[str, tuple[int, int]], experts: Iterable[int]
-) -> Iterator[tuple[str, Source]]:
+    parent: str, source: CheckpointTensor, parts: dict[str, tuple[int, int]], experts: Iterable[int]
+) -> Iterator[tuple[str, CheckpointTensor]]:
     """Yield the matrices of each expert in a tensor of all experts.
 
     Args:
@@ -137,7 +144,9 @@ def split_by_expert(
             yield f"{parent}experts.{expert}.{name}.weight", matrix.narrow(0, first, count)
 
 
-def split_joined_experts(name: str, source: Source) -> Iterable[tuple[str, Source]]:
+def split_joined_experts(
+    name: str, source: CheckpointTensor
+) -> Iterable[tuple[str, CheckpointTensor]]:
     """Return the matrices in a tensor of all experts of a layer, as transformers 5 has them; other
     tensors as they are."""
     parent, _, joined = name.rpartition("experts.")
@@ -149,7 +158,9 @@ def split_joined_experts(name: str, source: Source) -> Iterable[tuple[str, Sourc
     return split_by_expert(parent, source, rows, range(source.shape[0]))
 
 
-def split_transposed_experts(name: str, source: Source) -> Iterator[tuple[str, Source]]:
+def split_transposed_experts(
+    name: str, source: CheckpointTensor
+) -> Iterator[tuple[str, CheckpointTensor]]:
     """Yield the matrices in a tensor of all experts of a layer, [experts, in, out].
 
     Args:

@@ -6,13 +6,13 @@ from typing import ClassVar
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
     DecoderOptions,
     Layer,
-    SandwichLayer,
+    PrePostNormLayer,
     rms_norm,
 )
 from vllm.model_executor.models.fused_weights import add_one_to_norms
@@ -26,7 +26,9 @@ class _Gemma(DecoderForCausalLM):
     ) -> None:
         super().__init__(arch, tp, options, layer_type)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """The weight of a norm is 1 + what is stored."""
         return add_one_to_norms(name, source)
 
@@ -44,7 +46,7 @@ class Gemma2ForCausalLM(_Gemma):
     soft cap."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, SandwichLayer, _options(arch))
+        super().__init__(arch, tp, PrePostNormLayer, _options(arch))
 
 
 class VaultGemmaForCausalLM(_Gemma):
@@ -64,7 +66,7 @@ class Gemma3ForCausalLM(_Gemma):
     with rotations of its own, and normed heads."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        super().__init__(arch, tp, SandwichLayer, _options(arch, has_head_norm=True))
+        super().__init__(arch, tp, PrePostNormLayer, _options(arch, has_head_norm=True))
 
 
 def _options(arch: ModelArch, has_head_norm: bool = False) -> DecoderOptions:

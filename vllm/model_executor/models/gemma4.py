@@ -21,7 +21,7 @@ from vllm.model_executor.layers.linear import (
     whole_linear,
 )
 from vllm.model_executor.layers.norm import RMSNorm
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     Decoder,
     DecoderForCausalLM,
@@ -384,7 +384,9 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
             return embedded
         return torch.cat((embedded, features.look_up(input_ids)), dim=-1)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Leave out the keys and values of layers that read other layers, and split experts."""
         found = _KEYS_AND_VALUES.match(name)
         if found and self.arch.kv_sources[int(found[1])] is not None:

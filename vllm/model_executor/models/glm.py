@@ -5,13 +5,13 @@ from typing import ClassVar
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
     DecoderOptions,
     Layer,
-    SandwichLayer,
+    PrePostNormLayer,
 )
 from vllm.model_executor.models.fused_weights import qkv_sizes, split_features
 
@@ -26,7 +26,9 @@ class GlmForCausalLM(DecoderForCausalLM):
         has_bias = bool(arch.hf_config.get("attention_bias", False))
         super().__init__(arch, tp, DecoderOptions(qkv_bias=has_bias, is_neox=False), self.layer)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Split the fused projection of the MLP."""
         if ".gate_up_proj." not in name:
             return ((name, source),)
@@ -37,7 +39,7 @@ class GlmForCausalLM(DecoderForCausalLM):
 class Glm4ForCausalLM(GlmForCausalLM):
     """GLM-4-0414: norms before and behind attention and MLP."""
 
-    layer = SandwichLayer
+    layer = PrePostNormLayer
 
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".post_attention_layernorm.": ".pre_feedforward_layernorm.",
@@ -65,7 +67,9 @@ class ChatGLMModel(GlmForCausalLM):
     }
     ignored_tensors = ("rotary_pos_emb.inv_freq",)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Split the fused projections."""
         if ".qkv_proj." in name:
             return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))

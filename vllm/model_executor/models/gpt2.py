@@ -6,7 +6,7 @@ from typing import ClassVar
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, layer_norm
 from vllm.model_executor.models.fused_weights import (
     qkv_sizes,
@@ -57,7 +57,9 @@ class GPT2LMHeadModel(DecoderForCausalLM):
         )
         super().__init__(arch, tp, options)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Weights of layers are stored transposed, and query, key and value as one. What quantized
         checkpoints have in place of weights is not."""
         is_weight = name.startswith("model.layers.") and name.endswith(".weight")
@@ -72,7 +74,9 @@ class GPTBigCodeForCausalLM(GPT2LMHeadModel):
     """StarCoder, Granite 20B and 34B Code (Li et al. 2023, arXiv 2305.06161): GPT-2 with one
     key/value head for all queries."""
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Query, key and value are stored as one; head by head where each query has its own."""
         if ".qkv_proj." not in name:
             return ((name, source),)

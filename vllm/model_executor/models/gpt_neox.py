@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -46,7 +46,9 @@ class GPTNeoXForCausalLM(DecoderForCausalLM):
         )
         super().__init__(arch, tp, options, layer)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Query, key and value are stored as one, head by head."""
         return split_qkv_groups(self.arch, name, source)
 

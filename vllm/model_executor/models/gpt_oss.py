@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, LayerSpec
 from vllm.model_executor.models.fused_weights import experts_in
 from vllm.model_executor.models.llama import llama_options
@@ -42,7 +42,9 @@ class GptOssForCausalLM(DecoderForCausalLM):
         self._blocks: dict[str, tuple[str, Tensor]] = {}
         """Name of a weight in MXFP4 -> what of it was read first: blocks or scales, and they."""
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """The weights of all experts are stored as one: [experts, in, out], or in MXFP4 [experts,
         out, in]. Gates and ups alternate."""
         parent, _, kind = name.rpartition(".experts.")
@@ -57,8 +59,8 @@ class GptOssForCausalLM(DecoderForCausalLM):
         return _by_expert(f"{parent}.experts.", kind, source, is_bias, experts)
 
     def _from_mxfp4(
-        self, parent: str, weight: str, suffix: str, source: Source
-    ) -> Iterator[tuple[str, Source]]:
+        self, parent: str, weight: str, suffix: str, source: CheckpointTensor
+    ) -> Iterator[tuple[str, CheckpointTensor]]:
         first = self._blocks.pop(parent + weight, None)
         if first is None:  # a source cannot be read later
             self._blocks[parent + weight] = suffix, source.read(())
@@ -82,8 +84,8 @@ class GptOssForCausalLM(DecoderForCausalLM):
 
 
 def _by_expert(
-    parent: str, weight: str, source: Source, is_bias: bool, experts: range
-) -> Iterator[tuple[str, Source]]:
+    parent: str, weight: str, source: CheckpointTensor, is_bias: bool, experts: range
+) -> Iterator[tuple[str, CheckpointTensor]]:
     """The dense matrices, or biases, of each expert."""
     for expert in experts:
         stored = source.read((slice(expert, expert + 1),))[0]
@@ -93,13 +95,13 @@ def _by_expert(
 
 def _parts_of(
     parent: str, weight: str, expert: int, rows: Tensor, kind: str
-) -> Iterator[tuple[str, Source]]:
+) -> Iterator[tuple[str, CheckpointTensor]]:
     """Of one expert: gate and up [I, ...] of [2 * I, ...], or down as it is."""
     for name, which in _rows_of(weight):
         part = rows[which]
         yield (
             f"{parent}{expert}.{name}.{kind}",
-            Source(part.shape, part.__getitem__, dtype=part.dtype),
+            CheckpointTensor(part.shape, part.__getitem__, dtype=part.dtype),
         )
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.mamba import Mamba2Mixer
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -51,7 +51,9 @@ class BambaForCausalLM(DecoderForCausalLM):
         options = replace(llama_options(arch), needs_positions=False)
         super().__init__(arch, tp, options, BambaLayer)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Split the fused tensors of mixers."""
         return split_mixer(name, source, hybrid_sizes(self.arch))
 
@@ -83,7 +85,9 @@ class GraniteMoeHybridForCausalLM(DecoderForCausalLM):
         options = replace(granite_options(arch), needs_positions=False)
         super().__init__(arch, tp, options, GraniteHybridLayer)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Split the fused tensors of mixers, experts and the MLP."""
         shared = ".mlp.shared_expert." if _has_experts(self.arch) else ".mlp."
         name = name.replace(".shared_mlp.output_linear.", f"{shared}down_proj.")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vllm.config import ModelArch
 from vllm.distributed import Stage, TPGroup
 from vllm.model_executor.layers.embedding import VocabParallelEmbedding
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.media.encoder import MediaEncoder
 
 
@@ -51,7 +51,9 @@ class LoadableModel(nn.Module, ABC):
             name = name.replace(part, replacement)
         return name
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """What a tensor of the checkpoint is here: one or several tensors.
 
         Args:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions
 from vllm.model_executor.models.fused_weights import split_qkv_groups
 
@@ -31,7 +31,9 @@ class InternLM2ForCausalLM(DecoderForCausalLM):
         has_bias = bool(arch.hf_config.get("bias", False))
         super().__init__(arch, tp, DecoderOptions(qkv_bias=has_bias, output_bias=has_bias))
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Query, key and value are stored as one, by key/value heads."""
         return split_qkv_groups(self.arch, name, source)
 

@@ -10,7 +10,7 @@ from torch import nn
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.delta_net import DeltaNetSizes, KimiDeltaAttention
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, LayerSpec
 from vllm.model_executor.models.deepseek import LatentSelfAttention, RoutedLayer
 from vllm.model_executor.models.fused_weights import split_features
@@ -82,7 +82,9 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, DecoderOptions(needs_positions=False), KimiLinearLayer)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Flatten the rates of heads, which are stored as [1, 1, heads, 1], and split convolutions
         that transformers 5 has joined."""
         if ".self_attn.conv1d." in name:

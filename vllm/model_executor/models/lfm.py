@@ -13,7 +13,7 @@ from vllm.distributed import TPGroup
 from vllm.model_executor.layers.grouped_router import Routing
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.mamba import Convolution
-from vllm.model_executor.layers.slice import SlicedModule, Source
+from vllm.model_executor.layers.slice import CheckpointTensor, SlicedModule
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -110,7 +110,9 @@ class Lfm2ForCausalLM(DecoderForCausalLM):
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, DecoderOptions(head_norm=rms_norm), self.layer_type)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Split the projection of a convolution."""
         if ".in_proj." not in name:
             return super().convert(name, source)
@@ -134,7 +136,9 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
 
     layer_type = Lfm2MoeLayer
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Name the bias of choices as a parameter of the router."""
         name = name.replace(".mlp.expert_bias", ".mlp.gate.e_score_correction_bias")
         return super().convert(name, source)

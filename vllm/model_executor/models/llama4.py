@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.rotary import RotaryEmbedding
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderAttention,
     DecoderForCausalLM,
@@ -110,7 +110,9 @@ class Llama4ForCausalLM(DecoderForCausalLM):
         options = replace(llama_options(arch), is_neox=False)
         super().__init__(arch, tp, options, Llama4Layer)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """The weights of all experts are stored as one, [experts, in, out]; gates, then ups."""
         if name.rpartition(".experts.")[2] not in JOINED_EXPERTS:  # quantized: one by one
             return ((name, source),)

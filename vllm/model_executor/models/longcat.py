@@ -14,7 +14,7 @@ from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.grouped_router import GroupedRouter, Routing
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import DecoderForCausalLM, GatedMLP, LayerSpec, add_norm
 from vllm.model_executor.models.deepseek import LatentScales, deepseek_options, latent_attention
 from vllm.ops.expert_options import SILU_EXPERTS, RoutingOptions
@@ -98,7 +98,9 @@ class LongcatFlashForCausalLM(DecoderForCausalLM):
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, deepseek_options(arch), LongcatFlashLayer)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Leave out the bias of the router, which is not added, and what transformers stores of
         experts that have no weights."""
         if name.endswith(".mlp.gate.bias"):

@@ -10,7 +10,7 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.mamba import Mamba2Mixer, Mamba2Sizes, MambaMixer, MambaSizes
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderOptions,
@@ -60,7 +60,9 @@ class MambaForCausalLM(DecoderForCausalLM):
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, DecoderOptions(needs_positions=False), self.layer_type)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Split the projection in; name the norms as in other decoders."""
         name = re.sub(r"^(model\.layers\.\d+)\.norm\.", r"\1.input_layernorm.", name)
         if ".in_proj." not in name:
@@ -73,13 +75,17 @@ class Mamba2ForCausalLM(MambaForCausalLM):
 
     layer_type = Mamba2Layer
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Split the projection in and the convolution; name the norms as in other decoders."""
         name = re.sub(r"^(model\.layers\.\d+)\.norm\.", r"\1.input_layernorm.", name)
         return split_mixer(name, source, mamba2_sizes(self.arch))
 
 
-def split_mixer(name: str, source: Source, sizes: Mamba2Sizes) -> Iterable[tuple[str, Source]]:
+def split_mixer(
+    name: str, source: CheckpointTensor, sizes: Mamba2Sizes
+) -> Iterable[tuple[str, CheckpointTensor]]:
     """The parts of a tensor of the projection in, or of the convolution, of a Mamba-2 mixer; other
     tensors as they are."""
     for fused, parts in (("in_proj", sizes.in_parts), ("conv1d", sizes.conv_parts)):

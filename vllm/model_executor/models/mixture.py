@@ -11,7 +11,7 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.experts import Experts, Router
 from vllm.model_executor.layers.linear import ColumnParallelLinear
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -185,12 +185,16 @@ class GraniteMoeForCausalLM(DecoderForCausalLM):
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, granite_options(arch), GraniteMoeLayer)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """The weights of all experts are stored as one."""
         return split_experts(self.arch, name, source)
 
 
-def split_experts(arch: ModelArch, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+def split_experts(
+    arch: ModelArch, name: str, source: CheckpointTensor
+) -> Iterable[tuple[str, CheckpointTensor]]:
     """The parts of a tensor of Granite that has a matrix of every expert; other tensors as they
     are."""
     if name.endswith(".input_linear.weight"):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import DecoderForCausalLM, layer_norm
 from vllm.model_executor.models.fused_weights import add_one_to_norms
 from vllm.model_executor.models.llama import llama_options
@@ -19,6 +19,8 @@ class NemotronForCausalLM(DecoderForCausalLM):
         options = replace(llama_options(arch), norm=layer_norm, is_gated=False)
         super().__init__(arch, tp, options)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Add 1 to the weights of norms."""
         return add_one_to_norms(name, source)

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.grouped_router import GroupedRouter
 from vllm.model_executor.layers.linear import whole_linear
 from vllm.model_executor.layers.mamba import Mamba2Mixer, Mamba2Sizes
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderAttention,
     DecoderForCausalLM,
@@ -123,7 +123,9 @@ class NemotronHForCausalLM(DecoderForCausalLM):
         options = replace(llama_options(arch), needs_positions=False)
         super().__init__(arch, tp, options, NemotronHLayer)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Split the fused tensors of mixers and experts; name the norms as in other decoders."""
         name = re.sub(r"^(model\.layers\.\d+)\.norm\.", r"\1.input_layernorm.", name)
         if ".experts." in name:

@@ -6,7 +6,7 @@ from typing import ClassVar
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderOptions,
@@ -46,7 +46,9 @@ class Phi3ForCausalLM(DecoderForCausalLM):
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, DecoderOptions())
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Split the fused projections."""
         if ".qkv_proj." in name:
             return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))

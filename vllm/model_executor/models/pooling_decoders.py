@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.embedding import VocabParallelEmbedding
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.bert import num_labels
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -45,7 +45,9 @@ class DecoderPooling(PoolingModel):
         # Built on the meta device: it never had memory.
         self.decoder._modules.pop("lm_head", None)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """As the generative model does."""
         inner = name.removeprefix("decoder.")
         if inner == name:

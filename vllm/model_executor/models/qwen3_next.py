@@ -10,7 +10,7 @@ from torch import nn
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.delta_net import DeltaNetSizes, GatedDeltaNet
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -77,7 +77,9 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
         )
         super().__init__(arch, tp, options, self.layer_type)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Split fused layers and experts."""
         if ".self_attn.q_proj." in name:  # of each head the query, then the gate
             heads, size = {"q_proj": 1, "gate_proj": 1}, self.arch.head_size
@@ -85,8 +87,8 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
         return self.split_delta_net(name, source, delta_net_sizes(self.arch))
 
     def split_delta_net(
-        self, name: str, source: Source, sizes: DeltaNetSizes
-    ) -> Iterable[tuple[str, Source]]:
+        self, name: str, source: CheckpointTensor, sizes: DeltaNetSizes
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Return the parts of a tensor of a fused layer; other tensors as they are."""
         if ".conv1d." in name:
             return split_features(name, source, "conv1d", sizes.mixed_parts("conv_"))
@@ -112,8 +114,8 @@ class Qwen3_5MoeForCausalLM(Qwen3NextForCausalLM):
     }
 
     def split_delta_net(
-        self, name: str, source: Source, sizes: DeltaNetSizes
-    ) -> Iterable[tuple[str, Source]]:
+        self, name: str, source: CheckpointTensor, sizes: DeltaNetSizes
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         if ".in_proj_qkvz." in name:  # without z
             return split_features(name, source, "in_proj_qkvz", sizes.mixed_parts("in_"))
         return super().split_delta_net(name, source, sizes)

@@ -11,7 +11,7 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.grouped_router import Routing
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import DecoderOptions, LayerSpec, rms_norm
 from vllm.model_executor.models.deepseek import (
     DeepseekMixture,
@@ -139,7 +139,9 @@ class Ernie4_5_MoeForCausalLM(RoutedForCausalLM):
         )
         super().__init__(arch, tp, options, ErnieMoeLayer)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Read the bias of experts, which is stored as [1, experts]."""
         if name.endswith(".e_score_correction_bias") and len(source.shape) == 2:
             return ((name, source.mapped(lambda bias: bias[0])),)
@@ -252,7 +254,9 @@ class BailingMoeForCausalLM(RoutedForCausalLM):
         )
         super().__init__(arch, tp, options, self.layer_type)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Split query, key and value, which are stored as one."""
         for own, part in super().convert(name, source):
             if ".qkv_proj." in own:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -39,7 +39,9 @@ class StableLmForCausalLM(DecoderForCausalLM):
         self._head_norms: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
         """Name of a weight -> those of the heads that were read so far."""
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """The weights of the norms of heads are a tensor each."""
         found = _HEAD_NORM.fullmatch(name)
         if found is None:
@@ -52,4 +54,6 @@ class StableLmForCausalLM(DecoderForCausalLM):
             return ()
         del self._head_norms[weight]
         stacked = torch.stack([heads[head] for head in sorted(heads)])
-        return ((weight, Source(stacked.shape, stacked.__getitem__, dtype=stacked.dtype)),)
+        return (
+            (weight, CheckpointTensor(stacked.shape, stacked.__getitem__, dtype=stacked.dtype)),
+        )

@@ -13,7 +13,7 @@ from vllm.config import ModelArch
 from vllm.config.families import family_of
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
-from vllm.model_executor.layers.slice import DENSE_DTYPES, Source, dtype_name
+from vllm.model_executor.layers.slice import DENSE_DTYPES, CheckpointTensor, dtype_name
 from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.model_executor.models.decoder import DecoderForCausalLM
 from vllm.model_executor.models.fused_weights import split_transposed_experts
@@ -63,7 +63,9 @@ class _LanguageModel(CausalLM):
     def is_ignored(self, name: str) -> bool:
         return super().is_ignored(name) and not self._is_of_encoder(name)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         if not self._is_of_encoder(name):
             return super().convert(name, source)
         if not isinstance(self.media_encoder, MediaEncoder):  # another stage has it
@@ -230,7 +232,9 @@ class Qwen3VLForConditionalGeneration(_WithAddedStates, Qwen3ForCausalLM):
 class Qwen3VLMoeForConditionalGeneration(_WithAddedStates, Qwen3MoeForCausalLM):
     """Qwen3-VL with experts (arXiv 2511.21631)."""
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Split the weights of all experts. Published ones are [experts, in, out]; transformers 5
         stores them as [experts, out, in]."""
         size = self.arch.hidden_size

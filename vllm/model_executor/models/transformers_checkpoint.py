@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.fused_weights import JOINED_EXPERTS, split_joined_experts
 from vllm.transformers_utils.transformers_version import renamed_weight, weight_conversions
 
@@ -27,7 +27,9 @@ class CheckpointNames:
         self._conversions = weight_conversions(model)
         self._experts = frozenset(experts)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Name and tensor in the checkpoint -> those of the model.
 
         Raises:

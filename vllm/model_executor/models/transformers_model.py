@@ -22,7 +22,7 @@ from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.layers.rotary import rotary_frequencies
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.models.transformers_checkpoint import CheckpointNames
 from vllm.model_executor.models.transformers_layers import (
@@ -34,9 +34,9 @@ from vllm.model_executor.models.transformers_layers import (
 from vllm.model_executor.models.transformers_stages import LayerRanges
 from vllm.ops.attention_options import AttentionOptions
 from vllm.transformers_utils.transformers_version import (
+    attention_can_mask,
     dtype_argument,
     is_version_4,
-    lets_attention_mask,
 )
 
 _INTERFACE = "vllm"
@@ -130,7 +130,7 @@ class TransformersForCausalLM(CausalLM):
 
     def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
         if not self.ranges.is_planned:
-            raise self._refusal(str(self._why_undivided()))
+            raise self._refusal(str(self._not_splittable_reason()))
         before, after = self.ranges.modules_beside()
         return before, [*after, self.lm_head]
 
@@ -160,7 +160,9 @@ class TransformersForCausalLM(CausalLM):
             return_dict=True,
         )
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Checkpoints have names of other versions of transformers, and some of the buffers."""
         buffers = dict(self.named_buffers())
         for found, part in self.names.convert(name, source):
@@ -196,7 +198,7 @@ class TransformersForCausalLM(CausalLM):
                     for rows, at in (([0, 1], [0, 1]), ([2, 1], [last, 1]))
                 )
                 num_attended = len(attended) // 2
-                self._undivided = self._why_undivided()
+                self._undivided = self._not_splittable_reason()
                 if self.stage.is_last and "lm_head" in self._modules:
                     self._check_logits()
         except ConfigError as error:
@@ -254,7 +256,7 @@ class TransformersForCausalLM(CausalLM):
     def _on_device(self, values: list[int] | Tensor) -> Tensor:
         return torch.as_tensor(values).to(self._device)
 
-    def _why_undivided(self) -> str | None:
+    def _not_splittable_reason(self) -> str | None:
         """Why the layers run all or not at all; None: they can be divided."""
         if not self.ranges.is_planned:
             return (
@@ -424,7 +426,7 @@ def _build(arch: ModelArch) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if not lets_attention_mask():
+    if not attention_can_mask():
         raise _refusal(
             arch,
             f"the installed transformers {version('transformers')} is too old, 4.53 is the first "

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.embedding import (
 )
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.norm import LayerNorm
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.models.opt import OPTAttention
 
@@ -96,7 +96,9 @@ class WhisperForCausalLM(CausalLM):
         if arch.tie_word_embeddings:
             self.lm_head.tie(self.model.decoder.embed_tokens)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Add the bias of keys, which is 0: queries, keys and values are one matmul."""
         yield name, source
         if name.endswith(_QUERY_BIAS):

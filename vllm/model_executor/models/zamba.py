@@ -15,7 +15,7 @@ from vllm.errors import ConfigError
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ParallelLinear, whole_linear
 from vllm.model_executor.layers.mamba import Mamba2Mixer, Mamba2Sizes
 from vllm.model_executor.layers.norm import RMSNorm
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     Decoder,
     DecoderAttention,
@@ -211,7 +211,9 @@ class Zamba2ForCausalLM(DecoderForCausalLM):
         )
         super().__init__(arch, tp, options, Zamba2Layer)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Split fused tensors, and bring adapters to their layers; the block of a later layer is
         another copy of an earlier one."""
         found = _OF_A_BLOCK.fullmatch(name)

@@ -10,7 +10,7 @@ import torch
 
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.slice import WORD_BITS, Place, Source
+from vllm.model_executor.layers.slice import WORD_BITS, CheckpointTensor, ParamTarget
 from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
 from vllm.model_executor.layers.stored.stored_scales import checked_scales, without_zero_scales
 from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
@@ -81,7 +81,7 @@ class GemvLinear(RowsLinear):
         super().__init__(name, tensors, layout.group_size)
         self.layout = layout
 
-    def arranged(self, place: Place, name: str, source: Source) -> Source:
+    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
         if place.param_name == "scales":
             source = checked_scales(name, source, zero_is_fine=True)  # of padding
         elif place.param_name == "qzeros":

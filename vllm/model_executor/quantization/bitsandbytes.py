@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.slice import Index, Place, Source
+from vllm.model_executor.layers.slice import CheckpointTensor, Index, ParamTarget
 from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
 from vllm.model_executor.layers.stored.stored_scales import checked_scales
 from vllm.model_executor.quantization.checkpoint_format import NamedFormat, Names
@@ -113,7 +113,7 @@ class TableLinear(RowsLinear):
         self.storage = storage
         self.state = tensors[2].param
 
-    def arranged(self, place: Place, name: str, source: Source) -> Source:
+    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
         param = place.param_name
         if param == self.state:
             return self._state(place, name, source)
@@ -127,7 +127,7 @@ class TableLinear(RowsLinear):
             return self.flat_parts(place, name, finite(name, source), _NESTED_BLOCK)
         return super().arranged(place, name, source)
 
-    def _state(self, place: Place, name: str, source: Source) -> Source:
+    def _state(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
         """Return [1, 1]: the number that is added to nested scales, of settings in JSON."""
         expected: dict[str, Any] = {
             "quant_type": self.storage.kind,
@@ -149,7 +149,9 @@ class TableLinear(RowsLinear):
             return torch.tensor([[offset]])[index]
 
         shape = torch.Size((1, 1))
-        return Source(shape, read, dtype=torch.float32, features=source.features, path=source.path)
+        return CheckpointTensor(
+            shape, read, dtype=torch.float32, features=source.features, path=source.path
+        )
 
     def fill_indices(self, layer: ParallelLinear) -> None:
         layer.get_parameter("weight_quant_map").copy_(torch.linspace(-1, 1, 16))

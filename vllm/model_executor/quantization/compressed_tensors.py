@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.slice import Features, Place, Source, whole
+from vllm.model_executor.layers.slice import CheckpointTensor, Features, ParamTarget, whole
 from vllm.model_executor.layers.stored.stored_linear import (
     SCALES,
     StoredLinear,
@@ -284,7 +284,7 @@ class _WholeNumbers(StoredLinear):
             "input_zero_point": StoredTensor((torch.int8,), None),
         }
 
-    def arranged(self, place: Place, name: str, source: Source) -> Source:
+    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
         param_name = place.param_name
         if param_name == "weight_scale":
             return self._scales_of(place, name, source)
@@ -299,7 +299,9 @@ class _WholeNumbers(StoredLinear):
             return in_numbers(place, name, source, bits, partial(unpack_bits, bits=bits), dim=0)
         return source
 
-    def _scales_of(self, place: Place, name: str, source: Source) -> Source:
+    def _scales_of(
+        self, place: ParamTarget, name: str, source: CheckpointTensor
+    ) -> CheckpointTensor:
         """[outputs, groups]"""
         assert place.slice is not None
         num_out, num_groups = place.slice.checkpoint_shape(place.param)

@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.slice import Place, Slice, Source, whole
+from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget, Slice, whole
 from vllm.model_executor.layers.stored.stored_linear import (
     SCALES,
     StoredLinear,
@@ -172,12 +172,14 @@ class Fp8Linear(StoredLinear):
             "input_scale": StoredTensor(SCALES, output_dim=None),
         }
 
-    def arranged(self, place: Place, name: str, source: Source) -> Source:
+    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
         if place.param_name == self.scale_name:
             return self._per_output(place, name, source)
         return one_scale(name, source) if place.param_name == "input_scale" else source
 
-    def _per_output(self, place: Place, name: str, source: Source) -> Source:
+    def _per_output(
+        self, place: ParamTarget, name: str, source: CheckpointTensor
+    ) -> CheckpointTensor:
         """The scales of a checkpoint tensor as [outputs, blocks of inputs]."""
         assert place.slice is not None
         num_out, num_blocks = place.slice.checkpoint_shape(place.param)

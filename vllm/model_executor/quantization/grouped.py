@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.linear import ParallelLinear
-from vllm.model_executor.layers.slice import WORD_BITS, Place, Slice, Source, whole
+from vllm.model_executor.layers.slice import WORD_BITS, CheckpointTensor, ParamTarget, Slice, whole
 from vllm.model_executor.layers.stored.stored_linear import (
     SCALES,
     StoredLinear,
@@ -110,7 +110,7 @@ class GroupedLinear(StoredLinear):
             "g_idx": StoredTensor((torch.int32, torch.int64), None),
         }
 
-    def arranged(self, place: Place, name: str, source: Source) -> Source:
+    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
         if place.param_name == "scales":
             return checked_scales(name, source, zero_is_fine=True)
         if place.param_name == "g_idx":
@@ -124,7 +124,7 @@ class GroupedLinear(StoredLinear):
         is_awq = self.layout.is_awq
         return unpack_awq(words) if is_awq else unpack_bits(words, self.layout.bits)
 
-    def fill_missing(self, place: Place) -> None:
+    def fill_missing(self, place: ParamTarget) -> None:
         assert place.slice is not None
         if place.param_name == "qzeros":
             part = place.slice
@@ -186,20 +186,20 @@ def check_symmetric(name: str, layout: GroupLayout, zeros: Tensor) -> None:
     )
 
 
-def layer_of(place: Place) -> ParallelLinear:
+def layer_of(place: ParamTarget) -> ParallelLinear:
     """The layer of a parameter; a head has what is read of one."""
     layer: Any = place.module
     return cast(ParallelLinear, layer)
 
 
 def in_numbers(
-    target: Place,
+    target: ParamTarget,
     name: str,
-    source: Source,
+    source: CheckpointTensor,
     bits: int,
     unpack: Callable[[Tensor], Tensor],
     dim: int = 1,
-) -> Source:
+) -> CheckpointTensor:
     """Return the numbers of output features in a tensor of words, each an element.
 
     Args:

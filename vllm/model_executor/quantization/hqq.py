@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.slice import Place, Source
+from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget
 from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
 from vllm.model_executor.quantization.checkpoint_format import NamedFormat, Names
 from vllm.model_executor.quantization.row_tensors import (
@@ -128,7 +128,7 @@ class HQQLinear(RowsLinear):
         )
         super().__init__(name, tensors, group, is_flat=True)
 
-    def arranged(self, place: Place, name: str, source: Source) -> Source:
+    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
         num_out, num_in = self.features_of(place, source)
         num_rows, num_columns = num_out * num_in // self.group, self.group
         if not self.axis:

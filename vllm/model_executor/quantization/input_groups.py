@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.linear import ParallelLinear
-from vllm.model_executor.layers.slice import Slice, Source, whole
+from vllm.model_executor.layers.slice import CheckpointTensor, Slice, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class InputGroups:
         inputs = torch.arange(self.first_input, self.first_input + self.num_inputs)
         return (inputs // self.size).int()
 
-    def checked(self, name: str, source: Source) -> Source:
+    def checked(self, name: str, source: CheckpointTensor) -> CheckpointTensor:
         """The groups of all inputs of the layer, [inputs], as a row; reading it checks them.
 
         Raises:

@@ -16,7 +16,7 @@ from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.slice import Index, Place, Source
+from vllm.model_executor.layers.slice import CheckpointTensor, Index, ParamTarget
 from vllm.model_executor.layers.stored.stored_experts import StoredExperts
 from vllm.model_executor.layers.stored.stored_linear import StoredLinear, add_parameter, on_host
 from vllm.model_executor.quantization.interface import Quantization
@@ -31,7 +31,7 @@ _SMALLEST_PART = 8
 
 
 @dataclass(frozen=True)
-class Mxfp4Source(Source):
+class Mxfp4Source(CheckpointTensor):
     """A matrix [out_features, in_features] in MXFP4; read as it is, it is dequantized."""
 
     weight: Mxfp4Weight | None = None
@@ -77,7 +77,7 @@ class Mxfp4Linear(StoredLinear):
             part: replace(slice_, tensor="weight") for part, slice_ in layer.feature_slices.items()
         }
 
-    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+    def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
         slice_ = place.slice
         assert slice_ is not None
         scales = place.module.get_parameter("scales")
@@ -94,7 +94,7 @@ class Mxfp4Linear(StoredLinear):
             (place.param, weight.blocks.flatten(1), 2),
             (scales, weight.scales.repeat_interleave(_GROUP // self.part, dim=1), self.part),
         ):
-            part = Source(stored.shape, stored.__getitem__)
+            part = CheckpointTensor(stored.shape, stored.__getitem__)
             slice_.in_groups(group).copy(param, part, tp)
 
     def stored_weight(self, layer: ParallelLinear) -> Mxfp4Weight:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.slice import Place, Source
+from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget
 from vllm.model_executor.layers.stored.stored_linear import SCALES, StoredLinear, on_host
 from vllm.model_executor.layers.stored.stored_scales import checked_scales, without_zero_scales
 from vllm.model_executor.quantization.checkpoint_format import CheckpointFormat, Names
@@ -180,7 +180,7 @@ class _Int4Linear(GroupedLinear):
             slices = layer.slices[param].items()
             layer.slices[param] = {part: replace(each, tensor=tensor) for part, each in slices}
 
-    def arranged(self, place: Place, name: str, source: Source) -> Source:
+    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
         source = super().arranged(place, name, source)
         if not self.has_signs or place.param_name == "scales":
             return source

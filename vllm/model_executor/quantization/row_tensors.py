@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.linear import ParallelLinear
-from vllm.model_executor.layers.slice import Index, Place, Slice, Source, whole
+from vllm.model_executor.layers.slice import CheckpointTensor, Index, ParamTarget, Slice, whole
 from vllm.model_executor.layers.stored.stored_linear import (
     StoredLinear,
     StoredTensor,
@@ -49,7 +49,7 @@ class RowTensor:
     elements: int = 1
     missing: float | None = None
     """Value if the checkpoint has no such tensor; None: it must be there."""
-    check: Callable[[str, Source], Source] | None = None
+    check: Callable[[str, CheckpointTensor], CheckpointTensor] | None = None
     """Makes of the name and the tensor one whose reading checks the values."""
 
     @property
@@ -139,7 +139,7 @@ class RowsLinear(StoredLinear):
             for name, tensor in self.tensors.items()
         }
 
-    def arranged(self, place: Place, name: str, source: Source) -> Source:
+    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
         tensor = self.tensors[place.param_name]
         if tensor.check is not None:
             source = tensor.check(name, source)
@@ -153,7 +153,9 @@ class RowsLinear(StoredLinear):
             return in_parts(place, name, source)
         return source
 
-    def _in_parts(self, place: Place, name: str, source: Source) -> Source:
+    def _in_parts(
+        self, place: ParamTarget, name: str, source: CheckpointTensor
+    ) -> CheckpointTensor:
         """Return the tensor with a column for each group of the parameter."""
         num_out, num_groups = self.features_of(place, source)[0], self.total_inputs // self.group
         if list(source.shape) != [num_out, num_groups]:
@@ -165,7 +167,9 @@ class RowsLinear(StoredLinear):
         repeats = self.group // self.part
         return source if repeats == 1 else source.mapped(lambda x: repeated(x, repeats))
 
-    def flat_parts(self, place: Place, name: str, source: Source, repeats: int = 1) -> Source:
+    def flat_parts(
+        self, place: ParamTarget, name: str, source: CheckpointTensor, repeats: int = 1
+    ) -> CheckpointTensor:
         """Return values of groups that do not end with rows, by groups of the parameter.
 
         Args: as of `arranged`, and repeats: groups that share a value.
@@ -181,7 +185,7 @@ class RowsLinear(StoredLinear):
 
         return source.mapped(in_parts)
 
-    def features_of(self, place: Place, source: Source) -> tuple[int, int]:
+    def features_of(self, place: ParamTarget, source: CheckpointTensor) -> tuple[int, int]:
         """Return (outputs, inputs) of the layer in the checkpoint."""
         assert place.slice is not None
         if source.features is not None:
@@ -192,7 +196,7 @@ class RowsLinear(StoredLinear):
             return (part.total if part.dim == 0 else layer.output_size), self.total_inputs
         return place.slice.checkpoint_shape(place.param)[0], self.total_inputs
 
-    def fill_missing(self, place: Place) -> None:
+    def fill_missing(self, place: ParamTarget) -> None:
         assert place.slice is not None
         value = self.tensors[place.param_name].missing
         assert value is not None
@@ -209,7 +213,7 @@ class RowsLinear(StoredLinear):
         return [each.size if each.dim == 0 else layer.output_size for each in slices]
 
 
-def check_size(name: str, source: Source, size: int) -> None:
+def check_size(name: str, source: CheckpointTensor, size: int) -> None:
     """Check the number of elements of a tensor.
 
     Raises:
@@ -227,7 +231,9 @@ def repeated(values: Tensor, repeats: int) -> Tensor:
     return values[..., None].expand(*values.shape, repeats).flatten(-2)
 
 
-def checked(is_wrong: Callable[[Tensor], Tensor], what: str) -> Callable[[str, Source], Source]:
+def checked(
+    is_wrong: Callable[[Tensor], Tensor], what: str
+) -> Callable[[str, CheckpointTensor], CheckpointTensor]:
     """Return a `RowTensor.check`.
 
     Args:
@@ -235,7 +241,7 @@ def checked(is_wrong: Callable[[Tensor], Tensor], what: str) -> Callable[[str, S
         what: is wrong about them, for the error.
     """
 
-    def check(name: str, source: Source) -> Source:
+    def check(name: str, source: CheckpointTensor) -> CheckpointTensor:
         def read(index: Index) -> Tensor:
             values = source.read(index)
             if not values.is_meta and bool(is_wrong(values).any()):

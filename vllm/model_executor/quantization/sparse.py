@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import ParallelLinear
-from vllm.model_executor.layers.slice import DENSE_DTYPES, Place, Source
+from vllm.model_executor.layers.slice import DENSE_DTYPES, CheckpointTensor, ParamTarget
 from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
 from vllm.model_executor.layers.stored.stored_scales import (
     checked_scales,
@@ -57,7 +57,7 @@ class SparseLinear(RowsLinear):
             )
         super().__init__(name, tensors, -1)
 
-    def arranged(self, place: Place, name: str, source: Source) -> Source:
+    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
         if place.param_name == "weight_scale" and source.shape.numel() == 1:
             num_out = self.features_of(place, source)[0]
             source = source.mapped(lambda scale: scale.reshape(1, 1).expand(num_out, 1))

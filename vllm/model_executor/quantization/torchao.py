@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.slice import Place, Source
+from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget
 from vllm.model_executor.layers.stored.stored_linear import SCALES, on_host
 from vllm.model_executor.layers.stored.stored_scales import (
     checked_scales,
@@ -167,7 +167,7 @@ class TiledLinear(RowsLinear):
         )
         super().__init__(name, tensors, group)
 
-    def arranged(self, place: Place, name: str, source: Source) -> Source:
+    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
         num_out, num_in = self.features_of(place, source)
         padded_out = -(-num_out // _TILE_OUTPUTS) * _TILE_OUTPUTS
         padded_in = -(-num_in // _PADDED_INPUTS) * _PADDED_INPUTS

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.embedding import ParallelLMHead
 from vllm.model_executor.layers.linear import whole_linear
 from vllm.model_executor.layers.norm import RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import (
     DecoderAttention,
     DecoderLayer,
@@ -142,7 +142,9 @@ class Eagle3(Speculator):
     def inner_layers(self) -> tuple[int, ...]:
         return tuple(sorted(set(self._read_layers)))
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """One layer has two names."""
         return ((name.replace("layers.0.", "midlayer.", 1), source),)
 

@@ -14,7 +14,7 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.layers.linear import whole_linear
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.speculators.interface import Speculator
 
@@ -76,7 +76,9 @@ class Medusa(Speculator):
                 return [folder / name]
         return super().find_files(folder, load_format)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Convert one tensor of a checkpoint to the names of the heads; none: it is not used."""
         if name.startswith(("model.", "lm_head.")):
             return ()
@@ -152,7 +154,9 @@ class MLPSpeculator(Speculator):
 
     checkpoint_prefixes: ClassVar[dict[str, str]] = {"speculator.": ""}
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Shared weights may come once for each guess."""
         part, _, rest = name.partition(".")
         place = rest.partition(".")[0]

@@ -10,7 +10,7 @@ from vllm.config import ModelArch
 from vllm.config.families import family_of_architecture
 from vllm.config.families.family import MTPFacts
 from vllm.model_executor.layers.linear import whole_linear
-from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.layers.slice import CheckpointTensor
 from vllm.model_executor.models.decoder import LayerSpec, add_norm
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.speculators.eagle import rotary_of
@@ -45,7 +45,9 @@ class MTP(Speculator):
         self.layer = type(decoder.model.layers[-1])(spec)
         self._prefix = facts.prefix.format(index)
 
-    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    def convert(
+        self, name: str, source: CheckpointTensor
+    ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Return only the layer's own tensors, in the words of the model."""
         own = name.removeprefix(self._prefix)
         if own == name or own in _OF_THE_MODEL:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.low_rank import AdaptedHeads, AdaptedLayer, AdaptedRows, LowRank
+from vllm.ops.lora_weights import AdaptedLayer, AdaptedRows, LoRAHeads, LoRAWeights
 from vllm.utils.background_work import Rest, no_rest
 
 _num_threads = torch.get_num_threads
@@ -33,7 +33,7 @@ class PackedAdapter:
         self,
         kernels: Any,
         layers: Sequence[AdaptedLayer],
-        parts: Sequence[LowRank | None],
+        parts: Sequence[LoRAWeights | None],
         rest: Rest = no_rest,
     ) -> None:
         known = [part for part in parts if part is not None]
@@ -80,7 +80,9 @@ class PackedAdapter:
         return self._memory.nbytes
 
 
-def _parts_of(layer: AdaptedLayer, parts: Sequence[LowRank | None]) -> list[tuple[int, LowRank]]:
+def _parts_of(
+    layer: AdaptedLayer, parts: Sequence[LoRAWeights | None]
+) -> list[tuple[int, LoRAWeights]]:
     """What an adapter adds to a layer: with its index among the projections of the layer."""
     found = []
     for index, (_, size) in enumerate(layer.parts):
@@ -173,15 +175,15 @@ class PackedRows:
 
 
 def add_low_rank(
-    kernels: Any, y: Tensor, x: Tensor, layer: AdaptedLayer | AdaptedHeads, rows: PackedRows
+    kernels: Any, y: Tensor, x: Tensor, layer: AdaptedLayer | LoRAHeads, rows: PackedRows
 ) -> None:
     """As `Ops.add_low_rank`.
 
     Args:
         kernels: of the dtype of x.
     """
-    has_heads = isinstance(layer, AdaptedHeads)
-    num_parts = len(layer.heads) if isinstance(layer, AdaptedHeads) else len(layer.parts)
+    has_heads = isinstance(layer, LoRAHeads)
+    num_parts = len(layer.heads) if isinstance(layer, LoRAHeads) else len(layer.parts)
     shape = [len(x), num_parts] if has_heads else [len(x)]
     if [*x.shape] != [*shape, layer.in_features] or [*y.shape[:-1]] != shape or x.dtype != y.dtype:
         raise ValueError(f"x is {list(x.shape)} and y {list(y.shape)} for {layer}")

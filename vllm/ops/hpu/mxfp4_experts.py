@@ -1,6 +1,6 @@
 """Experts in MXFP4 on a Gaudi card whose operator for experts takes them as they are stored.
 
-Without that operator they are `HPUNarrowExperts`, which become bfloat16 for each forward pass.
+Without that operator they are `HPULowBitExperts`, which become bfloat16 for each forward pass.
 """
 
 from collections.abc import Sequence

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from vllm.ops.expert_options import NO_BIASES, SILU_EXPERTS, ExpertBiases, ExpertOptions
 from vllm.ops.hpu.experts import CardExperts, ExpertOperators
+from vllm.ops.hpu.low_bit_experts import prepare_narrow_experts
 from vllm.ops.hpu.mxfp4_experts import prepare_mxfp4_experts
-from vllm.ops.hpu.narrow_experts import prepare_narrow_experts
 from vllm.ops.hpu.quantized import HPUFp8Experts, prepare_on_host
 from vllm.ops.native.operators import NativeOps, angles_at
 from vllm.ops.prepared import PreparedExperts, PreparedWeight

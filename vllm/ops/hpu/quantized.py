@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vllm.ops import get_ops
 from vllm.ops.expert_options import ExpertBiases
 from vllm.ops.hpu.experts import CardExperts, CardLayer
-from vllm.ops.hpu.narrow_rows import NarrowRows, narrow_rows
+from vllm.ops.hpu.low_bit_weight import LowBitWeight, low_bit_weight
 from vllm.ops.native.experts import sum_of_experts
 from vllm.ops.stored_weight import Fp8Weight, StackedWeight, StoredWeight, round_to_fp8
 from vllm.platforms.habana.bridge import FusedKernels
@@ -189,7 +189,7 @@ class HPUNarrowWeight(nn.Module):
         order: the input that each of its columns is for; None: as they come.
     """
 
-    def __init__(self, rows: NarrowRows, order: Tensor | None) -> None:
+    def __init__(self, rows: LowBitWeight, order: Tensor | None) -> None:
         super().__init__()
         self.rows = rows
         self.register_parameter("order", None)
@@ -237,7 +237,7 @@ def prepare_on_host(
     even = weight.with_neighbours(_GROUP)
     if even is None:
         return None
-    rows = narrow_rows([even[0]], kernels, dtype)
+    rows = low_bit_weight([even[0]], kernels, dtype)
     return None if rows is None else HPUNarrowWeight(rows, even[1])
 
 

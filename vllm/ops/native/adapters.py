@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from vllm.ops.interface import Ops
-from vllm.ops.low_rank import (
-    AdaptedHeads,
+from vllm.ops.lora_weights import (
     AdaptedLayer,
     AdaptedRows,
-    LowRank,
+    LoRAHeads,
+    LoRAWeights,
     PlainAdapter,
     PreparedAdapter,
 )
@@ -23,16 +23,16 @@ class NativeAdapters(Ops):
     def prepare_adapter(
         self,
         layers: Sequence[AdaptedLayer],
-        parts: Sequence[LowRank | None],
+        parts: Sequence[LoRAWeights | None],
         dtype: torch.dtype,
         rest: Rest = no_rest,
     ) -> PreparedAdapter:
         return PlainAdapter(parts)
 
     def add_low_rank(
-        self, y: Tensor, x: Tensor, layer: AdaptedLayer | AdaptedHeads, rows: AdaptedRows
+        self, y: Tensor, x: Tensor, layer: AdaptedLayer | LoRAHeads, rows: AdaptedRows
     ) -> Tensor:
-        if isinstance(layer, AdaptedHeads):
+        if isinstance(layer, LoRAHeads):
             for number, head in enumerate(layer.heads):
                 self.add_low_rank(y[:, number], x[:, number], head, rows)
             return y

@@ -30,7 +30,7 @@ def blocking_socket(descriptor: int) -> socket.socket:
     return found
 
 
-def limit_waits(connection: socket.socket, option: int, timeout_s: float) -> None:
+def set_socket_timeout(connection: socket.socket, option: int, timeout_s: float) -> None:
     """Let the kernel end a call that waits for longer, with EAGAIN. It holds for all that use the
     socket: a copy of this process, or a library.
 
@@ -42,7 +42,7 @@ def limit_waits(connection: socket.socket, option: int, timeout_s: float) -> Non
     connection.setsockopt(socket.SOL_SOCKET, option, _timeval(timeout_s))
 
 
-def limit_waits_of(descriptor: int, port: int, option: int, timeout_s: float) -> None:
+def set_socket_timeouts_of(descriptor: int, port: int, option: int, timeout_s: float) -> None:
     """The same for a socket that a library owns, if it is connected to this port.
 
     Raises:

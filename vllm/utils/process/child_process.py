@@ -54,7 +54,7 @@ def leave_signals_to_parent() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def end_with_parent(parent: int) -> None:
+def set_parent_death_signal(parent: int) -> None:
     """Let the kernel kill this process when the *thread* that has started it ends, also while this
     process is stopped.
 
@@ -67,11 +67,11 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def obey_parent(parent: int) -> None:
+def exit_with_parent(parent: int) -> None:
     """Let the parent of this process alone decide when it ends: `leave_signals_to_parent` and
-    `end_with_parent`."""
+    `set_parent_death_signal`."""
     leave_signals_to_parent()
-    end_with_parent(parent)
+    set_parent_death_signal(parent)
 
 
 def name_process(name: str) -> None:

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Collection
 from typing import NoReturn
 
-from vllm.utils.process.child_process import obey_parent
+from vllm.utils.process.child_process import exit_with_parent
 
 MAX_SHARED_BYTES = 2**30
 """More memory than this is not copied: libraries take 0.2 GB of it."""
@@ -51,7 +51,7 @@ def can_fork() -> bool:
 class ForkedProcess:
     """A copy, with the methods of `subprocess.Popen`. `can_fork` has allowed it just before.
 
-    The copy ends with its parent (`obey_parent`). It has standard output and error, and the
+    The copy ends with its parent (`exit_with_parent`). It has standard output and error, and the
     descriptors it is given; all others are the null device there. `sys.stdout` and `sys.stderr` are
     new, signals have their default action, and no object of the parent is ever finalised.
 
@@ -123,7 +123,7 @@ def _run_copy(
     """In the copy, which never returns to the frames of its parent."""
     code = 1
     try:
-        obey_parent(parent)
+        exit_with_parent(parent)
         gc.freeze()  # finalisers of its objects belong to the parent
         _drop_descriptors({1, 2, *descriptors})
         signal.set_wakeup_fd(-1)

@@ -68,7 +68,7 @@ class LaunchResult:
     """[m] number of drafts of each row of the batch that sampled; the row has one more entry in
     `indices`. None if no row has drafts; m is t then."""
     accepted: Tensor | None = field(default=None, kw_only=True)
-    """[rows, 1 + Q] where the device has compared drafts: see `ResidentTokens.accept`; the rows of
+    """[rows, 1 + Q] where the device has compared drafts: see `DeviceTokens.accept`; the rows of
     the logits are those of its last Q columns. None: the host compares them."""
 
     @classmethod

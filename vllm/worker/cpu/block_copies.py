@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vllm.attention import CachedLayer
-from vllm.worker.block_store import states_are_not_copied
+from vllm.worker.block_store import has_uncopied_states
 
 
 class BlockCopies:
@@ -27,7 +27,7 @@ class BlockCopies:
     def __init__(self, layers: Sequence[CachedLayer], num_blocks: int) -> None:
         tensors = {cache.data_ptr(): cache for layer in layers for cache in layer.kv_caches}
         if any(len(cache) != num_blocks for cache in tensors.values()):
-            raise states_are_not_copied()
+            raise has_uncopied_states()
         self.layout = [(tuple(cache.shape[1:]), str(cache.dtype)) for cache in tensors.values()]
         self._caches = [
             cache.view(torch.uint8).view(len(cache), -1).numpy() for cache in tensors.values()

@@ -27,7 +27,7 @@ from vllm.model_executor.models.interface import CausalLM, LayeredModel
 from vllm.ops.cpu.operators.decode_step import FusedDecodeStep, RowArrays
 from vllm.ops.cpu.operators.program import Program
 from vllm.ops.item_slots import ItemSlots
-from vllm.ops.low_rank import AdaptedRows
+from vllm.ops.lora_weights import AdaptedRows
 from vllm.sample.features import DISTRIBUTION, Feature
 from vllm.sample.metadata import FeatureArray
 from vllm.sample.state import SamplingState

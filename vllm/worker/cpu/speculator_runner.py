@@ -19,7 +19,11 @@ from vllm.worker.cpu.draft_sampling import append_drafts
 from vllm.worker.cpu.model_runner import CPUModelRunner
 from vllm.worker.drafts.draft_maker import DraftMaker
 from vllm.worker.drafts.draft_progress import DraftProgress, DraftSpans, NewestTokens
-from vllm.worker.drafts.kept_states import KeptStates, LatestStates, StatesInBlocks
+from vllm.worker.drafts.hidden_state_store import (
+    BlockHiddenStates,
+    HiddenStateStore,
+    LastHiddenStates,
+)
 from vllm.worker.kv_cache import cache_dtype, cache_layout
 from vllm.worker.parts.position_rows import parts_beside
 
@@ -54,7 +58,7 @@ class SpeculatorRunner(DraftMaker):
         self._max_tokens = config.scheduler.max_num_batched_tokens
         self._num_latest = max_drafts + 1
         self._dtype: torch.dtype = getattr(torch, config.model.dtype_name)
-        self._states: KeptStates | None = None
+        self._states: HiddenStateStore | None = None
         self._rows: IntArray = np.empty(0, np.int32)
         """[n] rows of the drafts before."""
         self._newest = torch.empty(0)
@@ -80,10 +84,10 @@ class SpeculatorRunner(DraftMaker):
         super().start(num_blocks)
         batch, size, dtype = self.batch, self._speculator.kept_size, self._dtype
         if not self.attention_layers:
-            self._states = LatestStates(batch, size, dtype, self._num_latest)
+            self._states = LastHiddenStates(batch, size, dtype, self._num_latest)
             return
         block_size = self.config.cache.block_size
-        self._states = StatesInBlocks(batch, size, dtype, num_blocks, block_size)
+        self._states = BlockHiddenStates(batch, size, dtype, num_blocks, block_size)
 
     @torch.inference_mode()
     def read(self, launch: Launch, result: Tensor, inner: Sequence[Tensor]) -> None:

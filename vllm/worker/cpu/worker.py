@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from vllm.config import VllmConfig
-from vllm.distributed import CheckedCollectives, Collectives, Meeting
-from vllm.distributed.meeting import ARENA_BUFFER_BYTES, ARENA_HEADER_BYTES
+from vllm.distributed import CheckedCollectives, Collectives, Rendezvous
+from vllm.distributed.rendezvous import ARENA_BUFFER_BYTES, ARENA_HEADER_BYTES
 from vllm.kv_cache_spec import KVCacheLayout
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
@@ -118,7 +118,7 @@ class CPUWorker(WorkerBase):
     def _num_sharing_ranks(self) -> int:
         """Ranks of this machine that compute at the same time, so the cores are divided among them:
         those of one stage where stages take turns."""
-        if self.config.parallel.stages_take_turns:
+        if self.config.parallel.stages_alternate:
             return min(self.num_local_ranks, self.config.parallel.tensor_parallel_size)
         return self.num_local_ranks
 
@@ -212,7 +212,7 @@ class CPUWorker(WorkerBase):
             return make_pooling_runner(self.config, model, self.device)
         return CPUModelRunner(self.config, model, self.device, self.grammars)
 
-    def _make_collectives(self, meeting: Meeting) -> Collectives:
+    def _make_collectives(self, meeting: Rendezvous) -> Collectives:
         kernels = load_cpu_kernels()
         memory = None if kernels is None else meeting.stage_memory()
         if kernels is not None and memory is not None:

@@ -23,13 +23,13 @@ from vllm.sample.sampler import SamplerOutput
 from vllm.worker.batch.launch import Launch
 from vllm.worker.drafts.draft_maker import DraftMaker
 from vllm.worker.drafts.draft_progress import DraftSpans
+from vllm.worker.hpu.launches.device_tokens import DeviceDrafts
 from vllm.worker.hpu.launches.input import BoolArray, HPUInputBuilder
 from vllm.worker.hpu.launches.launches import PaddedInput, PaddedLaunches, PaddedOutput, Sampling
 from vllm.worker.hpu.launches.model import HPUModel, softmax_normaliser
 from vllm.worker.hpu.launches.planner import PaddedLaunch, PaddedShape
-from vllm.worker.hpu.launches.resident import ResidentDrafts
 from vllm.worker.hpu.model_runner import HPUModelRunner
-from vllm.worker.hpu.speculator_states import StatesOnCard
+from vllm.worker.hpu.speculator_states import DeviceHiddenStates
 from vllm.worker.parts.position_rows import PositionRows, parts_beside
 from vllm.worker.runner import plan_batch, run_launch
 
@@ -81,7 +81,7 @@ class HPUDraftRunner(DraftMaker):
         target: HPUModelRunner,
         max_drafts: int,
         launches: Sequence[PaddedLaunches],
-        states: StatesOnCard | None = None,
+        states: DeviceHiddenStates | None = None,
     ) -> None:
         super().__init__(config, model, target.batch, reads_states=states is not None)
         layout, _ = plan_batch(config, model, keeps_all=True)
@@ -224,10 +224,10 @@ def positions_beside(target: HPUModelRunner, config: VllmConfig) -> PositionRows
     return parts_beside(target.parts, config.model.resolved_arch).find(PositionRows)
 
 
-def resident_drafts(target: HPUModelRunner, tokens_ahead: int) -> ResidentDrafts:
+def resident_drafts(target: HPUModelRunner, tokens_ahead: int) -> DeviceDrafts:
     """Return the drafts of the rows of a model, on its card."""
     num_rows, device = len(target.batch.num_tokens), target.bridge.device
-    return ResidentDrafts(target.resident, num_rows, device, tokens_ahead)
+    return DeviceDrafts(target.resident, num_rows, device, tokens_ahead)
 
 
 def make_draft_runner(

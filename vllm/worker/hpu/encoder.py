@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from vllm.bucketing import format_bytes
 from vllm.bucketing.encoder_sizes import encoder_sizes, split_into_sizes
 from vllm.config import VllmConfig
-from vllm.distributed import Meeting, TPGroup
+from vllm.distributed import Rendezvous, TPGroup
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.media.encoder import MediaEncoder
@@ -174,7 +174,7 @@ class CardEncoder:
         if self.agree is not None:
             self.agree([True])
 
-    def measure(self, resident_bytes: int, most_bytes: int, meeting: Meeting | None) -> int:
+    def measure(self, resident_bytes: int, most_bytes: int, meeting: Rendezvous | None) -> int:
         """Run larger and larger forward passes. Sizes that need too much memory are given up, and
         with them images that have no other.
 

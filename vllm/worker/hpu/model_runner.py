@@ -23,12 +23,12 @@ from vllm.worker.hpu.adapters import DeviceRows
 from vllm.worker.hpu.encoder import card_encoder
 from vllm.worker.hpu.items import card_items
 from vllm.worker.hpu.launches.block_moves import BlockMover, StateMover
+from vllm.worker.hpu.launches.device_tokens import DeviceTokens
 from vllm.worker.hpu.launches.embeddings import DeviceEmbeddings
 from vllm.worker.hpu.launches.input import HPUInputBuilder
 from vllm.worker.hpu.launches.launches import PaddedLaunches, PaddedRunner, Sampling
 from vllm.worker.hpu.launches.model import HPUModel, softmax_normaliser
 from vllm.worker.hpu.launches.planner import PaddedShape
-from vllm.worker.hpu.launches.resident import ResidentTokens
 from vllm.worker.hpu.sampling import PaddedSampling, PaddedTokens
 from vllm.worker.model_runner import Drafter, ModelRunner, sampling_rows
 from vllm.worker.parts.adapters import adapter_reader
@@ -126,7 +126,7 @@ class HPUModelRunner(ModelRunner):
         has_drafter = config.speculative.draft_model is not None and model.stage.count == 1
         max_drafts = config.scheduler.max_draft_tokens if has_drafter else 0
         limits = config.scheduler
-        self.resident = ResidentTokens(
+        self.resident = DeviceTokens(
             limits.max_num_seqs, bridge.device, max_drafts, num_positions, sees_ahead=sees_ahead
         )
         padded = HPUModel(

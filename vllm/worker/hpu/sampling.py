@@ -21,11 +21,11 @@ from vllm.sample.warmup import (
     warmup_launches,
 )
 from vllm.utils.ragged import positions_within
+from vllm.worker.hpu.launches.device_tokens import DeviceTokens
 from vllm.worker.hpu.launches.host_buffers import HostBuffers
 from vllm.worker.hpu.launches.launches import PaddedInput, PaddedLaunches, PaddedOutput, Sampling
 from vllm.worker.hpu.launches.model import HPUModel
 from vllm.worker.hpu.launches.planner import PaddedLaunch, PaddedShape
-from vllm.worker.hpu.launches.resident import ResidentTokens
 from vllm.worker.model_runner import Sampled
 
 
@@ -75,7 +75,7 @@ class PaddedSampling:
             metadata: how the rows sample.
 
         Returns:
-            The tokens, and what `ResidentTokens.accept` has returned.
+            The tokens, and what `DeviceTokens.accept` has returned.
         """
         resident = _resident(launches)
         num_logits = len(output.result)
@@ -89,7 +89,7 @@ class PaddedSampling:
 
     def _keep(
         self,
-        resident: ResidentTokens,
+        resident: DeviceTokens,
         output: PaddedOutput,
         shape: PaddedShape,
         sampled: SamplerOutput,
@@ -188,7 +188,7 @@ class PaddedTokens:
         return Sampled(rows, places, tokens, accepted)
 
 
-def _resident(launches: PaddedLaunches) -> ResidentTokens:
+def _resident(launches: PaddedLaunches) -> DeviceTokens:
     model = launches.execution.model
     assert isinstance(model, HPUModel) and model.resident is not None, "nothing is sampled"
     return model.resident

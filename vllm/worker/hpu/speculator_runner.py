@@ -21,12 +21,12 @@ from vllm.worker.hpu.draft_runner import (
     positions_beside,
     resident_drafts,
 )
+from vllm.worker.hpu.launches.device_tokens import DeviceDrafts
 from vllm.worker.hpu.launches.input import unpack_decode
 from vllm.worker.hpu.launches.model import HPUModel, softmax_normaliser
 from vllm.worker.hpu.launches.planner import PaddedShape
-from vllm.worker.hpu.launches.resident import ResidentDrafts
 from vllm.worker.hpu.model_runner import HPUModelRunner
-from vllm.worker.hpu.speculator_states import StatesOnCard
+from vllm.worker.hpu.speculator_states import DeviceHiddenStates
 
 
 class HPUSpeculatorModel(HPUModel):
@@ -38,7 +38,7 @@ class HPUSpeculatorModel(HPUModel):
     """
 
     place: int
-    states: StatesOnCard
+    states: DeviceHiddenStates
     model: Any  # a speculator: it has the layers and no embedding and head of its own
 
     def forward(
@@ -72,14 +72,14 @@ class HPUSpeculatorModel(HPUModel):
         of_rows = self.states.by_row.index_select(0, given.rows)
         if self.place:
             return of_rows
-        assert isinstance(self.resident, ResidentDrafts)
+        assert isinstance(self.resident, DeviceDrafts)
         return torch.where(self.resident.are_drafts(given)[:, None], of_rows, states)
 
     def _leave(self, packed: Tensor, shape: PaddedShape, result: Tensor) -> None:
         """Keep what the last token of each row has become."""
         given, query_len = unpack_decode(packed, shape), shape.bucket.query_len
         if query_len > 1:
-            assert isinstance(self.resident, ResidentDrafts)
+            assert isinstance(self.resident, DeviceDrafts)
             last = self.resident.last_column(given, shape)
             first = torch.arange(len(last), dtype=torch.int32, device=last.device) * query_len
             result = result.index_select(0, first + last)
@@ -105,7 +105,7 @@ def make_speculator_runner(
     """
     block_size, num_rows = config.cache.block_size, config.scheduler.max_num_seqs + 1
     dtype: torch.dtype = getattr(torch, config.model.dtype_name)
-    states = StatesOnCard(target.bridge, speculator, block_size, num_rows, dtype)
+    states = DeviceHiddenStates(target.bridge, speculator, block_size, num_rows, dtype)
     target_model = target.launches.execution.model
     assert isinstance(target_model, HPUModel)
     target_model.keeper = states

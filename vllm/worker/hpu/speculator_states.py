@@ -9,7 +9,7 @@ from vllm.model_executor.speculators.interface import Speculator
 from vllm.platforms.habana.bridge import HabanaBridge
 
 
-class StatesOnCard:
+class DeviceHiddenStates:
     """Hidden states for a speculator, by slot of the KV cache and by row of the batch.
 
     Args:

@@ -29,7 +29,7 @@ from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.log_lines import num_blocks_line
 from vllm.bucketing.traffic import TrafficTable, even_traffic
 from vllm.config import VllmConfig
-from vllm.distributed import Collectives, Link, Meeting, TorchCollectives
+from vllm.distributed import Collectives, Link, Rendezvous, TorchCollectives
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
@@ -42,15 +42,15 @@ from vllm.ops.hpu.operators import HPUOps
 from vllm.platforms import resolve_platform
 from vllm.platforms.hpu import HPUPlatform
 from vllm.utils.process import startup_progress
-from vllm.worker.block_store import states_are_not_copied
+from vllm.worker.block_store import has_uncopied_states
 from vllm.worker.calculated_scales import calculate_scales
 from vllm.worker.hpu.draft_runner import HPUDraftRunner, make_draft_runner
 from vllm.worker.hpu.encoder import CardEncoder
 from vllm.worker.hpu.idle_warmup import IdleWarmUp
 from vllm.worker.hpu.items import DeviceItems
-from vllm.worker.hpu.launches.launch_peers import LaunchPeers
 from vllm.worker.hpu.launches.launch_profile import profile_launch
 from vllm.worker.hpu.launches.step_report import StepShape
+from vllm.worker.hpu.launches.tp_group_status import TPGroupStatus
 from vllm.worker.hpu.launches.widened import log_widened
 from vllm.worker.hpu.memory.block_copies import CardBlockCopies
 from vllm.worker.hpu.memory.memory import (
@@ -143,7 +143,7 @@ class HPUWorker(WorkerBase):
         self._num_choices = 0
         self._slicing = config.hpu.prompt_slicing(config.scheduler.max_num_batched_tokens)
         self.forecast = MemoryForecast(self._slicing, config.cache.block_size)
-        self._meeting: Meeting | None = None
+        self._meeting: Rendezvous | None = None
         self._drafter: HPUDraftRunner | None = None
         self._num_kept_states: int | None = None
         self._num_item_states: int | None = None
@@ -239,19 +239,19 @@ class HPUWorker(WorkerBase):
             self._drafter = make_draft_runner(config, model, runner, max_drafts)
         runner.drafter = self._drafter
 
-    def join(self, meeting: Meeting) -> None:
+    def join(self, meeting: Rendezvous) -> None:
         """See `WorkerBase.join`."""
         meeting.join(self.platform.collectives_backend)
         self._meeting = meeting
         super().join(meeting)
         if self.tp.size > 1:
-            self.runner.launches.peers = LaunchPeers(meeting)
+            self.runner.launches.peers = TPGroupStatus(meeting)
 
-    def _make_collectives(self, meeting: Meeting) -> Collectives:
+    def _make_collectives(self, meeting: Rendezvous) -> Collectives:
         group = meeting.open_groups(meeting.layout.tensor_groups)
         return TorchCollectives(self.tp.size, group, self.platform.before_collective)
 
-    def _make_link(self, meeting: Meeting) -> Link:
+    def _make_link(self, meeting: Rendezvous) -> Link:
         return meeting.open_link(self.bridge.device, self.platform.before_collective)
 
     def measure(self) -> MemoryReport:
@@ -368,7 +368,7 @@ class HPUWorker(WorkerBase):
     def _start_block_copies(self) -> None:
         layers = self.runner.attention_layers
         if self.runner.cache_layout.state_layers:
-            raise states_are_not_copied()
+            raise has_uncopied_states()
         blocks = CardBlockCopies(self.bridge, layers, self.config.cache.block_size)
         with torch.inference_mode():
             blocks.warm_up()

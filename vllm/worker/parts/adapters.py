@@ -18,7 +18,7 @@ from vllm.lora.reader import AdapterReader
 from vllm.lora.slots import AdapterSlots
 from vllm.messages import AdapterRef, EngineRequest, IntArray, NewRequest
 from vllm.model_executor.models.interface import CausalLM
-from vllm.utils.background_work import Pace
+from vllm.utils.background_work import Throttle
 from vllm.worker.batch.launch import Launch
 from vllm.worker.parts.background import StepClock, run_in_background
 from vllm.worker.parts.row_parts import RowPart
@@ -120,7 +120,7 @@ class Adapters(RowPart):
 
     def _read(self, adapter: AdapterRef) -> Any:
         try:
-            rest = Pace(self._steps.is_busy).rest
+            rest = Throttle(self._steps.is_busy).rest
             return self._store.prepare(self._reader.load(Path(adapter.path), rest), rest)
         except RequestError:
             raise

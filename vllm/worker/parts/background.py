@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from vllm.ops.cpu.threads import compute_alone
-from vllm.utils.background_work import start_in_short_turns
+from vllm.utils.background_work import start_in_time_slices
 
 _STILL_BUSY_S = 0.25
 """So long after a step has begun, the next one is expected, or it runs."""
@@ -33,4 +33,4 @@ def run_in_background(work: Callable[[], None]) -> None:
         compute_alone()
         work()
 
-    start_in_short_turns(run, "adapter")
+    start_in_time_slices(run, "adapter")

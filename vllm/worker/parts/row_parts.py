@@ -19,7 +19,7 @@ from vllm.messages import EngineRequest, IntArray, NewRequest, RunnerStats, Sche
 from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.state import SamplingState
 from vllm.structured_output.matchers import GrammarMatchers
-from vllm.utils.futures import when_all
+from vllm.utils.futures import wait_all
 from vllm.worker.batch.launch import Launch
 from vllm.worker.batch.launch_result import PendingRows
 from vllm.worker.parts.memory_use import MemoryUse
@@ -122,7 +122,7 @@ class RowParts:
 
     def prepare(self, request: EngineRequest) -> Future[str | None] | None:
         """Load in the background what a request needs of any part."""
-        return when_all([part.prepare(request) for part in self._parts])
+        return wait_all([part.prepare(request) for part in self._parts])
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Let every part drop what these requests have needed."""

@@ -290,7 +290,7 @@ class Recording:
             )
             return self._words(given["input_ids"])
 
-        return await self._engine.in_slow_lane(encode)
+        return await self._engine.run_in_background(encode)
 
     def _make_writer(self) -> Detokenizer:
         return self._engine.output_processor.make_detokenizer(self._prompt)

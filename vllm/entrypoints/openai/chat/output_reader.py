@@ -25,7 +25,7 @@ from vllm.utils.text.text_stream import Markers
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.tool_parsers.base import ParsedDelta, ToolParser
-    from vllm.entrypoints.openai.tool_parsers.plugin import ForeignToolParser
+    from vllm.entrypoints.openai.tool_parsers.plugin import VllmToolParserAdapter
     from vllm.reasoning import ReasoningParser
     from vllm.reasoning.plugin import ForeignReasoningParser
 
@@ -96,7 +96,7 @@ class OutputReader:
     def __init__(
         self,
         reasoning: "ReasoningParser | ForeignReasoningParser | None" = None,
-        tools: "ToolParser | ForeignToolParser | None" = None,
+        tools: "ToolParser | VllmToolParserAdapter | None" = None,
         forced: NamedToolReader | RequiredToolReader | None = None,
         max_calls: int | None = None,
         custom: CustomCalls | None = None,

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from vllm.entrypoints.openai.tool_parsers.base import ToolParser
-    from vllm.entrypoints.openai.tool_parsers.plugin import ForeignToolParser
+    from vllm.entrypoints.openai.tool_parsers.plugin import VllmToolParserAdapter
     from vllm.entrypoints.shared.server_args import ServerArgs
     from vllm.reasoning import ReasoningParser
     from vllm.reasoning.plugin import ForeignReasoningParser
@@ -453,9 +453,9 @@ def _id_maker(args: "ServerArgs", tokenizer: Any) -> MakeId:
     return parser.make_id if isinstance(parser, ToolParser) else random_tool_call_id
 
 
-def _make_tool_parser(name: str, tokenizer: Any) -> "ToolParser | ForeignToolParser":
+def _make_tool_parser(name: str, tokenizer: Any) -> "ToolParser | VllmToolParserAdapter":
     from vllm.entrypoints.openai.tool_parsers import ToolParserManager
-    from vllm.entrypoints.openai.tool_parsers.plugin import ForeignToolParser, is_foreign
+    from vllm.entrypoints.openai.tool_parsers.plugin import VllmToolParserAdapter, is_foreign
 
     kind = ToolParserManager.get(name)
-    return ForeignToolParser(kind(tokenizer)) if is_foreign(kind) else kind(tokenizer)
+    return VllmToolParserAdapter(kind(tokenizer)) if is_foreign(kind) else kind(tokenizer)

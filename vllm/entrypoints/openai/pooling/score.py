@@ -111,7 +111,7 @@ async def _pairs(
     for pair in zip(first, second, strict=True):
         tokenize = partial(_tokenize_pair, *pair, truncate)
         if is_long:
-            prompts.append(await context.engine.in_slow_lane(tokenize, sum(map(len, pair))))
+            prompts.append(await context.engine.run_in_background(tokenize, sum(map(len, pair))))
         else:
             prompts.append(tokenize(context.engine.input_processor))
     return prompts

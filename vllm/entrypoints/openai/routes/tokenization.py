@@ -55,7 +55,7 @@ async def _tokenize(context: ServerContext, body: TokenizeRequest) -> Response:
             return list(map(str, processor.tokenizer.convert_ids_to_tokens(token_ids)))
 
         if is_large:
-            token_strs = await context.engine.in_slow_lane(convert)
+            token_strs = await context.engine.run_in_background(convert)
         else:
             token_strs = convert(context.engine.input_processor)
     answer = {
@@ -90,7 +90,7 @@ async def _detokenize(context: ServerContext, body: DetokenizeRequest) -> Respon
 
     is_large = len(body.tokens) >= _MANY_TOKENS
     if is_large:
-        text = await engine.in_slow_lane(decode)
+        text = await engine.run_in_background(decode)
     else:
         text = decode(engine.input_processor)
     return await off_loop.run(partial(json_response, {"prompt": text}), is_large=is_large)

@@ -101,7 +101,7 @@ async def read_embeds(
     """
     if truncate is not None:
         raise needs_tokens("truncate_prompt_tokens")
-    read = await engine.in_slow_lane(lambda processor: processor.prompt_embeds.read(text))
+    read = await engine.run_in_background(lambda processor: processor.prompt_embeds.read(text))
     made: EmbedsPrompt = {"prompt_embeds": read}
     if cache_salt is not None:
         made["cache_salt"] = cache_salt

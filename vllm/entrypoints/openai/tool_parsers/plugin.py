@@ -25,7 +25,7 @@ def is_foreign(parser: type[ToolParser]) -> bool:
     )
 
 
-class ForeignToolParser:
+class VllmToolParserAdapter:
     """Reads one output with a parser written for vLLM. Has the methods of `ToolParser` that the
     server calls, and raises what the parser raises.
 

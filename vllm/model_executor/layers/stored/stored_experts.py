@@ -33,7 +33,7 @@ def are_plain(layer: Experts) -> bool:
     return layer.options.is_silu and layer.gate_up_bias is None
 
 
-class HandedOverExperts(DenseExperts):
+class DeviceExperts(DenseExperts):
     """Experts in the layout of the device once they are loaded, or dense where it has none.
 
     Args:
@@ -44,7 +44,7 @@ class HandedOverExperts(DenseExperts):
         self.name = name
         self.packed: PreparedExperts | None = None
 
-    def hand_over(
+    def to_device_layout(
         self,
         layer: Experts,
         gate: list[StoredWeight],
@@ -83,7 +83,7 @@ class HandedOverExperts(DenseExperts):
         return self.packed if isinstance(self.packed, ExpertProducts) else None
 
 
-class RoundedExperts(HandedOverExperts):
+class RoundedExperts(DeviceExperts):
     """Dense experts that are stored in fewer bits once they are loaded; inputs stay as they are.
 
     Where the device has no kernel for them, they stay as they are.
@@ -114,14 +114,14 @@ class RoundedExperts(HandedOverExperts):
         ]
         *gate, up, downs = (list(part) for part in zip(*rounded, strict=True))
         gates = gate[0] if gate else []
-        self.hand_over(layer, gates, up, downs, down.dtype, down.device)
+        self.to_device_layout(layer, gates, up, downs, down.dtype, down.device)
         self.stored_as = dtype_name(down.dtype)
         if self.packed is not None:
             self.kept = Kept(up[0].kind, bytes_of(self.packed))
             layer.remove_weights()
 
 
-class StoredExperts(HandedOverExperts):
+class StoredExperts(DeviceExperts):
     """Experts in the layout of a checkpoint until they are loaded.
 
     Args:
@@ -157,7 +157,7 @@ class StoredExperts(HandedOverExperts):
                 assert isinstance(linear, ParallelLinear)
                 linear.remove_weights()  # the loader still knows the layer
             delattr(layer, str(number))
-        self.hand_over(layer, gate, up, down, self.dtype, device)
+        self.to_device_layout(layer, gate, up, down, self.dtype, device)
         if self.packed is not None:
             self.kept = Kept(gate[0].kind, bytes_of(self.packed))
             return

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear, UnquantizedLinear
-from vllm.model_executor.layers.slice import WORD_BITS, Place, Source, dtype_name
+from vllm.model_executor.layers.slice import WORD_BITS, CheckpointTensor, ParamTarget, dtype_name
 from vllm.model_executor.layers.stored.stored_scales import checked_scales
 from vllm.ops import get_ops
 from vllm.ops.native.operators import DenseWeight
@@ -113,7 +113,7 @@ class StoredLinear(KeepsPacked, LinearMethod):
         """How the checkpoint stores the parameters, by their names."""
         raise NotImplementedError(f"{type(self).__name__} loads its tensors itself")
 
-    def arranged(self, place: Place, name: str, source: Source) -> Source:
+    def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
         """A checkpoint tensor in the dimensions of its parameter, before a part of it is picked.
 
         Args as of `load`.
@@ -123,7 +123,7 @@ class StoredLinear(KeepsPacked, LinearMethod):
         """
         return source
 
-    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+    def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
         stored = self.stored_tensors()[place.param_name]
         dtypes = stored.dtypes
         if place.slice is None:  # a parameter of one rank, as it was saved
@@ -161,7 +161,7 @@ class StoredLinear(KeepsPacked, LinearMethod):
         if layer.is_held:
             return
         weight = self.stored_weight(layer)
-        self.packed = hand_over(layer, self.name, weight, self.dtype)
+        self.packed = to_device_layout(layer, self.name, weight, self.dtype)
         kind = dtype_name(self.dtype) if self.is_dequantized else weight.kind
         self.kept = Kept(kind, bytes_of(self.packed))
 
@@ -192,10 +192,10 @@ class StoredHead(EmbeddingMethod):
     def create_weights(self, layer: VocabParallelEmbedding) -> None:
         self.linear.create_weights(layer)
 
-    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+    def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
         self.linear.load(place, name, source, tp)
 
-    def fill_missing(self, place: Place) -> None:
+    def fill_missing(self, place: ParamTarget) -> None:
         self.linear.fill_missing(place)
 
     def fill_indices(self, layer: VocabParallelEmbedding) -> None:
@@ -234,7 +234,7 @@ class StoredTable(DenseTable):
     def create_weights(self, layer: VocabParallelEmbedding) -> None:
         self.linear.create_weights(layer)
 
-    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+    def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
         self.linear.load(place, name, source, tp)
 
     @torch.no_grad()
@@ -281,7 +281,7 @@ class RoundedLinear(KeepsPacked, UnquantizedLinear):
     def finish(self, layer: ParallelLinear) -> None:
         weight = on_host(layer, "weight")
         rounded = self.round_weight(weight)
-        self.packed = hand_over(layer, self.name, rounded, weight.dtype)
+        self.packed = to_device_layout(layer, self.name, rounded, weight.dtype)
         self.stored_as = dtype_name(weight.dtype)
         kind = self.stored_as if self.is_dequantized else rounded.kind
         self.kept = Kept(kind, bytes_of(self.packed))
@@ -317,7 +317,7 @@ class RoundedLinear(KeepsPacked, UnquantizedLinear):
         return apply_prepared(self.packed, x, bias)
 
 
-def hand_over(
+def to_device_layout(
     layer: ParallelLinear, name: str, weight: StoredWeight, dtype: torch.dtype
 ) -> PreparedWeight:
     """Replace the parameters of a layer by its weight in the layout of the device.

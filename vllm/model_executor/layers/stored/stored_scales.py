@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.slice import Index, Source
+from vllm.model_executor.layers.slice import CheckpointTensor, Index
 from vllm.ops.stored_weight import Fp8Weight, GroupedWeight, Int8Weight
 
 Scaled = TypeVar("Scaled", Fp8Weight, Int8Weight, GroupedWeight)
@@ -18,7 +18,9 @@ _LARGEST = 65504.0
 larger ones make."""
 
 
-def checked_scales(name: str, source: Source, zero_is_fine: bool = False) -> Source:
+def checked_scales(
+    name: str, source: CheckpointTensor, zero_is_fine: bool = False
+) -> CheckpointTensor:
     """The source as float32; reading it checks what is read.
 
     Args:
@@ -45,7 +47,7 @@ def checked_scales(name: str, source: Source, zero_is_fine: bool = False) -> Sou
     return replace(source, read=read, copy_to=None, dtype=torch.float32)
 
 
-def one_scale(name: str, source: Source) -> Source:
+def one_scale(name: str, source: CheckpointTensor) -> CheckpointTensor:
     """A scale that is one number, as a tensor of one dimension.
 
     Raises:

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.embedding import (
 )
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.slice import Place, Slice, Source
+from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget, Slice
 from vllm.model_executor.layers.stored.stored_experts import EXPERT_PARTS, StoredExperts
 from vllm.model_executor.layers.stored.stored_linear import (
     StoredLinear,
@@ -45,11 +45,11 @@ _EMBEDDING = "model.embed_tokens"
 """Whose table a tied head has."""
 
 _ScalesOf = Callable[[Blocks], GroupScales]
-_PartOf = Callable[[Callable[[Blocks], Tensor], torch.dtype, int], Source]
+_PartOf = Callable[[Callable[[Blocks], Tensor], torch.dtype, int], CheckpointTensor]
 
 
 @dataclass(frozen=True)
-class BlockSource(Source):
+class BlockSource(CheckpointTensor):
     """A tensor of blocks; read as it is, it is dequantized."""
 
     type_name: str = ""
@@ -170,7 +170,7 @@ class BlockLinear(StoredLinear):
         """A parameter in the memory of the host."""
         return on_host(layer, self.prefix + name)
 
-    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+    def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
         slice_ = place.slice
         assert slice_ is not None
         expected = slice_.checkpoint_shape(place.param)
@@ -294,7 +294,7 @@ class StackedBlocks(StoredLinear):
         for method in self.methods.values():
             method.create_parameters(layer)
 
-    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+    def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
         for method in self.methods.values():
             if place.param_name == f"{method.prefix}codes":
                 method.load(place, name, source, tp)

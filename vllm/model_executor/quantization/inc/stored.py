@@ -12,7 +12,7 @@ from vllm.distributed import Stage, TPGroup
 from vllm.model_executor.layers.embedding import EmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.slice import Place, Source
+from vllm.model_executor.layers.slice import CheckpointTensor, ParamTarget
 from vllm.model_executor.layers.stored.stored_experts import RoundedExperts, StoredExperts
 from vllm.model_executor.layers.stored.stored_linear import RoundedLinear, StoredHead, StoredLinear
 from vllm.model_executor.quantization.inc.measure import (
@@ -93,10 +93,10 @@ class _OnStoredLinear(StoredLinear):
     def create_parameters(self, layer: ParallelLinear) -> None:
         self.stored.create_parameters(layer)
 
-    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+    def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
         self.stored.load(place, name, source, tp)
 
-    def fill_missing(self, place: Place) -> None:
+    def fill_missing(self, place: ParamTarget) -> None:
         self.stored.fill_missing(place)
 
     def fill_indices(self, layer: ParallelLinear) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from vllm.ops.cpu.library import require_cpu_kernels
 from vllm.ops.cpu.operators.program import Program
-from vllm.ops.low_rank import AdaptedRows
+from vllm.ops.lora_weights import AdaptedRows
 
 IntArray = npt.NDArray[np.int32]
 

@@ -21,7 +21,7 @@ from vllm.ops.cpu.symbols import Buffer, NotFusibleError, Rows
 from vllm.ops.cpu.weights.linear import PackedWeight
 from vllm.ops.cpu.weights.moe import PackedExperts
 from vllm.ops.item_slots import ItemSlots
-from vllm.ops.low_rank import AdaptedRows
+from vllm.ops.lora_weights import AdaptedRows
 
 _num_threads = torch.get_num_threads
 

@@ -23,7 +23,7 @@ from vllm.ops.cpu.weights.linear import PackedWeight
 from vllm.ops.cpu.weights.moe import PackedExperts
 from vllm.ops.cpu.weights.weight_format import WeightFormat
 from vllm.ops.expert_options import RoutingOptions
-from vllm.ops.low_rank import AdaptedExperts, AdaptedHeads, AdaptedLayer
+from vllm.ops.lora_weights import AdaptedExperts, AdaptedLayer, LoRAHeads
 from vllm.ops.prepared import SingleExperts
 
 Operand = Tensor | PackedWeight | PackedExperts | SharedMemoryCollectives
@@ -209,7 +209,7 @@ class Recorder(CPUOps):
         self._in_place("low_rank", y, x, first_part=layer.first_part, num_parts=len(layer.parts))
         return y
 
-    def adapt_heads(self, layer: AdaptedHeads, x: Any, y: Any) -> Any:
+    def adapt_heads(self, layer: LoRAHeads, x: Any, y: Any) -> Any:
         """The same for heads."""
         count = len(layer.heads)
         if x.sizes != (count, layer.in_features) or y.sizes[:-1] != (count,):

@@ -45,11 +45,11 @@ from vllm.ops.expert_options import (
     ExpertOptions,
     RoutingOptions,
 )
-from vllm.ops.low_rank import (
-    AdaptedHeads,
+from vllm.ops.lora_weights import (
     AdaptedLayer,
     AdaptedRows,
-    LowRank,
+    LoRAHeads,
+    LoRAWeights,
     PlainAdapter,
     PreparedAdapter,
 )
@@ -116,7 +116,7 @@ class CPUOps(NativeOps):
     def prepare_adapter(
         self,
         layers: Sequence[AdaptedLayer],
-        parts: Sequence[LowRank | None],
+        parts: Sequence[LoRAWeights | None],
         dtype: torch.dtype,
         rest: Rest = no_rest,
     ) -> PreparedAdapter:
@@ -126,7 +126,7 @@ class CPUOps(NativeOps):
         return PackedAdapter(kernels, layers, parts, rest)
 
     def add_low_rank(
-        self, y: Tensor, x: Tensor, layer: AdaptedLayer | AdaptedHeads, rows: AdaptedRows
+        self, y: Tensor, x: Tensor, layer: AdaptedLayer | LoRAHeads, rows: AdaptedRows
     ) -> Tensor:
         if any(isinstance(adapter, PlainAdapter) for adapter in rows.adapters):
             return super().add_low_rank(y, x, layer, rows)

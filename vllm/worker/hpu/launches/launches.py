@@ -23,7 +23,6 @@ from vllm.worker.hpu.launches.execution import GraphExecution, make_execution
 from vllm.worker.hpu.launches.host_buffers import HostBuffers
 from vllm.worker.hpu.launches.input import HPUInputBuilder
 from vllm.worker.hpu.launches.late_shapes import LateShapes
-from vllm.worker.hpu.launches.launch_peers import LaunchPeers
 from vllm.worker.hpu.launches.model import LaunchModel
 from vllm.worker.hpu.launches.planner import (
     HPULaunchPlanner,
@@ -33,6 +32,7 @@ from vllm.worker.hpu.launches.planner import (
     launch_shapes,
 )
 from vllm.worker.hpu.launches.step_report import RecentLaunches, StepReport
+from vllm.worker.hpu.launches.tp_group_status import TPGroupStatus
 from vllm.worker.hpu.launches.trace import trace_launch
 from vllm.worker.parts.image_sight import ImageSight
 from vllm.worker.parts.row_parts import RowParts
@@ -118,7 +118,7 @@ class PaddedLaunches:
         self.may_compile = False
         self.warmed = ExitStack()
         self.beside: list[PaddedLaunches] = []
-        self.peers: LaunchPeers | None = None
+        self.peers: TPGroupStatus | None = None
         self._single_tokens = single_tokens
         self._config = config
         self._bridge = bridge

@@ -30,10 +30,11 @@ from vllm.bucketing import Phase
 from vllm.config import HPUConfig
 from vllm.lora.launches import DeviceSlots, SlottedAdapters
 from vllm.model_executor.layers.rotary import number_rotary_tables
-from vllm.model_executor.loader.stage import Absent, present_layers
+from vllm.model_executor.loader.stage import PPMissingLayer, present_layers
 from vllm.model_executor.models.interface import CausalLM, LayeredModel, PoolingModel
 from vllm.platforms.habana.bridge import FusedKernels
 from vllm.worker.drafts.stage_drafts import InnerLayers
+from vllm.worker.hpu.launches.device_tokens import DeviceTokens
 from vllm.worker.hpu.launches.embeddings import FIRST_GIVEN
 from vllm.worker.hpu.launches.input import (
     DecodeInput,
@@ -42,7 +43,6 @@ from vllm.worker.hpu.launches.input import (
     unpack_prefill,
 )
 from vllm.worker.hpu.launches.planner import PaddedShape
-from vllm.worker.hpu.launches.resident import ResidentTokens
 
 
 def softmax_normaliser(config: HPUConfig, kernels: FusedKernels) -> Softmax:
@@ -169,7 +169,7 @@ def regions_of(model: LayeredModel) -> list[nn.Module]:
     def beside(parent: nn.Module) -> list[nn.Module]:
         found = []
         for child in parent.children():
-            if id(child) in inside or isinstance(child, Absent):
+            if id(child) in inside or isinstance(child, PPMissingLayer):
                 continue
             is_list = isinstance(child, nn.ModuleList)
             has_layers = is_list or any(id(module) in inside for module in child.modules())
@@ -223,7 +223,7 @@ class HPUModel(LaunchModel):
         block_size: int,
         kernel: SDPAKernel,
         normaliser: Softmax = None,
-        resident: ResidentTokens | None = None,
+        resident: DeviceTokens | None = None,
         adapters: DeviceSlots | None = None,
         dtype: torch.dtype | None = None,
         num_positions: int = 0,

@@ -6,7 +6,7 @@ from vllm.bucketing import format_bytes
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.ops.attention_interface import FP8_DTYPES
-from vllm.ops.hpu.narrow_rows import NarrowRows
+from vllm.ops.hpu.low_bit_weight import LowBitWeight
 from vllm.worker.kv_cache import cache_dtype
 
 logger = init_logger(__name__)
@@ -19,7 +19,7 @@ def log_widened(config: VllmConfig, model: nn.Module) -> None:
         config: of the engine.
         model: loaded.
     """
-    rows = [module for module in model.modules() if isinstance(module, NarrowRows)]
+    rows = [module for module in model.modules() if isinstance(module, LowBitWeight)]
     found = []
     if rows:
         num_bytes = sum(param.nbytes for each in rows for param in each.parameters())

@@ -11,7 +11,7 @@ import psutil
 
 from vllm.bucketing import format_bytes
 from vllm.platforms.habana.bridge import OUT_OF_MEMORY_TEXT, HabanaBridge
-from vllm.worker.hpu.launches.launch_peers import LaunchPeers
+from vllm.worker.hpu.launches.tp_group_status import TPGroupStatus
 
 _REFUSED = re.compile(re.escape(OUT_OF_MEMORY_TEXT) + r"(\d+)")
 
@@ -118,13 +118,13 @@ class Attempt:
         """The same without memory that was held while the launch ran."""
         return replace(self, peak_bytes=max(self.kept_bytes, self.peak_bytes - held_bytes))
 
-    def worst_of(self, peers: LaunchPeers | None) -> "Attempt":
+    def max_over_ranks(self, peers: TPGroupStatus | None) -> "Attempt":
         """The same with the most that any of the cards has needed, so that all decide alike."""
         if peers is None:
             return self
         refused = -1 if self.refused_bytes is None else self.refused_bytes
         own = [self.peak_bytes, self.kept_bytes, int(self.has_grown), refused]
-        peak, kept, has_grown, refused = peers.most_of(own)
+        peak, kept, has_grown, refused = peers.all_reduce_max(own)
         return Attempt(self.profile, peak, kept, bool(has_grown), None if refused < 0 else refused)
 
 
@@ -132,7 +132,7 @@ def attempt(
     bridge: HabanaBridge,
     run: Callable[[], None],
     resident_bytes: int,
-    peers: LaunchPeers | None = None,
+    peers: TPGroupStatus | None = None,
 ) -> Attempt:
     """Run a launch and measure it. Out of memory is an outcome; nothing is left of the launch but
     the workspace.

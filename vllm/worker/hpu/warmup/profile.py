@@ -67,7 +67,7 @@ def profile_launches(
     def run(bucket: Bucket) -> Attempt:
         launch = partial(_run_beside_others, config, bridge, runner, bucket)
         peers = runner.launches.peers
-        attempted = attempt(bridge, launch, resident_bytes, peers).worst_of(peers)
+        attempted = attempt(bridge, launch, resident_bytes, peers).max_over_ranks(peers)
         forecast.add(PaddedShape(bucket), attempted.without(held_bytes(config)))
         return attempted
 
@@ -97,15 +97,15 @@ def _largest_within(
     attempts: dict[Bucket, Attempt] = {}
     while True:
         buckets = catalog.prefill if phase is Phase.PREFILL else catalog.decode
-        ladder = _Ladder(attempts, most_bytes, num_scores)
+        ladder = _ProfileOrder(attempts, most_bytes, num_scores)
         # Those with the most work and with the largest matrix of scores.
         heaviest = {max(buckets, key=size) for size in (padded_cost, num_scores)}
-        while (bucket := ladder.next_rung(buckets, heaviest)) is not None:
+        while (bucket := ladder.next_bucket(buckets, heaviest)) is not None:
             attempts[bucket] = run(bucket)
-        failed = {b for b, attempted in attempts.items() if ladder.is_too_much(attempted)}
+        failed = {b for b, attempted in attempts.items() if ladder.exceeds_memory(attempted)}
         if heaviest <= attempts.keys() - failed:
             return max((attempts[b] for b in heaviest), key=lambda each: each.passing_bytes)
-        lost = [bucket for bucket in buckets if ladder.is_hopeless(bucket)]
+        lost = [bucket for bucket in buckets if ladder.cannot_fit(bucket)]
         given_up += lost
         found = shrink_launches(catalog.without(lost), limits, given_up)
         if found is None:
@@ -116,7 +116,7 @@ def _largest_within(
         catalog, limits = found
 
 
-class _Ladder:
+class _ProfileOrder:
     """Which launches may be run, going by the smaller ones that have run.
 
     Args:
@@ -135,29 +135,29 @@ class _Ladder:
         self._most_bytes = most_bytes
         self._num_scores = num_scores
 
-    def next_rung(self, buckets: Sequence[Bucket], heaviest: set[Bucket]) -> Bucket | None:
+    def next_bucket(self, buckets: Sequence[Bucket], heaviest: set[Bucket]) -> Bucket | None:
         """The launch to run next; None: the heaviest have run, or all that is left is too much."""
         if not self._attempts:
             return min(buckets, key=padded_cost)
         wanted = [bucket for bucket in heaviest if bucket not in self._attempts]
         if not wanted:
             return None
-        allowed = [bucket for bucket in wanted if not self.is_hopeless(bucket)]
+        allowed = [bucket for bucket in wanted if not self.cannot_fit(bucket)]
         if allowed:
             return allowed[0]
         most = max(map(padded_cost, self._attempts))
-        smaller = [b for b in buckets if padded_cost(b) > most and not self.is_hopeless(b)]
+        smaller = [b for b in buckets if padded_cost(b) > most and not self.cannot_fit(b)]
         return max(smaller, key=padded_cost, default=None)
 
-    def is_too_much(self, attempted: Attempt) -> bool:
+    def exceeds_memory(self, attempted: Attempt) -> bool:
         """It ran out of memory, or took more than there is for launches."""
         is_above = attempted.has_grown and attempted.needed_bytes > self._most_bytes
         return attempted.refused_bytes is not None or is_above
 
-    def is_hopeless(self, bucket: Bucket) -> bool:
+    def cannot_fit(self, bucket: Bucket) -> bool:
         """The launch is too much, or would be in proportion to all that have run."""
         if bucket in self._attempts:
-            return self.is_too_much(self._attempts[bucket])
+            return self.exceeds_memory(self._attempts[bucket])
         return all(
             self._ratio(bucket, other) > self._reach(attempted)
             for other, attempted in self._attempts.items()
@@ -165,7 +165,7 @@ class _Ladder:
 
     def _reach(self, attempted: Attempt) -> float:
         """How many times larger a launch may be to fit the memory."""
-        if self.is_too_much(attempted):
+        if self.exceeds_memory(attempted):
             return 1.0
         # What goes from recipe to recipe hardly depends on the bucket.
         reach = (self._most_bytes - attempted.passing_bytes) / max(1, attempted.kept_bytes)

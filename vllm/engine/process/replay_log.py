@@ -19,7 +19,7 @@ class Change(NamedTuple):
     args: tuple[Any, ...]
 
 
-class CoreChanges:
+class ReplayLog:
     """Parts that sleep, and weights that were read from another folder.
 
     Attributes:

@@ -29,7 +29,7 @@ _MAX_MEMORY_BYTES = 8 * 2**30
 _HAS_SPECIAL_TOKENS = struct.Struct("<?")
 
 
-class HugeTexts:
+class LongPromptTokenizer:
     """Tokenises one text at a time."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class HugeTexts:
         async with self._turn:
             run = functools.partial(asyncio.get_running_loop().run_in_executor, self._thread)
             setup = await run(lambda: tokenizer.backend_tokenizer.to_str().encode())
-            server = make_server("vllm.engine.input.huge_texts:start", setup)
+            server = make_server("vllm.engine.input.long_prompt_tokenizer:start", setup)
             worker = DeadlineWorker(server, max_memory_bytes=_MAX_MEMORY_BYTES)
             try:
                 await run(worker.start)

@@ -10,7 +10,7 @@ _DECAY = 0.9
 """Weight of the earlier steps in the moving averages."""
 
 
-class RunAhead:
+class AsyncSchedulingPolicy:
     """Measures how long the device would wait for the host in each step.
 
     The host works from the time a result arrives until it waits for the next one: it processes
@@ -32,7 +32,7 @@ class RunAhead:
         self._last_result: float | None = None
 
     @property
-    def is_worthwhile(self) -> bool:
+    def should_run_ahead(self) -> bool:
         """Whether to schedule the next step while one is in flight."""
         if self._step_s is None:
             return self._is_allowed and self._min_share == 0

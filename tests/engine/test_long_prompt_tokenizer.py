@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from tests.engine.tokenizers_for_tests import byte_level
-from vllm.engine.input import huge_texts
-from vllm.engine.input.huge_texts import HugeTexts
+from vllm.engine.input import long_prompt_tokenizer
+from vllm.engine.input.long_prompt_tokenizer import LongPromptTokenizer
 from vllm.utils.process.deadline_worker import make_server
 
 
@@ -17,10 +17,10 @@ def test_nobody_waits_for_the_start_of_a_process_that_is_no_longer_needed(monkey
         servers.append(make_server("tests.utils.workers:endless", str(begun).encode()))
         return servers[-1]
 
-    monkeypatch.setattr(huge_texts, "make_server", make_endless)
+    monkeypatch.setattr(long_prompt_tokenizer, "make_server", make_endless)
 
     async def main() -> None:
-        texts = HugeTexts()
+        texts = LongPromptTokenizer()
         work = asyncio.ensure_future(texts.encode(byte_level(), "a", add_special_tokens=True))
         while not begun.exists():
             await asyncio.sleep(0.01)

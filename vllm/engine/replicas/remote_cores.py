@@ -11,17 +11,17 @@ import msgspec
 from vllm.config import VllmConfig
 from vllm.engine.process.core_supervisor import Core
 from vllm.engine.process.wire import FromCore, ToCore, decode_from_core, encode
-from vllm.engine.replicas.far_wire import (
+from vllm.engine.replicas.remote_wire import (
     BEGIN,
     ENDED,
     HELLO,
     MESSAGE,
-    Begin,
-    Ended,
-    FarError,
-    Hello,
+    CoreExited,
+    HandshakeRequest,
+    RemoteProtocolError,
+    StartCore,
     check_kind,
-    notice_loss,
+    enable_keepalive,
 )
 from vllm.errors import ConfigError
 from vllm.executor.facts import facts_of_replica
@@ -36,7 +36,7 @@ _HELLO_S = 10.0
 """For the first message of a connection."""
 
 
-class FarCore:
+class RemoteEngineCore:
     """A core on another machine; see `Core`.
 
     Args:
@@ -59,7 +59,7 @@ class FarCore:
     def configure(self, config: VllmConfig, models: dict[str, str]) -> None:
         """See `Core`. The machine has a config of its own, and is told what both have to agree
         on."""
-        data = msgspec.msgpack.encode(Begin(facts_of_replica(config)))
+        data = msgspec.msgpack.encode(StartCore(facts_of_replica(config)))
         self._loop.call_soon_threadsafe(self._write, BEGIN, data)
 
     def attach(
@@ -101,19 +101,19 @@ class FarCore:
             while True:
                 kind, data = await read_frame_async(self._reader)
                 if kind == ENDED:
-                    cause = msgspec.msgpack.decode(data, type=Ended).cause
+                    cause = msgspec.msgpack.decode(data, type=CoreExited).cause
                     break
                 check_kind(kind, MESSAGE)
                 on_message(decode_from_core(data))
         except (OSError, EOFError):
             pass  # the cause is known
-        except (FarError, FrameError, msgspec.MsgspecError) as error:
+        except (RemoteProtocolError, FrameError, msgspec.MsgspecError) as error:
             cause = f"its machine has sent what cannot be read: {error}"
         if not self._is_closed:
             on_death(cause)
 
 
-class FarCores:
+class RemoteEngineCores:
     """Listens for the machines that run some of the replicas.
 
     Args:
@@ -126,8 +126,8 @@ class FarCores:
         self._replicas = replicas
         self._server: asyncio.Server | None = None
         self._lock = asyncio.Lock()
-        self._waiting: dict[int, deque[asyncio.Future[FarCore]]] = defaultdict(deque)
-        self._offered: dict[int, deque[FarCore]] = defaultdict(deque)
+        self._waiting: dict[int, deque[asyncio.Future[RemoteEngineCore]]] = defaultdict(deque)
+        self._offered: dict[int, deque[RemoteEngineCore]] = defaultdict(deque)
         self._is_closed = False
 
     def take(self, replica: int) -> "asyncio.Future[Core]":
@@ -143,7 +143,7 @@ class FarCores:
             if not core.is_lost:
                 return core
             core.close()
-        future: asyncio.Future[FarCore] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[RemoteEngineCore] = asyncio.get_running_loop().create_future()
         self._waiting[replica].append(future)
         return await future
 
@@ -181,11 +181,11 @@ class FarCores:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = writer.get_extra_info("peername")
         try:
-            notice_loss(writer)
+            enable_keepalive(writer)
             kind, data = await asyncio.wait_for(read_frame_async(reader, _HELLO_BYTES), _HELLO_S)
             hello = self._check(kind, data)
         except (
-            FarError,
+            RemoteProtocolError,
             FrameError,
             OSError,
             EOFError,
@@ -194,11 +194,11 @@ class FarCores:
         ) as error:
             logger.warning("a connection from %s was refused: %s", peer, error or "it was too slow")
             with contextlib.suppress(OSError):
-                writer.write(frame(ENDED, msgspec.msgpack.encode(Ended(str(error)))))
+                writer.write(frame(ENDED, msgspec.msgpack.encode(CoreExited(str(error)))))
                 writer.close()
             return
         logger.info("the machine of replica %d has connected from %s", hello.replica, peer)
-        core = FarCore(reader, writer)
+        core = RemoteEngineCore(reader, writer)
         waiting = self._waiting[hello.replica]
         while waiting:
             future = waiting.popleft()
@@ -207,24 +207,24 @@ class FarCores:
                 return
         self._offered[hello.replica].append(core)
 
-    def _check(self, kind: int, data: bytes) -> Hello:
+    def _check(self, kind: int, data: bytes) -> HandshakeRequest:
         """The first message of a connection.
 
         Raises:
-            FarError: it cannot be used.
+            RemoteProtocolError: it cannot be used.
         """
         check_kind(kind, HELLO)
         try:
-            hello = msgspec.msgpack.decode(data, type=Hello)
+            hello = msgspec.msgpack.decode(data, type=HandshakeRequest)
         except msgspec.MsgspecError as error:
-            raise FarError(f"its first message cannot be read: {error}") from None
+            raise RemoteProtocolError(f"its first message cannot be read: {error}") from None
         if hello.version != __version__:
-            raise FarError(
+            raise RemoteProtocolError(
                 f"that machine has version {hello.version} of the package, and the server "
                 f"{__version__}. Install the same one on both"
             )
         if hello.replica not in self._replicas:
-            raise FarError(
+            raise RemoteProtocolError(
                 f"replica {hello.replica} does not run on another machine; those that do: "
                 f"{', '.join(map(str, sorted(self._replicas)))}. Check data_parallel_start_rank "
                 f"and data_parallel_size_local on both machines"

@@ -9,19 +9,19 @@ from collections.abc import Sequence
 
 import msgspec
 
-from vllm.distributed import Meeting
+from vllm.distributed import Rendezvous
 
 _LEAST_PATIENCE_S = 1.0
 
 
-class LaunchPeers:
+class TPGroupStatus:
     """The ranks that share layers with this one.
 
     Args:
         meeting: of this rank.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: Rendezvous) -> None:
         self._meeting = meeting
         self._num_launches = 0
 
@@ -38,7 +38,7 @@ class LaunchPeers:
         """
         return self._meeting.is_stage_here(self._name, max(_LEAST_PATIENCE_S, took_s))
 
-    def most_of(self, numbers: Sequence[int]) -> list[int]:
+    def all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
         """The largest of the numbers that each card has of the last launch, place by place."""
         data = msgspec.msgpack.encode(list(numbers))
         found = self._meeting.exchange(

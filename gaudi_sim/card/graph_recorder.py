@@ -63,7 +63,7 @@ class _Entry:
                 values[slot] = leaf
 
 
-class Tape:
+class GraphRecorder:
     """Records operators between `begin` and `end`; `replay` runs them."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:

@@ -15,17 +15,17 @@ import msgspec
 from vllm.config import VllmConfig
 from vllm.engine.process.core_client import CoreClient
 from vllm.engine.process.wire import CoreFailed, encode
-from vllm.engine.replicas.far_wire import (
+from vllm.engine.replicas.remote_wire import (
     BEGIN,
     ENDED,
     HELLO,
     MESSAGE,
-    Begin,
-    Ended,
-    FarError,
-    Hello,
+    CoreExited,
+    HandshakeRequest,
+    RemoteProtocolError,
+    StartCore,
     check_kind,
-    notice_loss,
+    enable_keepalive,
 )
 from vllm.engine.resolve.replicas import replica_configs
 from vllm.executor.facts import difference, facts_of_replica
@@ -40,7 +40,7 @@ _PAUSE_S = 1.0
 _ATTEMPTS_PER_LINE = 30
 
 
-class CoreHost:
+class HeadlessReplicas:
     """The replicas of this machine.
 
     Args:
@@ -90,14 +90,14 @@ class CoreHost:
         replica = config.parallel.data_parallel_rank
         core: CoreClient | None = None
         try:
-            notice_loss(writer)
-            writer.write(frame(HELLO, msgspec.msgpack.encode(Hello(replica))))
+            enable_keepalive(writer)
+            writer.write(frame(HELLO, msgspec.msgpack.encode(HandshakeRequest(replica))))
             core = await self._start(config, reader, writer)
             if core is not None:
                 await self._pass_on(core, reader)
         except (OSError, EOFError):
             logger.info("replica %d: the server has ended the connection", replica)
-        except (FarError, FrameError, msgspec.MsgspecError) as error:
+        except (RemoteProtocolError, FrameError, msgspec.MsgspecError) as error:
             logger.error("replica %d: what the server has sent cannot be used: %s", replica, error)
         finally:
             if core is not None:
@@ -111,15 +111,15 @@ class CoreHost:
         """Start the core when the server says so; None if it cannot be one of its replicas.
 
         Raises:
-            FarError: the server refuses this machine.
+            RemoteProtocolError: the server refuses this machine.
         """
         kind, data = await read_frame_async(reader)
         if kind == ENDED:
-            raise FarError(msgspec.msgpack.decode(data, type=Ended).cause)
+            raise RemoteProtocolError(msgspec.msgpack.decode(data, type=CoreExited).cause)
         check_kind(kind, BEGIN)
         replica = config.parallel.data_parallel_rank
         differs = difference(
-            facts_of_replica(config), msgspec.msgpack.decode(data, type=Begin).facts
+            facts_of_replica(config), msgspec.msgpack.decode(data, type=StartCore).facts
         )
         if differs is not None:
             text = (
@@ -130,7 +130,9 @@ class CoreHost:
             logger.error("%s", text)
             failed = CoreFailed(message=text, is_config_error=True)
             writer.write(frame(MESSAGE, encode(failed)))
-            writer.write(frame(ENDED, msgspec.msgpack.encode(Ended("it differs from the server"))))
+            writer.write(
+                frame(ENDED, msgspec.msgpack.encode(CoreExited("it differs from the server")))
+            )
             await writer.drain()
             return None
         core = await asyncio.to_thread(CoreClient)
@@ -139,7 +141,7 @@ class CoreHost:
 
         def end(cause: str) -> None:
             logger.error("replica %d: its process has ended (%s)", replica, cause)
-            writer.write(frame(ENDED, msgspec.msgpack.encode(Ended(cause))))
+            writer.write(frame(ENDED, msgspec.msgpack.encode(CoreExited(cause))))
 
         core.attach_raw(lambda message: writer.write(frame(MESSAGE, message)), end)
         await asyncio.to_thread(core.configure, config, ModelRegistry.plugins())
@@ -156,7 +158,7 @@ def run_host(config: VllmConfig) -> int:
     """Run the replicas of this machine until SIGINT or SIGTERM. Returns the exit code."""
 
     async def run() -> None:
-        task = asyncio.ensure_future(CoreHost(config).run())
+        task = asyncio.ensure_future(HeadlessReplicas(config).run())
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, task.cancel)

@@ -34,7 +34,7 @@ _ANSWERS = {
 _JSON = {"content-type": "application/json", "cache-control": "no-store"}
 
 
-class EarlyApp:
+class StartupApp:
     """Answers probes, and lets all other requests wait for the application.
 
     Args:
@@ -48,7 +48,7 @@ class EarlyApp:
         self._app: App | None = None
         self._is_decided = asyncio.Event()
 
-    def pass_on_to(self, app: App) -> None:
+    def switch_to(self, app: App) -> None:
         """Pass all requests to `app` from now on, waiting requests first."""
         self._app = app
         self._is_decided.set()

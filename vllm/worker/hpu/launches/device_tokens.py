@@ -21,7 +21,7 @@ _FIELDS = tuple(field.name for field in fields(DecodeInput))
 """Read once: the compiler of torch cannot trace `fields`."""
 
 
-class ResidentTokens:
+class DeviceTokens:
     """The newest tokens of the rows of a model.
 
     Args:
@@ -53,7 +53,7 @@ class ResidentTokens:
     ) -> None:
         self.max_drafts, self._num_positions = max_drafts, num_positions
         self._sees_ahead = sees_ahead
-        self.beside: list[ResidentTokens] = []
+        self.beside: list[DeviceTokens] = []
         self.newest = _zeros(num_rows + 1, device)
         if max_drafts:
             self.ends = _zeros(num_rows + 1, device)
@@ -134,20 +134,20 @@ class ResidentTokens:
                 tokens.ends.index_copy_(0, index, ends)
 
 
-class ResidentDrafts(ResidentTokens):
+class DeviceDrafts(DeviceTokens):
     """The newest tokens of the rows of what makes drafts: drafts, behind the tokens of the model.
 
     Its launches of several tokens run known tokens.
 
     Args:
         target: of the model; without drafts, these are kept here alone, and the host reads them.
-        num_rows, device: see `ResidentTokens`.
+        num_rows, device: see `DeviceTokens`.
         tokens_ahead: see `HPUInputBuilder`.
     """
 
     def __init__(
         self,
-        target: ResidentTokens,
+        target: DeviceTokens,
         num_rows: int,
         device: torch.device,
         tokens_ahead: int,

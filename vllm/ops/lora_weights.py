@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LoRAWeights:
     """What an adapter adds to one projection: (x @ a.T) @ b.T."""
 
     a: Tensor
@@ -39,7 +39,7 @@ class AdaptedLayer:
 
 
 @dataclass(frozen=True)
-class AdaptedHeads:
+class LoRAHeads:
     """A matrix for each head that adapters can change."""
 
     heads: Sequence[AdaptedLayer]
@@ -101,7 +101,7 @@ class AdaptedRows:
 class PlainAdapter:
     """The projections of an adapter as they are."""
 
-    parts: Sequence[LowRank | None]
+    parts: Sequence[LoRAWeights | None]
     """By their numbers; None: the adapter does not change it."""
 
     @property

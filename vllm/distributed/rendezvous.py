@@ -30,7 +30,7 @@ ARENA_BUFFER_BYTES = 2**20
 
 
 @dataclass(kw_only=True)
-class Meeting:
+class Rendezvous:
     """What a rank needs to find the others."""
 
     rank: int
@@ -56,7 +56,7 @@ class Meeting:
     _store: "torch.distributed.Store | None" = None
 
     @classmethod
-    def create(cls, parallel: ParallelConfig) -> "Meeting":
+    def create(cls, parallel: ParallelConfig) -> "Rendezvous":
         """The meeting of a new engine on one machine, for rank 0.
 
         Raises:
@@ -70,7 +70,7 @@ class Meeting:
         return meeting
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, rank: int, arena_fd: int, port: int) -> "Meeting":
+    def of(cls, parallel: ParallelConfig, rank: int, arena_fd: int, port: int) -> "Rendezvous":
         """The same for a rank that has inherited the memory, and was told the port."""
         return cls(
             rank=rank,
@@ -91,7 +91,7 @@ class Meeting:
         listener: socket.socket | None = None,
         name: str = "",
         has_whole_stage: bool = False,
-    ) -> "Meeting":
+    ) -> "Rendezvous":
         """The same for ranks that were not started by one process, or are on several machines.
 
         Args:

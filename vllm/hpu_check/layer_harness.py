@@ -53,7 +53,7 @@ CONTEXT_LENS = (2, 127, 128)
 _PADDED_BATCH, _PADDED_QUERY, _PADDED_BLOCKS, _PADDED_CONTEXT = 4, 384, 8, 2
 
 
-class Rig:
+class LayerTestHarness:
     """A model of one layer on the card and on the host, and requests of random tokens."""
 
     def __init__(self, bridge: HabanaBridge, config: VllmConfig, num_blocks: int) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from vllm.ops.expert_options import ExpertBiases
 from vllm.ops.hpu.experts import CardExperts, CardLayer
-from vllm.ops.hpu.narrow_rows import NarrowRows, narrow_rows
+from vllm.ops.hpu.low_bit_weight import LowBitWeight, low_bit_weight
 from vllm.ops.stored_weight import StoredWeight
 
 
-class HPUNarrowExperts(CardLayer):
+class HPULowBitExperts(CardLayer):
     """Experts of numbers of 4 or 8 bits.
 
     Args:
@@ -59,7 +59,7 @@ def prepare_narrow_experts(
     dtype: torch.dtype,
     biases: ExpertBiases,
     card: CardExperts,
-) -> HPUNarrowExperts | None:
+) -> HPULowBitExperts | None:
     """The experts as the card has them; None: it has them in the dtype of the inputs only.
 
     Args:
@@ -73,7 +73,7 @@ def prepare_narrow_experts(
     stacks = [_stack(weights, card, dtype) for weights in (both, down)]
     if stacks[0] is None or stacks[1] is None:
         return None
-    return HPUNarrowExperts(stacks[0], stacks[1], biases, card)
+    return HPULowBitExperts(stacks[0], stacks[1], biases, card)
 
 
 def _side_by_side(gate: StoredWeight, up: StoredWeight) -> StoredWeight | None:
@@ -97,7 +97,7 @@ def _stack(
         order = found[1]
         place = torch.arange(num_in) if order is None else order.argsort()
         places.append(place + number * num_in)
-    rows = narrow_rows(in_groups, card.kernels, dtype)
+    rows = low_bit_weight(in_groups, card.kernels, dtype)
     return None if rows is None else _NarrowStack(rows, places)
 
 
@@ -110,7 +110,7 @@ class _NarrowStack(nn.Module):
         places: of each expert, the row of each of its inputs [in].
     """
 
-    def __init__(self, rows: NarrowRows, places: Sequence[Tensor]) -> None:
+    def __init__(self, rows: LowBitWeight, places: Sequence[Tensor]) -> None:
         super().__init__()
         self.rows, self.num_experts = rows, len(places)
         self.register_parameter("places", None)

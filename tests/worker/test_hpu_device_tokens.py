@@ -9,9 +9,9 @@ from vllm.bucketing.bucket import decode
 from vllm.sample.sampler import SamplerOutput
 from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.verification import count_accepted
+from vllm.worker.hpu.launches.device_tokens import DeviceTokens
 from vllm.worker.hpu.launches.input import RESIDENT, HPUInputBuilder, unpack_decode
 from vllm.worker.hpu.launches.planner import PaddedLaunch
-from vllm.worker.hpu.launches.resident import ResidentTokens
 
 SIZE, MAX_DRAFTS, MAX_LEN, NUM_ROWS = 4, 3, 64, 6
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def make_launch(rows, start, num_drafts) -> PaddedLaunch:
 @pytest.mark.parametrize("seed", range(20))
 def test_tokens_on_the_card_are_those_that_a_host_would_pack(seed):
     rng = np.random.default_rng(seed)
-    batch, resident = make_batch(rng), ResidentTokens(NUM_ROWS, CPU, MAX_DRAFTS)
+    batch, resident = make_batch(rng), DeviceTokens(NUM_ROWS, CPU, MAX_DRAFTS)
     rows = rng.permutation(NUM_ROWS)[: rng.integers(1, NUM_ROWS)].astype(np.int32)
     begin = rng.integers(0, 40, len(rows)).astype(np.int32)
     num_drafts = rng.integers(0, 1 + MAX_DRAFTS * (seed % 2), len(rows)).astype(np.int32)
@@ -74,7 +74,7 @@ def test_tokens_on_the_card_are_those_that_a_host_would_pack(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_the_card_accepts_what_the_host_would(seed):
     rng = np.random.default_rng(seed)
-    batch, resident = make_batch(rng), ResidentTokens(NUM_ROWS, CPU, MAX_DRAFTS)
+    batch, resident = make_batch(rng), DeviceTokens(NUM_ROWS, CPU, MAX_DRAFTS)
     rows = int_array(4, 0, 2)
     num_drafts = rng.integers(0, MAX_DRAFTS + 1, 3).astype(np.int32)
     num_drafts[seed % 3] = MAX_DRAFTS

@@ -16,7 +16,7 @@ from vllm.guided_decoding_params import GuidedDecodingParams
 from vllm.inputs import PromptType
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
-from vllm.utils.background_work import in_short_turns
+from vllm.utils.background_work import run_in_time_slices
 
 _Result = TypeVar("_Result")
 
@@ -31,7 +31,7 @@ _WORD_CHARS = 32
 """Cost of a bad word in characters, besides its length."""
 
 
-class SlowLane:
+class BackgroundTokenizer:
     """One thread with a tokenizer of its own, since a tokenizer serves one thread at a time.
 
     Args:
@@ -53,7 +53,7 @@ class SlowLane:
         """Run `work` in the thread. If cancelled before its turn, it is not run."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
-            self._thread, in_short_turns, lambda: work(self._own_processor())
+            self._thread, run_in_time_slices, lambda: work(self._own_processor())
         )
 
     def shutdown(self) -> None:

@@ -39,7 +39,7 @@ def whole(kept: Tensor) -> Tensor:
     return kept
 
 
-class NarrowRows(nn.Module, ABC):
+class LowBitWeight(nn.Module, ABC):
     """Weights of the same inputs after each other, [rows, N]: a row for each input of each."""
 
     @abstractmethod
@@ -47,9 +47,9 @@ class NarrowRows(nn.Module, ABC):
         """[rows, N] of `dtype`, or those of the rows that `part` takes."""
 
 
-def narrow_rows(
+def low_bit_weight(
     weights: Sequence[StoredWeight], kernels: FusedKernels, dtype: torch.dtype
-) -> NarrowRows | None:
+) -> LowBitWeight | None:
     """Rows of weights that are stored alike; None: they are not, or a card has no such numbers.
 
     Args:
@@ -71,7 +71,7 @@ def _is_even(weights: Sequence[StoredWeight]) -> bool:
 
 def _grouped_rows(
     weights: Sequence[GroupedWeight], kernels: FusedKernels, dtype: torch.dtype
-) -> NarrowRows | None:
+) -> LowBitWeight | None:
     if len({weight.scales.shape for weight in weights}) > 1:
         return None
     has_nibbles = all(w.bits <= 4 and bool((w.zeros < 16).all()) for w in weights)
@@ -82,33 +82,33 @@ def _grouped_rows(
 
 def _mxfp4_rows(
     weights: Sequence[Mxfp4Weight], kernels: FusedKernels, dtype: torch.dtype
-) -> NarrowRows | None:
+) -> LowBitWeight | None:
     return _Mxfp4Rows(weights, kernels, dtype) if _is_even(weights) else None
 
 
 def _nvfp4_rows(
     weights: Sequence[Nvfp4Weight], kernels: FusedKernels, dtype: torch.dtype
-) -> NarrowRows | None:
+) -> LowBitWeight | None:
     return _Nvfp4Rows(weights, kernels, dtype) if _is_even(weights) else None
 
 
 def _minimum_rows(
     weights: Sequence[MinimumWeight], kernels: FusedKernels, dtype: torch.dtype
-) -> NarrowRows:
+) -> LowBitWeight:
     has_nibbles = _is_even(weights) and all(weight.bits == 4 for weight in weights)
     return _MinimumRows(weights, kernels if has_nibbles else None)
 
 
-_KINDS: dict[type[StoredWeight], Callable[..., NarrowRows | None]] = {
+_KINDS: dict[type[StoredWeight], Callable[..., LowBitWeight | None]] = {
     GroupedWeight: _grouped_rows,
     Mxfp4Weight: _mxfp4_rows,
     Nvfp4Weight: _nvfp4_rows,
     MinimumWeight: _minimum_rows,
 }
-"""Makes rows of weights of a kind, called as `narrow_rows`."""
+"""Makes rows of weights of a kind, called as `low_bit_weight`."""
 
 
-class _Uint4Rows(NarrowRows):
+class _Uint4Rows(LowBitWeight):
     """Of 4 bits, less a zero point, times a scale: `convert_from_uint4` does all of it."""
 
     def __init__(
@@ -127,7 +127,7 @@ class _Uint4Rows(NarrowRows):
         return self._kernels.from_uint4(words, scales, zeros, dtype)
 
 
-class _ByteRows(NarrowRows):
+class _ByteRows(LowBitWeight):
     """Of 8 bits, less a zero point, times a scale, in float32."""
 
     def __init__(self, weights: Sequence[GroupedWeight]) -> None:
@@ -199,7 +199,7 @@ class _E2m1Rows(nn.Module):
         return 2 * places - 0.5 * places.clamp(-4, 4) - places.clamp(-6, 6)
 
 
-class _Mxfp4Rows(NarrowRows):
+class _Mxfp4Rows(LowBitWeight):
     """Elements of E2M1 times a power of two, which no dtype rounds."""
 
     def __init__(
@@ -217,7 +217,7 @@ class _Mxfp4Rows(NarrowRows):
         return (elements * scales).flatten(0, 1)
 
 
-class _Nvfp4Rows(NarrowRows):
+class _Nvfp4Rows(LowBitWeight):
     """Elements of E2M1 times a scale, multiplied in float32."""
 
     def __init__(
@@ -238,7 +238,7 @@ class _Nvfp4Rows(NarrowRows):
         return (elements * scales.flatten(0, 1)).flatten(0, 1).to(dtype)
 
 
-class _MinimumRows(NarrowRows):
+class _MinimumRows(LowBitWeight):
     """Whole numbers times a scale, less a minimum, in float32.
 
     Args:

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm.ops.low_rank import AdaptedLayer, LowRank
+from vllm.ops.lora_weights import AdaptedLayer, LoRAWeights
 
 
 @dataclass
-class AdaptedPlaces:
+class LoRATargets:
     """The layers of a model that adapters can change."""
 
     layers: list[AdaptedLayer] = field(default_factory=list)
@@ -40,15 +40,15 @@ class AdaptedPlaces:
         alone = (number for number in range(len(self.layers)) if number not in found)
         return [*(range(number, number + 1) for number in alone), *self.alike]
 
-    def embedding_of(self, parts: Sequence[LowRank | None]) -> LowRank | None:
+    def embedding_of(self, parts: Sequence[LoRAWeights | None]) -> LoRAWeights | None:
         """What the parts of an adapter add to the input embedding."""
         return None if self.embedding is None else parts[self.embedding.first_part]
 
-    def change_head(self, parts: Sequence[LowRank | None]) -> bool:
+    def change_head(self, parts: Sequence[LoRAWeights | None]) -> bool:
         """Whether the parts of an adapter add to logits."""
         starts = ((layer.first_part, len(layer.parts)) for layer in self.of_head)
         return any(parts[first + n] is not None for first, count in starts for n in range(count))
 
-    def change_experts(self, parts: Sequence[LowRank | None]) -> bool:
+    def change_experts(self, parts: Sequence[LoRAWeights | None]) -> bool:
         """Whether the parts of an adapter add to experts."""
         return any(parts[number] is not None for number in self.experts)

@@ -6,7 +6,7 @@ Does for one await what a task of its own with `asyncio.wait` would do, without 
 import asyncio
 
 
-class OwnCancellation:
+class ScopedCancel:
     """Made in a task, for what it awaits next.
 
     Attributes:

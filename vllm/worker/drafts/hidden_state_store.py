@@ -12,7 +12,7 @@ from vllm.worker.batch.input_batch import InputBatch
 from vllm.worker.batch.launch import Launch
 
 
-class KeptStates(ABC):
+class HiddenStateStore(ABC):
     """Vectors of `size` elements, one for each token that is kept.
 
     Args:
@@ -67,7 +67,7 @@ class KeptStates(ABC):
         return torch.from_numpy(self._places(rows, positions).astype(np.int64))
 
 
-class StatesInBlocks(KeptStates):
+class BlockHiddenStates(HiddenStateStore):
     """Of all tokens whose keys and values are in the KV cache: requests that share blocks share
     them."""
 
@@ -87,7 +87,7 @@ class StatesInBlocks(KeptStates):
         return blocks * block_size + positions % block_size
 
 
-class LatestStates(KeptStates):
+class LastHiddenStates(HiddenStateStore):
     """Of the last tokens of each row that have run: the newest one, and its drafts."""
 
     def __init__(self, batch: InputBatch, size: int, dtype: torch.dtype, num_latest: int) -> None:

@@ -1,12 +1,12 @@
 """Messages between a server and the machines that run some of its replicas, over TCP. A connection
 is one replica.
 
-    machine -> server    Hello
-    server -> machine    Begin: start the core. Then messages to the core.
-    machine -> server    messages from the core, and Ended when its process has ended
+    machine -> server    HandshakeRequest
+    server -> machine    StartCore: start the core. Then messages to the core.
+    machine -> server    messages from the core, and CoreExited when its process has ended
 
-All are frames (`utils/frames`), whose content is msgpack: `Hello`, `Begin`, the messages of `wire`
-as they are, or `Ended`. No pickle, no code.
+All are frames (`utils/frames`). Their content is msgpack: `HandshakeRequest`, `StartCore`, messages
+of `wire` as they are, or `CoreExited`. No pickle, no code.
 """
 
 import asyncio
@@ -23,38 +23,40 @@ _KEEPALIVE_S = 5
 _KEEPALIVE_PROBES = 3
 
 
-class FarError(Exception):
+class RemoteProtocolError(Exception):
     """The other end speaks another protocol, or another version of this one, or refuses; str()
     says why."""
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True):
+class HandshakeRequest(msgspec.Struct, frozen=True, array_like=True):
     """A machine that can start a core."""
 
     replica: int
     version: str = __version__
 
 
-class Begin(msgspec.Struct, frozen=True, array_like=True):
+class StartCore(msgspec.Struct, frozen=True, array_like=True):
     """Start the core."""
 
     facts: dict[str, str]
     """What the configs of both machines have to agree on."""
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True):
+class CoreExited(msgspec.Struct, frozen=True, array_like=True):
     """The process of the core has ended."""
 
     cause: str
 
 
 def check_kind(kind: int, expected: int) -> None:
-    """Raise FarError where another kind of frame has arrived than is expected here."""
+    """Raise RemoteProtocolError where another kind of frame has arrived than is expected here."""
     if kind != expected:
-        raise FarError(f"a frame of kind {kind} was sent, where kind {expected} is expected")
+        raise RemoteProtocolError(
+            f"a frame of kind {kind} was sent, where kind {expected} is expected"
+        )
 
 
-def notice_loss(writer: asyncio.StreamWriter) -> None:
+def enable_keepalive(writer: asyncio.StreamWriter) -> None:
     """Let the system end a connection whose other machine does not answer any more, within some
     20 s."""
     connection: socket.socket = writer.get_extra_info("socket")
