@@ -482,7 +482,7 @@ class Envs:
         for values in given.values():
             if len(set(values.values())) > 1:
                 settings = " and ".join(f"{name}={value}" for name, value in values.items())
-                raise ConfigError(f"{settings} are one setting under two names. Set one of them")
+                raise ConfigError(f"{settings} are two names of one setting. Set one of them")
         return cls(**{name: values.popitem()[1] for name, values in given.items() if values})
 
 

@@ -236,10 +236,10 @@ def test_ranks_that_share_a_head_have_its_scale():
 @pytest.mark.parametrize(
     ("scale", "message"),
     [
-        *((x, "must have numbers above 0") for x in (0.0, -1.0, float("nan"), float("inf"))),
-        ([1.0, 0.0], "must have numbers above 0 alone, got 0.0"),
-        ([1.0, 2.0, 3.0], "has 3 numbers; it must have one for the layer, or one for each of its"),
-        ([], "has 0 numbers; it must"),
+        *((x, "must have values above 0") for x in (0.0, -1.0, float("nan"), float("inf"))),
+        ([1.0, 0.0], "must have values above 0 only, got 0.0"),
+        ([1.0, 2.0, 3.0], r"must have one value for the layer, or one for each .*\), got 3"),
+        ([], r"must have one value .*, got 0"),
     ],
 )
 def test_a_scale_that_cannot_be_one_is_named(llama, scale, message):
@@ -380,9 +380,7 @@ def test_experts_that_a_layer_does_not_have_are_a_config_error(
 ):
     config = json.loads((tiny_model(family) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | values))
-    with pytest.raises(
-        ConfigError, match=f"from 1 to all experts of a layer, and it has {experts}"
-    ):
+    with pytest.raises(ConfigError, match=f"from 1 to the number of experts .* of {experts}"):
         build_model(read_arch(tmp_path), TPGroup(), torch.float32)
 
 

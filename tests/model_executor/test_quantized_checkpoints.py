@@ -103,7 +103,7 @@ def test_deepseek_in_blocks_of_fp8(tiny_model, tmp_path, ops):
 
 
 def test_words_on_several_ranks_are_refused(checkpoint):
-    message = "3 bits: 16 features of .*o_proj do not fill words of 32 bits"
+    message = "3 bits: 16 features of .*o_proj do not fill whole 32-bit words"
     with pytest.raises((ConfigError, WeightLoadError), match=message):
         load(checkpoint("gptq-3")[0], TPGroup(0, 4))
 
@@ -273,7 +273,7 @@ HQQ = ("quant_config", "weight_quant_params")
 PARAMS = "quant_config.weight_quant_params"
 AO = ("quant_type", "default")
 AO_DATA = (*AO, "_data")
-ZERO = "the scales of .*gate_up_proj .* are 0, but not the numbers"
+ZERO = "the scales of .*gate_up_proj .* are 0, but its values are not"
 WEIGHTS = ("config_groups", "group_0", "weights")
 INPUTS = ("config_groups", "group_0", "input_activations")
 
@@ -307,7 +307,7 @@ WRONG = [
     (
         "nvfp4",
         reshaped("weight_scale", -1, 2),
-        r"weight_scale has shape \[384, 2\] .* needs \[192, 4\]: a number for each 16 of its 64",
+        r"weight_scale has shape \[384, 2\] .* needs \[192, 4\]: a value for each 16 of its 64",
     ),
     ("nvfp4", changed("quant_algo", to="MXFP4"), "group_size is 16; supported: 32"),
     ("nvfp4", changed("quant_algo", to="MIXED_PRECISION"), "quantized_layers is None; supported"),
@@ -329,7 +329,7 @@ WRONG = [
     (
         "bnb-nf4",
         filled("weight.quant_state.bitsandbytes__nf4", 65),
-        "bitsandbytes__nf4 is no JSON object",
+        "bitsandbytes__nf4 is not a JSON object",
     ),
     ("bnb-nf4", other_state, "says .*'blocksize': 96.* needs .*'blocksize': 64"),
     ("bnb-int8", filled("SCB", float("inf")), f"{GATE}.SCB contains inf"),
@@ -460,7 +460,7 @@ WRONG = [
     ("ct-sparse-fp8", changed("format", to="nvfp4-pack-quantized"), "num_bits is 8; supported: 4"),
     ("mlx-4", changed("bits", to=7), CONFIG + "bits is 7; supported: 2, 3, 4, 5, 6, 8"),
     ("mlx-4", changed("bits", to=8), r"weight has shape \[64, 24\] .* needs \[64, 48\]"),
-    ("mlx-4", changed("group_size", to=64), "64, 6. .* needs .64, 3.: a number for each 64 of"),
+    ("mlx-4", changed("group_size", to=64), "64, 6. .* needs .64, 3.: a value for each 64 of"),
     ("mlx-4", changed("group_size", to=128), "groups of 128 inputs, which do not divide the 64"),
     ("mlx-4", changed("group_size", to=0), CONFIG + "group_size is 0; supported: 16, 32"),
     ("mlx-4", changed("mode", to="nf4"), "mode is 'nf4'; supported: affine, mxfp4"),

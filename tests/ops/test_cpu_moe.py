@@ -252,6 +252,6 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ValueError, match=message):
             call()
     ids[3, 1] = 4
-    with pytest.raises(IndexError, match=r"topk_ids\[7\] is 4 of 4 experts"):
+    with pytest.raises(IndexError, match=r"topk_ids\[7\] must be one of the 4 experts, got 4"):
         quantized.forward(x, ids, weights)
     assert quantized.forward(x[:0], ids[:0], weights[:0]).shape == (0, 64)

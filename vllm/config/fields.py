@@ -169,7 +169,7 @@ def _to_size(value: object) -> int:
         return _to_int(value)
     number = float(match[1]) * _UNITS[match[2]]
     if number != int(number):
-        raise ValueError(f"must be a whole number, got {value!r}")
+        raise ValueError(f"must be an integer, got {value!r}")
     return int(number)
 
 
@@ -231,7 +231,7 @@ def _to_counts(value: object) -> Mapping[str, object]:
     else:
         return _to_mapping(value)
     raise ValueError(
-        'must be numbers by name, such as image=4,video=0 or {"image": 4}, or the number of '
+        'must be integers by name, such as image=4,video=0 or {"image": 4}, or the number of '
         f"images; got {value!r}"
     )
 

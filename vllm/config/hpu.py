@@ -195,7 +195,7 @@ class HPUConfig:
         parts = [part.strip() for part in text.split(",")]
         if not all(part.isdecimal() and int(part) > 0 for part in parts):
             raise ConfigError(
-                f"VLLM_MULTIMODAL_BUCKETS must be positive integers with commas between, such as "
+                "VLLM_MULTIMODAL_BUCKETS must be positive integers separated by commas, such as "
                 f"1600,3136,4096, or None, got {text!r}"
             )
         return tuple(sorted({int(part) for part in parts}))

@@ -64,13 +64,13 @@ class KVTransferConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv_connector, str):
-            raise ConfigError(f"kv_connector must be a name, got {self.kv_connector!r}")
+            raise ConfigError(f"kv_connector must be a string, got {self.kv_connector!r}")
         check_one_of(self, "kv_role", ("kv_producer", "kv_consumer", "kv_both"))
         check_one_of(self, "kv_buffer_device", ("cpu",))
         size = self.kv_buffer_size
         is_number = isinstance(size, int | float) and not isinstance(size, bool)
         if not is_number or not 0 <= size < inf:
-            raise ConfigError(f"kv_buffer_size must be a number of bytes, got {size!r}")
+            raise ConfigError(f"kv_buffer_size must be a positive number of bytes, got {size!r}")
         if not isinstance(self.kv_connector_extra_config, Mapping):
             raise ConfigError(
                 f"kv_connector_extra_config must be an object, got "
@@ -125,7 +125,7 @@ class KVTransferConfig:
                 '{"shared_storage_path": "/path"}'
             )
         if folder is not None and (not isinstance(folder, str) or not folder):
-            raise ConfigError(f"kv_connector_extra_config: {key} must be a path")
+            raise ConfigError(f"kv_connector_extra_config: {key} must be a path (a string)")
         size = self.folder_bytes
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(

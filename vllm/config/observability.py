@@ -48,7 +48,9 @@ class KVEventsConfig:
         check_at_least(self, 1, "max_queue_size")
         for name, kind in (("enable_kv_cache_events", bool), ("topic", str)):
             if not isinstance(getattr(self, name), kind):
-                raise ConfigError(f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
+                raise ConfigError(
+                    f"{name} must be of the type {kind.__name__}, got {getattr(self, name)!r}"
+                )
         for name in ("endpoint", "replay_endpoint"):
             value = getattr(self, name)
             if name == "replay_endpoint" and value is None:

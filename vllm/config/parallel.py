@@ -82,8 +82,8 @@ class ParallelConfig:
         steps = self.pipeline_steps_in_flight
         if steps is not None and not 1 <= steps <= self.pipeline_parallel_size:
             raise ConfigError(
-                f"pipeline_steps_in_flight is {steps}; accepted: 1 to pipeline_parallel_size="
-                f"{self.pipeline_parallel_size}, as a stage runs one step at a time"
+                "pipeline_steps_in_flight must be from 1 to pipeline_parallel_size "
+                f"({self.pipeline_parallel_size}), got {steps}: a stage runs one step at a time"
             )
         self._check_replicas()
         if not self.distributed_timeout_s > 0:
@@ -96,24 +96,24 @@ class ParallelConfig:
             self._check_external()
         if self.distributed_executor_backend == "uni" and self.world_size > 1:
             raise ConfigError(
-                f"distributed_executor_backend='uni' runs one worker, and "
-                f"tensor_parallel_size * pipeline_parallel_size is {self.world_size}. Leave "
-                f"distributed_executor_backend out, or use 'mp' or 'ray'"
+                "distributed_executor_backend='uni' runs one worker, but tensor_parallel_size * "
+                f"pipeline_parallel_size is {self.world_size}. Leave distributed_executor_backend "
+                "out, or use 'mp' or 'ray'"
             )
 
     def _check_replicas(self) -> None:
         size, local = self.data_parallel_size, self.data_parallel_size_local
         if local is not None and not 0 <= local <= size:
             raise ConfigError(
-                f"data_parallel_size_local is {local}; accepted: 0 to data_parallel_size={size}, "
-                f"the replicas on all machines together"
+                f"data_parallel_size_local must be from 0 to data_parallel_size ({size}), the "
+                f"number of replicas on all machines, got {local}"
             )
         most = size - self.num_local_replicas
         if not 0 <= self.data_parallel_start_rank <= most:
             raise ConfigError(
-                f"data_parallel_start_rank is {self.data_parallel_start_rank}; accepted: 0 to "
-                f"{most}, as {self.num_local_replicas} of {size} replicas are on this machine. Set "
-                f"data_parallel_size_local to the number of replicas on it"
+                f"data_parallel_start_rank must be from 0 to {most}, as {self.num_local_replicas} "
+                f"of {size} replicas are on this machine, got {self.data_parallel_start_rank}. "
+                "Set data_parallel_size_local to the number of replicas on it"
             )
         if not 1 <= self.data_parallel_rpc_port <= 65535:
             raise ConfigError(
@@ -219,7 +219,7 @@ def even_partition(num_layers: int, num_stages: int) -> list[int]:
     if num_layers < num_stages:
         raise ConfigError(
             f"pipeline_parallel_size={num_stages}: the model has {num_layers} layers, and each "
-            f"stage needs one. Lower pipeline_parallel_size to {num_layers} or less"
+            f"stage needs at least one. Lower pipeline_parallel_size to {num_layers} or less"
         )
     size, num_left = divmod(num_layers, num_stages)
     sizes = [size] * num_stages

@@ -155,9 +155,10 @@ class SpeculativeConfig:
             return "ngram" if model in ("ngram", "[ngram]") else "draft_model"
         if method is None:
             raise ConfigError(
-                f"speculative_config, which --num-speculative-tokens and --ngram-prompt-lookup-max "
-                f"are parts of, needs the key 'method': {', '.join(_METHODS)}; for example "
-                '{"method": "ngram", "num_speculative_tokens": 5}, or --speculative-model [ngram]'
+                "speculative_config (also --num-speculative-tokens and "
+                f"--ngram-prompt-lookup-max) needs the key 'method': {', '.join(_METHODS)}; for "
+                'example {"method": "ngram", "num_speculative_tokens": 5}, or '
+                "--speculative-model [ngram]"
             )
         return _OTHER_NAMES.get(str(method), str(method))
 

@@ -124,7 +124,7 @@ def read_measured(path: Path, card: str) -> Measured:
         )
     if data.get("card") != card:
         raise ConfigError(
-            f"{path} has the rates of a {data.get('card')}, and the plan is for a {card}: measure "
+            f"{path} has the rates of a {data.get('card')}, but the plan is for a {card}: measure "
             f"a {card}, or leave --measured out"
         )
     rates = data.get("rates")

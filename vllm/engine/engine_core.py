@@ -151,8 +151,8 @@ class EngineCore(CoreCalls):
             self.executor.shutdown()
             self._close_connections()
             raise ConfigError(
-                "kv_transfer_config: this model has layers with sliding windows, whose blocks "
-                "are not kept outside of the KV cache. Leave it out"
+                "kv_transfer_config is not supported for models with sliding-window layers, whose "
+                "blocks are not kept outside of the KV cache. Leave it out"
             )
         return KVTransfer(connector, cache, self.executor)
 
@@ -405,8 +405,8 @@ class EngineCore(CoreCalls):
         num_requests = self.scheduler.num_unfinished_requests + len(self._resources)
         if num_requests:
             raise CapacityError(
-                f"the engine cannot sleep while requests run or wait (now {num_requests}): let "
-                f"them end, or abort them, and call sleep again",
+                f"the engine cannot sleep while requests run or wait (now {num_requests}): wait "
+                "until they finish, or abort them, and call sleep again",
                 status=409,
             )
         while self._in_flight:  # wait for steps whose requests have all left

@@ -151,8 +151,8 @@ class LLMEngine:
         """
         if engine_args.data_parallel_size != 1:
             raise ConfigError(
-                f"data_parallel_size={engine_args.data_parallel_size}: LLM computes in one "
-                f"process, with one replica. Leave it out, or run `vllm serve` or `vllm run-batch`"
+                f"data_parallel_size={engine_args.data_parallel_size}: LLM runs one replica in "
+                "one process. Leave it out, or run `vllm serve` or `vllm run-batch`"
             )
         began = time.monotonic()
         engine = cls.from_vllm_config(engine_args.create_engine_config())
@@ -276,7 +276,7 @@ class LLMEngine:
             # An error is better than waiting forever.
             lost = ", ".join(self.output_processor.unfinished_request_ids)
             raise EngineDeadError(
-                f"the engine core has nothing left to do, but these requests have not ended: {lost}"
+                f"the engine core has no work left, but these requests have not finished: {lost}"
             )
         return outputs
 

@@ -139,16 +139,16 @@ class ModelArch:
         )
         if not 1 <= arch.derived_max_model_len <= MAX_POSITIONS:
             raise ConfigError(
-                f"config.json: the rope parameters stretch {arch.max_position_embeddings} "
-                f"positions to {arch.derived_max_model_len}, and 1 to {MAX_POSITIONS} are "
-                f"possible. Correct their factor"
+                f"config.json: RoPE scaling extends {arch.max_position_embeddings} positions to "
+                f"{arch.derived_max_model_len}; accepted: 1 to {MAX_POSITIONS}. Correct the "
+                "scaling factor"
             )
         widest = max((rope.rotary_dim for rope in arch.layer_ropes if rope), default=0)
         if arch.derived_max_model_len * widest > MAX_ROTATIONS:
             raise ConfigError(
-                f"config.json: {arch.derived_max_model_len} positions of {widest} rotated elements "
-                f"are more than {MAX_ROTATIONS} together. Correct max_position_embeddings or "
-                f"head_dim"
+                f"config.json: the RoPE table ({arch.derived_max_model_len} positions x {widest} "
+                f"dimensions) must have at most {MAX_ROTATIONS} entries. Lower "
+                "max_position_embeddings or head_dim"
             )
         return arch
 
@@ -399,8 +399,8 @@ def _read_intermediate_size(config: Mapping[str, Any]) -> Any:
 def _divide(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads:
         raise ConfigError(
-            f"hidden_size ({hidden_size}) is not a multiple of num_attention_heads ({num_heads}) "
-            f"and config.json gives no head_dim"
+            f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads "
+            f"({num_heads}), or config.json must have head_dim"
         )
     return hidden_size // num_heads
 
@@ -526,7 +526,7 @@ def _read_sections(given: Any, rotary_dim: int) -> tuple[int, ...]:
     is_list = isinstance(given, list | tuple) and all(type(n) is int and n > 0 for n in given)
     if not is_list or sum(given) != rotary_dim // 2:
         raise ConfigError(
-            f"mrope_section in config.json must be a list of positive numbers with the sum "
+            "mrope_section in config.json must be a list of positive numbers whose sum is "
             f"{rotary_dim // 2}, half of the rotated elements of a head; got {given!r}"
         )
     return tuple(given)

@@ -55,8 +55,8 @@ class NamedProcessors:
     def _check_name(self, name: str) -> None:
         if self._pattern is None:
             raise _refused(
-                f"{name!r} cannot be used, as this engine takes no logits processors by name; "
-                "start it with --logits-processor-pattern to allow some"
+                f"{name!r} cannot be used: this engine accepts no logits processors by name. "
+                "Start it with --logits-processor-pattern to allow some"
             )
         if not self._pattern.fullmatch(name):
             raise _refused(

@@ -162,7 +162,7 @@ class PromptTokenizer:
     ) -> list[int]:
         if self.tokenizer is None:
             raise RequestError(
-                "a text prompt needs a tokenizer, and this engine runs without one "
+                "a text prompt needs a tokenizer, but this engine runs without one "
                 "(skip_tokenizer_init): send token ids",
                 param="prompt",
             )

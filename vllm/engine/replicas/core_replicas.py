@@ -257,8 +257,11 @@ class CoreReplicas:
             raise CapacityError(
                 _ALL_DRAINED
                 if replica is None
-                else f"data_parallel_rank={replica}: this replica gets no requests now "
-                f"({self.states()[replica].state}). Try again later, or leave it out",
+                else (
+                    f"data_parallel_rank={replica}: this replica accepts no requests now "
+                    f"({self.states()[replica].state}). Try again later, or leave "
+                    "data_parallel_rank out"
+                ),
                 status=503,
             )
         return self._running.choose(request, core_ids, candidates)
@@ -324,8 +327,8 @@ class CoreReplicas:
         while self._running.loads[index].requests:
             if index not in self._draining:
                 raise CapacityError(
-                    f"replica {index} was resumed before its last request had ended, so it is "
-                    f"neither drained nor restarted",
+                    f"replica {index} was resumed before its last request had finished, so it is "
+                    "not drained and is not restarted",
                     status=409,
                 )
             await asyncio.sleep(_DRAIN_POLL_S)
@@ -388,8 +391,8 @@ class CoreReplicas:
     def _check_index(self, index: int, param: str = "replica") -> None:
         if not 0 <= index < len(self._all):
             raise RequestError(
-                f"{param}={index}: there is no such replica. This engine has "
-                f"{len(self._all)} (--data-parallel-size), counted from 0",
+                f"{param}={index}: this replica does not exist. This engine has {len(self._all)} "
+                "replicas (--data-parallel-size), counted from 0",
                 param=param,
             )
 

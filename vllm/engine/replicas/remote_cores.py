@@ -220,13 +220,13 @@ class RemoteEngineCores:
             raise RemoteProtocolError(f"its first message cannot be read: {error}") from None
         if hello.version != __version__:
             raise RemoteProtocolError(
-                f"that machine has version {hello.version} of the package, and the server "
-                f"{__version__}. Install the same one on both"
+                f"that machine has version {hello.version} of vllm, and the server has "
+                f"{__version__}. Install the same version on both"
             )
         if hello.replica not in self._replicas:
             raise RemoteProtocolError(
-                f"replica {hello.replica} does not run on another machine; those that do: "
+                f"replica {hello.replica} does not belong to another machine; accepted: "
                 f"{', '.join(map(str, sorted(self._replicas)))}. Check data_parallel_start_rank "
-                f"and data_parallel_size_local on both machines"
+                "and data_parallel_size_local on both machines"
             )
         return hello

@@ -52,7 +52,8 @@ def check_kind(kind: int, expected: int) -> None:
     """Raise RemoteProtocolError where another kind of frame has arrived than is expected here."""
     if kind != expected:
         raise RemoteProtocolError(
-            f"a frame of kind {kind} was sent, where kind {expected} is expected"
+            f"expected a message of kind {expected}, got kind {kind}: is the peer another "
+            "program, or another version of vllm?"
         )
 
 

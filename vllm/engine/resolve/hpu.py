@@ -72,9 +72,9 @@ def check_simulation(hpu: HPUConfig, platform: HPUPlatform) -> None:
     """
     if hpu.prompt_attention == "flex" and platform.is_simulated:
         raise ConfigError(
-            "VLLM_PROMPT_USE_FLEX_ATTENTION=1 cannot run on a simulated card: flex_attention of "
-            "torch does not know its tensors. Unset it. VLLM_PROMPT_USE_FUSEDSDPA=0 alone runs "
-            "plain matrix products, and without both the fused kernel runs"
+            "VLLM_PROMPT_USE_FLEX_ATTENTION=1 cannot run on a simulated card, whose tensors "
+            "torch's flex_attention does not support. Unset it. VLLM_PROMPT_USE_FUSEDSDPA=0 then "
+            "uses plain matmuls, and otherwise the fused kernel is used"
         )
 
 
@@ -131,14 +131,15 @@ def _strategy(settings: envs.Envs, traffic: str | None) -> BucketingStrategy:
     if traffic is not None:
         if strategy not in ("linear", "optimal") or settings.VLLM_EXPONENTIAL_BUCKETING:
             raise ConfigError(
-                f"--traffic {traffic} chooses the buckets, and VLLM_BUCKETING_STRATEGY={name} or "
-                f"VLLM_EXPONENTIAL_BUCKETING asks for others. Unset the variable, or leave out "
-                f"--traffic."
+                f"--traffic {traffic} chooses the buckets, but VLLM_BUCKETING_STRATEGY={name} or "
+                "VLLM_EXPONENTIAL_BUCKETING asks for others. Unset the variable, or leave out "
+                "--traffic."
             )
         if settings.VLLM_BUCKETING_FROM_FILE is not None:
             raise ConfigError(
-                f"--traffic {traffic} chooses the buckets, and VLLM_BUCKETING_FROM_FILE="
-                f"{settings.VLLM_BUCKETING_FROM_FILE} has others. Leave out one of them."
+                f"--traffic {traffic} chooses the buckets, but "
+                f"VLLM_BUCKETING_FROM_FILE={settings.VLLM_BUCKETING_FROM_FILE} has others. Leave "
+                "out one of them."
             )
         return "optimal"
     if settings.VLLM_EXPONENTIAL_BUCKETING is None:
@@ -158,8 +159,8 @@ def _prompt_attention(settings: envs.Envs) -> PromptAttention:
         return "fused" if settings.VLLM_PROMPT_USE_FUSEDSDPA else "naive"
     if settings.VLLM_PROMPT_USE_FUSEDSDPA:
         raise ConfigError(
-            "VLLM_PROMPT_USE_FLEX_ATTENTION=1 needs VLLM_PROMPT_USE_FUSEDSDPA=0: a prompt has one "
-            "kind of attention"
+            "VLLM_PROMPT_USE_FLEX_ATTENTION=1 needs VLLM_PROMPT_USE_FUSEDSDPA=0, as prompts can "
+            "use only one of them"
         )
     return "flex"
 
@@ -190,8 +191,8 @@ def _profiled_launch(settings: envs.Envs) -> str | None:
         found.append("_".join([phase, *sizes, "t"]))
     if len(found) > 1:
         raise ConfigError(
-            "VLLM_PT_PROFILE, VLLM_PROFILE_PROMPT and VLLM_PROFILE_DECODE each name the one launch "
-            "to profile. Set one of them"
+            "VLLM_PT_PROFILE, VLLM_PROFILE_PROMPT and VLLM_PROFILE_DECODE each name the only "
+            "forward pass to profile. Set one of them"
         )
     for text in found:
         parse_profiled(text)
@@ -204,8 +205,8 @@ def _const_norm(settings: envs.Envs) -> float | None:
         return None
     if settings.VLLM_PA_SOFTMAX_IMPL is not None:
         raise ConfigError(
-            "VLLM_SOFTMAX_CONST_NORM=1 and VLLM_PA_SOFTMAX_IMPL cannot be used together: both say "
-            "how the softmax of decode attention is normalised. Unset one of them"
+            "VLLM_SOFTMAX_CONST_NORM=1 and VLLM_PA_SOFTMAX_IMPL cannot be used together: both "
+            "choose how the softmax of decode attention is normalised. Unset one of them"
         )
     return settings.VLLM_SOFTMAX_CONST_NORM_VALUE
 

@@ -211,9 +211,9 @@ def resolve_windows(asked: ModelConfig, arch: ModelArch) -> tuple[ModelArch, int
     limit = min(windows)
     if asked.max_model_len is not None and asked.max_model_len > limit:
         raise ConfigError(
-            f"max_model_len ({asked.max_model_len}) is more than the {limit} tokens of the model's "
-            f"sliding window, which are the limit with disable_sliding_window. Lower max_model_len "
-            f"to {limit}, or leave disable_sliding_window out"
+            f"max_model_len ({asked.max_model_len}) must be at most {limit}, the size of the "
+            "model's sliding window, with disable_sliding_window. Lower max_model_len to "
+            f"{limit}, or leave disable_sliding_window out"
         )
     if asked.max_model_len is None and limit < arch.derived_max_model_len:
         logger.info(
@@ -256,14 +256,14 @@ def for_states(settings: Mapping[str, Any], platform: Platform) -> Mapping[str, 
     """
     if platform.needs_static_shapes and envs.get().VLLM_MERGED_PREFILL:
         raise ConfigError(
-            "VLLM_MERGED_PREFILL=1 lays prompts end to end in one row, and the model has "
-            "recurrent layers (Mamba, DeltaNet), which would mix them up. Leave it out"
+            "VLLM_MERGED_PREFILL=1 concatenates prompts, which would mix up the recurrent state "
+            "of the model's Mamba or DeltaNet layers. Leave it out"
         )
     changed: dict[str, Any] = {}
     if settings["enable_prefix_caching"] and settings["kv_transfer_config"]:
         raise ConfigError(
-            "kv_transfer_config cannot be used with a model that has recurrent states: blocks are "
-            "transferred without them. Leave it out"
+            "kv_transfer_config cannot be used with a model that has recurrent (Mamba or "
+            "DeltaNet) layers: their state is not transferred. Leave it out"
         )
     if settings["max_num_seqs"] is None:
         most = settings["max_num_batched_tokens"] or _ROWS_WITH_STATES

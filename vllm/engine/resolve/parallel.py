@@ -28,7 +28,7 @@ def resolve_parallel(
     if arch.is_one_stage:
         raise ConfigError(
             f"pipeline_parallel_size={size}: {arch.architecture} needs 1, as its last layers read "
-            f"earlier layers, embeddings or an encoder. Use tensor_parallel_size"
+            "earlier layers, embeddings or an encoder. Use tensor_parallel_size"
         )
     num_layers = arch.num_layers
     partition = _asked_partition(size, num_layers) or even_partition(num_layers, size)
@@ -74,7 +74,7 @@ def _asked_partition(size: int, num_layers: int) -> list[int] | None:
         if len(found) == size and sum(found) == num_layers:
             return found
     raise ConfigError(
-        f"{_PARTITION}={text!r} must be {size} numbers of layers, one for each stage of "
-        f"pipeline_parallel_size={size}, with the sum {num_layers}, the layers of the model, such "
+        f"{_PARTITION}={text!r} must be {size} layer counts, one for each stage of "
+        f"pipeline_parallel_size={size}, whose sum is the {num_layers} layers of the model, such "
         f"as {','.join(map(str, even_partition(num_layers, size)))}"
     )

@@ -48,8 +48,8 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig, platform: Platform
         raise ConfigError(f"{name} does not generate text. Name one that does")
     if draft.resolved_arch.has_states:
         raise ConfigError(
-            f"{name} keeps states (Mamba or DeltaNet layers), which cannot go back to where a "
-            f"draft was wrong. Name a model without them, or use the method ngram"
+            f"{name} has recurrent (Mamba or DeltaNet) layers, whose state cannot be rolled back "
+            "after a rejected draft token. Name a model without them, or use the method ngram"
         )
     try:
         draft = resolve_quantization(draft, platform)
@@ -62,12 +62,12 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig, platform: Platform
             if vocabularies[0] == vocabularies[1]:
                 return draft  # sizes may differ by padding
             raise ConfigError(
-                f"{name} has another tokenizer than the model '{model.model}'. Name a model of the "
-                f"same family, or use the method ngram"
+                f"{name} does not have the tokenizer of the model '{model.model}'. Name a model "
+                "of the same family, or use the method ngram"
             )
     if sizes[0] != sizes[1]:
         raise ConfigError(
-            f"{name} has a vocabulary of {sizes[0]} tokens, and the model '{model.model}' has "
+            f"{name} has a vocabulary of {sizes[0]} tokens, but the model '{model.model}' has "
             f"{sizes[1]}. Name a draft model with the same tokenizer, or use the method ngram"
         )
     return draft

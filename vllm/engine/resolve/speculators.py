@@ -63,8 +63,8 @@ def resolve_speculator(
         max_drafts = min(max_drafts, found.max_drafts)
     if max_drafts > found.max_drafts:
         raise ConfigError(
-            f"speculative_config: num_speculative_tokens is {max_drafts}, and the speculator "
-            f"'{name}' has {found.max_drafts} heads; accepted: 1 to {found.max_drafts}"
+            f"speculative_config: num_speculative_tokens must be from 1 to {found.max_drafts}, "
+            f"the number of heads of the speculator '{name}', got {max_drafts}"
         )
     lengths = (options.max_model_len, found.arch.derived_max_model_len, model.max_model_len or 0)
     asked = ModelConfig(
@@ -96,9 +96,9 @@ def check_speculator(config: VllmConfig) -> None:
         return
     if config.connector.kv_transfer is not None:
         raise ConfigError(
-            f"speculative_config: the method {method}, which reads hidden states of the model, and "
-            f"kv_transfer_config cannot be used together in this version. Leave one of them out, "
-            f"or use the method ngram"
+            f"speculative_config: the method {method}, which reads hidden states of the model, "
+            "cannot be used together with kv_transfer_config in this version. Leave one of them "
+            "out, or use the method ngram"
         )
 
 

@@ -106,7 +106,7 @@ def _save(path: Path, bridge: "HabanaBridge", *, is_simulated: bool) -> None:
     cards = [card for card in CARDS if bridge.device_name.lower().startswith(card)]
     if not cards:
         raise ConfigError(
-            f"the rates of a {bridge.device_name} cannot be used by a plan; known: "
+            f"a plan cannot use the rates of a {bridge.device_name}; supported cards: "
             f"{', '.join(CARDS)}"
         )
     Measured(cards[0], is_simulated, measure_rates(bridge)).write(path)

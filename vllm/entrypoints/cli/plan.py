@@ -249,7 +249,7 @@ def _search(
     sizes = {name: _LENGTHS[name] if size is None else size for name, size in given.items()}
     for name, size in sizes.items():
         if size < 1:
-            raise ConfigError(f"--{name}-len is {size}, and must be at least 1")
+            raise ConfigError(f"--{name}-len must be at least 1, got {size}")
 
     def make_plan(num_cards: int, max_num_seqs: int | None) -> "EnginePlan":
         changes: dict[str, Any] = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
@@ -324,8 +324,8 @@ def _num_cards(args: argparse.Namespace) -> int:
         raise ConfigError(f"--num-cards {given} must be a number of at least 1")
     if tensor is not None and int(tensor) != int(given):
         raise ConfigError(
-            f"--num-cards {given} and --tensor-parallel-size {tensor} are the same setting. Leave "
-            f"one of them out"
+            f"--num-cards {given} and --tensor-parallel-size {tensor} set the same value. Leave "
+            "one of them out"
         )
     return int(given)
 

@@ -284,7 +284,7 @@ class ServerArgs:
                 "names), or leave --enable-reasoning out"
             )
         if self.allow_credentials and "*" in self.allowed_origins:
-            raise ConfigError("allow_credentials needs allowed_origins without *")
+            raise ConfigError("allow_credentials needs allowed_origins to name the origins, not *")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("ssl_keyfile needs ssl_certfile")
         if self.ssl_ca_certs and not self.ssl_certfile:
@@ -305,15 +305,14 @@ class ServerArgs:
             raise ConfigError("api_key must not be empty")
         if any(key != key.strip() or not key.isprintable() for key in self.api_key):
             raise ConfigError(
-                "api_key has a line break, another control character, or spaces around it: no "
-                "client can send that in a header. Give the key alone."
+                "api_key must not have line breaks, other control characters, or spaces around "
+                "it: no client can send them in a header. Give only the key."
             )
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path must begin with /, got {self.root_path!r}")
         if self.prompt_adapters:
             raise ConfigError(
-                "prompt_adapters is not available: prompt adapters are not supported. Put "
-                "instructions into a system prompt"
+                "prompt_adapters is not supported. Put instructions into a system prompt"
             )
 
 
