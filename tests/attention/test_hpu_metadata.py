@@ -86,7 +86,7 @@ def test_launch_that_is_too_small_is_refused():
         build_decode_metadata([[3, 1], [2, 0]], [6, 4], 2, 2, 4)
     with pytest.raises(ValueError, match="block_tables must be"):
         build_decode_metadata([[3, 1], [2, 0]], [9, 4], 2, 8, 4)
-    with pytest.raises(ValueError, match="1 rows of up to 5 new tokens and 1 context blocks"):
+    with pytest.raises(ValueError, match="1 requests with up to 5 new tokens and 1 context blocks"):
         build_prefill_metadata([[1, 2]], [3], [5], 1, 5, 0, 4)
     with pytest.raises(ValueError, match="block_tables must be"):
         build_prefill_metadata([[1]], [3], [5], 1, 5, 1, 4)

@@ -294,8 +294,8 @@ def test_a_row_whose_logits_hold_nan_has_no_token_and_harms_no_other():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("token_ids", VOCAB_SIZE, "BadToken: row 5 has the token 50"),
-        ("block_tables", NUM_BLOCKS, r"row 5 .* and the blocks \[90, 90, 90, 90\]"),
+        ("token_ids", VOCAB_SIZE, "BadToken: request 5 has the token 50"),
+        ("block_tables", NUM_BLOCKS, r"request 5 .* and the blocks \[90, 90, 90, 90\]"),
     ],
 )
 def test_numbers_out_of_range_are_refused_and_no_token_is_noted(name, value, message):

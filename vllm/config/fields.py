@@ -43,16 +43,16 @@ class ConfigField:
     str_or_bool: true where the flag has no value; counts: a mapping that may be written as numbers
     by name."""
     default: object
-    """None, too, if the platform decides."""
+    """Default value; None also if the platform decides."""
     help: str
     choices: tuple[str, ...] = ()
     """All accepted values, or empty."""
     auto: bool = False
-    """The platform decides if the value is not given."""
+    """Whether the platform decides if the value is not given."""
     aliases: tuple[str, ...] = ()
-    """Further flags."""
+    """Names of further flags."""
     is_shown: bool = True
-    """False: a secret, which is not printed with the settings."""
+    """Whether the value may be printed with the settings. False: it is a secret."""
 
     @property
     def flag(self) -> str:

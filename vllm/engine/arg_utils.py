@@ -209,7 +209,7 @@ def describe_default(config_field: ConfigField) -> str:
     """The default of a field for its help text; empty if the help mentions it."""
     default = config_field.default
     if default in (None, "", {}, ()):
-        return ""  # the help explains "Not set"
+        return ""  # the help explains "Default"
     if isinstance(default, tuple):
         default = " ".join(default)
     return f"(default: {default})"

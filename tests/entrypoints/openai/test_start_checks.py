@@ -174,9 +174,9 @@ def test_no_weights_are_needed_where_none_are_read(model):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("raise OSError(7)", "fails: OSError: 7"),
+        ("raise OSError(7)", "cannot be imported: OSError: 7"),
         ("x = 1", "registers no parser"),
-        ("x = ", "fails: SyntaxError"),
+        ("x = ", "cannot be imported: SyntaxError"),
     ],
 )
 def test_a_plug_in_is_run(file, text, message):

@@ -31,7 +31,7 @@ class RopeConfig:
     """Rotary position embedding."""
 
     theta: float
-    """Base of the frequencies."""
+    """Base of the rotary frequencies (rope_theta)."""
     rotary_dim: int
     """Leading dimensions of a head that are rotated; even."""
     rope_type: str = "default"
@@ -40,7 +40,7 @@ class RopeConfig:
     """Parameters of the type, by their Hugging Face names (`factor`, ...)."""
     sections: tuple[int, ...] = ()
     """Pairs of elements that rotate by each of the positions of a token (M-RoPE: time, height and
-    width); empty: a token has one position."""
+    width). Empty: a token has one position."""
     interleaves_sections: bool = False
     """Neighbouring pairs rotate by different positions."""
 
@@ -72,23 +72,23 @@ class ModelArch:
     hidden_act: str
     tie_word_embeddings: bool
     layer_ropes: tuple[RopeConfig | None, ...]
-    """Per layer: its rotations, or None for a layer without."""
+    """Rotary embedding of each layer; None for a layer without."""
     layer_windows: tuple[int | None, ...]
-    """Window of each layer: how many of the most recent keys a query sees, itself included; None:
-    all."""
+    """Sliding window of each layer: how many of the most recent keys a query sees, itself included.
+    None: all."""
     layer_heads: tuple[tuple[int, int], ...]
-    """Per layer: the size of its heads, and the number of its key/value heads."""
+    """Head size and number of key/value heads of each layer."""
     kv_sources: tuple[int | None, ...]
-    """Per layer: the earlier layer whose keys and values it reads; None: it has its own."""
+    """For each layer the earlier layer whose keys and values it reads. None: it has its own."""
     state_layers: tuple[bool, ...]
-    """Per layer: whether it keeps a state of fixed size, instead of keys and values or in addition
-    to them."""
+    """For each layer, whether it keeps a recurrent state of fixed size, instead of keys and values
+    or in addition to them."""
     dtype: str
     """Data type of the checkpoint."""
     hf_config: Mapping[str, Any]
-    """The whole config, for keys of single model families."""
+    """The whole config, for keys that only some model families have."""
     media_config: Mapping[str, Any] | None = None
-    """config.json of the whole model, without the part of its language model; None: the model reads
+    """config.json of the whole model, without the part of its language model. None: the model reads
     text only."""
 
     @classmethod

@@ -55,9 +55,10 @@ class SpeculatorArch:
     """A speculator, without its weights."""
 
     arch: ModelArch
-    """Of its layers; what is not its own is the model's."""
+    """Config of the speculator's layers. Values that it does not have are the model's."""
     max_drafts: int = MAX_DRAFTS
-    """Of a request in one step: it may have one head for each."""
+    """Maximum number of draft tokens of a request in one step; a speculator may have one head for
+    each."""
 
 
 def _read_eagle(file: SpeculatorFile) -> SpeculatorArch:
@@ -169,16 +170,18 @@ class SpeculatorMethod:
     class_path: str
     """module:Class of the network."""
     num_drafts: int
-    """Of a request in one step, unless the user says more or less; fewer where there are fewer
-    heads."""
+    """Number of draft tokens of a request in one step, unless the user sets it; fewer if the
+    speculator has fewer heads."""
     read: Callable[[SpeculatorFile], SpeculatorArch]
     is_decoder: bool = False
-    """config.json is that of a decoder; left out keys have the defaults of its type."""
+    """Whether config.json describes a decoder; missing keys then have the defaults of its model
+    type."""
     inner_layers: Callable[[Mapping[str, Any], int], tuple[int, ...]] | None = None
-    """Config and number of layers of the model -> layers of the model whose inputs it reads besides
-    the result; None: it reads the result alone."""
+    """Function of the config and the number of layers of the model. It returns the layers of the
+    model whose inputs the speculator reads in addition to the result. None: it reads only the
+    result."""
     has_files: bool = True
-    """It has a folder of its own; False: it is in the files of the model."""
+    """Whether the speculator has a folder of its own. False: it is in the files of the model."""
 
 
 SPECULATORS: Mapping[str, SpeculatorMethod] = {

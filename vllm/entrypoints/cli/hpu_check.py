@@ -60,7 +60,7 @@ def add_parser(
         default="",
         metavar="NAME",
         help="folder or Hugging Face name of the model whose decoder layer is checked, with random "
-        "weights. Not set: the bundled demonstration model",
+        "weights. Default: the bundled demonstration model",
     )
     return parser
 
