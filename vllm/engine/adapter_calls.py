@@ -1,4 +1,4 @@
-"""What the engines do when a caller loads, drops or pins LoRA adapters ahead of requests."""
+"""Calls of the engines that load, drop or pin LoRA adapters ahead of requests."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ def check_on(config: VllmConfig, param: str) -> None:
 
 
 def call_of(adapter: AdapterRef) -> tuple[str, str, str, int]:
-    """The arguments of the worker's `load_adapter`."""
+    """Return the arguments of the worker's `load_adapter`."""
     return adapter.name, adapter.path, adapter.key, adapter.number
 
 
@@ -41,7 +41,7 @@ def is_loaded(adapter: AdapterRef, answers: Sequence[str | None]) -> bool:
 
 
 def check_pinned(lora_id: int, answers: Sequence[bool], config: VllmConfig) -> bool:
-    """True when all workers have pinned an adapter.
+    """Return True if all workers have pinned an adapter.
 
     Raises:
         RequestError: it is not loaded, or too many are pinned.

@@ -348,7 +348,8 @@ class EngineCore(CoreCalls):
 
     @property
     def failure_fd(self) -> int | None:
-        """See `Executor.failure_fd`."""
+        """Return the file descriptor that becomes readable when a worker fails; see
+        `Executor.failure_fd`."""
         return self.executor.failure_fd
 
     def check_health(self) -> None:
@@ -363,7 +364,7 @@ class EngineCore(CoreCalls):
             self._fail("a worker", failure)
 
     def stats(self) -> SchedulerStats:
-        """Numbers of requests, use of the KV cache, and counters."""
+        """Return numbers of requests, use of the KV cache, and counters."""
         stats = self.scheduler.stats()
         num_waiting = stats.num_waiting + len(self._resources)
         running, waiting = self._resources.adapter_names(self.scheduler.running.adapters)
@@ -484,7 +485,7 @@ class EngineCore(CoreCalls):
             self._publisher.publish(events)
 
     def _close_connections(self) -> None:
-        """After a start that has failed."""
+        """Close the connections after a failed start."""
         if self._connector is not None:
             self._connector.close()
         self._close_publisher()

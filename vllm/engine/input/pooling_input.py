@@ -39,7 +39,7 @@ def refuse_generation(pooler: PoolerConfig | None) -> None:
 
 
 def require_task(pooler: PoolerConfig | None, *tasks: str) -> PoolerConfig:
-    """The pooler of the model, which must run one of these tasks; any task if none is given.
+    """Return the pooler of the model, which must run one of these tasks; any task if none is given.
 
     Raises:
         RequestError: it does not; names the right methods, or how to start the model.
@@ -61,7 +61,7 @@ def require_task(pooler: PoolerConfig | None, *tasks: str) -> PoolerConfig:
 
 
 def require_scores(pooler: PoolerConfig | None) -> PoolerConfig:
-    """The pooler of a model that can score pairs.
+    """Return the pooler of a model that can score pairs.
 
     Raises:
         RequestError: the model is neither for embeddings nor a classifier with one label.
@@ -141,7 +141,7 @@ class PoolingInput:
     def tokenize_pair(
         self, text: str, other: str, truncate_prompt_tokens: int | None = None
     ) -> TokensPrompt:
-        """Two texts as one prompt, as the tokenizer joins them for a cross-encoder.
+        """Join two texts into one prompt, as the tokenizer does for a cross-encoder.
 
         Raises:
             RequestError: one of them is not valid text, there is no tokenizer, or there is no room

@@ -1,5 +1,5 @@
-"""Checks the sampling parameters of a request against model and engine, and tokenises those that
-are text."""
+"""Checks the sampling parameters of a request against model and engine, and tokenises the
+parameters that are text."""
 
 from collections.abc import Collection, Sequence
 

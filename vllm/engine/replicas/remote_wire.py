@@ -39,7 +39,7 @@ class StartCore(msgspec.Struct, frozen=True, array_like=True):
     """Start the core."""
 
     facts: dict[str, str]
-    """What the configs of both machines have to agree on."""
+    """Settings that must be equal in the configs of both machines."""
 
 
 class CoreExited(msgspec.Struct, frozen=True, array_like=True):

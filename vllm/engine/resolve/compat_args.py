@@ -27,7 +27,7 @@ class CompatArgument:
     off: Any
     """Its default in the fork. Its type decides which values the flag accepts."""
     reason: str
-    """Why it has no effect, or why it is not available; a clause without a full stop."""
+    """Reason why it has no effect, or is not available; a clause without a full stop."""
     available: bool
     """True: accepted without effect. False: refused unless set to `off`."""
     also_off: tuple[Any, ...] = ()
@@ -71,7 +71,8 @@ _MERGE = (
 
 
 def _read_compilation(given: Any) -> Any:
-    """A level (`-O3`), a dict, its JSON, or an object of the fork; its level is checked."""
+    """Check a compilation level (`-O3`), given as a level, a dict, its JSON, or an object of the
+    fork."""
     try:
         content = json.loads(given) if isinstance(given, str) else given
     except ValueError:
@@ -229,6 +230,6 @@ def accept(name: str, value: Any) -> None:
 
 
 def describe_refusal(argument: CompatArgument, value: Any) -> str:
-    """The message that refuses an argument which is not available."""
+    """Return the message that refuses an argument which is not available."""
     reason = f"not available in this version: {argument.reason}"
     return f"{argument.name}={value!r}: {reason}. Leave it out."

@@ -25,7 +25,7 @@ _STRATEGIES: dict[str, BucketingStrategy] = {"lin": "linear", "exp": "exponentia
 
 
 def resolve_hpu_config(asked: HPUConfig, *, has_slices: bool = True) -> HPUConfig:
-    """The settings of this process.
+    """Read the settings of this process.
 
     Args:
         asked: fields with flags are kept; fields of variables are read from the environment.
@@ -79,7 +79,7 @@ def check_simulation(hpu: HPUConfig, platform: HPUPlatform) -> None:
 
 
 def fit_token_budget(config: VllmConfig, *, is_given: bool) -> VllmConfig:
-    """The config with a budget of a step that the smallest prompt bucket fits.
+    """Return the config with a token budget of a step that fits the smallest prompt bucket.
 
     A budget that nobody has given becomes that of the longest bucket: who asks for prompts of
     32,768 tokens in one launch is not to get them cut at the default.
@@ -120,7 +120,7 @@ def refuse_variables() -> None:
 
 
 def bucket_variables(settings: envs.Envs) -> tuple[tuple[str, int], ...]:
-    """The variables of linear bucketing that are set."""
+    """Return the variables of linear bucketing that are set."""
     values = ((name, getattr(settings, name)) for name in BUCKET_VARIABLES)
     return tuple((name, value) for name, value in values if value is not None)
 
@@ -174,7 +174,7 @@ def _gc_thresholds(settings: envs.Envs) -> tuple[int, ...]:
 
 
 def _profiled_launch(settings: envs.Envs) -> str | None:
-    """The launch to profile, in the form of VLLM_PT_PROFILE."""
+    """Return the forward pass to profile, in the form of VLLM_PT_PROFILE."""
     found = [settings.VLLM_PT_PROFILE] if settings.VLLM_PT_PROFILE else []
     lists = (
         ("VLLM_PROFILE_PROMPT", settings.VLLM_PROFILE_PROMPT, "prompt", 3),

@@ -1,4 +1,4 @@
-"""How the model is divided over workers, checked against the model and the device."""
+"""Divides the model over workers, and checks this against the model and the device."""
 
 from dataclasses import replace
 
@@ -15,8 +15,8 @@ _PARTITION = "VLLM_PP_LAYER_PARTITION"
 def resolve_parallel(
     asked: ParallelConfig, model: ModelConfig, device: DeviceConfig
 ) -> ParallelConfig:
-    """The sizes of the groups, with the layers of each stage, and the steps that run at the same
-    time.
+    """Return the sizes of the groups, with the layers of each stage, and the steps that run at the
+    same time.
 
     Raises:
         ConfigError: the model or another setting needs one worker or one stage.
@@ -44,8 +44,9 @@ def _stages_share_cores(parallel: ParallelConfig, device: DeviceConfig) -> bool:
     """Whether the stages of a replica run on the same cores of this machine, and read one memory.
 
     In turn, each of them has all cores, and reads each weight once for the whole batch. At the same
-    time they would read it once for each share of it: where memory sets the time, as with small
-    batches, that takes as many times longer as there are stages."""
+    time they would read it once for each part of it: where memory sets the time, as with small
+    batches, that takes as many times longer as there are stages.
+    """
     if device.device != "cpu" or parallel.distributed_executor_backend not in (None, "mp"):
         return False
     cores_of_ranks = device.bound_cores

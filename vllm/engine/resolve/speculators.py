@@ -17,8 +17,8 @@ from vllm.transformers_utils.hub import resolve_model_folder
 def find_method(
     speculative: SpeculativeConfig, platform: Platform, load: LoadConfig
 ) -> SpeculativeConfig:
-    """The settings with the method that a model without one is for, by its config.json, which is
-    read only where some method that has a model runs."""
+    """Find the method by the config.json of a model that is given without one. The file is read
+    only if some method with a model can run."""
     given = speculative.speculative_config
     if not (platform.can_run_speculators or platform.can_run_draft_models):
         return speculative
@@ -33,7 +33,7 @@ def find_method(
 def resolve_speculator(
     speculative: SpeculativeConfig, model: ModelConfig, platform: Platform, load: LoadConfig
 ) -> SpeculativeConfig:
-    """The settings with the speculator that they ask for, its weights not yet at hand; as they are
+    """Resolve the speculator that the settings ask for, without its weights; return them unchanged
     if they ask for none.
 
     Raises:
@@ -105,6 +105,6 @@ def check_speculator(config: VllmConfig) -> None:
 def _read_config(
     name: str, revision: str | None, load: LoadConfig
 ) -> tuple[Path, Mapping[str, Any]]:
-    """The folder of a speculator, and its config.json."""
+    """Return the folder of a speculator, and its config.json."""
     folder = resolve_model_folder(name, revision, load.download_dir, (), "dummy", load.hf_token)
     return folder, read_hf_config(folder, {})
