@@ -22,11 +22,12 @@ class EncoderGroup:
     """Prompts of similar length that attend in one call."""
 
     tokens: Tensor
-    """[B * L] int64: index among the T of each padded token; of padding that of the first."""
+    """[B * L] int64: index among the T of each padded token; padding has the index of the first
+    token."""
     shape: tuple[int, int]
     """B and L."""
     real: Tensor | None
-    """[tokens of the group] int64: those of the B * L that are no padding; None: all are."""
+    """[tokens of the group] int64: the ones of the B * L that are not padding; None: all are."""
     mask: Tensor | None
     """[B, 1, 1, L] bool, True for keys that are there; None: all are."""
 
@@ -39,7 +40,8 @@ class EncoderMetadata:
 
     @classmethod
     def build(cls, query_start_loc: IntArray, device: torch.device) -> "EncoderMetadata":
-        """A launch whose prompt b has the tokens query_start_loc[b] up to [b + 1]."""
+        """Make the metadata of a launch whose prompt b has the tokens query_start_loc[b] up to [b +
+        1]."""
         lens = np.diff(query_start_loc)
         order = np.argsort(lens, kind="stable")
         groups, start = [], 0
@@ -57,7 +59,7 @@ class EncoderMetadata:
         value: Tensor | None,
         stores: bool = True,
     ) -> Tensor:
-        """See `AttentionMetadata`; nothing is stored, and there is a value."""
+        """Attend within each prompt; nothing is stored, and there is a value."""
         assert value is not None
         out, scale = torch.empty_like(query), layer.options.scale_of(query.shape[-1])
         for group in self.groups:
@@ -73,7 +75,7 @@ class EncoderMetadata:
 def full_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Every query sees every key that the mask has.
+    """Attend from every query to every key that the mask allows.
 
     Args:
         query: [B, L, H, D].
@@ -92,7 +94,7 @@ def full_attention(
 
 
 def _ends(lens: IntArray) -> list[int]:
-    """Where groups of ascending lengths end: padding stays within its share.
+    """Return the ends of groups of ascending lengths, in which padding stays within its limit.
 
     >>> _ends(np.array([3, 8, 9, 9, 100]))
     [1, 4, 5]

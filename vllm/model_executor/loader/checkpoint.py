@@ -1,7 +1,8 @@
 """The tensors of a checkpoint folder, one at a time, read from disk only as far as needed.
 
 Reads safetensors (also in Mistral AI's format), GGUF and PyTorch `.bin` files. Independent of
-models. Nothing here can run code from a checkpoint: `.bin` files are unpickled with `weights_only=True`.
+models. Nothing here can run code from a checkpoint: `.bin` files are unpickled with
+`weights_only=True`.
 """
 
 import pickle
