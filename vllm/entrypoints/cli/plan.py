@@ -203,7 +203,8 @@ def _add_goals(parser: FlexibleArgumentParser) -> None:
 
 
 def _measured(path: str, device: str) -> Measured:
-    """
+    """Read measured rates.
+
     Raises:
         ConfigError: they are not the rates of such a card.
     """
@@ -301,9 +302,10 @@ def _given_flags(args: argparse.Namespace) -> list[str]:
 
 
 def _device(name: str | None) -> str:
-    """
+    """Return the device to plan for.
+
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: the device is unknown.
     """
     accepted = ", ".join(DEVICES)
     if name is None:
@@ -314,9 +316,10 @@ def _device(name: str | None) -> str:
 
 
 def _num_cards(args: argparse.Namespace) -> int:
-    """
+    """Return the number of cards.
+
     Raises:
-        ConfigError: it is no positive number, or given twice with different values.
+        ConfigError: it is not a positive integer, or is given twice with different values.
     """
     given: Any = args.num_cards
     tensor: Any = args.tensor_parallel_size
@@ -333,9 +336,10 @@ def _num_cards(args: argparse.Namespace) -> int:
 
 
 def _host_bytes(args: argparse.Namespace) -> int | None:
-    """
+    """Return the memory of the host.
+
     Raises:
-        ConfigError: it is no positive number of GiB, or the device is a card.
+        ConfigError: it is not a positive number of GiB, or the device is a card.
     """
     text: Any = args.host_memory
     if text is None:
