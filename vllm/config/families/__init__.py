@@ -1,4 +1,4 @@
-"""What is known of each family of models, for everything that needs it: one table, `FAMILIES`.
+"""The facts about each family of models, for all code that needs them: one table, `FAMILIES`.
 
 The modules of a family are in `vllm.model_executor.models`. Everything that other parts have to
 know of it is here, so that nothing else in the package asks for a `model_type` by name. Knows no

@@ -1,4 +1,4 @@
-"""One entry for each `model_type`: what is known of a family besides its modules.
+"""One entry for each `model_type`: the facts about a family other than its modules.
 
 A family that models/ has needs its names and its module here; everything else is for families that
 are not as most are.
