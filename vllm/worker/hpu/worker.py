@@ -353,7 +353,7 @@ class HPUWorker(WorkerBase):
         self.ledger.book(MemoryClass.KV_CACHE, self.ledger.left(MemoryClass.KV_CACHE))
         logger.info("Initializing cache engine took %s", allocation)
         self._warm_up = self._plan_launches(num_blocks)
-        self._graphs = SleepingGraphs(self.runner)
+        self._graphs = SleepingGraphs(self.runner, self._encoder)
         self._given_back: dict[MemoryClass, int] = {}
         drafter = None
         if self._drafter is not None:

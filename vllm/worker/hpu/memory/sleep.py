@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vllm.logger import init_logger
 from vllm.model_executor.model_memory import copy_cache_scales, replace_tensors
 from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.worker.hpu.encoder import CardEncoder
 from vllm.worker.hpu.launches.execution import GraphExecution
 from vllm.worker.hpu.launches.launches import PaddedRunner
 from vllm.worker.hpu.launches.planner import PaddedShape
@@ -129,11 +130,13 @@ class SleepingGraphs:
 
     Args:
         runner: warmed up.
+        encoder: of images or sounds; None: the model reads text only.
     """
 
-    def __init__(self, runner: PaddedRunner) -> None:
-        self._runner = runner
+    def __init__(self, runner: PaddedRunner, encoder: CardEncoder | None = None) -> None:
+        self._runner, self._encoder = runner, encoder
         self._shapes: list[PaddedShape] = []
+        self._encoder_sizes: list[int] = []
 
     def release(self) -> None:
         """Throw away all graphs, as they hold addresses of weights and cache."""
@@ -142,6 +145,10 @@ class SleepingGraphs:
             self._shapes += execution.shapes
             for shape in execution.shapes:
                 self._runner.launches.release(shape)
+        if self._encoder is not None:
+            self._encoder_sizes += self._encoder.graph_sizes
+            for size in self._encoder.graph_sizes:
+                self._encoder.release(size)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -152,6 +159,9 @@ class SleepingGraphs:
             shape = self._shapes.pop(0)
             self._runner.launches.capture(shape)
             self._runner.warm_up(shape, sampling="none")
+        while self._encoder_sizes:
+            assert self._encoder is not None
+            self._encoder.capture(self._encoder_sizes.pop(0))
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
