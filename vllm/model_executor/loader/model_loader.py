@@ -232,9 +232,9 @@ def log_dequantized(model: nn.Module) -> None:
     ]
     if names:
         logger.warning(
-            "%d quantized layers are dense in memory, as this device has no kernel for how they "
-            "are stored: %s%s. They take as much memory as unquantized ones; docs/quantization.md "
-            "says which formats stay small",
+            "%d quantized layers are dequantized in memory, as this device has no kernel for "
+            "their format: %s%s. They take as much memory as unquantized layers; "
+            "docs/quantization.md says which formats stay small",
             *(len(names), ", ".join(names[:3]), ", ..." if len(names) > 3 else ""),
         )
 

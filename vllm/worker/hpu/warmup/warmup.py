@@ -380,7 +380,7 @@ class WarmUp:
             given_up = yield step
             self._book_workspace(0 if given_up else self._needed_bytes)
             if given_up is not None:
-                logger.warning("%s is not used: %s", _name(bucket), given_up)
+                logger.warning("The bucket %s is not used: %s", _name(bucket), given_up)
                 return given_up
             self.batches.add(shape.num_rows)
             line = None
