@@ -5,6 +5,7 @@ are captured again afterwards.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from vllm.logger import init_logger
 from vllm.model_executor.model_memory import copy_cache_scales, replace_tensors
 from vllm.platforms.habana.bridge import HabanaBridge
-from vllm.worker.hpu.encoder import CardEncoder
 from vllm.worker.hpu.launches.execution import GraphExecution
 from vllm.worker.hpu.launches.launches import PaddedRunner
 from vllm.worker.hpu.launches.planner import PaddedShape
@@ -125,6 +125,23 @@ class CardCache:
         logger.info("Waking up KV cache, reinitializing it took %s", profile)
 
 
+class EncoderGraphs(Protocol):
+    """The HPU graphs of an encoder of images or sounds."""
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Return the sizes that have a graph, in the order of their capture."""
+        ...
+
+    def capture(self, size: int) -> None:
+        """Record the graph of a size."""
+        ...
+
+    def release(self, size: int) -> None:
+        """Throw the graph of a size away."""
+        ...
+
+
 class SleepingGraphs:
     """The HPU graphs of a runner that sleeps.
 
@@ -133,7 +150,7 @@ class SleepingGraphs:
         encoder: of images or sounds; None: the model reads text only.
     """
 
-    def __init__(self, runner: PaddedRunner, encoder: CardEncoder | None = None) -> None:
+    def __init__(self, runner: PaddedRunner, encoder: EncoderGraphs | None = None) -> None:
         self._runner, self._encoder = runner, encoder
         self._shapes: list[PaddedShape] = []
         self._encoder_sizes: list[int] = []
