@@ -1,4 +1,4 @@
-"""A question about an image, by the engine and by openvino-genai with the same weights, in turns.
+"""A question about an image, by the engine and by openvino-genai with the same weights, alternately.
 
     python -m benchmarks.bench_image_peer --peer-python PYTHON [--kind bf16 int8] [--rounds 5]
 
@@ -160,7 +160,7 @@ def decode_rate(found: dict[str, float]) -> float:
 
 
 def measure(kind: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Ask both engines in turns."""
+    """Ask both engines alternately."""
     requests, picture = Requests(0), folder.with_name("picture.jpg")
     engine, peer = Engine(folder, kind, args), Peer(args.peer_python, folder, kind, args.threads)
     ours, theirs = [], []
