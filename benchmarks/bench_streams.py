@@ -1,14 +1,14 @@
 """Time between the tokens of streams while prompts come, with a bound for steps and without.
 
-Two servers run on this machine, one with `--max-step-ms` as given and one with 0. Each load goes to
-one after the other, in turns that change their order:
+Two servers run on this machine, one with the given `--max-step-ms` and one with 0. Each load is sent
+to one server and then to the other; the next round begins with the other:
 
     prompts   `--streams` requests generate all the time, and long prompts come one after the other
     burst     32 requests at once, of 32 to 256 prompt tokens and 16 to 64 output tokens
     trace     requests of a CSV file, with lengths and times scaled (`--trace FILE`)
 
-Prompts are random token ids, and every request generates as many tokens as it asks for. Flags that
-are not known here go to both servers. One JSON object on stdout; figures are medians of rounds,
+Prompts are random token ids, and every request generates as many tokens as it asks for. Other flags
+are passed to both servers. One JSON object on stdout; figures are medians of rounds,
 times in milliseconds.
 
     python benchmarks/bench_streams.py --model FOLDER --dtype bfloat16
@@ -45,7 +45,7 @@ def request(rng: random.Random, num_inputs: int, num_outputs: int, vocab_size: i
 
 
 def prompts_load(args: argparse.Namespace, seed: int) -> Load:
-    """Streams from the beginning, and long prompts at even intervals."""
+    """Return streams that begin at once, and long prompts at even intervals."""
     rng = random.Random(seed)
     requests = [request(rng, 32, args.stream_len, args.vocab_size) for _ in range(args.streams)]
     times = [0.0] * args.streams
@@ -64,7 +64,7 @@ def burst_load(args: argparse.Namespace, seed: int) -> Load:
 
 
 def trace_load(args: argparse.Namespace, seed: int) -> Load:
-    """The first requests of a file, shorter and slower."""
+    """Return the first requests of a file, shorter and slower."""
     lengths = read_lengths(Path(args.trace)).part(slice(0, args.trace_requests))
     if lengths.times is None:
         sys.exit(f"--trace {args.trace}: the file has no times of requests")
@@ -85,7 +85,7 @@ LOADS = {"prompts": prompts_load, "burst": burst_load, "trace": trace_load}
 
 
 def figures(run: LoadRun) -> dict[str, float]:
-    """What a round has shown."""
+    """Return the figures of a round."""
     errors = {record.error for record in run.records} - {None}
     if errors:
         sys.exit(f"requests failed: {errors}")
