@@ -202,6 +202,11 @@ RELATIONS = [
         {"long_prefill_token_threshold": 65},
         "long_prefill_token_threshold (65) must not exceed max_model_len (64)",
     ),
+    (
+        {"max_step_ms": 100, "enable_chunked_prefill": False, "max_num_batched_tokens": 64},
+        "max_step_ms must be 0 with enable_chunked_prefill=False, got 100",
+    ),
+    ({"max_step_ms": -1}, "max_step_ms must be an integer of at least 0, got -1"),
 ]
 
 

@@ -15,6 +15,7 @@ from vllm.core.kv.cache_events import CacheEventLog
 from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.kv.state_cache import StateCache
 from vllm.core.media import EncoderCache
+from vllm.core.pacing.step_bound import StepBound
 from vllm.core.scheduler import Scheduler
 from vllm.distributed.kv_transfer import KVConnector
 from vllm.distributed.kv_transfer.choose import make_connector
@@ -120,6 +121,7 @@ class EngineCore(CoreCalls):
             media=_encoder_cache(
                 config, self.executor.max_image_embeddings, self.executor.num_item_states
             ),
+            step_bound=_step_bound(config),
         )
         self._transfer = self._make_transfer(cache)
         self._run_ahead = run_ahead or AsyncSchedulingPolicy(
@@ -521,6 +523,11 @@ def _encoder_cache(
         most_whole=limits.longest_chunk if is_whole else None,
         largest=largest,
     )
+
+
+def _step_bound(config: VllmConfig) -> StepBound | None:
+    max_ms = config.scheduler.max_step_ms
+    return StepBound(max_ms / 1e3, config.parallel.num_pipelined_steps) if max_ms else None
 
 
 def _make_connector(config: VllmConfig) -> KVConnector | None:
