@@ -121,6 +121,18 @@ class TrafficTable:
         table._cells = {key: list(cell) for key, cell in self._cells.items()}
         return table
 
+    def since(self, earlier: "TrafficTable") -> "TrafficTable":
+        """Return a table of what was counted since an earlier copy of this one.
+
+        Shapes that were forgotten meanwhile are missing.
+        """
+        table = TrafficTable(self.block_size)
+        for key, (count, seconds) in list(self._cells.items()):
+            before = earlier._cells.get(key, (0.0, 0.0))
+            if count > before[0]:
+                table._cells[key] = [count - before[0], max(0.0, seconds - before[1])]
+        return table
+
     # ---- what it has ----------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[tuple[Bucket, float, float]]:

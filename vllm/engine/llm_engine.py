@@ -154,6 +154,11 @@ class LLMEngine:
                 f"data_parallel_size={engine_args.data_parallel_size}: LLM computes in one "
                 f"process, with one replica. Leave it out, or run `vllm serve` or `vllm run-batch`"
             )
+        if engine_args.adapt_buckets:
+            raise ConfigError(
+                "adapt_buckets=True: LLM has no loop that follows the traffic of an hour. Leave it "
+                "out, or run `vllm serve`"
+            )
         began = time.monotonic()
         engine = cls.from_vllm_config(engine_args.create_engine_config())
         logger.info("ready in %.1f s: %s", time.monotonic() - began, engine.vllm_config.summary)

@@ -233,6 +233,19 @@ class Worker(WorkerForUsers, Protocol):
         None."""
         ...
 
+    def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
+        """Begin to replace the buckets of forward passes: the next steps of the warm-up run the new
+        ones, which are used from then on, and the last one takes the old ones out of use. All ranks are asked between the same two steps.
+
+        Args:
+            buckets: phase, batch, query length and blocks of each.
+
+        Returns:
+            Whether there is anything to warm up. Not while other buckets are being warmed up, nor
+            on a device without buckets.
+        """
+        ...
+
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
         """Start a step; at most one other is in flight. In a pipeline, only the result of the last
         stage has tokens."""

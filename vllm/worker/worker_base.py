@@ -159,6 +159,10 @@ class WorkerBase(ABC):
         None."""
         raise RuntimeError("no step of a warm-up has been named")
 
+    def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
+        """Return False: here there are no buckets."""
+        return False
+
     def record_tokens(self, tokens: StepTokens) -> None:
         """See `Worker.record_tokens`."""
         assert isinstance(self.runner, ModelRunner), "a pooling model samples no tokens"

@@ -31,7 +31,8 @@ _DAY_S = 86_400.0
 _POOR_PADDING = 0.05
 """Fraction of the device time above which other buckets are looked for."""
 _LEAST_GAIN = 0.03
-_LEAST_LAUNCHES = 10_000
+LEAST_LAUNCHES = 10_000
+"""Forward passes for which buckets are chosen."""
 _CHOOSING_S = 4.0
 _FIELDS = 7
 """Values of a forward pass in `RunnerStats.recent_launches`."""
@@ -236,7 +237,7 @@ class BucketAdvice:
             self._clock() < self._next
             or not totals.num_kv_blocks  # the engine is starting again
             or padded_s - needed_s <= _POOR_PADDING * padded_s
-            or self._metrics.traffic_table.num_launches < _LEAST_LAUNCHES
+            or self._metrics.traffic_table.num_launches < LEAST_LAUNCHES
         ):
             return False
         self._next = self._clock() + _DAY_S

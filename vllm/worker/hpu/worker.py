@@ -139,6 +139,8 @@ class HPUWorker(WorkerBase):
         self._warm_up: WarmUp | None = None
         self._later: deque[LaterWarmUp | IdleWarmUp] = deque()
         """The rest of the warm-up after the start."""
+        self._later_buckets: LaterWarmUp | None = None
+        """Warms up buckets after the start; None: nothing does."""
         self._has_started = False
         self._num_choices = 0
         self._slicing = config.hpu.prompt_slicing(config.scheduler.max_num_batched_tokens)
@@ -412,32 +414,53 @@ class HPUWorker(WorkerBase):
         if start is not None:
             held = held_bytes(self.config)
             self._manifest.add(start.catalog.warmed)
-            if len(start.catalog) < len(start.wanted):
-                traffic = runner.launches.traffic = TrafficTable(self.config.cache.block_size)
-                self._later.append(
-                    LaterWarmUp(
-                        self.bridge,
-                        runner,
-                        start,
-                        self.ledger,
-                        self.forecast,
-                        held,
-                        traffic,
-                        lambda bucket: self._manifest.add([bucket]),
-                    )
+            has_rest = len(start.catalog) < len(start.wanted)
+            if has_rest or hpu.adapt_buckets:
+                traffic = TrafficTable(self.config.cache.block_size)
+                self._later_buckets = LaterWarmUp(
+                    self.bridge,
+                    runner,
+                    start,
+                    self.ledger,
+                    self.forecast,
+                    held,
+                    traffic,
+                    lambda bucket: self._manifest.add([bucket]),
                 )
+                if has_rest:
+                    runner.launches.traffic = traffic
+                    self._later.append(self._later_buckets)
             if hpu.full_warmup:
                 runner.launches.execution.forbid_recompilation()
-            elif (
-                hpu.sampling_warmup == "basic"
-                and isinstance(runner, HPUModelRunner)
-                and not self.config.model.is_measured
-            ):
-                expected_s = start.estimate.expect(_SAMPLING)
-                self._later.append(IdleWarmUp(self.bridge, runner, self.ledger, held, expected_s))
+            else:
+                self._append_sampling(start.estimate.expect(_SAMPLING))
         self._warm_up = None
         self._preparation.end()
         logger.info("init_cache_engine took %s", self._preparation)
+
+    def _append_sampling(self, expected_s: float) -> None:
+        """Let the sampling be compiled that is not, once nothing else is left.
+
+        Args:
+            expected_s: seconds of a launch.
+        """
+        hpu, runner = self.config.hpu, self.runner
+        is_wanted = hpu.sampling_warmup == "basic" and not self.config.model.is_measured
+        if is_wanted and isinstance(runner, HPUModelRunner):
+            held = held_bytes(self.config)
+            self._later.append(IdleWarmUp(self.bridge, runner, self.ledger, held, expected_s))
+
+    def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
+        """Begin to warm up other buckets. Return whether there are any, as `Worker` says."""
+        later = self._later_buckets
+        if later is None or later in self._later:
+            return False
+        wanted = [Bucket(Phase(phase), *sizes) for phase, *sizes in buckets]
+        if not later.replace(wanted, keeps_prompts=self.config.hpu.merged_prefill):
+            return False
+        self._later.appendleft(later)
+        self._append_sampling(0.0)  # of new batch sizes
+        return True
 
     def _read_model(self, config: VllmConfig) -> CausalLM | PoolingModel:
         return load_model(config, self.tp, torch.device("cpu"), stage=self.stage)
