@@ -15,6 +15,8 @@ from vllm.env.others import OTHER_READERS
 from vllm.envs import Envs
 
 ROOT = Path(__file__).resolve().parents[1]
+DESIGN_PAGES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/design/*.md"))
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
 
 
 def test_the_committed_pages_are_up_to_date():
@@ -67,7 +69,7 @@ def wrong_paths(text: str, files: list[str]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md", *DESIGN_PAGES])
 def test_paths_that_a_page_names_exist(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     of_users = "`HF_HOME/gguf-metadata`"  # on the machine of a user
@@ -75,6 +77,33 @@ def test_paths_that_a_page_names_exist(page):
     assert wrong_paths(text.replace(of_users, ""), files) == []
     gone = "`vllm/no_file.py` `core/plan.no_name` `vllm/<no>_file/*.py` `sample/sampler`"
     assert sorted(wrong_paths(gone, files)) == sorted(re.findall("`(.*?)`", gone)[:3])
+
+
+def anchors_of(page: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Return the links of a page to files or headings that do not exist."""
+    broken = []
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\((?!https?:|mailto:)([^()\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        is_known = target.exists() and (not anchor or anchor in anchors_of(target.read_text()))
+        if not is_known:
+            broken.append(link)
+    return broken
+
+
+def test_links_of_pages_have_a_target(tmp_path):
+    assert {str(page): found for page in PAGES if (found := broken_links(page))} == {}
+    page = tmp_path / "page.md"
+    page.write_text("# A: b\n[1](#a-b) [2](#c) [3](page.md#a-b) [4](no.md) [5](https://x.org/y)")
+    assert broken_links(page) == ["#c", "no.md"]
 
 
 def strings_of_package() -> str:

@@ -327,9 +327,9 @@ def glossary() -> Iterator[str]:
         yield _row(term["use"], term["private"], term.get("means", ""), kinds)
 
 
-def design() -> Iterator[str]:
-    """Write the page about the design as it is, with the layers of pyproject.toml."""
-    yield from _page_with_part("design.md", "layers", _layers_of_package())
+def layers() -> Iterator[str]:
+    """Write the page about folders as it is, with the layers of pyproject.toml."""
+    yield from _page_with_part("design/layers.md", "layers", _layers_of_package())
 
 
 def quantization() -> Iterator[str]:
@@ -404,7 +404,7 @@ def _first_sentence(module: str) -> str:
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "compatibility.md": compatibility,
-    "design.md": design,
+    "design/layers.md": layers,
     "env_variables.md": env_variables,
     "engine_arguments.md": engine_arguments,
     "glossary.md": glossary,
