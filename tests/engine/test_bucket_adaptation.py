@@ -12,9 +12,9 @@ from vllm.engine.metrics.engine_metrics import EngineMetrics
 from vllm.errors import EngineDeadError
 from vllm.messages import WarmUpStats
 
-POOR = (1, 3, 1, 20, 16, 1, 2000)
-GOOD = (1, 3, 1, 20, 3, 1, 20)
-OTHER = (1, 6, 1, 40, 8, 1, 2000)
+POOR = (1, 3, 1, 20, 16, 1, 2000, 0)
+GOOD = (1, 3, 1, 20, 3, 1, 20, 0)
+OTHER = (1, 6, 1, 40, 8, 1, 2000, 0)
 
 
 class Server:

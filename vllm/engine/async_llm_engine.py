@@ -238,6 +238,9 @@ class AsyncLLM:
         if self.vllm_config.device.device == "hpu":
             self._tasks.append(asyncio.create_task(self._watch_buckets()))
         if self._traffic_file is not None:
+            name = Worker.describe_engine.__name__
+            of_replica, *_ = await self._core.calls.call(CoreCalls.call_workers, name)
+            self._traffic_file.note_engine(of_replica[0])
             self._tasks.append(asyncio.create_task(self._traffic_file.run()))
 
     async def _watch_buckets(self) -> None:

@@ -131,6 +131,9 @@ class LLMEngine:
             self._stats_log = StatsLog(self.metrics)
             if recorded is not None:
                 self._traffic_file = TrafficFile(Path(recorded), self.metrics)
+                self._traffic_file.note_engine(
+                    core.call_workers(Worker.describe_engine.__name__)[0]
+                )
                 weakref.finalize(self, self._traffic_file.write)
         self.output_processor = OutputProcessor(tokenizer, self._recorder)
         # Runs when the engine is collected or the interpreter exits, whichever comes first.

@@ -16,7 +16,7 @@ The messages here hold no tensors, so that a worker may live in another process.
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -233,9 +233,15 @@ class Worker(WorkerForUsers, Protocol):
         None."""
         ...
 
+    def describe_engine(self) -> dict[str, Any] | None:
+        """Return the fields of `cost_model.run_times.RunEngine`; None: times of forward passes say
+        nothing of the device."""
+        ...
+
     def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
-        """Begin to replace the buckets of forward passes: the next steps of the warm-up run the new
-        ones, which are used from then on, and the last one takes the old ones out of use. All ranks are asked between the same two steps.
+        """Begin to replace the buckets of forward passes. The next steps of the warm-up run the
+        new ones, which are used from then on; the last one takes the old ones out of use. All
+        ranks are asked between the same two steps.
 
         Args:
             buckets: phase, batch, query length and blocks of each.

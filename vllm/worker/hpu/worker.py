@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -29,6 +30,8 @@ from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.log_lines import num_blocks_line
 from vllm.bucketing.traffic import TrafficTable, even_traffic
 from vllm.config import VllmConfig
+from vllm.cost_model.cards import CARDS
+from vllm.cost_model.run_times import RunEngine
 from vllm.distributed import Collectives, Link, Rendezvous, TorchCollectives
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -64,6 +67,7 @@ from vllm.worker.hpu.memory.memory_forecast import MemoryForecast
 from vllm.worker.hpu.memory.memory_profile import MemoryProfile, is_out_of_memory, used_bytes
 from vllm.worker.hpu.memory.offload import choose_layers, stream_layers
 from vllm.worker.hpu.memory.sleep import CardCache, CardWeights, SleepingGraphs
+from vllm.worker.hpu.model_figures import model_figures
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.pooling_runner import HPUPoolingRunner
 from vllm.worker.hpu.speculator_runner import make_speculator_runner
@@ -449,6 +453,22 @@ class HPUWorker(WorkerBase):
         if is_wanted and isinstance(runner, HPUModelRunner):
             held = held_bytes(self.config)
             self._later.append(IdleWarmUp(self.bridge, runner, self.ledger, held, expected_s))
+
+    def describe_engine(self) -> dict[str, Any] | None:
+        """Return card and model for measured times, unless the layers are divided among stages."""
+        name, parallel = self.bridge.device_name.lower(), self.config.parallel
+        cards = [card for card in CARDS if name.startswith(card)]
+        if not cards or parallel.pipeline_parallel_size > 1:
+            return None
+        engine = RunEngine(
+            card=cards[0],
+            is_simulated=self.platform.is_simulated,
+            num_cards=parallel.world_size,
+            block_size=self.config.cache.block_size,
+            figures=model_figures(self.model, self.config),
+        )
+        described: dict[str, Any] = msgspec.to_builtins(engine)
+        return described
 
     def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
         """Begin to warm up other buckets. Return whether there are any, as `Worker` says."""
