@@ -142,7 +142,8 @@ class EngineCore(CoreCalls):
         hpu, parallel = self.config.hpu, self.config.parallel
         # Engines of an external launcher act alike, and would not read the same clock.
         is_alone = parallel.distributed_executor_backend != "external_launcher"
-        share = hpu.warm_up_share if hpu.serves_while_warming and is_alone else 0.0
+        is_loaded = hpu.serves_while_warming or hpu.adapt_buckets
+        share = hpu.warm_up_share if is_loaded and is_alone else 0.0
         return BackgroundWarmUp(self.executor.warm_up_steps(), share, hpu.warm_up_max_delay)
 
     def _make_transfer(self, cache: KVCacheManager) -> KVTransfer | None:
@@ -278,6 +279,14 @@ class EngineCore(CoreCalls):
         self._run_ahead.idle()  # no step was computed meanwhile
         if (line := self._warm_up.cold_line()) is not None:
             logger.warning(line)
+
+    def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
+        """Ask all workers, which agree, and run their parts as the rest of a warm-up."""
+        self._check_alive()
+        has_begun = all(self.executor.call(Worker.replace_buckets, buckets))
+        if has_begun:
+            self._warm_up.resume()
+        return has_begun
 
     def _save_measurements(self) -> None:
         self._has_measured = False

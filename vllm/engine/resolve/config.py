@@ -37,6 +37,7 @@ from vllm.config.load import LoadFormat
 from vllm.config.model import ModelDType, ModelImpl
 from vllm.config.quantization.quant_method import quant_method
 from vllm.engine.resolve.hpu import (
+    check_launcher,
     check_simulation,
     fit_token_budget,
     refuse_variables,
@@ -110,6 +111,7 @@ def resolve_config(settings: Mapping[str, Any], platform: Platform | None = None
     config = VllmConfig(**{field.name: values[field.name] for field in fields(VllmConfig)})
     if isinstance(platform, HPUPlatform):
         check_simulation(config.hpu, platform)
+        check_launcher(config)
         config = fit_token_budget(config, is_given=settings["max_num_batched_tokens"] is not None)
     check_speculator(config)
     if values["platform"].name == "hpu":
