@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tools import generate_docs
+from tools.messages_page import parts_of
 from vllm.env.compat import COMPAT_VARIABLES
 from vllm.env.others import OTHER_READERS
 from vllm.envs import Envs
@@ -119,8 +120,7 @@ def unknown_messages(page: str, known: str) -> list[str]:
     unknown = []
     for cell in re.findall(r"^\| ([^|]*`[^|]*) \|", page, re.MULTILINE):
         for message in re.findall(r"`([^`]+)`", cell):
-            parts = re.split(r"\.\.\.|'x'|--[xy]\b|\b[A-Z]+\b(?!_)", message)
-            if not all(part.strip(" '") in known for part in parts if len(part) > 8):
+            if not all(part.strip(" '") in known for part in parts_of(message) if len(part) > 8):
                 unknown.append(message)
     return unknown
 

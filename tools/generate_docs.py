@@ -22,6 +22,7 @@ from tests.seeds.table import compatibility as compatibility_lines  # noqa: E402
 from tests.tested_families import architectures_with  # noqa: E402
 from tools.check_prose import GLOSSARY, Glossary  # noqa: E402
 from tools.layers import Layers, module_name, read_layers  # noqa: E402
+from tools.messages_page import messages_page  # noqa: E402
 from tools.results import read_machines, result_picture, result_tables  # noqa: E402
 from tools.structure import imports_between, parse, read_sources  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
@@ -333,6 +334,12 @@ def layers() -> Iterator[str]:
     yield from _page_with_part("design/layers.md", "layers", _layers_of_package())
 
 
+def messages() -> Iterator[str]:
+    """Write the page of all errors and log lines."""
+    yield _NOTE
+    yield from messages_page(ROOT)
+
+
 def performance() -> Iterator[str]:
     """Write the page about speed as it is, with the tables of benchmarks/results.json."""
     yield from _page_with_part("performance.md", "results", result_tables(read_machines(ROOT)))
@@ -419,6 +426,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "env_variables.md": env_variables,
     "engine_arguments.md": engine_arguments,
     "glossary.md": glossary,
+    "messages.md": messages,
     "performance.md": performance,
     "performance.svg": performance_picture,
     "quantization.md": quantization,
