@@ -173,7 +173,7 @@ def test_a_peer_that_fails_is_left_alone_for_a_while_and_then_asked_again(capsys
         one.save(KEYS[:1], BLOCKS[:1])
         assert peer.fetch("model", KEYS, 30.0) == [(KEYS[0], BLOCKS[0])]
     log = capsys.readouterr().err
-    assert log.count("differ from those here") == 1 and log.count("sends KV blocks again") == 1
+    assert log.count("differ from those here") == 1 and log.count("are available again") == 1
     assert peer.fetch("model", KEYS, 30.0) == [] and not peer.is_asked
     assert "no KV blocks from the engine at 127.0.0.1:" in capsys.readouterr().err
 

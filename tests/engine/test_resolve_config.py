@@ -480,6 +480,6 @@ def test_it_is_said_once_that_sparse_attention_runs_as_dense(tmp_path, caplog, m
     resolve(model=write_model(tmp_path, **changes))
     lines = [r.getMessage() for r in caplog.records if "dense attention" in r.getMessage()]
     assert lines == [
-        f"{name} runs with dense attention: in texts of more than index_topk (512) tokens the "
-        f"original attends to some of the tokens only, so that its outputs differ there"
+        f"{name} runs with dense attention: with more than index_topk tokens (512) the original "
+        f"model attends to some of them only, so its outputs differ there"
     ]

@@ -366,8 +366,8 @@ def test_a_layer_that_no_card_has_a_form_for_is_named_in_the_log(make_card):
     with captured_log() as messages:
         log_dequantized(model)
     assert messages == [
-        "1 quantized layers are dense in memory, as this device has no kernel for how they are "
-        "stored: layer. They take as much memory as unquantized ones; docs/quantization.md says "
+        "1 quantized layers are dequantized in memory, as this device has no kernel for their "
+        "format: layer. They take as much memory as unquantized layers; docs/quantization.md says "
         "which formats stay small"
     ]
     in_order = replace(weight, groups=None)  # as bytes

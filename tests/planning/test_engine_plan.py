@@ -162,10 +162,11 @@ def check_case(seed: int, checkpoint: Callable[[str], str]) -> None:
     [
         *range(12),
         38,  # with kernels that are tried before they are used
+        192,  # latent attention whose weights become FP8
         *(
             pytest.param(seed, marks=pytest.mark.exhaustive)
             for seed in range(12, 1000)
-            if seed != 38
+            if seed not in (38, 192)
         ),
     ],
 )

@@ -280,7 +280,7 @@ class EngineCore(CoreCalls):
     def _save_measurements(self) -> None:
         self._has_measured = False
         for path in self.executor.call(Worker.save_measurements):
-            logger.info("wrote measurements to %s", path)
+            logger.info("wrote the measured ranges to %s", path)
 
     def _queue(self, request: EngineRequest) -> None:
         self._has_measured = self._is_measuring

@@ -199,7 +199,7 @@ class KVTransfer:
             self._is_mixed = True
             logger.warning(
                 "the weights have changed and the prefix cache was not emptied: no KV blocks are "
-                "saved until reset_prefix_cache"
+                "saved until reset_prefix_cache is called"
             )
         self._namespace = namespace
         self._connector.open(namespace)
@@ -230,7 +230,7 @@ class KVTransfer:
         )
         self._num_hits += num_loaded * size
         if num_loaded:
-            logger.debug("%d KV blocks of %s were loaded", num_loaded, request.request_id)
+            logger.debug("loaded %d KV blocks of %s", num_loaded, request.request_id)
 
     def _write(self, block_ids: list[int], blocks: list[BlockData]) -> bool:
         self.save_freed()
@@ -248,7 +248,7 @@ def _log_size(config: KVTransferConfig, block_bytes: int) -> None:
     """Tell what is kept, and how much of it."""
     num_blocks = int(config.kv_buffer_size / block_bytes)
     logger.info(
-        "KV blocks are kept outside of the KV cache as well: %s, %s, %.2f GB of host memory for at "
+        "KV blocks are also kept outside of the KV cache: %s, %s, %.2f GB of host memory for at "
         "most %d blocks",
         config.kv_connector,
         config.kv_role,
@@ -257,8 +257,8 @@ def _log_size(config: KVTransferConfig, block_bytes: int) -> None:
     )
     if not num_blocks:
         logger.warning(
-            "kv_transfer_config: kv_buffer_size is %d bytes and a KV block has %d: host memory "
-            "keeps none. Set a larger kv_buffer_size",
+            "kv_transfer_config: kv_buffer_size is %d bytes, and a KV block has %d: no block fits "
+            "into host memory. Set a larger kv_buffer_size",
             config.kv_buffer_size,
             block_bytes,
         )

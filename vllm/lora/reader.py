@@ -214,8 +214,8 @@ class AdapterReader:
         """Warn of an adapter of another model. It may be the same one under another name."""
         if base and self._names and PurePath(base).name not in self._names:
             logger.warning(
-                "the LoRA adapter %s was trained on %s, and this model is %s; its outputs are only "
-                "right if the weights are the same",
+                "the LoRA adapter %s was trained on %s, and this model is %s: outputs are right "
+                "only if both have the same weights",
                 folder,
                 shown(base),
                 self._names[0],
@@ -289,7 +289,7 @@ class AdapterReader:
 
         if ignored:
             logger.info(
-                "%s has %d weights of the model as well, which are ignored: %s%s",
+                "%s also has %d weights of the base model, which are ignored: %s%s",
                 *(path, len(ignored), ", ".join(ignored[:3]), ", ..." if len(ignored) > 3 else ""),
             )
 

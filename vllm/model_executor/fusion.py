@@ -94,9 +94,9 @@ def _fused(name: str, model: CausalLM, record: Callable[[], Program]) -> Program
     try:
         program = record()
     except Exception as error:  # a model may do with a symbol what only tensors can do
-        logger.debug("the %s runs module by module: %s", name, error)
+        logger.debug("the %s has no fused CPU program and runs layer by layer: %s", name, error)
         return None
-    logger.debug("the %s runs in one call", name)
+    logger.debug("the %s runs as one fused CPU program", name)
     return program
 
 

@@ -197,7 +197,9 @@ def _download(
             reason = _explain(error, revision)
             if not tries_left or type(error).__name__ not in _LOST_CONNECTIONS:
                 raise ConfigError(f"cannot get {kind} {name!r}: {reason}") from error
-            logger.warning("The download of %s goes on where it was lost: %s", name, reason)
+            logger.warning(
+                "the connection was lost; continuing the download of %s: %s", name, reason
+            )
     return Path(folder)
 
 

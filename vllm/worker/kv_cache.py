@@ -183,7 +183,7 @@ def log_states(layout: KVCacheLayout, num_rows: int, num_kept: int = 0) -> None:
     states."""
     if layout.state_bytes:
         logger.info(
-            "States: %d requests and %d prefixes, %.2f MiB each (%.2f GiB)",
+            "Mamba states: %d requests and %d prefixes, %.2f MiB each (%.2f GiB)",
             num_rows,
             num_kept,
             layout.state_bytes / 2**20,

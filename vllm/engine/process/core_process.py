@@ -176,7 +176,7 @@ class CoreLoop:
             return CallResult(call_id=message.call_id, value=encoded)
         except Exception as error:  # reported to the caller; the loop continues
             if not isinstance(error, (RequestError, CapacityError)):
-                logger.exception("call %s failed", message.name)
+                logger.exception("the call of %s failed", message.name)
             return CallResult(call_id=message.call_id, error=CallError.of(error))
 
 

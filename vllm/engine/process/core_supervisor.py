@@ -406,11 +406,11 @@ class CoreSupervisor:
                 return  # it has ended while it was called, which was noticed
             self._release_behind()
             if not self._is_stopped:
-                logger.error("the engine%s could not be started again: %s", self._suffix, error)
+                logger.error("the engine%s could not be restarted: %s", self._suffix, error)
                 is_told = isinstance(error, (ConfigError, EngineDeadError))
                 self._lose(error if is_told else EngineDeadError(repr(error)))
             return
-        logger.info("the engine%s runs again", self._suffix)
+        logger.info("the engine%s was restarted", self._suffix)
 
     async def _repeat_changes(self, core: Core | None) -> None:
         """Change a new core as the others were changed.

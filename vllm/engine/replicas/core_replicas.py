@@ -366,7 +366,11 @@ class CoreReplicas:
                     await asyncio.wait_for(self.drain(index), timeout_s)
                 except asyncio.TimeoutError:
                     num_left = len(self._running.loads[index].requests)
-                    logger.warning("replica %d is restarted: %d requests end", index, num_left)
+                    logger.warning(
+                        "restarting replica %d: %d requests did not finish in time and fail",
+                        index,
+                        num_left,
+                    )
             if replica.startup.is_ready or replica.startup.error is not None:
                 await replica.restart()
             else:
@@ -439,7 +443,7 @@ class CoreReplicas:
             for callback in self.death_callbacks:
                 callback(error)
         else:
-            logger.error("the other replicas serve on")
+            logger.error("the other replicas keep serving")
 
 
 def _latest(etas: list[float | None]) -> float | None:

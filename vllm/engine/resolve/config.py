@@ -430,8 +430,8 @@ def _read_arch(
     dense_key = family_of(arch.model_type).dense_up_to_key
     if dense_key is not None and runs_as == arch.architecture:
         logger.warning(
-            "%s runs with dense attention: in texts of more than %s (%s) tokens the original "
-            "attends to some of the tokens only, so that its outputs differ there",
+            "%s runs with dense attention: with more than %s tokens (%s) the original model "
+            "attends to some of them only, so its outputs differ there",
             arch.architecture,
             dense_key,
             arch.hf_config.get(dense_key),

@@ -125,7 +125,9 @@ def check_media_settings(arch: ModelArch, folder: Path, config: MultiModalConfig
     except SettingsError:
         raise
     except ConfigError as error:
-        logger.debug("config.json is checked once it is complete: %s", error)
+        logger.debug(
+            "config.json cannot be checked yet and is checked once it is complete: %s", error
+        )
 
 
 def _reason_for_text(

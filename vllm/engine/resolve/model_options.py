@@ -217,7 +217,7 @@ def resolve_windows(asked: ModelConfig, arch: ModelArch) -> tuple[ModelArch, int
         )
     if asked.max_model_len is None and limit < arch.derived_max_model_len:
         logger.info(
-            "max_model_len is %d, the length of the model's sliding window, and not %d "
+            "max_model_len is %d, the size of the model's sliding window, instead of %d "
             "(disable_sliding_window)",
             limit,
             arch.derived_max_model_len,

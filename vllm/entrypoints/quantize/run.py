@@ -87,7 +87,7 @@ def _settings(args: argparse.Namespace, changes: "_Changes") -> dict[str, Any]:
         kind = "float" if args.method == "fp8" else "int"
         return compressed_settings(kind, [*dense, *changes.layers.heads()])
     if dense:
-        logger.warning("%d layers stay as they are, such as %s", len(dense), dense[0])
+        logger.warning("%d layers were not quantized, for example %s", len(dense), dense[0])
     if args.method == "awq":
         return awq_settings(_grid_of(args), dense)
     return gptq_settings(_grid_of(args), args.desc_act, dense)

@@ -211,7 +211,7 @@ class _Server(uvicorn.Server):
     def _on_signal(self, signum: int) -> None:
         name = signal.Signals(signum).name
         if self._is_draining:
-            logger.warning("%s received again: ending now, without waiting for requests", name)
+            logger.warning("%s received again: stopping now, without waiting for requests", name)
             self._exit_code = 128 + signum
             self._shut_engine_down()
             self.should_exit = self.force_exit = True

@@ -114,8 +114,8 @@ class RankGroup:
                 self._start(are_copies=True)
             except OSError as error:  # no memory, where the system counts all that a copy could use
                 logger.warning(
-                    "this process cannot be copied (%s): each rank is a new interpreter, so the "
-                    "start takes a second longer",
+                    "cannot fork the workers (%s): starting new Python processes instead, which "
+                    "takes about a second longer",
                     error,
                 )
         started: Future[None] = Future()

@@ -75,7 +75,7 @@ class CPUInt8Head(Quantization):
             if isinstance(layer, ParallelLMHead) and not isinstance(layer.method, PackedTable):
                 logger.info(
                     "lm_head_quantization=int8 has no effect on %s: the checkpoint, or another "
-                    "option, quantizes it already",
+                    "setting, quantizes it already",
                     name,
                 )
 

@@ -73,7 +73,8 @@ class CPUKernels:
         functions = [find_openmp(name) for name in ("GOMP_parallel", "omp_get_thread_num")]
         if None in functions:
             logger.warning(
-                "torch uses no GNU-compatible OpenMP here: CPU kernels run on one thread"
+                "torch does not use a GNU-compatible OpenMP on this machine: CPU kernels run on "
+                "one thread"
             )
             return
         library.vllm_cpu_set_openmp(*(ctypes.cast(found, c_void_p) for found in functions))
@@ -129,7 +130,7 @@ def _load() -> CPUKernels | None:
         kernels = CPUKernels(LIBRARY_PATH)
     except OSError as error:
         reason = str(error) if LIBRARY_PATH.exists() else f"{LIBRARY_PATH} was not built"
-        logger.warning("the C++ CPU kernels are not used, torch operators run instead: %s", reason)
+        logger.warning("not using the C++ CPU kernels, torch operators run instead: %s", reason)
         return None
     wanted = envs.get().VLLM_CPU_ISA
     if wanted is not None and not kernels.set_isa(wanted):

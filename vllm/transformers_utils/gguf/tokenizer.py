@@ -121,9 +121,9 @@ def warn_of_missing_rule(model: GGUFModel) -> None:
     """Log that the metadata does not say how a text is split into words, if it should."""
     if model.metadata.get("tokenizer.ggml.model") == "gpt2" and _PRE not in model.metadata:
         logger.warning(
-            "%s has no metadata %r, which says how a text is split into words: an old tool has "
-            "converted it. The default rule is taken, as in llama.cpp, and token ids may differ "
-            "from those that the model was trained with. Convert the model again, or give "
+            "%s has no metadata %r, the rule that splits a text into words: an old tool has "
+            "converted it. The default rule of llama.cpp is used, and token ids may differ from "
+            "the token ids that the model was trained with. Convert the model again, or give "
             "--tokenizer",
             model.paths[0],
             _PRE,

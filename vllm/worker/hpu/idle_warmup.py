@@ -70,8 +70,8 @@ class IdleWarmUp:
         if given_up is not None and not self._given_up:
             self._given_up = True
             logger.warning(
-                "The idle warm-up of sampling ends: %s. What is not compiled yet compiles at its "
-                "first use.",
+                "stopped compiling sampling graphs while idle: %s. The others are compiled when a "
+                "request first needs them",
                 given_up,
             )
         if self._given_up:

@@ -301,7 +301,7 @@ class HPUWorker(WorkerBase):
             self._num_item_states = self._meeting.least("hidden states of items", count)
         self._item_bytes = num_bytes // count * self._num_item_states
         logger.info(
-            "Cross-attention: %d hidden states of images and sounds (%s)",
+            "Cross-attention cache: %d hidden states of images and sounds (%s)",
             *(self._num_item_states, format_bytes(self._item_bytes)),
         )
         return self._item_bytes
@@ -353,7 +353,7 @@ class HPUWorker(WorkerBase):
         self.ledger.book(MemoryClass.KV_CACHE, self.ledger.left(MemoryClass.KV_CACHE))
         logger.info("Initializing cache engine took %s", allocation)
         self._warm_up = self._plan_launches(num_blocks)
-        self._graphs = SleepingGraphs(self.runner)
+        self._graphs = SleepingGraphs(self.runner, self._encoder)
         self._given_back: dict[MemoryClass, int] = {}
         drafter = None
         if self._drafter is not None:
@@ -687,7 +687,7 @@ class HPUWorker(WorkerBase):
             )
         else:
             logger.info(
-                "Ready after all %d buckets, as --first-buckets is %d",
+                "Ready: all %d buckets are warmed up, as --first-buckets is %d",
                 num_wanted,
                 hpu.first_buckets,
             )

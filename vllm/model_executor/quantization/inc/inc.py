@@ -192,7 +192,7 @@ class Inc(Quantization):
         assert source is not None
         if source.find(name) is not None:
             return True
-        logger.info("%s stays as it is: %s has no numbers for it", name, source.path)
+        logger.info("%s is not quantized: %s has no scales for it", name, source.path)
         return False
 
     def _round(self, name: str, weight: Tensor) -> Fp8Weight:
@@ -304,7 +304,7 @@ class Inc(Quantization):
         try:
             write_file(self._scale_path, self._used, "Scale")
         except ConfigError as error:
-            logger.warning("scales are computed at each start: %s", error)
+            logger.warning("computing scales at each start, as they cannot be saved: %s", error)
 
 
 def _largest(name: str, weight: Tensor) -> float:

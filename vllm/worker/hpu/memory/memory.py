@@ -106,7 +106,10 @@ def divide_memory(
     split = _split(config, free_bytes - launch_bytes)
     has_bytes = config.cache.kv_cache_memory_bytes is not None
     if has_bytes:
-        logger.info("kv_cache_memory_bytes decides about the KV cache, not the share")
+        logger.info(
+            "the KV cache has the size of kv_cache_memory_bytes; gpu_memory_utilization has no "
+            "effect on it"
+        )
     utilization, reserved = config.cache.gpu_memory_utilization, _graph_share(config)
     logger.info(memory_split_line(split, utilization, reserved))
     uses = (

@@ -205,7 +205,7 @@ class LaterWarmUp:
                     booked = self._graph_bytes.pop(part.shape, 0)
                     self._ledger.release(_GRAPHS[other.phase], booked)
             del self._left[other]
-        logger.warning("%d of the other buckets are left out: %s", len(lost), reason)
+        logger.warning("%d of the other buckets cannot be used: %s", len(lost), reason)
 
     # ---- what comes next ------------------------------------------------------------------
 
