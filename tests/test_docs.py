@@ -5,11 +5,13 @@ import shutil
 import subprocess
 import sys
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tools import generate_docs
+from tools.messages_page import parts_of
 from vllm.env.compat import COMPAT_VARIABLES
 from vllm.env.others import OTHER_READERS
 from vllm.envs import Envs
@@ -47,24 +49,25 @@ def test_a_page_that_differs_is_named(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().err == message
 
 
-def files_of_tree() -> list[str]:
-    """Return the files and folders that pages may name, relative to the repository."""
+@cache
+def files_of_tree() -> str:
+    """Return the files and folders that pages may name, relative to the repository, one a line."""
     folders = ("vllm", "gaudi_sim", "csrc", "tests", "docs", "tools", "benchmarks")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*")]
-    return [*folders, *(str(path.relative_to(ROOT)) for path in found)]
+    return "\n".join([*folders, *(str(path.relative_to(ROOT)) for path in found)])
 
 
-def wrong_paths(text: str, files: list[str]) -> list[str]:
+def wrong_paths(text: str) -> list[str]:
     """Return the paths in backticks that no file has. A path may leave out its beginning and the
     ending .py, have `<name>` or `*` for a name, or end with a name of its module: `a/b.Name`."""
     wrong = []
     for path in set(re.findall(r"`([\w.<>*-]+/[\w.<>*/-]*)`", text)):
-        pattern = re.sub(r"<\w+>|\\\*", "[^/]*", re.escape(path.rstrip("/")))
-        if any(re.search(rf"(^|/){pattern}(\.\w+)?$", file) for file in files):
+        pattern = re.sub(r"<\w+>|\\\*", "[^/\n]*", re.escape(path.rstrip("/")))
+        if re.search(rf"(^|/){pattern}(\.\w+)?$", files_of_tree(), re.MULTILINE):
             continue
         module, _, name = path.rpartition(".")
-        places = [file for file in files if f"/{file}".endswith(f"/{module}.py")]
-        if not any(re.search(rf"(class|def) {name}\b", (ROOT / p).read_text()) for p in places):
+        files = re.findall(rf"^(?:.*/)?{re.escape(module)}\.py$", files_of_tree(), re.MULTILINE)
+        if not any(re.search(rf"(class|def) {name}\b", (ROOT / f).read_text()) for f in files):
             wrong.append(path)
     return wrong
 
@@ -73,10 +76,9 @@ def wrong_paths(text: str, files: list[str]) -> list[str]:
 def test_paths_that_a_page_names_exist(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     of_users = "`HF_HOME/gguf-metadata`"  # on the machine of a user
-    files = files_of_tree()
-    assert wrong_paths(text.replace(of_users, ""), files) == []
+    assert wrong_paths(text.replace(of_users, "")) == []
     gone = "`vllm/no_file.py` `core/plan.no_name` `vllm/<no>_file/*.py` `sample/sampler`"
-    assert sorted(wrong_paths(gone, files)) == sorted(re.findall("`(.*?)`", gone)[:3])
+    assert sorted(wrong_paths(gone)) == sorted(re.findall("`(.*?)`", gone)[:3])
 
 
 def anchors_of(page: str) -> set[str]:
@@ -118,8 +120,7 @@ def unknown_messages(page: str, known: str) -> list[str]:
     unknown = []
     for cell in re.findall(r"^\| ([^|]*`[^|]*) \|", page, re.MULTILINE):
         for message in re.findall(r"`([^`]+)`", cell):
-            parts = re.split(r"\.\.\.|'x'|--[xy]\b|\b[A-Z]+\b(?!_)", message)
-            if not all(part.strip(" '") in known for part in parts if len(part) > 8):
+            if not all(part.strip(" '") in known for part in parts_of(message) if len(part) > 8):
                 unknown.append(message)
     return unknown
 
