@@ -373,7 +373,7 @@ def test_without_its_windows_a_model_is_as_long_as_the_smallest(tmp_path):
     assert shorter.scheduler.max_model_len == 32
     with pytest.raises(ConfigError) as failure:
         resolve(model=model, disable_sliding_window=True, max_model_len=65)
-    assert str(failure.value).startswith("max_model_len (65) is more than the 64 tokens of the")
+    assert str(failure.value).startswith("max_model_len (65) must be at most 64, the size of the")
     assert str(failure.value).endswith("to 64, or leave disable_sliding_window out")
 
 

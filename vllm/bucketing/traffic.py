@@ -110,9 +110,9 @@ class TrafficTable:
         """
         if other.block_size != self.block_size:
             raise ConfigError(
-                f"traffic of blocks of {other.block_size} tokens cannot be added to traffic of "
-                f"blocks of {self.block_size} tokens. Record it again with --block-size "
-                f"{self.block_size}."
+                f"cannot add traffic that was recorded with blocks of {other.block_size} tokens "
+                f"to traffic with blocks of {self.block_size} tokens. Record it again with "
+                f"--block-size {self.block_size}."
             )
         self.num_forgotten += other.num_forgotten
         for key, (count, seconds) in list(other._cells.items()):

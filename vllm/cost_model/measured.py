@@ -136,7 +136,7 @@ def read_measured(path: Path, card: str) -> Measured:
     measured_card = data.get("card") if run is None else run.engine.card
     if measured_card != card:
         raise ConfigError(
-            f"{path} has the rates of a {measured_card}, and the plan is for a {card}: measure "
+            f"{path} has the rates of a {measured_card}, but the plan is for a {card}: measure "
             f"a {card}, or leave --measured out"
         )
     if run is not None:

@@ -1,4 +1,4 @@
-"""What an engine core can be asked for besides requests: the one table of its calls.
+"""The table of all calls of an engine core, apart from requests.
 
 Each method of `CoreCalls` is an entry: its name, arguments, result and docstring. `EngineCore` has
 these methods. `LLMEngine` calls them in its own process, `AsyncLLM` by a message to each core.

@@ -154,8 +154,8 @@ class EngineCore(CoreCalls):
             self.executor.shutdown()
             self._close_connections()
             raise ConfigError(
-                "kv_transfer_config: this model has layers with sliding windows, whose blocks "
-                "are not kept outside of the KV cache. Leave it out"
+                "kv_transfer_config is not supported for models with sliding-window layers, whose "
+                "blocks are not kept outside of the KV cache. Leave it out"
             )
         return KVTransfer(connector, cache, self.executor)
 
@@ -359,7 +359,8 @@ class EngineCore(CoreCalls):
 
     @property
     def failure_fd(self) -> int | None:
-        """See `Executor.failure_fd`."""
+        """Return the file descriptor that becomes readable when a worker fails; see
+        `Executor.failure_fd`."""
         return self.executor.failure_fd
 
     def check_health(self) -> None:
@@ -374,7 +375,7 @@ class EngineCore(CoreCalls):
             self._fail("a worker", failure)
 
     def stats(self) -> SchedulerStats:
-        """Numbers of requests, use of the KV cache, and counters."""
+        """Return numbers of requests, use of the KV cache, and counters."""
         stats = self.scheduler.stats()
         num_waiting = stats.num_waiting + len(self._resources)
         running, waiting = self._resources.adapter_names(self.scheduler.running.adapters)
@@ -416,8 +417,8 @@ class EngineCore(CoreCalls):
         num_requests = self.scheduler.num_unfinished_requests + len(self._resources)
         if num_requests:
             raise CapacityError(
-                f"the engine cannot sleep while requests run or wait (now {num_requests}): let "
-                f"them end, or abort them, and call sleep again",
+                f"the engine cannot sleep while requests run or wait (now {num_requests}): wait "
+                "until they finish, or abort them, and call sleep again",
                 status=409,
             )
         while self._in_flight:  # wait for steps whose requests have all left
@@ -495,7 +496,7 @@ class EngineCore(CoreCalls):
             self._publisher.publish(events)
 
     def _close_connections(self) -> None:
-        """After a start that has failed."""
+        """Close the connections after a failed start."""
         if self._connector is not None:
             self._connector.close()
         self._close_publisher()

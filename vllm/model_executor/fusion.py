@@ -106,7 +106,9 @@ def _recording(recorder: Recorder) -> Iterator[None]:
     with _lock, torch.inference_mode():
         before = get_ops()
         if type(before) is not CPUOps:
-            raise NotFusibleError(f"the operators are {type(before).__name__}")
+            raise NotFusibleError(
+                f"recording needs the operators of the CPU (CPUOps), got {type(before).__name__}"
+            )
         set_ops(recorder)
         try:
             yield

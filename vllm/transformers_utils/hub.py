@@ -104,7 +104,7 @@ def resolve_adapter_folder(name: str) -> Path:
     if path.is_dir():
         return path.resolve()
     if path.exists() or _looks_like_path(name):
-        raise ConfigError(f"{name} is no folder")
+        raise ConfigError(f"{name} is not a folder")
     return _download_adapter(name)
 
 

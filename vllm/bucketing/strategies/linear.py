@@ -185,6 +185,6 @@ def linear_decode_buckets(settings: BucketSettings) -> list[Bucket]:
 
 def _no_buckets(batch: BucketRange, size: BucketRange, label: str) -> ConfigError:
     return ConfigError(
-        f"No buckets could be captured with following config (min, step, max_warmup): "
+        "No buckets could be captured with the following config (min, step, max_warmup): "
         f"bs:{batch}, {label}:{size}"
     )

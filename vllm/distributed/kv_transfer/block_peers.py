@@ -220,7 +220,7 @@ class BlockPeer:
                 if kind == OTHER_NAMESPACE:
                     raise PeerError(
                         "its model, weights, or layout of the KV cache (dtype, block_size, "
-                        "tensor_parallel_size) differ from those here"
+                        "tensor_parallel_size) differ from this engine's"
                     )
                 if kind != BLOCK:
                     raise PeerError("it is not an engine of this version with a TCPConnector")
@@ -228,7 +228,7 @@ class BlockPeer:
                 if num_bytes > self._max_bytes:
                     return
                 if size > most_bytes:
-                    raise PeerError("it sent a block of another size")
+                    raise PeerError("it sent a block of an unexpected size")
                 block = parse(key, read_exactly(read, size))
                 if block is None:
                     raise PeerError("it sent a damaged block")

@@ -1,5 +1,5 @@
-"""The metrics of an engine of several replicas: each replica's own, and sums where one number is
-wanted."""
+"""The metrics of an engine of several replicas: each replica's own, and sums for readers that want
+one value."""
 
 from collections.abc import Callable, Reversible, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,8 @@ _Counters = TypeVar("_Counters", MediaStats, RunnerStats, TransferStats)
 
 
 class ReadableMetrics(Protocol):
-    """What logs and pages read: of one replica or of all together; see `EngineMetrics`."""
+    """The metrics that logs and pages read, of one replica or of all together; see
+    `EngineMetrics`."""
 
     @property
     def model_name(self) -> str: ...
@@ -71,8 +72,8 @@ class ReadableMetrics(Protocol):
 
 @dataclass(frozen=True)
 class ReplicaMetrics:
-    """See `ReadableMetrics`. Every sample on the page of metrics has the label `engine`, the index
-    of its replica."""
+    """The metrics of several replicas. Every sample on the page of metrics has the label `engine`,
+    the index of its replica."""
 
     replicas: Sequence[EngineMetrics]
     """At least one."""
@@ -139,7 +140,7 @@ class ReplicaMetrics:
         return add_times(*(replica.bucket_times for replica in self.replicas))
 
     def rates(self) -> Rates:
-        """Tokens of each second, of all replicas."""
+        """Return the tokens of each second, of all replicas."""
         every = [replica.rates() for replica in self.replicas]
         prompt, generation = zip(*every, strict=True)
         return Rates(
@@ -148,7 +149,7 @@ class ReplicaMetrics:
         )
 
     def metric_sets(self) -> list[AnyMetrics]:
-        """All metrics, for exposition."""
+        """Return all metrics, for exposition."""
         every = [replica.metric_sets() for replica in self.replicas]
         sets: list[AnyMetrics] = [MergedMetrics(parts) for parts in zip(*every, strict=True)]
         media = self.read_media()
@@ -158,7 +159,7 @@ class ReplicaMetrics:
 
 
 def sum_stats(every: Sequence[SchedulerStats]) -> SchedulerStats:
-    """Statistics of several replicas as those of one: sums, and the share of all blocks in use.
+    """Combine the statistics of several replicas: sums, and the fraction of all blocks in use.
 
     Args:
         every: at least one.

@@ -397,7 +397,7 @@ def _resolve_model(
 
 
 def _metadata_folder(name: str, revision: str | None, load: LoadConfig) -> Path:
-    """The folder of a model, with everything but weights."""
+    """Return the folder of a model, with everything but weights."""
     return resolve_model_folder(name, revision, load.download_dir, (), "dummy", load.hf_token)
 
 
@@ -442,7 +442,7 @@ def _read_arch(
 
 
 def model_name(asked: ModelConfig) -> str:
-    """Folder or hub name of the model."""
+    """Return the folder or hub name of the model."""
     return asked.model or str(BUNDLED_MODEL)
 
 
@@ -502,7 +502,7 @@ def _class_of(architecture: str, model_impl: ModelImpl, raw: Mapping[str, Any]) 
 
 
 def _resolve_tokenizer(asked: ModelConfig, load: LoadConfig, folder: Path) -> str | None:
-    """The folder of the tokenizer, or None without a tokenizer."""
+    """Return the folder of the tokenizer, or None without a tokenizer."""
     if asked.skip_tokenizer_init:
         return None
     if asked.tokenizer is None and asked.tokenizer_revision in (None, asked.revision):
@@ -528,7 +528,8 @@ def _resolve_dtype(asked: ModelConfig, arch: ModelArch) -> ModelDType:
 
 
 def _allow_long_positions(max_model_len: int | None, arch: ModelArch) -> ModelArch:
-    """The model with positions up to `max_model_len`, if VLLM_ALLOW_LONG_MAX_MODEL_LEN is set.
+    """Return the model with positions up to `max_model_len`, if VLLM_ALLOW_LONG_MAX_MODEL_LEN is
+    set.
 
     Unchanged if that is impossible: a learned position embedding has a fixed number of rows, and
     the length of yarn follows from its factor.
@@ -553,7 +554,7 @@ def _allow_long_positions(max_model_len: int | None, arch: ModelArch) -> ModelAr
 
 
 def resolve_max_model_len(asked: ModelConfig, arch: ModelArch) -> int:
-    """The requested length, or the model's maximum.
+    """Return the requested length, or the model's maximum.
 
     Raises:
         ConfigError: the model supports fewer tokens.

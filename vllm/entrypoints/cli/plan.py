@@ -35,9 +35,11 @@ def add_parser(
 
     parser = subparsers.add_parser(
         "plan",
-        description="Show the memory, the buckets and the warm-up of a model on a device, which "
-        "this machine may lack. Reads only config.json, or the header of a GGUF file. Takes the "
-        "flags of 'vllm serve'.",
+        description=(
+            "Show the memory, the buckets and the warm-up of a model on a device, which does not "
+            "have to be in this machine. Reads only config.json, or the header of a GGUF file. "
+            "Takes the flags of 'vllm serve'."
+        ),
         usage="vllm plan MODEL --device gaudi2|gaudi3|cpu [flags]",
         conflict_handler="resolve",
     )
@@ -47,7 +49,7 @@ def add_parser(
     group.add_argument(
         "--num-cards",
         metavar="N",
-        help="number of cards that divide each layer; the same as --tensor-parallel-size",
+        help="number of cards over which each layer is split; the same as --tensor-parallel-size",
     )
     group.add_argument(
         "--host-memory",
@@ -195,12 +197,12 @@ def _add_goals(parser: FlexibleArgumentParser) -> None:
         "goals, the largest --max-num-seqs for these cards, and the command that serves the model "
         "in this way.",
     )
-    group.add_argument("--goal-ttft", type=float, metavar="MS", help="largest time to first token")
+    group.add_argument("--goal-ttft", type=float, metavar="MS", help="maximum time to first token")
     group.add_argument(
-        "--goal-tpot", type=float, metavar="MS", help="largest time per output token"
+        "--goal-tpot", type=float, metavar="MS", help="maximum time per output token"
     )
     group.add_argument(
-        "--goal-tokens-per-s", type=float, metavar="N", help="fewest output tokens per second"
+        "--goal-tokens-per-s", type=float, metavar="N", help="minimum output tokens per second"
     )
     for name, default in _LENGTHS.items():
         group.add_argument(
@@ -260,7 +262,7 @@ def _search(
     sizes = {name: _LENGTHS[name] if size is None else size for name, size in given.items()}
     for name, size in sizes.items():
         if size < 1:
-            raise ConfigError(f"--{name}-len is {size}, and must be at least 1")
+            raise ConfigError(f"--{name}-len must be at least 1, got {size}")
 
     def make_plan(num_cards: int, max_num_seqs: int | None) -> "EnginePlan":
         changes: dict[str, Any] = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}

@@ -68,8 +68,7 @@ def add_arguments(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     group.add_argument(
         "--fail-on-error",
         action="store_true",
-        help="end with the exit code 1 if a request fails (default: 0, because its error is in the "
-        "output)",
+        help="exit with code 1 if a request fails (default: 0, because its error is in the output)",
     )
     return parser
 

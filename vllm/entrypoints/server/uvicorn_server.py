@@ -82,7 +82,7 @@ def _bind_unix(path: str) -> socket.socket:
         if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
             with socket.socket(socket.AF_UNIX) as probe:
                 if probe.connect_ex(path) == 0:
-                    raise OSError("another server listens there")
+                    raise OSError("another server uses this port")
             os.unlink(path)  # left behind by a killed server
         listener.bind(path)
     except OSError as error:

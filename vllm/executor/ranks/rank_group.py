@@ -227,7 +227,7 @@ class RankGroup:
                 raise TimeoutError(text)
             if stopped := [each.name for each in late if each.is_stopped]:
                 raise RankError(
-                    f"{', '.join(stopped)} is stopped (SIGSTOP), and has not answered {method} "
+                    f"{', '.join(stopped)} is stopped (SIGSTOP), and did not answer {method} "
                     f"within {look_s} s"
                 )
             warn_of_wait(logger, method, ranks, look_s)

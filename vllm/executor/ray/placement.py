@@ -120,8 +120,8 @@ def _reserve(ray: Any, bundles: list[dict[str, float]], strategy: str, timeout_s
     ray.util.remove_placement_group(group)
     raise ConfigError(
         f"distributed_executor_backend='ray': {wanted} were not free in the Ray cluster within "
-        f"{timeout_s:.0f} s, what the wait for machines has left of distributed_timeout_s. End "
-        f"what uses them (`ray status` shows it), or raise distributed_timeout_s"
+        f"{timeout_s:.0f} s, the rest of distributed_timeout_s. Stop the jobs that use them (`ray "
+        "status` lists them), or raise distributed_timeout_s"
     )
 
 

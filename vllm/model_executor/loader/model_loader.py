@@ -139,9 +139,9 @@ def load_speculator(
         folder = Path(config.model.resolved_path)
         if (folder / shard_name(0)).exists():
             raise WeightLoadError(
-                f"{folder} has the files of ranks (tools/save_sharded_state.py), which do not have "
-                "the weights of its speculator. Load the whole checkpoint, without --load-format "
-                "sharded_state, or leave --speculative-config out"
+                f"{folder} has the checkpoint files of ranks (tools/save_sharded_state.py), which "
+                "do not contain the weights of its speculator. Load the whole checkpoint, "
+                "without --load-format sharded_state, or leave --speculative-config out"
             )
         files = speculator_class.find_files(folder, config.load.load_format)
         names = frozenset(name for name, _ in iterate_tensors(files, show_progress=False))
@@ -251,8 +251,8 @@ def _check_size(num_bytes: int, files: Sequence[Path]) -> None:
     if num_bytes > max(_SMALL_BYTES, _LARGEST_RATIO * in_files):
         raise WeightLoadError(
             f"a model of the sizes in config.json has {num_bytes / 2**30:.4g} GiB of weights, but "
-            f"the files of the checkpoint have {in_files / 2**30:.4g} GiB. Is config.json that of "
-            f"another model, or are files missing?"
+            f"the files of the checkpoint have {in_files / 2**30:.4g} GiB. Does config.json "
+            "belong to a different model, or are files missing?"
         )
 
 

@@ -657,9 +657,9 @@ class HPUWorker(WorkerBase):
             text = f"no memory for {what}: the card has {total}. {division(uses)}, or {settings}"
             return ConfigError(text)
         return ConfigError(
-            f"no memory for {what}: the card has {total}, of which weights in "
-            f"{self.config.model.dtype_name} come first. Use a smaller model or dtype, keep some "
-            f"of the weights on the host (--cpu-offload-gb, with --enforce-eager), {more}or "
+            f"no memory for {what}: the card has {total}, and the weights in "
+            f"{self.config.model.dtype_name} are loaded first. Use a smaller model or dtype, keep "
+            f"some of the weights on the host (--cpu-offload-gb, with --enforce-eager), {more}or "
             f"{settings}"
         )
 

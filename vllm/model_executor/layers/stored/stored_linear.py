@@ -111,7 +111,7 @@ class StoredLinear(KeepsPacked, LinearMethod):
 
     def stored_tensors(self) -> dict[str, StoredTensor]:
         """How the checkpoint stores the parameters, by their names."""
-        raise NotImplementedError(f"{type(self).__name__} loads its tensors itself")
+        raise NotImplementedError(f"{type(self).__name__} must define how its tensors are loaded")
 
     def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
         """A checkpoint tensor in the dimensions of its parameter, before a part of it is picked.
@@ -210,7 +210,10 @@ class StoredHead(EmbeddingMethod):
         return found
 
     def embed(self, layer: VocabParallelEmbedding, ids: Tensor) -> Tensor:
-        raise AssertionError("no rows of an output head are looked up: it is not tied")
+        raise AssertionError(
+            "this output head is not tied to the token embeddings, so it cannot be used to look "
+            "up tokens"
+        )
 
     def multiply(self, layer: VocabParallelEmbedding, hidden_states: Tensor) -> Tensor:
         logits: Tensor = self.linear.apply(layer, hidden_states, None)

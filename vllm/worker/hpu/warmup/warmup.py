@@ -473,8 +473,8 @@ class WarmUp:
         found = shrink_launches(self.wanted.without([bucket]), self.limits, self._given_up)
         if found is None:
             raise ConfigError(
-                f"no memory for any {bucket.phase!s}, {_name(bucket)} being the last that was "
-                f"tried. Lower --gpu-memory-utilization "
+                f"out of device memory: no {bucket.phase!s} bucket fits, not even the last one "
+                f"tried, {_name(bucket)}. Lower --gpu-memory-utilization "
                 f"({self._config.cache.gpu_memory_utilization}), which sizes the KV cache, or "
                 f"--max-model-len ({self._config.scheduler.max_model_len})"
             )
