@@ -1,5 +1,5 @@
-"""What quantized weights are in the memory of a simulated card, and which operators multiply them,
-against the table of docs/quantization.md. Each format is a tiny model, all in one process."""
+"""What quantized weights are in the memory of a simulated card, and which operators multiply
+them, against the table of docs/quantization_tables.md. Formats are tiny models, in one process."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ from vllm.ops.stored_weight import GroupedWeight
 from vllm.platforms.habana.operators import QuantizedKernels
 from vllm.transformers_utils.gguf.folder import unpack
 
-PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"
+PAGE = Path(__file__).parents[2] / "docs" / "quantization_tables.md"
 OPERATORS = {
     "cast_to_fp8": "cast_to_fp8_v2",
     "fp8_gemm": "fp8_gemm_v2",

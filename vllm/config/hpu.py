@@ -111,6 +111,11 @@ class HPUConfig:
     warm_up_max_delay: float = 1.0
     """Seconds that one part of the warm-up may delay a step of a busy server. Parts that are
     predicted to take longer wait until there are no requests."""
+    adapt_buckets: bool = False
+    """Let a server follow its traffic: when other buckets, --num-buckets of prompts and as many of
+    decodes, would have saved more than 3 % of the device time of an hour, they are warmed up
+    between steps (within --warm-up-share and --warm-up-max-delay), and then replace the present
+    ones. A log line says so before, and another one after."""
     recipe_cache: str | None = _variable("PT_HPU_RECIPE_CACHE_CONFIG")
     """Folder of compiled recipes, and settings of the bridge for it."""
     graph_reserved_mem: float = _variable("VLLM_GRAPH_RESERVED_MEM")
@@ -180,6 +185,15 @@ class HPUConfig:
                 "ready_when='first' contradicts VLLM_FULL_WARMUP=true, with which nothing is "
                 "warmed up after the start: leave out one of them"
             )
+        for name, is_set in (
+            ("VLLM_FULL_WARMUP", self.full_warmup),
+            ("VLLM_SKIP_WARMUP", self.skip_warmup),
+        ):
+            if self.adapt_buckets and is_set:
+                raise ConfigError(
+                    f"adapt_buckets=True contradicts {name}=true, with which nothing is warmed up "
+                    f"after the start: leave out one of them"
+                )
         _ = self.multimodal_buckets
 
     @property

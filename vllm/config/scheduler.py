@@ -32,6 +32,13 @@ class SchedulerConfig:
     prompts are slow, as for large models on few cores, a smaller value gives earlier first tokens.
     Default: 2048 on cpu and 8192 on hpu, or max_model_len when chunked prefill is off."""
 
+    max_step_ms: int | None = field(default=None, metadata={"auto": True})
+    """While requests generate, plan each step with prompt tokens to take at most so many
+    milliseconds, by the measured times of earlier steps: no request waits much longer for its next
+    token. Prompts run at full speed while no request generates. 0: no bound. Not set: 300 on cpu;
+    0 on hpu, where the buckets decide how long a step is, without chunked prefill, and with
+    distributed_executor_backend=external_launcher."""
+
     enable_chunked_prefill: bool = True
     """Split a prompt over several steps if it does not fit into the token budget of a step."""
 
@@ -78,6 +85,14 @@ class SchedulerConfig:
             "num_scheduler_steps",
         )
         check_at_least(self, 0, "long_prefill_token_threshold", "max_draft_tokens", "max_loras")
+        if self.max_step_ms is not None:
+            check_at_least(self, 0, "max_step_ms")
+        if self.max_step_ms and not self.enable_chunked_prefill:
+            raise ConfigError(
+                f"max_step_ms must be 0 with enable_chunked_prefill=False, got "
+                f"{self.max_step_ms}: a step can be kept short only if prompts may be divided. "
+                f"Leave max_step_ms out, or turn chunked prefill on"
+            )
         check_one_of(self, "scheduling_policy", ("fcfs", "priority"))
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(

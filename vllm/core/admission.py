@@ -96,13 +96,16 @@ class Admission:
                 continue
             shared = self._cache.find_prefix(request)
             want = len(request.token_ids) - self._cache.num_tokens_in(shared)
-            num_tokens = min(want, plan.budget, chunk_limit)
+            start = len(request.token_ids) - want
+            most = num_tokens = min(want, plan.budget, chunk_limit)
+            if plan.prompt_budget is not None:
+                num_tokens = plan.prompt_budget.most(start, most)
             media = MediaPlan()
             if request.spec.media and self._media is not None:
-                start = len(request.token_ids) - want
+                num_tokens = self._media.with_whole_item(request, start, num_tokens, most)
                 num_tokens = self._media.limit(request, start, num_tokens, media)
-                if not num_tokens:
-                    break
+            if not num_tokens:
+                break
             is_partial = num_tokens < want
             is_long = is_partial and len(request.token_ids) > chunk_limit
             if is_partial and not (
@@ -126,6 +129,8 @@ class Admission:
             num_partial += is_partial
             num_long += is_long
             plan.budget -= num_tokens
+            if plan.prompt_budget is not None:
+                plan.prompt_budget.spend(start, num_tokens)
             counts.append(num_tokens)
             self._enter(waiting.pop(), shared, num_tokens, plan)
         for request in passed_over:

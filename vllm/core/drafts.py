@@ -4,7 +4,6 @@ A step samples after each draft; what was sampled is the output, up to the first
 its draft. So a wrong draft costs time and never changes an output.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -70,8 +69,6 @@ class DraftPlanner:
         self._source = source
         self._running = running
         self._cache = cache
-        self._clock = time.perf_counter
-        self._last_result = 0.0
         self._num_fruitless = 0
         """Steps in a row for which nobody had drafts, or nobody was asked."""
         self._is_declined = False
@@ -79,9 +76,9 @@ class DraftPlanner:
         self._were_declined = False
         """Whether the last step for which drafts were looked for had none. It also applies to the
         following steps, for which no drafts are looked for."""
-        self._started: dict[int, tuple[int, int, bool, float]] = {}
-        """Steps of decodes in flight: step id -> numbers of tokens and rows, whether some are
-        replayed, and when it was started."""
+        self._started: dict[int, tuple[int, int, bool]] = {}
+        """Steps of decodes in flight: step id -> numbers of tokens and rows, and whether some are
+        replayed."""
 
     def add(self, plan: Plan, num_reserved: int) -> None:
         """Add drafts to the decodes of a plan, within the budget and the free blocks that are left:
@@ -188,25 +185,20 @@ class DraftPlanner:
         num_rows, total = len(tokens.num_scheduled), int(tokens.num_scheduled.sum())
         if total == num_rows + sum(map(len, plan.drafts.values())):
             has_replays = tokens.num_replayed is not None
-            self._started[step_id] = total, num_rows, has_replays, self._clock()
+            self._started[step_id] = total, num_rows, has_replays
             self.control.num_declined_steps += self._is_declined
 
-    def record(self, step: Step, counts: IntArray | None) -> None:
+    def record(self, step: Step, counts: IntArray | None, seconds: float) -> None:
         """Count the result of a step.
 
         Args:
             step: n rows.
             counts: [n] tokens of each; None: one each, and none had drafts.
+            seconds: that it took.
         """
-        now = self._clock()
-        num_tokens, num_rows, has_replays, started = self._started.pop(
-            step.step_id, (0, 0, False, 0.0)
-        )
+        num_tokens, num_rows, has_replays = self._started.pop(step.step_id, (0, 0, False))
         if num_tokens:
-            # A step that was started ahead waits for the one before it.
-            seconds = now - max(started, self._last_result)
             self.control.record_time(num_tokens, num_rows, seconds, has_replays=has_replays)
-        self._last_result = now
         if counts is not None and step.num_drafts is not None:
             self.control.record(step.requests, step.num_drafts, counts)
 

@@ -75,6 +75,7 @@ class EncoderCache:
         self._num_encoded = 0
         """Embeddings that the step makes which is being planned."""
         self._dropped: list[str] = []
+        self._step_budget = budget
 
     def stats(self) -> MediaStats:
         """Return the counters."""
@@ -123,6 +124,31 @@ class EncoderCache:
                 "or smaller ones, or start the engine with more memory"
             )
 
+    def begin_step(self) -> None:
+        """Begin to plan a step."""
+        self._step_budget = self.budget
+
+    def limit_to_one(self) -> None:
+        """Let the step that is planned encode one image, or what one request brings, and no more:
+        streams wait for it."""
+        self._step_budget = 0
+
+    def with_whole_item(self, request: Request, start: int, num_tokens: int, most: int) -> int:
+        """Return how many tokens of a prompt run where one item has to run whole: at least the
+        rest of the item at their beginning.
+
+        Args:
+            request: whose prompt it is.
+            start: index of the first token.
+            num_tokens: that run if no item is cut.
+            most: tokens that may run for the sake of an item.
+        """
+        if self._most_whole is None or not 0 < num_tokens < most:
+            return num_tokens
+        for _, item in _items_between(request, start, start + 1):
+            num_tokens = max(num_tokens, min(item.end - start, most))
+        return num_tokens
+
     def limit(self, request: Request, start: int, num_tokens: int, plan: MediaPlan) -> int:
         """Return how many of some tokens can run in this step, and add the images that they need to
         the plan.
@@ -161,7 +187,7 @@ class EncoderCache:
         if self._num_held + num_kept + num_encoded + size > self.capacity:
             return False
         num_encoded += self._num_encoded
-        return entry is not None or not num_encoded or num_encoded + size <= self.budget
+        return entry is not None or not num_encoded or num_encoded + size <= self._step_budget
 
     def _may_hold(self, request: Request, start: int, plan: MediaPlan) -> bool:
         """Return whether a request that is to be admitted can hold all items that its tokens from
@@ -176,7 +202,7 @@ class EncoderCache:
         num_new = sum(new.values())
         if num_held > self.capacity:
             return False
-        if num_new and self._num_encoded and self._num_encoded + num_new > self.budget:
+        if num_new and self._num_encoded and self._num_encoded + num_new > self._step_budget:
             return False
         plan.encoded.update(new)
         return True

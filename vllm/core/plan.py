@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vllm.core.pacing.step_bound import PromptBudget
 from vllm.messages import IntArray, NewRequest
 from vllm.request import Request
 
@@ -26,6 +27,8 @@ class Plan:
     admitted."""
     has_idle: bool
     """Some of `num_tokens` may be 0."""
+    prompt_budget: PromptBudget | None = None
+    """Prompt tokens that the step may still run within its time; None: as many as `budget`."""
     new_requests: list[NewRequest] = field(default_factory=list)
     passed_blocks: list[tuple[int, int, int]] = field(default_factory=list)
     """Blocks that windows have passed, as in `SchedulerOutput`."""

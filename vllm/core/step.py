@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from vllm.core.pacing.step_time import StepWork
 from vllm.messages import IntArray, LogprobRows, ModelRunnerOutput
 from vllm.request import Request, RequestStatus
 
@@ -51,6 +52,10 @@ class Step:
     """When it was scheduled, in seconds of `time.time()`; 0 without `admitted`."""
     prompt_chunks: dict[int, tuple[Request, int]]
     """row -> request and first position, where a prompt's log-probabilities are wanted."""
+    begun_at: float
+    """When it was scheduled, by the scheduler's clock."""
+    work: StepWork | None
+    """Its work; None: nobody measures it."""
     removed_rows: dict[int, Request] = field(default_factory=dict)
     """Rows whose request has left since, and the request; a row may belong to another request by
     now."""

@@ -32,6 +32,7 @@ from vllm.engine.core_calls import CoreCalls
 from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.input.preparation import Preparation
 from vllm.engine.input.prompt_tokenizer import TokenizedPrompt
+from vllm.engine.metrics.bucket_adaptation import BucketAdaptation
 from vllm.engine.metrics.engine_metrics import EngineMetrics
 from vllm.engine.metrics.replica_metrics import ReplicaMetrics, sum_stats
 from vllm.engine.metrics.stats_log import StatsLog
@@ -235,10 +236,23 @@ class AsyncLLM:
         if not self.vllm_config.observability.disable_log_stats:
             self._tasks.append(asyncio.create_task(self._stats_log.run()))
         if self.vllm_config.device.device == "hpu":
-            advice = BucketAdvice(self.metrics, self.vllm_config)
-            self._tasks.append(asyncio.create_task(advice.run()))
+            self._tasks.append(asyncio.create_task(self._watch_buckets()))
         if self._traffic_file is not None:
+            name = Worker.describe_engine.__name__
+            of_replica, *_ = await self._core.calls.call(CoreCalls.call_workers, name)
+            self._traffic_file.note_engine(of_replica[0])
             self._tasks.append(asyncio.create_task(self._traffic_file.run()))
+
+    async def _watch_buckets(self) -> None:
+        """Replace buckets that pad too much, or say that there are better ones."""
+        assert self.metrics is not None
+        if not self.vllm_config.hpu.adapt_buckets:
+            return await BucketAdvice(self.metrics, self.vllm_config).run()
+
+        async def replace(buckets: Sequence[Sequence[int]]) -> bool:
+            return any(await self._core.calls.call(CoreCalls.replace_buckets, buckets))
+
+        await BucketAdaptation(self.metrics, self.vllm_config, replace).run()
 
     def _resolve(self) -> VllmConfig:
         if self._config is None:

@@ -65,6 +65,20 @@ class CoreCalls(Protocol):
         """
         ...
 
+    def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
+        """Begin to warm up other buckets, which replace the present ones when all are warm.
+
+        Args:
+            buckets: phase, batch, query length and blocks of each.
+
+        Returns:
+            Whether there is anything to warm up; False as well while a warm-up is not over.
+
+        Raises:
+            EngineDeadError: the engine has failed.
+        """
+        ...
+
     def sleep(self, level: int = 1) -> None:
         """Release the memory of weights and KV cache until `wake_up`.
 

@@ -131,6 +131,9 @@ class LLMEngine:
             self._stats_log = StatsLog(self.metrics)
             if recorded is not None:
                 self._traffic_file = TrafficFile(Path(recorded), self.metrics)
+                self._traffic_file.note_engine(
+                    core.call_workers(Worker.describe_engine.__name__)[0]
+                )
                 weakref.finalize(self, self._traffic_file.write)
         self.output_processor = OutputProcessor(tokenizer, self._recorder)
         # Runs when the engine is collected or the interpreter exits, whichever comes first.
@@ -153,6 +156,11 @@ class LLMEngine:
             raise ConfigError(
                 f"data_parallel_size={engine_args.data_parallel_size}: LLM runs one replica in "
                 "one process. Leave it out, or run `vllm serve` or `vllm run-batch`"
+            )
+        if engine_args.adapt_buckets:
+            raise ConfigError(
+                "adapt_buckets=True: LLM has no loop that follows the traffic of an hour. Leave it "
+                "out, or run `vllm serve`"
             )
         began = time.monotonic()
         engine = cls.from_vllm_config(engine_args.create_engine_config())

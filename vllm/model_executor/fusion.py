@@ -14,7 +14,7 @@ import torch
 
 from vllm.attention import LaunchContext, share_context
 from vllm.logger import init_logger
-from vllm.model_executor.models.interface import CausalLM
+from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 from vllm.ops.cpu.operators.program import Program
@@ -28,7 +28,7 @@ _lock = threading.Lock()
 
 
 def fuse(
-    model: CausalLM, inner_layers: Sequence[int] = (), *, reads_items: bool = False
+    model: CausalLM | PoolingModel, inner_layers: Sequence[int] = (), *, reads_items: bool = False
 ) -> Program | None:
     """Record the forward pass of a model whose weights are packed and whose caches are bound.
 
@@ -64,12 +64,13 @@ def fuse(
             taps: Any
             result: Any
             if inner_layers:
+                assert isinstance(model, CausalLM)
                 result, taps = model.forward_and_inputs(inputs, positions, inner_layers)
             else:
                 result, taps = model(inputs, positions), ()
         return Program(recorder, result, given, taps)
 
-    return _fused("forward pass", model, record)
+    return _fused("forward pass", record)
 
 
 def fuse_head(model: CausalLM, forward: Program) -> Program | None:
@@ -85,10 +86,10 @@ def fuse_head(model: CausalLM, forward: Program) -> Program | None:
             result: Any = model.compute_logits(given)
         return Program(recorder, result, given)
 
-    return _fused("output head", model, record)
+    return _fused("output head", record)
 
 
-def _fused(name: str, model: CausalLM, record: Callable[[], Program]) -> Program | None:
+def _fused(name: str, record: Callable[[], Program]) -> Program | None:
     if load_cpu_kernels() is None:
         return None
     try:

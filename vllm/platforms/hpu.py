@@ -46,6 +46,7 @@ class HPUPlatform(Platform):
     default_block_size = 128
     default_max_num_seqs = 128
     default_max_num_batched_tokens = 8192
+    default_max_step_ms = 0
     worker_class = "vllm.worker.hpu.worker:HPUWorker"
     is_asynchronous = True
     needs_static_shapes = True

@@ -26,6 +26,7 @@ class Platform(ABC):
     default_block_size: ClassVar[int]
     default_max_num_seqs: ClassVar[int]
     default_max_num_batched_tokens: ClassVar[int]
+    default_max_step_ms: ClassVar[int]
     worker_class: ClassVar[str]
     """module:Class of the worker that drives this device."""
     is_asynchronous: ClassVar[bool]

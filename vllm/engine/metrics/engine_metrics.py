@@ -15,6 +15,7 @@ import msgspec
 
 from vllm.bucketing.traffic import TrafficTable
 from vllm.config import VllmConfig
+from vllm.cost_model.run_times import BucketTimes
 from vllm.engine.metrics.history import RateHistory, Rates
 from vllm.engine.metrics.media_metrics import MediaReadStats, add_encoder_metrics
 from vllm.engine.metrics.registry import Histogram, MetricSet
@@ -219,7 +220,12 @@ class EngineMetrics:
     @property
     def device_seconds(self) -> tuple[float, float]:
         """Predicted seconds of all forward passes, without padding and with it."""
-        return self.traffic.needed_s, self.traffic.padded_s
+        return self.traffic.device_seconds
+
+    @property
+    def bucket_times(self) -> BucketTimes:
+        """Measured seconds of forward passes by bucket."""
+        return self.traffic.times
 
     def read_media(self) -> MediaReadStats | None:
         """Return None: a replica reads no media, as the server does it for all."""
@@ -231,6 +237,7 @@ class EngineMetrics:
 
     def metric_sets(self) -> list[MetricSet]:
         """Return all metrics, for exposition."""
+        self.traffic.add_up()
         return [self._core_metrics(), self._metrics]
 
     def _core_metrics(self) -> MetricSet:

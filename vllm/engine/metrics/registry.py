@@ -60,6 +60,17 @@ class Histogram:
             counts[bisect_left(bounds, value)] += 1
         self._sum += sum(values)
 
+    def observe_many(self, count: int, value: float, total: float) -> None:
+        """Add observations that are in one bucket.
+
+        Args:
+            count: how many they are.
+            value: with the bucket that they are in.
+            total: sum of them.
+        """
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += total
+
     @property
     def sum(self) -> float:
         """Sum of all observations."""

@@ -12,6 +12,7 @@ import msgspec
 
 from vllm.bucketing.traffic import TrafficTable
 from vllm.config import VllmConfig
+from vllm.cost_model.run_times import BucketTimes, add_times
 from vllm.engine.metrics.engine_metrics import NUM_RECENT, EngineMetrics, FinishedRequestStats
 from vllm.engine.metrics.history import Rates
 from vllm.engine.metrics.media_metrics import MediaReadStats, read_metrics
@@ -58,6 +59,9 @@ class ReadableMetrics(Protocol):
 
     @property
     def device_seconds(self) -> tuple[float, float]: ...
+
+    @property
+    def bucket_times(self) -> BucketTimes: ...
 
     def read_media(self) -> MediaReadStats | None: ...
 
@@ -129,6 +133,11 @@ class ReplicaMetrics:
         """Return predicted seconds of all replicas, without padding and with it."""
         needed, padded = zip(*(r.device_seconds for r in self.replicas), strict=True)
         return sum(needed), sum(padded)
+
+    @property
+    def bucket_times(self) -> BucketTimes:
+        """Return measured seconds of forward passes of all replicas by bucket."""
+        return add_times(*(replica.bucket_times for replica in self.replicas))
 
     def rates(self) -> Rates:
         """Return the tokens of each second, of all replicas."""

@@ -37,6 +37,7 @@ from vllm.config.load import LoadFormat
 from vllm.config.model import ModelDType, ModelImpl
 from vllm.config.quantization.quant_method import quant_method
 from vllm.engine.resolve.hpu import (
+    check_launcher,
     check_simulation,
     fit_token_budget,
     refuse_variables,
@@ -110,6 +111,7 @@ def resolve_config(settings: Mapping[str, Any], platform: Platform | None = None
     config = VllmConfig(**{field.name: values[field.name] for field in fields(VllmConfig)})
     if isinstance(platform, HPUPlatform):
         check_simulation(config.hpu, platform)
+        check_launcher(config)
         config = fit_token_budget(config, is_given=settings["max_num_batched_tokens"] is not None)
     check_speculator(config)
     if values["platform"].name == "hpu":
@@ -602,7 +604,26 @@ def _resolve_scheduler(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        max_step_ms=_max_step_ms(settings, platform),
     )
+
+
+def _max_step_ms(settings: Mapping[str, Any], platform: Platform) -> int:
+    """Return the bound for the time of a step; 0: none.
+
+    Raises:
+        ConfigError: it is given where each rank would read a clock of its own.
+    """
+    asked = cast("int | None", settings["max_step_ms"])
+    is_external = settings["distributed_executor_backend"] == "external_launcher"
+    if is_external and asked:
+        raise ConfigError(
+            f"max_step_ms must be 0 with distributed_executor_backend='external_launcher', got "
+            f"{asked}: each process would schedule by its own times. Leave max_step_ms out"
+        )
+    if is_external or not settings["enable_chunked_prefill"]:
+        return asked or 0
+    return _given(asked, platform.default_max_step_ms)
 
 
 RESOLVERS: dict[str, Callable[..., Any]] = {

@@ -78,6 +78,23 @@ def check_simulation(hpu: HPUConfig, platform: HPUPlatform) -> None:
         )
 
 
+def check_launcher(config: VllmConfig) -> None:
+    """Refuse to leave buckets for later where no loop of a server would warm them up.
+
+    Raises:
+        ConfigError: other programs have started the processes of the engine.
+    """
+    if (
+        config.hpu.ready_when == "first"
+        and config.parallel.distributed_executor_backend == "external_launcher"
+    ):
+        raise ConfigError(
+            "ready_when='first' leaves buckets for later, and with "
+            "distributed_executor_backend='external_launcher' nothing warms them up: the processes "
+            "read different clocks. Use ready_when='all', or leave it out"
+        )
+
+
 def fit_token_budget(config: VllmConfig, *, is_given: bool) -> VllmConfig:
     """Return the config with a token budget of a step that fits the smallest prompt bucket.
 

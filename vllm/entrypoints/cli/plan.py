@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import math
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,20 +86,29 @@ def add_parser(
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Returns the exit code."""
-    device = _device(args.device)
-    num_cards, host_bytes = _num_cards(args), _host_bytes(args)
+    device, host_bytes = _device(args.device), _host_bytes(args)
+    _check_num_cards(args.num_cards)
     # A card of this machine is not opened: its library would take the device name "hpu".
     envs.export("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     log = logging.getLogger("vllm")
     level = log.level
     log.setLevel(logging.WARNING)
     try:
-        return _plan(args, device, num_cards, host_bytes)
+        return _plan(args, device, host_bytes)
+    except ConfigError as error:
+        if args.num_cards is None:
+            raise
+        raise ConfigError(_in_cards(str(error))) from error
     finally:
         log.setLevel(level)
 
 
-def _plan(args: argparse.Namespace, device: str, num_cards: int, host_bytes: int | None) -> int:
+def _in_cards(message: str) -> str:
+    """Return an error of the engine with the flag of this command for the number of cards."""
+    return re.sub(r"--tensor-parallel-size|\btensor_parallel_size\b", "--num-cards", message)
+
+
+def _plan(args: argparse.Namespace, device: str, host_bytes: int | None) -> int:
     """Print the plan, and return the exit code."""
     from vllm.entrypoints.openai.cli_args import exit_after_help, read_args
     from vllm.entrypoints.pages.plan_page import plan_page
@@ -125,6 +135,7 @@ def _plan(args: argparse.Namespace, device: str, num_cards: int, host_bytes: int
     flags = _given_flags(args)
     engine_args, server_args = read_args(args)
     exit_after_help(server_args)
+    num_cards = _num_cards(args.num_cards, engine_args.tensor_parallel_size)
     measured = None if args.measured is None else _measured(args.measured, device)
     found = _search(args, engine_args, device, num_cards, measured)
     engine = None if found is None else found.plan
@@ -260,11 +271,10 @@ def _search(
             return make_engine_plan(dataclasses.replace(engine_args, **changes), device, num_cards)
         except ConfigError as error:
             found = excess(engine_args, device, num_cards)
-            if found is None:
-                raise
-            raise ConfigError(found) from error
+            raise ConfigError(found or _in_cards(str(error))) from error
 
     is_given = args.num_cards is not None or args.tensor_parallel_size is not None
+    is_given = is_given or num_cards > 1  # in the file of --config
     return search_cards(
         make_plan,
         goals,
@@ -315,22 +325,30 @@ def _device(name: str | None) -> str:
     return name
 
 
-def _num_cards(args: argparse.Namespace) -> int:
-    """Return the number of cards.
+def _check_num_cards(given: str | None) -> None:
+    """
+    Raises:
+        ConfigError: it is no positive number.
+    """
+    if given is not None and (not given.isdecimal() or int(given) < 1):
+        raise ConfigError(f"--num-cards {given} must be a number of at least 1")
+
+
+def _num_cards(given: str | None, tensor: int) -> int:
+    """Return the cards that divide each layer among them.
+
+    Args:
+        given: with --num-cards.
+        tensor: with the flag of an engine, or in its file; 1: neither has to have it.
 
     Raises:
-        ConfigError: it is not a positive integer, or is given twice with different values.
+        ConfigError: both are given, with different values.
     """
-    given: Any = args.num_cards
-    tensor: Any = args.tensor_parallel_size
     if given is None:
-        return 1 if tensor is None else int(tensor)
-    if not given.isdecimal() or int(given) < 1:
-        raise ConfigError(f"--num-cards {given} must be a number of at least 1")
-    if tensor is not None and int(tensor) != int(given):
+        return tensor
+    if tensor not in (1, int(given)):
         raise ConfigError(
-            f"--num-cards {given} and --tensor-parallel-size {tensor} set the same value. Leave "
-            "one of them out"
+            f"--num-cards {given} and -tp {tensor} are the same setting. Leave one of them out"
         )
     return int(given)
 

@@ -368,8 +368,10 @@ class _FinisherWithoutValues(_LayerFinisher):
         if not isinstance(module, MethodLayer) or module in self._finished:
             return
         method = module.method
+        # A layer that finishes in its own way makes more than its method does.
+        is_usual = type(module).finish is MethodLayer.finish
         if not isinstance(module, ParallelLinear) or not isinstance(method, KeepsPacked):
-            if not method.finish_on_shapes(module):
+            if not (is_usual and method.finish_on_shapes(module)):
                 super().finish(module)
             self._finished.add(module)
             return
@@ -378,11 +380,11 @@ class _FinisherWithoutValues(_LayerFinisher):
             return
         shapes = [(n, p.shape, p.dtype) for n, p in module.named_parameters(recurse=False)]
         key = (type(method), *shapes)
-        first = self._first.get(key)
+        first = self._first.get(key) if is_usual else None
         if first is not None:
             method.finish_like(module, first)
             return
-        if module.method.finish_on_shapes(module):
+        if is_usual and method.finish_on_shapes(module):
             self._first[key] = method
             return
         for name, param in module.named_parameters(recurse=False):
@@ -390,9 +392,10 @@ class _FinisherWithoutValues(_LayerFinisher):
                 param.copy_(torch.ones(param.shape, dtype=param.dtype))
             else:
                 param.zero_()
-        module.method.fill_indices(module)
+        method.fill_indices(module)
         module.finish()
-        self._first[key] = method
+        if is_usual:
+            self._first[key] = method
 
 
 def _model_class(arch: ModelArch, is_pooling: bool) -> type[CausalLM] | type[PoolingModel]:

@@ -292,16 +292,22 @@ class RoundedLinear(KeepsPacked, UnquantizedLinear):
         self.kept = Kept(kind, bytes_of(self.packed))
 
     def finish_on_shapes(self, layer: ParallelLinear) -> bool:
-        from torch._subclasses.fake_tensor import FakeTensorMode  # of plans only
+        from torch._subclasses.fake_tensor import (  # of plans only
+            DataDependentOutputException,
+            FakeTensorMode,
+        )
 
         weight = layer.get_parameter("weight")
         if weight.device.type == "cpu":
             return False  # its kernels read the memory of what they are given
         other = RoundedLinear(self.name, self.round_weight)
-        with FakeTensorMode():
-            fake = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
-            rounded = self.round_weight(fake)
-            other.packed = get_ops().prepare_weight(rounded, weight.dtype)
+        try:
+            with FakeTensorMode():
+                fake = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
+                rounded = self.round_weight(fake)
+                other.packed = get_ops().prepare_weight(rounded, weight.dtype)
+        except DataDependentOutputException:
+            return False  # the layout depends on the values
         if not isinstance(other.packed, nn.Module):
             return False
         other.stored_as = dtype_name(weight.dtype)
