@@ -9,7 +9,7 @@ for it in another one.
 import logging
 import pickle
 import sys
-from dataclasses import replace
+from copy import copy
 from pathlib import Path
 
 from vllm.bucketing import Bucket, BucketPlan
@@ -34,7 +34,8 @@ def replayed_table(args: EngineArgs, card: str, requests: RequestLengths) -> Tra
     Raises:
         ConfigError: the engine cannot start with these arguments.
     """
-    args = replace(args, traffic=None, device=None)
+    args = copy(args)
+    args.traffic = args.device = None
     engine = make_engine_plan(args, card, args.tensor_parallel_size or 1)
     seconds = shape_seconds(serving_cost(engine), engine.config.cache.block_size)
 

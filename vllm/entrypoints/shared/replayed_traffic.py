@@ -6,7 +6,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +58,9 @@ def with_recorded_traffic(args: "EngineArgs") -> "EngineArgs":
         reason = done.stdout.decode(errors="replace").strip()
         what = reason or f"the process that replays it ended with {done.returncode}"
         raise ConfigError(f"--traffic {source}: {what}")
-    return replace(args, traffic=path)
+    args = copy(args)
+    args.traffic = path
+    return args
 
 
 def _has_card(args: "EngineArgs") -> bool:
