@@ -1,7 +1,7 @@
 """Prepares requests for the core without blocking the event loop.
 
-Quick work is done at once. Long texts and lists are prepared in a thread (a slow lane); texts that are
-certainly too long are refused before they are tokenised, and huge ones go to a process.
+Quick work is done at once. Long texts and lists are prepared in a thread (a slow lane); texts that
+are certainly too long are refused before they are tokenised, and huge ones go to a process.
 """
 
 from collections.abc import Callable, Mapping

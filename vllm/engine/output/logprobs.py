@@ -15,8 +15,8 @@ def to_dicts(rows: LogprobRows, num_top: int, text_of: TextOf | None) -> list[di
 
     Args:
         rows: consecutive positions.
-        num_top: most likely tokens asked for in addition to the sampled one. A dict has one entry more
-            when the sampled token is not among them.
+        num_top: most likely tokens asked for in addition to the sampled one. A dict has one entry
+            more when the sampled token is not among them.
         text_of: None without a tokenizer.
     """
     columns = slice(0, 1 + num_top)
