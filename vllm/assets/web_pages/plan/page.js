@@ -90,6 +90,23 @@ function showThroughput(speeds) {
       [...new Set([speed.prefill_bound_by, speed.decode_bound_by])].join("; ")))));
 }
 
+// title: what is special about the replay.
+function showReplay(title, speed) {
+  const columns = Object.keys(speed.request_s), row = (name, values, scale) => element("tr", {},
+    element("th", {scope: "row", className: "text"}, name),
+    ...columns.map((column) => element("td", {}, column in values ? short(scale * values[column]) : "–")));
+  const comes = speed.requests_per_s === null ? "all at once" : `${short(speed.requests_per_s)} per second`;
+  byId("speeds-of-replay").append(element("h3", {}, title),
+    element("p", {className: "note"}, `${count(speed.num_requests)} requests, ${comes}: `
+      + `${short(speed.tokens_per_s)} output tokens/s, ${count(speed.num_preemptions)} preemptions. `
+      + `KV cache in use: ${percent(speed.mean_kv_usage)} % on average, ${percent(speed.max_kv_usage)} % at most.`),
+    element("table", {className: "figures narrow"},
+      element("thead", {}, element("tr", {}, element("th", {scope: "col", className: "text"}, "Time"),
+        ...columns.map((column) => element("th", {scope: "col"}, column)))),
+      element("tbody", {}, row("TTFT, ms", speed.first_token_s, 1000), row("TPOT, ms", speed.tpot_s, 1000),
+        row("Request, s", speed.request_s, 1))));
+}
+
 function showBuckets(title, buckets, times, shapes, notes) {
   byId("maps").append(element("h3", {}, title), ...notes.map((note) => element("p", {className: "note"}, note)),
     ...HeatMap.of(buckets, times, shapes));
@@ -109,6 +126,15 @@ byId("goals").hidden = !plan.goals;
 if (plan.goals) showGoals(plan.goals);
 byId("throughput").hidden = !plan.throughput.length;
 if (plan.throughput.length) showThroughput(plan.throughput);
+byId("replay").hidden = !plan.traffic?.replay;
+if (plan.traffic?.replay) {
+  const {replay, at_goals: atGoals} = plan.traffic;
+  showReplay("In the buckets chosen for it", replay);
+  if (atGoals) {
+    const missed = "At no rate do 90 % of the requests meet the goals; at the lowest one tried";
+    showReplay(atGoals.is_met ? "At the highest rate at which 90 % of the requests meet the goals" : missed, atGoals);
+  }
+}
 byId("buckets").hidden = !plan.buckets.length;
 if (plan.buckets.length) {
   const {traffic} = plan;
