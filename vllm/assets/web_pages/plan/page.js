@@ -17,6 +17,7 @@ function showSummary({memory, start}) {
   const weights = plan.quantization ? `${plan.quantization} weights, ` : "";
   showText("about", `${weights}${plan.dtype}, on ${plan.num_cards} ${plan.device} ${what}`
     + `${plan.num_cards > 1 ? "s" : ""}. Planned, not measured.`);
+  showText("mode", plan.mode);
   byId("measured").hidden = !plan.measured;
   showText("measured", plan.measured);
   for (const [id, text] of Object.entries({
@@ -41,6 +42,8 @@ function showMemory({total_bytes: total, uses}) {
     begin += bytes;
   }
   bars.addTotal(plan.device === "cpu" ? "the machine" : "each card", gib(total));
+  showText("stages", (plan.stages ?? []).map((stage, i) => `Stage ${i + 1}: layers ${stage.first_layer} to `
+    + `${stage.end_layer - 1}, ${gib(stage.weight_bytes)} of weights, room for ${count(stage.num_blocks)} KV blocks`).join(". "));
 }
 
 // The order in which a server does it.
