@@ -79,7 +79,7 @@ format: $(VENV)/.installed-dev ## rewrite the sources in the house format
 docs: $(VENV)/.installed-dev ## rewrite the generated pages of docs/
 	$(BIN)/python tools/generate_docs.py
 
-bench: $(VENV)/.installed ## the figures of docs/performance.md
+bench: $(VENV)/.installed ## some figures of docs/performance.md
 	$(BIN)/python benchmarks/bench_scheduler.py
 	$(BIN)/python benchmarks/bench_step.py
 	$(BIN)/vllm bench throughput --num-prompts 64 --input-len 32 --output-len 64

@@ -1,7 +1,7 @@
 """Time between the tokens of streams while prompts come, with a bound for steps and without.
 
-Two servers run on this machine, one with the given `--max-step-ms` and one with 0. Each load is sent
-to one server and then to the other; the next round begins with the other:
+Two servers run on this machine, one with the given `--max-step-ms` and one with 0. Each load is
+sent to one server and then to the other; the next round begins with the other:
 
     prompts   `--streams` requests generate all the time, and long prompts come one after the other
     burst     32 requests at once, of 32 to 256 prompt tokens and 16 to 64 output tokens

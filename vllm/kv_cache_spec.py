@@ -63,9 +63,13 @@ class KVCacheSpec:
 
     def __post_init__(self) -> None:
         if (self.kind is CacheKind.NONE) == bool(self.tensors):
-            raise ValueError(f"a cache of kind {self.kind.value!r} has {len(self.tensors)} tensors")
+            raise ValueError(
+                f"a cache of kind {self.kind.value!r} cannot have {len(self.tensors)} tensors"
+            )
         if (self.kind is CacheKind.SLIDING_WINDOW) != (self.window is not None):
-            raise ValueError(f"a cache of kind {self.kind.value!r} has the window {self.window}")
+            raise ValueError(
+                f"a cache of kind {self.kind.value!r} cannot have the window {self.window}"
+            )
 
     @property
     def entry_bytes(self) -> int:

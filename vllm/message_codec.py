@@ -28,7 +28,7 @@ def encode_array(value: Any) -> Any:
     """
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
-    raise TypeError(f"{type(value).__name__} cannot be sent")
+    raise TypeError(f"{type(value).__name__} cannot be sent to another process")
 
 
 def decode_array(kind: Any, value: Any) -> Any:
@@ -43,7 +43,7 @@ def decode_array(kind: Any, value: Any) -> Any:
         TypeError: the message declares something other than an array.
     """
     if get_origin(kind) is not np.ndarray:
-        raise TypeError(f"{kind} cannot be received")
+        raise TypeError(f"{kind} cannot be received from another process")
     dtype, shape, data = value
     array = np.frombuffer(data, dtype).reshape(shape)
     (expected,) = get_args(get_args(kind)[1])
@@ -107,8 +107,8 @@ def encode_value(what: str, value: Any) -> bytes:
         return msgspec.msgpack.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RequestError(
-            f"{what} cannot be sent between processes ({error}); use None, numbers, text, bytes, "
-            f"and lists and dicts of these"
+            f"{what} cannot be sent between processes ({error}); use None, numbers, strings, "
+            "bytes, and lists and dicts of these"
         ) from None
 
 

@@ -484,8 +484,9 @@ class RunnerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_padded_blocks: int = 0
     """KV blocks of padding that decodes read as well."""
     recent_launches: tuple[int, ...] = ()
-    """Forward passes of the last two steps: how many there were since the start, and for each of
-    the last ones its phase, batch, query length and blocks, and these three sizes padded."""
+    """Forward passes of the last two steps that have ended: how many there were since the start,
+    and for each of the last ones its phase, batch, query length and blocks, these three sizes
+    padded, and its microseconds (0: unknown)."""
 
 
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -382,7 +382,7 @@ def test_only_the_part_for_images_is_left_out(whole, tmp_path):
             {"model_type": "ministral"},
             "must be of model_type 'mistral' or 'ministral3', got 'ministral'",
         ),
-        ({"num_hidden_layers": 2**40}, "'num_hidden_layers' must be a whole number from 1 to 1024"),
+        ({"num_hidden_layers": 2**40}, "'num_hidden_layers' must be an integer from 1 to 1024"),
     ],
 )
 def test_a_language_model_that_cannot_run_is_named(text, message, whole, tmp_path):

@@ -373,7 +373,7 @@ def test_without_its_windows_a_model_is_as_long_as_the_smallest(tmp_path):
     assert shorter.scheduler.max_model_len == 32
     with pytest.raises(ConfigError) as failure:
         resolve(model=model, disable_sliding_window=True, max_model_len=65)
-    assert str(failure.value).startswith("max_model_len (65) is more than the 64 tokens of the")
+    assert str(failure.value).startswith("max_model_len (65) must be at most 64, the size of the")
     assert str(failure.value).endswith("to 64, or leave disable_sliding_window out")
 
 
@@ -480,8 +480,8 @@ def test_it_is_said_once_that_sparse_attention_runs_as_dense(tmp_path, caplog, m
     resolve(model=write_model(tmp_path, **changes))
     lines = [r.getMessage() for r in caplog.records if "dense attention" in r.getMessage()]
     assert lines == [
-        f"{name} runs with dense attention: in texts of more than index_topk (512) tokens the "
-        f"original attends to some of the tokens only, so that its outputs differ there"
+        f"{name} runs with dense attention: with more than index_topk tokens (512) the original "
+        f"model attends to some of them only, so its outputs differ there"
     ]
 
 

@@ -108,7 +108,8 @@ def test_a_plan_for_a_cpu_has_the_memory_of_a_machine(model, capsys):
         (["--device", "gaudi2", "--num-cards", "0"], "--num-cards 0 must be a number of at least"),
         (["--device", "gaudi2", "--num-cards", "two"], "--num-cards two must be a number"),
         (["--device", "gaudi2", "--num-cards", "2", "-tp", "4"], "are the same setting"),
-        (["--device", "gaudi2", "--num-cards", "3"], "must divide the number of attention heads"),
+        (["--device", "gaudi2", "--num-cards", "3"], "error: --num-cards (3) must divide the num"),
+        (["--device", "gaudi2", "-tp", "3"], "error: --tensor-parallel-size (3) must divide the"),
         (
             ["--device", "gaudi2", "--host-memory", "4"],
             "--host-memory must be given with --device",
@@ -122,6 +123,15 @@ def test_bad_flags_get_one_line(flags, error, model, capsys):
     assert main(["plan", model, *flags]) == 2
     text = capsys.readouterr().err
     assert error in text and text.startswith("error: ") and text.count("\n") == 1
+
+
+def test_a_config_file_decides_the_number_of_cards(model, tmp_path, capsys):
+    (tmp_path / "flags.yaml").write_text("tensor-parallel-size: 3\n", "utf-8")
+    given = ["plan", model, "--device", "gaudi2", "--config", str(tmp_path / "flags.yaml")]
+    assert main(given) == 2
+    assert "error: --tensor-parallel-size (3) must divide" in capsys.readouterr().err
+    assert main([*given, "--num-cards", "2"]) == 2
+    assert "--num-cards 2 and -tp 3 are the same setting" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_refused():
     for message, call in [
         (r"INT8.*INT4|INT4.*INT8", lambda: PackedExperts(parts[0], parts[1], parts[0])),
         ("got 1, 0 and 1 weights", lambda: PackedExperts(parts[0], [], parts[0])),
-        (r"is \[64, 64\], not \[32, 64\]", lambda: PackedExperts.pack(short, down)),
+        (r"must be \[32, 64\], got \[64, 64\]", lambda: PackedExperts.pack(short, down)),
         ("not one dense row", lambda: quantized.forward(x, ids[:4], weights)),
         ("not one dense row", lambda: quantized.forward(x, ids, weights.double())),
         ("not one dense row", lambda: quantized.forward(x, ids[:, :0], weights[:, :0])),
@@ -252,6 +252,6 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ValueError, match=message):
             call()
     ids[3, 1] = 4
-    with pytest.raises(IndexError, match=r"topk_ids\[7\] is 4 of 4 experts"):
+    with pytest.raises(IndexError, match=r"topk_ids\[7\] must be one of the 4 experts, got 4"):
         quantized.forward(x, ids, weights)
     assert quantized.forward(x[:0], ids[:0], weights[:0]).shape == (0, 64)

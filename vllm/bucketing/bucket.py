@@ -35,7 +35,7 @@ class Bucket:
     def __post_init__(self) -> None:
         if self.batch < 1 or self.query_len < 1 or self.blocks < 0:
             raise ValueError(
-                f"batch and query_len must be at least 1 and blocks at least 0, got {self}"
+                f"batch and query_len must be at least 1, and blocks at least 0, got {self}"
             )
 
     @property

@@ -74,6 +74,15 @@ def encoder_line(index: int, total: int, name: str, free_bytes: int) -> str:
     return f"[Warmup][Encoder][{index}/{total}] {name} free_mem:{format_bytes(free_bytes)}"
 
 
+def encoder_graphs_line(captured: Sequence[int], total: int, unit: str, used_bytes: int) -> str:
+    """Return `Graph/Encoder captured:2 (50.0%) used_mem:64 KiB patches:[64, 80]`."""
+    percent = 100 * len(captured) / total if total else 100.0
+    return (
+        f"Graph/Encoder captured:{len(captured)} ({percent:.1f}%) "
+        f"used_mem:{format_bytes(used_bytes)} {unit}:{list(captured)}"
+    )
+
+
 def captured_line(phase: Phase, captured: Sequence[Bucket], total: int, used_bytes: int) -> str:
     """`Graph/Decode captured:1 (100.0%) used_mem:64 KiB buckets:[(4, 128)]`"""
     percent = 100 * len(captured) / total if total else 100.0

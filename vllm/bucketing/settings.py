@@ -78,7 +78,7 @@ class BucketSettings:
         for name, value in values.items():
             if name not in BUCKET_VARIABLES:
                 names = ", ".join(BUCKET_VARIABLES)
-                raise ConfigError(f"{name} is not a bucket variable; those are {names}")
+                raise ConfigError(f"{name} is not a bucket variable; accepted: {names}")
             if value < BUCKET_VARIABLES[name]:
                 raise ConfigError(
                     f"{name}={value} must be an integer of at least {BUCKET_VARIABLES[name]}"

@@ -78,9 +78,10 @@ class StepLimits:
         _check_at_least("max_draft_batch", self.max_draft_batch, 1)
         if self.max_block_refs is not None and self.max_block_refs < self.max_blocks_per_seq:
             raise ConfigError(
-                f"max_block_refs ({self.max_block_refs}) is less than the "
-                f"{self.max_blocks_per_seq} blocks of one sequence of {self.max_seq_len} tokens, "
-                f"which cannot be launched in parts. Raise the first or lower max_model_len."
+                f"max_block_refs ({self.max_block_refs}) must be at least "
+                f"{self.max_blocks_per_seq}, the blocks of one sequence of {self.max_seq_len} "
+                "tokens, because a sequence cannot be split over several forward passes. Raise "
+                "max_block_refs or lower max_model_len."
             )
         check_longest_prompt(self)
 

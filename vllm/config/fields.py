@@ -43,16 +43,16 @@ class ConfigField:
     str_or_bool: true where the flag has no value; counts: a mapping that may be written as numbers
     by name."""
     default: object
-    """None, too, if the platform decides."""
+    """Default value; None also if the platform decides."""
     help: str
     choices: tuple[str, ...] = ()
     """All accepted values, or empty."""
     auto: bool = False
-    """The platform decides if the value is not given."""
+    """Whether the platform decides if the value is not given."""
     aliases: tuple[str, ...] = ()
-    """Further flags."""
+    """Names of further flags."""
     is_shown: bool = True
-    """False: a secret, which is not printed with the settings."""
+    """Whether the value may be printed with the settings. False: it is a secret."""
 
     @property
     def flag(self) -> str:
@@ -169,7 +169,7 @@ def _to_size(value: object) -> int:
         return _to_int(value)
     number = float(match[1]) * _UNITS[match[2]]
     if number != int(number):
-        raise ValueError(f"must be a whole number, got {value!r}")
+        raise ValueError(f"must be an integer, got {value!r}")
     return int(number)
 
 
@@ -231,7 +231,7 @@ def _to_counts(value: object) -> Mapping[str, object]:
     else:
         return _to_mapping(value)
     raise ValueError(
-        'must be numbers by name, such as image=4,video=0 or {"image": 4}, or the number of '
+        'must be integers by name, such as image=4,video=0 or {"image": 4}, or the number of '
         f"images; got {value!r}"
     )
 

@@ -11,22 +11,22 @@ from vllm.messages import NewRequest
 from vllm.request import Request
 
 _MAX_PASSED_OVER = 16
-"""How many waiting requests a step may skip to find one that can begin: long prompts, and requests
-whose adapter has no slot."""
+"""Maximum number of waiting requests that a step may skip to find one that can begin: long prompts,
+and requests whose adapter has no slot."""
 
 
 class Admission:
     """Moves requests from the queue to the running batch.
 
     First come, first served: a request for which rows, blocks or tokens are lacking holds up those
-    behind it.
+    after it.
 
     Args:
         config: limits of a step.
         waiting: the queue.
         running: the running requests.
         cache: the KV cache.
-        preemption: which request fits, and which ones give it their place.
+        preemption: which request fits, and which ones are preempted for it.
         num_pipelined_steps: that run at the same time.
         media: the embeddings of images; None: requests have none.
 
@@ -54,7 +54,7 @@ class Admission:
         self._cache = cache
         self._preemption = preemption
         self._max_pooled = -(-config.max_num_seqs // num_pipelined_steps)
-        """Requests of a pooling model that a step admits: each has its share of the rows."""
+        """Number of requests of a pooling model that a step admits, its part of the batch."""
         self._lacks_room: Request | None = None
         """The request that could not be admitted for lack of a row or blocks; it may preempt
         others."""
@@ -65,7 +65,7 @@ class Admission:
         return bool(self._waiting) and self._preemption.has_row_for(self._waiting.peek())
 
     def take_preempted(self) -> list[Request]:
-        """The running requests to preempt for the one that had no room in the last step."""
+        """Return the running requests to preempt for the one that had no room in the last step."""
         request, self._lacks_room = self._lacks_room, None
         return [] if request is None else self._preemption.victims(request)
 
@@ -167,7 +167,7 @@ class Admission:
         )
 
     def _count_partial(self, plan: Plan, chunk_limit: int) -> tuple[int, int]:
-        """The number of running prompts that this step does not complete, and how many of them are
+        """Count the running prompts that this step does not complete, and how many of them are
         long."""
         num_tokens = self._running.num_tokens[plan.rows]
         rest = num_tokens - self._running.num_computed[plan.rows]

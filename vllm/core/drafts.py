@@ -1,7 +1,7 @@
-"""Drafts: guesses of the next tokens of requests, which one step verifies together.
+"""Drafts: proposed next tokens of requests, which one step verifies together.
 
 A step samples after each draft; what was sampled is the output, up to the first token that is not
-the draft in its place. So a wrong guess costs time and never changes an output.
+its draft. So a wrong draft costs time and never changes an output.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from vllm.request import Request
 BoolArray = npt.NDArray[np.bool_]
 
 _FEW, _PERIOD = 8, 8
-"""Where there were no drafts in so many steps, they are looked for in one step of so many. Where
-texts repeat nothing, to look for those of a large batch takes a few per cent of a step."""
+"""If there were no drafts in so many steps, they are looked for in one step of so many. In texts
+without repetitions, looking for the drafts of a large batch takes a few per cent of a step."""
 
 
 class DraftSource(Protocol):
@@ -44,7 +44,7 @@ class DraftSource(Protocol):
         ...
 
     def leave(self, request: Request) -> None:
-        """The request has ended or was aborted, and is not asked for again."""
+        """Drop what is kept of a request that has finished or was aborted."""
         ...
 
 
@@ -74,8 +74,8 @@ class DraftPlanner:
         self._is_declined = False
         """The step that is planned has no drafts because they would not pay."""
         self._were_declined = False
-        """The same of the last step for which drafts were looked for. It holds for those after it,
-        for which nobody was asked."""
+        """Whether the last step for which drafts were looked for had none. It also applies to the
+        following steps, for which no drafts are looked for."""
         self._started: dict[int, tuple[int, int, bool]] = {}
         """Steps of decodes in flight: step id -> numbers of tokens and rows, and whether some are
         replayed."""
@@ -86,7 +86,7 @@ class DraftPlanner:
 
         Args:
             plan: of the running requests; its budget and blocks are used up.
-            num_reserved: free blocks to leave alone.
+            num_reserved: free blocks that drafts must not use.
         """
         running, rows = self._running, plan.rows
         self._is_declined = self.control.pauses(len(rows))
@@ -105,7 +105,7 @@ class DraftPlanner:
         if not self._asks():
             return
         known, rooms = num_tokens[places].tolist(), room[places].tolist()
-        # Those of which no token is in flight.
+        # Requests without a token in flight.
         free = [
             (request, most)
             for request, count, most in zip(running.at(rows[places]), known, rooms, strict=True)
@@ -175,7 +175,7 @@ class DraftPlanner:
         return replace(tokens, num_replayed=replayed) if replayed.any() else tokens
 
     def begin(self, step_id: int, tokens: RowTokens, plan: Plan) -> None:
-        """A step starts.
+        """Count the drafts of a step that starts.
 
         Args:
             step_id: of the step.
@@ -223,7 +223,8 @@ class DraftPlanner:
 
 
 def _is_asked(request: Request) -> bool:
-    """The same for a request."""
+    """Count the steps without drafts of a request, and return whether drafts are looked for in this
+    one."""
     request.num_undrafted += 1
     return _is_due(request.num_undrafted)
 

@@ -98,20 +98,21 @@ class EncoderCache:
             self._check_together(spec)
         elif largest > self.capacity:
             raise CapacityError(
-                f"{one} must become at most {self.capacity} embeddings, which the encoder cache "
-                f"holds, got {largest}. Send a smaller one"
+                f"{one} must become at most {self.capacity} embeddings, the size of the encoder "
+                f"cache, got {largest}. Send a smaller one"
             )
         longest = max(0 if item.num_states else item.end - item.start for item in spec.media)
         if self._most_whole is not None and longest > self._most_whole:
             raise CapacityError(
-                f"{one} must have at most {self._most_whole} tokens, as they are computed in one "
-                f"step (the model or --disable-chunked-mm-input asks for it), got {longest}. Send "
-                f"a smaller one, or start the engine with a larger --max-num-batched-tokens"
+                f"{one} must have at most {self._most_whole} tokens, as all of them are computed "
+                "in one step (required by the model or --disable-chunked-mm-input), got "
+                f"{longest}. Send a smaller one, or start the engine with a larger "
+                "--max-num-batched-tokens"
             )
         if self._largest is not None and largest > self._largest:
             raise CapacityError(
-                f"{one} must become at most {self._largest} embeddings, which is what the encoder "
-                f"has memory for, got {largest}. Send a smaller one"
+                f"{one} must become at most {self._largest} embeddings, as the encoder has no "
+                f"memory for more, got {largest}. Send a smaller one"
             )
 
     def _check_together(self, spec: EngineRequest) -> None:
@@ -119,8 +120,8 @@ class EncoderCache:
         if total > self.capacity:
             raise CapacityError(
                 f"the images and sounds of a request must have at most {self.capacity} hidden "
-                f"states together, for which there is memory, got {total}. Send fewer or smaller "
-                f"ones, or start the engine with more memory"
+                f"states in total, the size of the cross-attention cache, got {total}. Send fewer "
+                "or smaller ones, or start the engine with more memory"
             )
 
     def begin_step(self) -> None:

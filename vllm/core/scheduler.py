@@ -1,4 +1,4 @@
-"""The scheduler: which requests run in the next step, and the bookkeeping of its result.
+"""The scheduler: decides which requests run in the next step, and processes its result.
 
 A request is tokens computed so far out of tokens wanted. Prefill, chunked prefill, prefix hits,
 decode and the return after preemption are all "schedule n more tokens of this request".
@@ -190,10 +190,9 @@ class Scheduler:
 
     @property
     def may_schedule(self) -> bool:
-        """False: `schedule` would find nothing to run, as there are no requests, or all run and
-        wait for a step in flight, or a step now would run only those that do not wait for their
-        drafts, and parts of the batch would take turns from then on. This is much cheaper to
-        ask."""
+        """Whether a step may be scheduled; cheap to ask. False if `schedule` would find nothing to
+        run: there are no requests, or all wait for a step in flight, or a step now would run only
+        requests that do not wait for their drafts, and split the batch from then on."""
         if self._in_flight and self._keeps_together and self.running.some_await_results:
             return False
         if not self._in_flight or self.waiting:
@@ -314,7 +313,8 @@ class Scheduler:
         )
 
     def stats(self) -> SchedulerStats:
-        """Numbers of requests, use of the KV cache, and counters; without those of the runner."""
+        """Return numbers of requests, use of the KV cache, and counters; without the counters of
+        the runner."""
         pool = self.cache.pool
         num_running = len(self.running)
         return SchedulerStats(
@@ -464,7 +464,7 @@ class Scheduler:
     def _launch(
         self, step_id: int, rows: IntArray, tokens: RowTokens, plan: Plan, work: StepWork | None
     ) -> None:
-        """Book a step: count its tokens as computed, and the tokens that it will sample as
+        """Record a step: count its tokens as computed, and the tokens that it will sample as
         known."""
         running, num_drafts = self.running, tokens.num_drafts
         prompt_chunks = running.prompt_chunks(rows, tokens.num_computed)

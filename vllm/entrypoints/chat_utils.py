@@ -77,8 +77,8 @@ class ChatOptions:
             )
         if self.add_generation_prompt and self.continue_final_message:
             raise RequestError(
-                "continue_final_message and add_generation_prompt cannot both be true: "
-                "set add_generation_prompt=False to continue the last message",
+                "continue_final_message and add_generation_prompt cannot both be true: set "
+                "add_generation_prompt=False to continue the last message",
                 param="continue_final_message",
             )
         if taken := [name for name in self.template_kwargs if name in _OWN_ARGUMENTS]:

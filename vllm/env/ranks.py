@@ -33,7 +33,7 @@ def _visible_cards(count: int) -> list[str]:
     cards = modules.split(",") if modules.strip() else [str(n) for n in range(count)]
     if len(cards) < count:
         raise ConfigError(
-            f"HABANA_VISIBLE_MODULES={modules!r} names {len(cards)} cards, and the engine needs "
+            f"HABANA_VISIBLE_MODULES={modules!r} names {len(cards)} cards, but the engine needs "
             f"{count}. Name more, or lower tensor_parallel_size or data_parallel_size"
         )
     return cards

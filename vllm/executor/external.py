@@ -62,15 +62,15 @@ class ExternalExecutor(UniProcExecutor):
         if world_size != parallel.world_size or self._rank >= world_size:
             raise ConfigError(
                 f"distributed_executor_backend='external_launcher': process RANK={self._rank} of "
-                f"WORLD_SIZE={world_size} was started, and tensor_parallel_size * "
+                f"WORLD_SIZE={world_size} was started, but tensor_parallel_size * "
                 f"pipeline_parallel_size is {parallel.world_size}. Start that many processes"
             )
         drafts = config.speculative.drafts
         if drafts is not None and drafts.adaptive:
             raise ConfigError(
                 "distributed_executor_backend='external_launcher' and speculative_config: set "
-                "adaptive to false, as the number of drafts would depend on the time that each "
-                "process takes"
+                "adaptive to false, because the number of drafts would depend on the speed of "
+                "each process"
             )
         self._size = world_size
         num_local = _number("LOCAL_WORLD_SIZE", world_size)

@@ -66,7 +66,7 @@ class LayerTestHarness:
         assert isinstance(on_card, CausalLM)
         layers = layers_with_cache(on_card)
         if not layers:
-            raise ConfigError("the layers of this model have no KV cache")
+            raise ConfigError("the model has no layer with a KV cache, so no layer can be checked")
         self.cache_bytes = bind(bridge, config, layers, num_blocks)
         self.model = HPUModel(on_card, BLOCK_SIZE, bridge_sdpa(bridge.kernels))
         limit = config.model.resolved_arch.vocab_size

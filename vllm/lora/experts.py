@@ -34,7 +34,7 @@ class ExpertsWithAdapters(ExpertsMethod):
         self.launch = launch
 
     def create_weights(self, layer: Experts) -> None:
-        raise AssertionError("adapters come after the weights")
+        raise AssertionError("create_weights() must be called before LoRA wraps the layer")
 
     def products(self, layer: Experts) -> ExpertProducts | None:
         return self.inner.products(layer)

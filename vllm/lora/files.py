@@ -192,9 +192,10 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
     start = given.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGE_WEIGHTS):
         raise RequestError(
-            f"{path}: init_lora_weights is {shown(start)}, so the adapter belongs to "
-            f"changed weights of the model. Save it with path_initial_model_for_weight_conversion "
-            f"of peft's save_pretrained, which makes an adapter of the unchanged weights"
+            f"{path}: init_lora_weights is {shown(start)}: this adapter was trained against "
+            "modified base weights, so it does not fit the original ones. Save it with "
+            "path_initial_model_for_weight_conversion of peft's save_pretrained, which makes an "
+            "adapter for the original weights"
         )
     for key in ("use_rslora", "fan_in_fan_out"):
         if not isinstance(given.get(key) or False, bool):
@@ -206,7 +207,7 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
         raise RequestError(f"{path}: rank_pattern and alpha_pattern must be objects")
     for key, value in (("r", rank), *(("rank_pattern", v) for v in patterns[0].values())):
         if type(value) is not int or value < 1:
-            raise RequestError(f"{path}: {key} must be a whole number above 0, got {shown(value)}")
+            raise RequestError(f"{path}: {key} must be an integer above 0, got {shown(value)}")
     for key, value in (
         ("lora_alpha", alpha),
         *(("alpha_pattern", v) for v in patterns[1].values()),
@@ -217,8 +218,8 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
             )
     if sum(map(len, patterns)) > _MOST_PATTERNS:
         raise RequestError(
-            f"{path}: rank_pattern and alpha_pattern have {sum(map(len, patterns))} entries, and "
-            f"{_MOST_PATTERNS} are accepted. Use patterns for several modules"
+            f"{path}: rank_pattern and alpha_pattern may have at most {_MOST_PATTERNS} entries "
+            f"together, got {sum(map(len, patterns))}. Use patterns that match several modules"
         )
     for key in (key for pattern in patterns for key in pattern):
         _check_pattern(path, key)
@@ -278,7 +279,7 @@ def _check_pattern(path: Path, key: str) -> None:
     try:
         compile_pattern(key)
     except ValueError as error:
-        raise RequestError(f"{where} is no regular expression: {error}") from None
+        raise RequestError(f"{where} is not a regular expression: {error}") from None
 
 
 def content_key(folder: Path, rest: Rest = no_rest) -> str:
@@ -342,9 +343,9 @@ def adapter_folder(request: LoRARequest) -> Path:
         ) from None
     except (OSError, ValueError) as error:
         raise RequestError(
-            f"lora_path of the adapter {request.lora_name!r} is {shown(request.path)}, which is no "
-            f"path: {getattr(error, 'strerror', None) or error}. Name a folder that peft's "
-            f"save_pretrained has written, or a repository on the Hugging Face hub",
+            f"lora_path of the adapter {request.lora_name!r} is {shown(request.path)}, which is "
+            f"not a usable path: {getattr(error, 'strerror', None) or error}. Name a folder that "
+            "peft's save_pretrained has written, or a repository on the Hugging Face hub",
             param="lora_path",
         ) from None
 

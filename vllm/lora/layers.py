@@ -72,7 +72,7 @@ class AdapterLayers:
         if unknown := [name for name in modules or () if name not in known]:
             raise ConfigError(
                 f"lora_target_modules: {unknown[0]!r} is not the name of a module that adapters "
-                f"can change; those of this model are {', '.join(sorted(self._seen))}"
+                f"can change; accepted for this model: {', '.join(sorted(self._seen))}"
             )
 
     # ---- what adapters may change -----------------------------------------------------------

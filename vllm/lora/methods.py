@@ -27,7 +27,7 @@ class LoRALinearMethod(LinearMethod):
         self.launch = launch
 
     def create_weights(self, layer: ParallelLinear) -> None:
-        raise AssertionError("adapters come after the weights")
+        raise AssertionError("create_weights() must be called before LoRA wraps the layer")
 
     def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
         y = self.inner.apply(layer, x, bias)
@@ -55,7 +55,7 @@ class HeadWithAdapters(EmbeddingMethod):
         self.launch = launch
 
     def create_weights(self, layer: VocabParallelEmbedding) -> None:
-        raise AssertionError("adapters come after the weights")
+        raise AssertionError("create_weights() must be called before LoRA wraps the layer")
 
     def embed(self, layer: VocabParallelEmbedding, ids: Tensor) -> Tensor:
         return self.inner.embed(layer, ids)

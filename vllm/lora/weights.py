@@ -41,8 +41,8 @@ def check_header(path: Path, num_parts: int) -> None:
         length = int.from_bytes(file.read(8), "little")
     if length > most:
         raise RequestError(
-            f"{path} is damaged, or an adapter of another model: its header has {length} bytes, "
-            f"and {most} are more than enough for this model"
+            f"{path} is damaged, or an adapter of a different model: its header has {length} "
+            f"bytes, but an adapter of this model needs at most {most}"
         )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from vllm.attention import LaunchContext, share_context
 from vllm.logger import init_logger
-from vllm.model_executor.models.interface import CausalLM
+from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 from vllm.ops.cpu.operators.program import Program
@@ -28,7 +28,7 @@ _lock = threading.Lock()
 
 
 def fuse(
-    model: CausalLM, inner_layers: Sequence[int] = (), *, reads_items: bool = False
+    model: CausalLM | PoolingModel, inner_layers: Sequence[int] = (), *, reads_items: bool = False
 ) -> Program | None:
     """The forward pass of a model whose weights are packed and whose caches are bound.
 
@@ -64,12 +64,13 @@ def fuse(
             taps: Any
             result: Any
             if inner_layers:
+                assert isinstance(model, CausalLM)
                 result, taps = model.forward_and_inputs(inputs, positions, inner_layers)
             else:
                 result, taps = model(inputs, positions), ()
         return Program(recorder, result, given, taps)
 
-    return _fused("forward pass", model, record)
+    return _fused("forward pass", record)
 
 
 def fuse_head(model: CausalLM, forward: Program) -> Program | None:
@@ -85,18 +86,18 @@ def fuse_head(model: CausalLM, forward: Program) -> Program | None:
             result: Any = model.compute_logits(given)
         return Program(recorder, result, given)
 
-    return _fused("output head", model, record)
+    return _fused("output head", record)
 
 
-def _fused(name: str, model: CausalLM, record: Callable[[], Program]) -> Program | None:
+def _fused(name: str, record: Callable[[], Program]) -> Program | None:
     if load_cpu_kernels() is None:
         return None
     try:
         program = record()
     except Exception as error:  # a model may do with a symbol what only tensors can do
-        logger.debug("the %s runs module by module: %s", name, error)
+        logger.debug("the %s has no fused CPU program and runs layer by layer: %s", name, error)
         return None
-    logger.debug("the %s runs in one call", name)
+    logger.debug("the %s runs as one fused CPU program", name)
     return program
 
 
@@ -106,7 +107,9 @@ def _recording(recorder: Recorder) -> Iterator[None]:
     with _lock, torch.inference_mode():
         before = get_ops()
         if type(before) is not CPUOps:
-            raise NotFusibleError(f"the operators are {type(before).__name__}")
+            raise NotFusibleError(
+                f"recording needs the operators of the CPU (CPUOps), got {type(before).__name__}"
+            )
         set_ops(recorder)
         try:
             yield

@@ -6,7 +6,7 @@ model, format or size, and returns only values that the worker has found.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -226,10 +226,11 @@ def planned_config(
     """
     settings = {name: value for name, value in vars(args).items() if value is not None}
     settings |= {"device": platform.name, "tensor_parallel_size": num_cards, **more}
-    settings["ready_when"] = "all"  # later buckets are planned as well
     if not _is_gguf(args.model):  # whose header says how layers are stored
         settings["load_format"] = "dummy"
-    return EngineArgs(**settings).create_engine_config(platform)
+    config = EngineArgs(**settings).create_engine_config(platform)
+    # Later buckets are planned as well.
+    return replace(config, hpu=replace(config.hpu, ready_when="all"))
 
 
 def _is_gguf(model: str | None) -> bool:

@@ -104,7 +104,7 @@ class HPUPlatform(Platform):
         if simulated_card() is None and num_cards() < needed:
             raise ConfigError(
                 f"data_parallel_size={count} with {world_size} cards each needs {needed} cards, "
-                f"and this machine has {num_cards()}. Lower it"
+                f"but this machine has {num_cards()}. Lower it"
             )
         env_ranks.export_replica(index, count, world_size)
 
@@ -126,7 +126,8 @@ class HPUPlatform(Platform):
         num_local = world_size if num_local_ranks is None else num_local_ranks
         if simulated_card() is None and num_cards() < num_local:
             raise ConfigError(
-                f"tensor_parallel_size={world_size}: this machine has {num_cards()} cards. Lower it"
+                f"tensor_parallel_size={world_size}: this machine has only {num_cards()} cards. "
+                "Lower it"
             )
         if "bridge" in self.__dict__ and not _wants_lazy_collectives(envs.get()):
             raise ConfigError(

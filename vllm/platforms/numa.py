@@ -57,7 +57,7 @@ def interleave(nodes: Collection[int]) -> bool:
     calls = _POLICY_CALLS.get(platform.machine())
     if calls is None:
         machine = platform.machine()
-        raise OSError(0, f"the system call for it is not known for the processor {machine}")
+        raise OSError(0, f"cannot set a NUMA memory policy on the CPU architecture {machine}")
     set_policy, get_policy = calls
     libc = ctypes.CDLL(None, use_errno=True)
     mode = ctypes.c_int(-1)

@@ -325,8 +325,8 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     if model_type not in accepted:
         raise ConfigError(
             f"config.json: the language model of {name} must be of model_type "
-            f"{' or '.join(map(repr, accepted))}, got {model_type!r}. Use a checkpoint with "
-            f"nothing but the language model"
+            f"{' or '.join(map(repr, accepted))}, got {model_type!r}. Use a checkpoint that "
+            "contains only the language model"
         )
     whole = {key: raw[key] for key in _OF_THE_WHOLE if raw.get(key) is not None}
     rest = {key: value for key, value in raw.items() if key != "text_config"}

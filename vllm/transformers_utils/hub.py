@@ -104,7 +104,7 @@ def resolve_adapter_folder(name: str) -> Path:
     if path.is_dir():
         return path.resolve()
     if path.exists() or _looks_like_path(name):
-        raise ConfigError(f"{name} is no folder")
+        raise ConfigError(f"{name} is not a folder")
     return _download_adapter(name)
 
 
@@ -197,7 +197,9 @@ def _download(
             reason = _explain(error, revision)
             if not tries_left or type(error).__name__ not in _LOST_CONNECTIONS:
                 raise ConfigError(f"cannot get {kind} {name!r}: {reason}") from error
-            logger.warning("The download of %s goes on where it was lost: %s", name, reason)
+            logger.warning(
+                "the connection was lost; continuing the download of %s: %s", name, reason
+            )
     return Path(folder)
 
 

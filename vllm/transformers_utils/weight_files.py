@@ -107,7 +107,8 @@ def _read_index(path: Path) -> list[Path]:
     )
     if outside:
         raise WeightLoadError(
-            f"{path} names {outside[0]!r}, which is no file of its folder. Download the file again"
+            f"{path} names {outside[0]!r}, which is not a file of its folder. Download the file "
+            "again"
         )
     files = [path.parent / name for name in sorted(names)]
     missing = [file.name for file in files if not file.is_file()]

@@ -22,5 +22,7 @@ def on_failure(*clean_ups: Callable[[], object]) -> Iterator[None]:
             try:
                 clean_up()
             except Exception:  # logged, as the first error is on its way
-                logger.warning("another error, while what had started is ended:", exc_info=True)
+                logger.warning(
+                    "another error while cleaning up after a failed start:", exc_info=True
+                )
         raise

@@ -40,7 +40,7 @@ def read_wav(data: bytes) -> tuple[Samples, int]:
     except (wave.Error, EOFError, KeyError) as error:
         raise RequestError(
             f"this is not a WAV file with samples of 8, 16 or 32 bits: {error}. Convert it, for "
-            f"example with: ffmpeg -i FILE out.wav"
+            "example with: ffmpeg -i FILE out.wav"
         ) from None
     samples = (frames.astype(np.float32) - silence) / np.float32(scale)
     return np.asarray(samples.reshape(-1, channels).mean(1), np.float32), rate

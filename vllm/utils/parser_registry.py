@@ -140,7 +140,9 @@ def load_plugin(flag: str, path: str, registries: Sequence[ParserRegistry[Any]])
     try:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     except Exception as error:  # foreign code, which may raise anything
-        raise ConfigError(f"{flag}: {path} fails: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{flag}: {path} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     if before == [registry.snapshot() for registry in registries]:
         raise ConfigError(
             f"{flag}: {path} registers no parser; use @ToolParserManager.register_module or "

@@ -46,5 +46,5 @@ def load_general_plugins() -> tuple[str, ...]:
         else:
             loaded.append(name)
     if loaded:
-        logger.info("plug-ins of other packages have run: %s", ", ".join(loaded))
+        logger.info("loaded plug-ins: %s", ", ".join(loaded))
     return tuple(loaded)

@@ -39,8 +39,8 @@ class BlockStore(Protocol):
 def has_uncopied_states() -> ConfigError:
     """The error for a model whose KV cache is not all there is."""
     return ConfigError(
-        "kv_transfer_config: this model has a state for each request beside the KV cache "
-        "(Mamba or DeltaNet layers), which is not copied. Leave it out"
+        "kv_transfer_config is not supported for this model: the recurrent state of its Mamba or "
+        "DeltaNet layers is not transferred. Leave it out"
     )
 
 

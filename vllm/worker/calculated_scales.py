@@ -41,7 +41,7 @@ def calculate_scales(config: VllmConfig, model: LayeredModel, device: torch.devi
     if not config.cache.calculate_kv_scales:
         return
     if cache_dtype(config) not in FP8_DTYPES:
-        logger.warning("calculate_kv_scales has no effect: the KV cache is not of fp8")
+        logger.warning("calculate_kv_scales has no effect: the KV cache is not FP8")
         return
     largest: dict[Attention, list[Tensor]] = {}
 
@@ -66,7 +66,7 @@ def calculate_scales(config: VllmConfig, model: LayeredModel, device: torch.devi
         layer.set_cache_scales(*found)
         layer.has_calculated_scales = True
         num_set += 1
-    logger.info("Scales of the KV cache were calculated in %d of %d layers", num_set, len(layers))
+    logger.info("calculated scales of the KV cache in %d of %d layers", num_set, len(layers))
 
 
 def _run(config: VllmConfig, model: LayeredModel, device: torch.device) -> None:

@@ -16,7 +16,7 @@ The messages here hold no tensors, so that a worker may live in another process.
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -231,6 +231,25 @@ class Worker(WorkerForUsers, Protocol):
     def warm_up(self) -> str | None:
         """Run the step that `next_warm_up` has named. Returns why this rank cannot run it, or
         None."""
+        ...
+
+    def describe_engine(self) -> dict[str, Any] | None:
+        """Return the fields of `cost_model.run_times.RunEngine`; None: times of forward passes say
+        nothing of the device."""
+        ...
+
+    def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
+        """Begin to replace the buckets of forward passes. The next steps of the warm-up run the
+        new ones, which are used from then on; the last one takes the old ones out of use. All
+        ranks are asked between the same two steps.
+
+        Args:
+            buckets: phase, batch, query length and blocks of each.
+
+        Returns:
+            Whether there is anything to warm up. Not while other buckets are being warmed up, nor
+            on a device without buckets.
+        """
         ...
 
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:

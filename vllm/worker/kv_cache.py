@@ -153,9 +153,9 @@ def check_states(config: VllmConfig, state_bytes: int, budget: int, source: str)
     most = max(0, budget) // each
     fix = f"Lower --max-num-seqs to {most}" if most else "Use a smaller model"
     raise ConfigError(
-        f"the states of {num_rows} requests (--max-num-seqs) take {format_bytes(state_bytes)}, "
-        f"{format_bytes(each)} each, and the cache has {format_bytes(budget)} ({source}). "
-        f"{fix}, or {_MORE}"
+        f"--max-num-seqs {num_rows}: the recurrent state of {num_rows} requests takes "
+        f"{format_bytes(state_bytes)}, {format_bytes(each)} per request, but only "
+        f"{format_bytes(budget)} are available ({source}). {fix}, or {_MORE}"
     )
 
 
@@ -183,7 +183,7 @@ def log_states(layout: KVCacheLayout, num_rows: int, num_kept: int = 0) -> None:
     states."""
     if layout.state_bytes:
         logger.info(
-            "States: %d requests and %d prefixes, %.2f MiB each (%.2f GiB)",
+            "Mamba states: %d requests and %d prefixes, %.2f MiB each (%.2f GiB)",
             num_rows,
             num_kept,
             layout.state_bytes / 2**20,
@@ -215,12 +215,15 @@ def check_capacity(
     if capacity >= scheduler.max_model_len:
         return
     raise ConfigError(
-        f"the KV cache holds {capacity} tokens and max_model_len is {scheduler.max_model_len}: a "
+        f"the KV cache holds {capacity} tokens, but max_model_len is {scheduler.max_model_len}: a "
         f"request that long would not fit. {memory.reason}. Lower --max-model-len to {capacity}, "
         f"or {memory.fix}"
         if capacity
-        else f"not enough memory for the KV cache: one block takes {format_bytes(block_bytes)}, "
-        f"and the first one is reserved. {memory.reason}. {memory.fix[0].upper()}{memory.fix[1:]}"
+        else (
+            f"not enough memory for the KV cache: one block takes {format_bytes(block_bytes)}, "
+            f"and the first one is reserved. {memory.reason}. "
+            f"{memory.fix[0].upper()}{memory.fix[1:]}"
+        )
     )
 
 

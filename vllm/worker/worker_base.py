@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -158,6 +159,14 @@ class WorkerBase(ABC):
         """Run the step that `next_warm_up` has named. Returns why this rank cannot run it, or
         None."""
         raise RuntimeError("no step of a warm-up has been named")
+
+    def describe_engine(self) -> dict[str, Any] | None:
+        """Return None: no times of forward passes are measured."""
+        return None
+
+    def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
+        """Return False: here there are no buckets."""
+        return False
 
     def record_tokens(self, tokens: StepTokens) -> None:
         """See `Worker.record_tokens`."""

@@ -61,7 +61,7 @@ class ObservedEngine(AsyncLLM):
                 num_late_compilations=5,
                 num_decode_blocks=300,
                 num_padded_blocks=100,
-                recent_launches=(2, 1, 6, 1, 150, 8, 1, 200, 1, 6, 1, 150, 8, 1, 200),
+                recent_launches=(2, 1, 6, 1, 150, 8, 1, 200, 0, 1, 6, 1, 150, 8, 1, 200, 0),
             ),
         )
         self.core_metrics.record_output(stats, IterationStats(10, num_tokens, [0.03], [0.012] * 5))

@@ -48,8 +48,8 @@ class CacheScale:
         new = CacheScale.on(self.scale.device, scales)
         if self.by_head is None and new.by_head is not None:
             raise WeightLoadError(
-                "the new checkpoint has scales of the KV cache for each head, and the engine runs "
-                "with one for each layer. Start it again with that checkpoint"
+                "the new checkpoint has a KV-cache scale for each head, but the engine was "
+                "started with one for each layer. Restart it with the new checkpoint"
             )
         if self.by_head is None:
             self.scale.copy_(new.scale)

@@ -328,7 +328,8 @@ def _fetch(
     keys = by_block(key_cache, size)
     if num_sliced > keys.shape[0]:
         raise ValueError(
-            f"the launch reads blocks 0 to {num_sliced - 1} of a cache of {keys.shape[0]}"
+            f"the forward pass reads blocks 0 to {num_sliced - 1}, but the KV cache has only "
+            f"{keys.shape[0]} blocks"
         )
 
     values = value_cache if isinstance(value_cache, int) else by_block(value_cache, size)

@@ -147,12 +147,14 @@ def build_decode_metadata(
     flat = _flatten(block_tables, seq_lens, block_size, sliding_window)
     num_rows = len(flat.seq_lens)
     if num_rows > padded_batch:
-        raise ValueError(f"{num_rows} rows in a launch of {padded_batch}")
+        raise ValueError(f"a batch of {num_rows} requests does not fit a bucket of {padded_batch}")
     if padded_shared is None:
         num_entries = num_listed = padded_blocks
         places = np.arange(len(flat.block_list))
         if len(places) > padded_blocks:
-            raise ValueError(f"{len(places)} block references in a launch of {padded_blocks}")
+            raise ValueError(
+                f"{len(places)} block references do not fit a bucket of {padded_blocks}"
+            )
         block_list = _padded(num_listed, NULL_BLOCK_ID, places, flat.block_list)
     else:
         num_entries, num_listed = padded_blocks + padded_shared, padded_shared
@@ -162,8 +164,9 @@ def build_decode_metadata(
         span = int(flat.block_list.max(initial=-1)) + 1
         if span > padded_blocks or len(repeats) > padded_shared:
             raise ValueError(
-                f"blocks up to id {span - 1} and {len(repeats)} repeats of shared blocks in a "
-                f"contiguous launch of {padded_blocks} blocks and {padded_shared} repeats"
+                f"the decode batch does not fit its bucket: block ids up to {span - 1} (bucket: "
+                f"{padded_blocks} blocks), {len(repeats)} extra references to shared blocks "
+                f"(bucket: {padded_shared})"
             )
         places = flat.block_list.astype(np.int64)
         places[is_repeat] = padded_blocks + np.arange(len(repeats))
@@ -210,8 +213,9 @@ def build_prefill_metadata(
     longest, most = int(queries.max(initial=0)), int(needed.max(initial=0))
     if num_rows > padded_batch or longest > padded_query_len or most > padded_context_blocks:
         raise ValueError(
-            f"{num_rows} rows of up to {longest} new tokens and {most} context blocks in a launch "
-            f"of {padded_batch} x {padded_query_len} and {padded_context_blocks} context blocks"
+            f"{num_rows} requests with up to {longest} new tokens and {most} context blocks do "
+            f"not fit a bucket of {padded_batch} x {padded_query_len} tokens and "
+            f"{padded_context_blocks} context blocks"
         )
     check_tables(tables, contexts + queries, block_size)
 
@@ -298,8 +302,8 @@ def check_tables(tables: IntArray, seq_lens: IntArray, block_size: int) -> None:
     needed = -(-int(seq_lens.max(initial=0)) // block_size)
     if tables.ndim != 2 or len(tables) != len(seq_lens) or tables.shape[1] < needed:
         raise ValueError(
-            f"block tables are {list(tables.shape)} for {len(seq_lens)} rows of up to {needed} "
-            f"blocks of {block_size}"
+            f"block_tables must be [{len(seq_lens)}, {needed} or more] for blocks of {block_size} "
+            f"tokens, got {list(tables.shape)}"
         )
 
 

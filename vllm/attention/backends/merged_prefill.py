@@ -96,8 +96,9 @@ def build_merged_prefill_metadata(
         or num_context > padded_context_blocks
     ):
         raise ValueError(
-            f"{num_prompts} prompts of {num_tokens} new tokens and {num_context} context blocks in "
-            f"a launch of {padded_prompts}, {padded_tokens} and {padded_context_blocks}"
+            f"{num_prompts} prompts with {num_tokens} new tokens and {num_context} context blocks "
+            f"do not fit a bucket of {padded_prompts} prompts, {padded_tokens} tokens and "
+            f"{padded_context_blocks} context blocks"
         )
     if queries.min(initial=1) < 1:
         raise ValueError("each prompt of a merged prefill needs at least one new token")

@@ -102,8 +102,9 @@ class PackedFields(Generic[Fields]):
                 continue
             if value.shape != f.shape(sizes) or value.dtype != f.host_dtype:
                 raise ValueError(
-                    f"{f.name} is {value.dtype} {list(value.shape)}; this launch has "
-                    f"{f.host_dtype} {list(f.shape(sizes))} ({' '.join(f.letters)})"
+                    f"{f.name} must be {f.host_dtype} {list(f.shape(sizes))} "
+                    f"({' '.join(f.letters)}) for this batch, got {value.dtype} "
+                    f"{list(value.shape)}"
                 )
             if f.dtype is not torch.int32:
                 value = value.view(np.int32)

@@ -301,7 +301,7 @@ def require_flex(device: torch.device) -> None:
             flex_sdpa(token, token, token, None, 1.0, None)
     except (ImportError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"flex_attention of torch {torch.__version__} does not run on device "
-            f"{device.type!r}; unset VLLM_PROMPT_USE_FLEX_ATTENTION. Without it, "
-            f"VLLM_PROMPT_USE_FUSEDSDPA=1 runs the fused kernel and 0 plain matrix products"
+            f"flex_attention of torch {torch.__version__} does not run on device {device.type!r}; "
+            "unset VLLM_PROMPT_USE_FLEX_ATTENTION. Without it, VLLM_PROMPT_USE_FUSEDSDPA=1 uses "
+            "the fused kernel, and 0 uses plain matmuls"
         ) from error

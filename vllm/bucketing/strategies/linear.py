@@ -99,7 +99,7 @@ def linear_context(
     The fork has every count (0, 1, 2, 3, ...): hundreds to thousands of prompt buckets, each of
     which is compiled and may take a graph. A block of context costs a token of a prompt 1/256 of
     its linear layers (`padded_cost`), so up to 8 blocks instead of 1 cost 3 %, and up to 32
-    instead of 9 cost 9 %. docs/performance.md has the counts and the padding.
+    instead of 9 cost 9 %. benchmarks/history.md has the counts and the padding.
 
     Args:
         limits: what a launch can ask for.
@@ -185,6 +185,6 @@ def linear_decode_buckets(settings: BucketSettings) -> list[Bucket]:
 
 def _no_buckets(batch: BucketRange, size: BucketRange, label: str) -> ConfigError:
     return ConfigError(
-        f"No buckets could be captured with following config (min, step, max_warmup): "
+        "No buckets could be captured with the following config (min, step, max_warmup): "
         f"bs:{batch}, {label}:{size}"
     )

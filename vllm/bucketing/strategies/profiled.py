@@ -25,7 +25,7 @@ def parse_profiled(text: str) -> tuple[Bucket, bool]:
     if match is None or (match[1] == "decode" and match[4]):
         raise ConfigError(
             f"VLLM_PT_PROFILE={text!r} must be prompt_BATCH_LENGTH_t or decode_BATCH_BLOCKS_t, "
-            f"such as prompt_1_1024_t; with f at the end, not as a graph"
+            "such as prompt_1_1024_t; f instead of t at the end runs without a graph"
         )
     batch, size = int(match[2]), int(match[3])
     if not batch or not size:
@@ -34,7 +34,7 @@ def parse_profiled(text: str) -> tuple[Bucket, bool]:
         return prefill(batch, size, int(match[4] or 0)), match[5] == "t"
     if size < batch:
         raise ConfigError(
-            f"VLLM_PT_PROFILE={text!r} has {size} blocks for {batch} requests: a request in decode "
-            f"has a block or more"
+            f"VLLM_PT_PROFILE={text!r} must have at least one block for each of its {batch} "
+            f"requests, got {size} blocks"
         )
     return decode(batch, size), match[5] == "t"

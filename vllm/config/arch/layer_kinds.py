@@ -23,7 +23,8 @@ def read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None
     if layer_types:
         if len(layer_types) < num_layers:
             raise ConfigError(
-                f"layer_types names {len(layer_types)} layers, num_hidden_layers is {num_layers}"
+                f"config.json: layer_types has {len(layer_types)} entries; it must have "
+                f"num_hidden_layers ({num_layers})"
             )
         kinds = layer_types[:num_layers]  # longer if num_hidden_layers was overridden
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -163,13 +164,14 @@ def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool,
         numbers = (config.get("linear_attn_config") or {}).get("kda_layers") or []
         if not isinstance(numbers, list):
             raise ConfigError(
-                f"config.json: 'kda_layers' of linear_attn_config must be a list of layers, got "
-                f"{numbers!r}. Correct the file"
+                "config.json: 'kda_layers' of linear_attn_config must be a list of layer "
+                f"indices, got {numbers!r}. Correct the file"
             )
         return tuple(index + 1 in numbers for index in range(num_layers))
     if len(layer_types) < num_layers:
         raise ConfigError(
-            f"layer_types names {len(layer_types)} layers, num_hidden_layers is {num_layers}"
+            f"config.json: layer_types has {len(layer_types)} entries; it must have "
+            f"num_hidden_layers ({num_layers})"
         )
     return tuple(kind in _STATES for kind in layer_types[:num_layers])
 

@@ -94,9 +94,9 @@ def check_sizes(config: Mapping[str, Any]) -> None:
     most = max(num_experts) if isinstance(num_experts, list) else num_experts
     if config[layers] * most > _MAX_EXPERT_LAYERS:
         raise ConfigError(
-            f"config.json: '{layers}' times '{experts}' must be at most {_MAX_EXPERT_LAYERS}, got "
-            f"{config[layers]} times {config[experts]}. Correct the file, or give other values "
-            f"with hf_overrides"
+            f"config.json: '{layers}' x '{experts}' must be at most {_MAX_EXPERT_LAYERS}, got "
+            f"{config[layers]} x {config[experts]}. Correct the file, or give other values with "
+            "hf_overrides"
         )
 
 
@@ -110,8 +110,8 @@ def _check_ranges(path: str, config: Mapping[str, Any]) -> None:
             values = value if is_list else [value]
             if not values or not all(_is_whole(each, least, most) for each in values):
                 raise ConfigError(
-                    f"config.json: '{path}{name}' must be a whole number from {least} to {most}, "
-                    f"got {value!r}. Correct the file, or give another value with hf_overrides"
+                    f"config.json: '{path}{name}' must be an integer from {least} to {most}, got "
+                    f"{value!r}. Correct the file, or give another value with hf_overrides"
                 )
 
 
@@ -242,6 +242,6 @@ def check_window(window: object) -> None:
     """
     if type(window) is not int or window < 1:
         raise ConfigError(
-            f"config.json: 'sliding_window' must be a whole number of tokens of 1 or more, or null "
-            f"for none, got {window!r}. Correct the file, or give another value with hf_overrides"
+            "config.json: 'sliding_window' must be an integer of at least 1, or null for none, "
+            f"got {window!r}. Correct the file, or give another value with hf_overrides"
         )

@@ -45,8 +45,8 @@ class SpeculatorFile:
         """
         if value != wanted:
             raise ConfigError(
-                f"{self.path}: {name} is {value}, and the model '{self.target_name}' has {wanted}. "
-                f"Name a speculator that was made for this model"
+                f"{self.path}: {name} is {value}, but the model '{self.target_name}' has "
+                f"{wanted}. Name a speculator that was made for this model"
             )
 
 
@@ -55,9 +55,10 @@ class SpeculatorArch:
     """A speculator, without its weights."""
 
     arch: ModelArch
-    """Of its layers; what is not its own is the model's."""
+    """Config of the speculator's layers. Values that it does not have are the model's."""
     max_drafts: int = MAX_DRAFTS
-    """Of a request in one step: it may have one head for each."""
+    """Maximum number of draft tokens of a request in one step; a speculator may have one head for
+    each."""
 
 
 def _read_eagle(file: SpeculatorFile) -> SpeculatorArch:
@@ -68,8 +69,8 @@ def _read_eagle(file: SpeculatorFile) -> SpeculatorArch:
     file.check("vocab_size", arch.vocab_size, target.vocab_size)
     if arch.num_layers != 1:
         raise ConfigError(
-            f"{file.path}: num_hidden_layers is {arch.num_layers}, and a network of EAGLE has 1. "
-            f"Is it one that was made for the model?"
+            f"{file.path}: num_hidden_layers must be 1 for EAGLE, got {arch.num_layers}. Is it a "
+            "speculator for this model?"
         )
     rope = arch.rope
     if rope is None or rope.rope_type in ("default", "llama3"):
@@ -85,15 +86,15 @@ def _read_eagle3(file: SpeculatorFile) -> SpeculatorArch:
     size = file.size("draft_vocab_size", default=file.target.vocab_size)
     if size > file.target.vocab_size:
         raise ConfigError(
-            f"{file.path}: draft_vocab_size is {size}, more than the {file.target.vocab_size} "
-            f"tokens of the model '{file.target_name}'"
+            f"{file.path}: draft_vocab_size is {size}, more than the vocabulary of "
+            f"{file.target.vocab_size} tokens of the model '{file.target_name}'"
         )
     layers = eagle3_layers(found.arch.hf_config, num_layers)
     if len(layers) != 3 or not all(type(x) is int and 0 < x < num_layers for x in layers):
         given = [x - 1 if type(x) is int else x for x in layers]
         raise ConfigError(
-            f"{file.path}: it reads what the layers {given} of the model put out; accepted are 3 "
-            f"numbers from 0 to {num_layers - 2}, as the model '{file.target_name}' has "
+            f"{file.path}: it reads the outputs of the layers {given} of the model; accepted: 3 "
+            f"layer indices from 0 to {num_layers - 2}, as the model '{file.target_name}' has "
             f"{num_layers} layers"
         )
     return found
@@ -120,15 +121,15 @@ def _read_mtp(file: SpeculatorFile) -> SpeculatorArch:
     if facts is None:
         names = [name for each in FAMILIES.values() if each.mtp for name in each.architectures]
         raise ConfigError(
-            f"{file.path}: the method mtp needs a model with layers that guess further tokens "
-            f"({', '.join(names)}), and this is {target.architecture}. Use another method"
+            f"{file.path}: the method mtp needs a model with multi-token prediction layers "
+            f"({', '.join(names)}), got {target.architecture}. Use another method"
         )
     count = target.hf_config.get(facts.count_key)
     count = facts.default_count or None if count is None else count
     if type(count) is not int or count < 1:
         raise ConfigError(
-            f"{file.path}: {facts.count_key} is {count!r}, so the model has no layers for "
-            f"the method mtp, which needs 1 or more. Use another method"
+            f"{file.path}: {facts.count_key} is {count!r}, but the method mtp needs at least 1 "
+            "multi-token prediction layer. Use another method"
         )
     return SpeculatorArch(target)
 
@@ -169,16 +170,18 @@ class SpeculatorMethod:
     class_path: str
     """module:Class of the network."""
     num_drafts: int
-    """Of a request in one step, unless the user says more or less; fewer where there are fewer
-    heads."""
+    """Number of draft tokens of a request in one step, unless the user sets it; fewer if the
+    speculator has fewer heads."""
     read: Callable[[SpeculatorFile], SpeculatorArch]
     is_decoder: bool = False
-    """config.json is that of a decoder; left out keys have the defaults of its type."""
+    """Whether config.json describes a decoder; missing keys then have the defaults of its model
+    type."""
     inner_layers: Callable[[Mapping[str, Any], int], tuple[int, ...]] | None = None
-    """Config and number of layers of the model -> layers of the model whose inputs it reads besides
-    the result; None: it reads the result alone."""
+    """Function of the config and the number of layers of the model. It returns the layers of the
+    model whose inputs the speculator reads in addition to the result. None: it reads only the
+    result."""
     has_files: bool = True
-    """It has a folder of its own; False: it is in the files of the model."""
+    """Whether the speculator has a folder of its own. False: it is in the files of the model."""
 
 
 SPECULATORS: Mapping[str, SpeculatorMethod] = {

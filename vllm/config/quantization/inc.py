@@ -56,10 +56,10 @@ class IncConfig:
     """What one of these files asks for."""
 
     path: str
-    """The file, for errors."""
+    """Path of the file, for errors."""
     mode: IncMode
     scale_method: str = "maxabs_hw"
-    """One of SCALE_METHODS."""
+    """Method that computes scales from measured ranges; one of SCALE_METHODS."""
     dump_stats_path: str = "stats"
     """Beginning of the paths of the measurement files."""
     allowed_types: tuple[str, ...] = ()
@@ -69,14 +69,14 @@ class IncConfig:
     """Regular expressions, each for a part of a module name."""
     measures_outputs: bool = False
     device_for_scales: Literal["GAUDI2", "GAUDI3"] | None = None
-    """Whose range scales are made for; None: that of the device that runs."""
+    """Device whose e4m3 range scales are made for. None: the device that runs."""
     input_backoff: float = 0.25
-    """Largest measured input, as a share of the range of e4m3."""
+    """Largest measured input, as a fraction of the range of e4m3."""
     weight_backoff: float = 0.5
     ignores_missing: bool = False
-    """A layer that was not measured stays as it is; False: it is an error."""
+    """Whether a layer that was not measured runs unquantized. False: it is an error."""
     recalculates: bool = False
-    """Scales are computed anew, also where there is a file of them."""
+    """Whether scales are computed again even if there is a file with them."""
 
     @property
     def is_dynamic(self) -> bool:

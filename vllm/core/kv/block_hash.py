@@ -16,7 +16,7 @@ from vllm.messages import CacheKey, EngineRequest
 _TOKEN_BYTES = array("i").itemsize
 
 def root_hash(request: EngineRequest) -> bytes:
-    """The parent of a request's first block."""
+    """Return the hash that is the parent of a request's first block."""
     salt = _encoded(request.cache_salt or "")
     return sha256(b"vllm-block" + salt).digest()
 
@@ -28,7 +28,8 @@ def block_hashes(
     keys: Sequence[CacheKey] = (),
     start: int = 0,
 ) -> list[bytes]:
-    """The hashes of consecutive blocks that follow `parent`; a last block not full has none.
+    """Return the hashes of consecutive blocks that follow `parent`; a last block that is not full
+    has none.
 
     Args:
         parent: hash of the block before the first one, or of the root.
@@ -55,8 +56,8 @@ def block_hashes(
 
 
 def group_keys(hashes: Iterable[bytes], group: int) -> Iterable[bytes]:
-    """The keys by which blocks of a group of layers are found. The keys of the first group are the
-    hashes."""
+    """Return the keys by which blocks of a group of layers are found. The keys of the first group
+    are the hashes."""
     if not group:
         return hashes
     suffix = group.to_bytes(2, "little")
@@ -69,7 +70,8 @@ def is_of_first_group(key: bytes) -> bool:
 
 
 def _keys_of_blocks(keys: Sequence[CacheKey], block_size: int, start: int) -> dict[int, bytes]:
-    """Index of a block behind `start` -> the keys that begin in it, encoded."""
+    """Return the keys that begin in each block, encoded, by the index of the block after
+    `start`."""
     found: dict[int, bytes] = {}
     for key in keys:
         index, offset = divmod(key.start - start, block_size)
@@ -78,6 +80,6 @@ def _keys_of_blocks(keys: Sequence[CacheKey], block_size: int, start: int) -> di
 
 
 def _encoded(text: str) -> bytes:
-    """The key with its length in front, so that ("ab", "c") and ("a", "bc") differ."""
+    """Encode the key with its length in front, so that ("ab", "c") and ("a", "bc") differ."""
     data = text.encode("utf-8", "surrogatepass")
     return len(data).to_bytes(8, "little") + data

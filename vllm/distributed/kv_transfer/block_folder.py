@@ -97,7 +97,9 @@ class BlockFolder:
             os.utime(path)  # used now
         block = parse(key, data)
         if block is None:
-            logger.warning("the file %s of a KV block is damaged: it is computed again", path)
+            logger.warning(
+                "the file %s of a KV block is damaged: the block is computed again", path
+            )
             self.remove(key)
         return block
 
@@ -168,7 +170,7 @@ def _warn_of_others(root: Path) -> None:
     elif found.st_mode & stat.S_IWOTH:
         logger.warning(
             "every user of this machine can write files into the folder %s for KV blocks, and "
-            "change answers by that. Take the permission away (chmod o-w), or give another folder",
+            "change answers that way. Take the permission away (chmod o-w), or give another folder",
             root,
         )
 

@@ -46,8 +46,8 @@ def prompt_fields(conversation: Conversation) -> dict[str, Any]:
     """
     if conversation.thread is not None:
         raise RequestError(
-            "thread is not available: this server holds no conversations. Leave it out, and send "
-            "all messages",
+            "thread is not available: this server does not store conversations. Leave it out, and "
+            "send all messages",
             param="thread",
             code=THREAD_UNSUPPORTED,
         )
@@ -87,7 +87,7 @@ def _response_format(conversation: Conversation) -> dict[str, Any] | None:
     name, value = wanted.popitem()
     if any(other != value for other in wanted.values()):
         raise RequestError(
-            "output_format must be equal to output_config.format, or be left out",
+            "output_format must be equal to output_config.format. Leave it out",
             param="output_format",
         )
     if value.get("type") != "json_schema" or not isinstance(value.get("schema"), dict):

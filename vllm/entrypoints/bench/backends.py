@@ -267,7 +267,10 @@ class SseParser:
             return [text[6:-2]]
         *events, self._rest = _END.split(text)
         if len(self._rest) > _MAX_EVENT_BYTES:
-            raise ValueError(f"an event of more than {_MAX_EVENT_BYTES} bytes")
+            raise ValueError(
+                f"the server sent an event of more than {_MAX_EVENT_BYTES} bytes, which is too "
+                "long to read"
+            )
         return [data for event in events if (data := _data(event)) is not None]
 
 

@@ -155,8 +155,8 @@ def file_requests(
             break
     if not requests:
         raise ConfigError(
-            f"none of the {len(items)} requests in {args.path!r} (read as {args.name}) fits the "
-            f"context length of the model"
+            f"none of the {len(items)} requests in {args.path!r} (read as {args.name}) fits into "
+            "the context length of the model"
             if items
             else f"{args.path!r} contains no prompt in the format {args.name}"
         )

@@ -223,7 +223,7 @@ def _tokenizer(args: argparse.Namespace, served: ServedModel) -> "PreTrainedToke
         return get_tokenizer(name, args.tokenizer_mode, args.trust_remote_code)
     except ConfigError as error:
         raise ConfigError(
-            f"{error}; here, give --tokenizer, or --random-vocab-size N with --backend openai"
+            f"{error}; give --tokenizer instead, or --random-vocab-size N with --backend openai"
         ) from None
 
 

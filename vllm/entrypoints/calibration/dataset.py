@@ -26,8 +26,8 @@ def read_texts(path: str) -> list[str]:
     """
     if path.endswith((".pkl", ".pickle")):
         raise ConfigError(
-            f"--dataset {path}: pickle files run code when they are read. Write the texts to a "
-            f'.jsonl file with lines such as {{"text": "..."}}'
+            f"--dataset {path}: pickle files are not read, as they can run code. Write the texts "
+            'to a .jsonl file with lines such as {"text": "..."}'
         )
     try:
         content = Path(path).expanduser().read_text(encoding="utf-8")
@@ -35,7 +35,7 @@ def read_texts(path: str) -> list[str]:
         raise ConfigError(f"--dataset {path}: cannot be read: {error}") from None
     texts = [text for text in _texts(path, content) if text.strip()]
     if not texts:
-        raise ConfigError(f"--dataset {path}: there is no text in it")
+        raise ConfigError(f"--dataset {path}: the file contains no text")
     return texts
 
 
@@ -95,7 +95,10 @@ def split_samples(
             if len(sample) >= _MIN_TOKENS:
                 samples.append(sample)
     if not samples:
-        raise ConfigError("--dataset: all of its texts are shorter than two tokens")
+        raise ConfigError(
+            "--dataset: all of its texts have fewer than two tokens; at least one longer text is "
+            "needed"
+        )
     random.Random(_SEED).shuffle(samples)
     num_held_out = max(1, round(_SHARE_HELD_OUT * min(num_samples, len(samples))))
     if len(samples) == 1:

@@ -58,8 +58,8 @@ def expand(measured: Measurements, num_parts: int) -> list[dict[str, Node]]:
     for op, count in counts.items():
         if count % num_parts:
             raise ConfigError(
-                f"{measured.path}: Nodes.{op} has {count} experts, which {num_parts} ranks cannot "
-                f"share evenly"
+                f"{measured.path}: Nodes.{op} has {count} experts, which cannot be divided evenly "
+                f"among {num_parts} ranks"
             )
     found: list[dict[str, Node]] = [{} for _ in range(num_parts)]
     for name, node in measured.nodes.items():

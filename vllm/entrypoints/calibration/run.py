@@ -82,9 +82,9 @@ class Calibration:
         self.world_size: int = engine.tensor_parallel_size * engine.pipeline_parallel_size
         if engine.pipeline_parallel_size > 1 and settings.other_ranks is not None:
             raise ConfigError(
-                f"--pipeline-parallel-size is {engine.pipeline_parallel_size}: stages have other "
-                f"layers, so --unify-ranks and --expand-ranks need 1. Without stages, measure with "
-                f"tensor parallelism alone: any number of stages can use such files"
+                "--unify-ranks and --expand-ranks need --pipeline-parallel-size 1 (got "
+                f"{engine.pipeline_parallel_size}), because each stage measures different layers. "
+                "Measure with tensor parallelism only; such files work with any number of stages"
             )
         self._inputs = {
             "model": engine.model,
@@ -137,7 +137,9 @@ class Calibration:
 
     def _do(self, name: str, line: str, state: dict[str, Any]) -> None:
         if not self._is_asked_for(name):
-            raise ConfigError(f"--step {name} needs {STEPS[name].flag}: for how many devices")
+            raise ConfigError(
+                f"--step {name} needs {STEPS[name].flag}, the number of devices to make scales for"
+            )
         self.say(line)
         # What follows from this step has to be done again.
         state["done"] = [s for s in state["done"] if s in steps_before(name)]
@@ -151,7 +153,7 @@ class Calibration:
         from vllm.transformers_utils.tokenizer import get_tokenizer
 
         if self.settings.dataset is None:
-            raise ConfigError("--dataset is needed for the step prepare: a file with texts")
+            raise ConfigError("the step prepare needs --dataset, a file with texts")
         texts = read_texts(self.settings.dataset)
         model = self.engine.create_engine_config().model
         tokenizer = get_tokenizer(

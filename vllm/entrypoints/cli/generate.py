@@ -52,7 +52,7 @@ def add_parser(
         "--top-k",
         type=int,
         metavar="N",
-        help="sample from this many of the likeliest tokens; 0: all",
+        help="sample from this many of the most likely tokens; 0: all",
     )
     sampling.add_argument("--n", type=int, metavar="N", help="outputs per prompt")
     # No --seed: that of the engine flags already makes the whole run reproducible.

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import math
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,9 +35,11 @@ def add_parser(
 
     parser = subparsers.add_parser(
         "plan",
-        description="Show the memory, the buckets and the warm-up of a model on a device, which "
-        "this machine may lack. Reads only config.json, or the header of a GGUF file. Takes the "
-        "flags of 'vllm serve'.",
+        description=(
+            "Show the memory, the buckets and the warm-up of a model on a device, which does not "
+            "have to be in this machine. Reads only config.json, or the header of a GGUF file. "
+            "Takes the flags of 'vllm serve'."
+        ),
         usage="vllm plan MODEL --device gaudi2|gaudi3|cpu [flags]",
         conflict_handler="resolve",
     )
@@ -46,7 +49,7 @@ def add_parser(
     group.add_argument(
         "--num-cards",
         metavar="N",
-        help="number of cards that divide each layer; the same as --tensor-parallel-size",
+        help="number of cards over which each layer is split; the same as --tensor-parallel-size",
     )
     group.add_argument(
         "--host-memory",
@@ -83,20 +86,29 @@ def add_parser(
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Returns the exit code."""
-    device = _device(args.device)
-    num_cards, host_bytes = _num_cards(args), _host_bytes(args)
+    device, host_bytes = _device(args.device), _host_bytes(args)
+    _check_num_cards(args.num_cards)
     # A card of this machine is not opened: its library would take the device name "hpu".
     envs.export("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     log = logging.getLogger("vllm")
     level = log.level
     log.setLevel(logging.WARNING)
     try:
-        return _plan(args, device, num_cards, host_bytes)
+        return _plan(args, device, host_bytes)
+    except ConfigError as error:
+        if args.num_cards is None:
+            raise
+        raise ConfigError(_in_cards(str(error))) from error
     finally:
         log.setLevel(level)
 
 
-def _plan(args: argparse.Namespace, device: str, num_cards: int, host_bytes: int | None) -> int:
+def _in_cards(message: str) -> str:
+    """Return an error of the engine with the flag of this command for the number of cards."""
+    return re.sub(r"--tensor-parallel-size|\btensor_parallel_size\b", "--num-cards", message)
+
+
+def _plan(args: argparse.Namespace, device: str, host_bytes: int | None) -> int:
     """Print the plan, and return the exit code."""
     from vllm.entrypoints.openai.cli_args import exit_after_help, read_args
     from vllm.entrypoints.pages.plan_page import plan_page
@@ -123,6 +135,7 @@ def _plan(args: argparse.Namespace, device: str, num_cards: int, host_bytes: int
     flags = _given_flags(args)
     engine_args, server_args = read_args(args)
     exit_after_help(server_args)
+    num_cards = _num_cards(args.num_cards, engine_args.tensor_parallel_size)
     measured = None if args.measured is None else _measured(args.measured, device)
     found = _search(args, engine_args, device, num_cards, measured)
     engine = None if found is None else found.plan
@@ -184,12 +197,12 @@ def _add_goals(parser: FlexibleArgumentParser) -> None:
         "goals, the largest --max-num-seqs for these cards, and the command that serves the model "
         "in this way.",
     )
-    group.add_argument("--goal-ttft", type=float, metavar="MS", help="largest time to first token")
+    group.add_argument("--goal-ttft", type=float, metavar="MS", help="maximum time to first token")
     group.add_argument(
-        "--goal-tpot", type=float, metavar="MS", help="largest time per output token"
+        "--goal-tpot", type=float, metavar="MS", help="maximum time per output token"
     )
     group.add_argument(
-        "--goal-tokens-per-s", type=float, metavar="N", help="fewest output tokens per second"
+        "--goal-tokens-per-s", type=float, metavar="N", help="minimum output tokens per second"
     )
     for name, default in _LENGTHS.items():
         group.add_argument(
@@ -249,7 +262,7 @@ def _search(
     sizes = {name: _LENGTHS[name] if size is None else size for name, size in given.items()}
     for name, size in sizes.items():
         if size < 1:
-            raise ConfigError(f"--{name}-len is {size}, and must be at least 1")
+            raise ConfigError(f"--{name}-len must be at least 1, got {size}")
 
     def make_plan(num_cards: int, max_num_seqs: int | None) -> "EnginePlan":
         changes: dict[str, Any] = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
@@ -257,11 +270,10 @@ def _search(
             return make_engine_plan(dataclasses.replace(engine_args, **changes), device, num_cards)
         except ConfigError as error:
             found = excess(engine_args, device, num_cards)
-            if found is None:
-                raise
-            raise ConfigError(found) from error
+            raise ConfigError(found or _in_cards(str(error))) from error
 
     is_given = args.num_cards is not None or args.tensor_parallel_size is not None
+    is_given = is_given or num_cards > 1  # in the file of --config
     return search_cards(
         make_plan,
         goals,
@@ -311,21 +323,30 @@ def _device(name: str | None) -> str:
     return name
 
 
-def _num_cards(args: argparse.Namespace) -> int:
+def _check_num_cards(given: str | None) -> None:
     """
     Raises:
-        ConfigError: it is no positive number, or given twice with different values.
+        ConfigError: it is no positive number.
     """
-    given: Any = args.num_cards
-    tensor: Any = args.tensor_parallel_size
-    if given is None:
-        return 1 if tensor is None else int(tensor)
-    if not given.isdecimal() or int(given) < 1:
+    if given is not None and (not given.isdecimal() or int(given) < 1):
         raise ConfigError(f"--num-cards {given} must be a number of at least 1")
-    if tensor is not None and int(tensor) != int(given):
+
+
+def _num_cards(given: str | None, tensor: int) -> int:
+    """Return the cards that divide each layer among them.
+
+    Args:
+        given: with --num-cards.
+        tensor: with the flag of an engine, or in its file; 1: neither has to have it.
+
+    Raises:
+        ConfigError: both are given, with different values.
+    """
+    if given is None:
+        return tensor
+    if tensor not in (1, int(given)):
         raise ConfigError(
-            f"--num-cards {given} and --tensor-parallel-size {tensor} are the same setting. Leave "
-            f"one of them out"
+            f"--num-cards {given} and -tp {tensor} are the same setting. Leave one of them out"
         )
     return int(given)
 

@@ -93,7 +93,7 @@ def per_prompt(name: str, values: Iterable[Any] | None, count: int) -> list[Any]
     found = list(values)
     if len(found) != count:
         raise RequestError(
-            f"{name} has {len(found)} entries for {count} prompts: give one per prompt",
+            f"{name} must have one entry for each of the {count} prompts, got {len(found)}",
             param=name,
         )
     return found

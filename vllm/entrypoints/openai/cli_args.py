@@ -135,7 +135,7 @@ def _read_list(name: str, given: Any) -> Any:
     try:
         return json.loads(given[0])
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{name} must be a list of texts: {error}") from None
+        raise ConfigError(f"{name} must be a list of strings: {error}") from None
 
 
 def _take_compat(argument: CompatArgument, value: Any) -> None:

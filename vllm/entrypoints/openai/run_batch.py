@@ -68,8 +68,7 @@ def add_arguments(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     group.add_argument(
         "--fail-on-error",
         action="store_true",
-        help="end with the exit code 1 if a request fails (default: 0, because its error is in the "
-        "output)",
+        help="exit with code 1 if a request fails (default: 0, because its error is in the output)",
     )
     return parser
 
@@ -202,10 +201,10 @@ def _log_end(counts: "BatchCounts", elapsed_s: float) -> None:
         counts.num_failed,
     )
     for reason, count in counts.failures.most_common(_SHOWN_FAILURES):
-        logger.warning("%d failed: %s", count, reason)
+        logger.warning("%d requests failed: %s", count, reason)
     if len(counts.failures) > _SHOWN_FAILURES:
         logger.warning(
-            "%d more reasons of failed requests are not shown",
+            "%d other reasons for failed requests are not shown",
             len(counts.failures) - _SHOWN_FAILURES,
         )
 

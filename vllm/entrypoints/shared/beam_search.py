@@ -176,7 +176,7 @@ def _advance(
         if not sample.logprobs and sample.is_refused:
             raise RequestError(str(sample.stop_reason), param="lora_request")
         if not sample.logprobs:
-            raise RuntimeError(f"beam search step failed: {sample.stop_reason}")
+            raise RuntimeError(f"a step of the beam search failed: {sample.stop_reason}")
         for token_id, logprob in sample.logprobs[0].items():
             child = BeamSearchSequence(
                 tokens=[*beam.tokens, token_id],

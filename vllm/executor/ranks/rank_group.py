@@ -114,8 +114,8 @@ class RankGroup:
                 self._start(are_copies=True)
             except OSError as error:  # no memory, where the system counts all that a copy could use
                 logger.warning(
-                    "this process cannot be copied (%s): each rank is a new interpreter, so the "
-                    "start takes a second longer",
+                    "cannot fork the workers (%s): starting new Python processes instead, which "
+                    "takes about a second longer",
                     error,
                 )
         started: Future[None] = Future()
@@ -227,7 +227,7 @@ class RankGroup:
                 raise TimeoutError(text)
             if stopped := [each.name for each in late if each.is_stopped]:
                 raise RankError(
-                    f"{', '.join(stopped)} is stopped (SIGSTOP), and has not answered {method} "
+                    f"{', '.join(stopped)} is stopped (SIGSTOP), and did not answer {method} "
                     f"within {look_s} s"
                 )
             warn_of_wait(logger, method, ranks, look_s)

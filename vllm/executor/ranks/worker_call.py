@@ -120,8 +120,8 @@ def resolve_worker_class(parallel: ParallelConfig, platform_class: str) -> type:
     both = sorted(n for n in dir(extension) if not n.startswith("__") and hasattr(worker_class, n))
     if both:
         raise ConfigError(
-            f"worker_extension_cls={parallel.worker_extension_cls!r} defines "
-            f"{', '.join(both)}, which the worker has already. Choose other names"
+            f"worker_extension_cls={parallel.worker_extension_cls!r} defines {', '.join(both)}, "
+            "which the worker has already. Choose other names"
         )
     return type(worker_class.__name__, (worker_class, extension), {})
 

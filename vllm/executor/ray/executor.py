@@ -158,8 +158,8 @@ class RayExecutor(Executor):
             if version != __version__:
                 raise ConfigError(
                     f"distributed_executor_backend='ray': the machine of rank {rank} has version "
-                    f"{version} of vllm, and the engine is {__version__}. Install one version on "
-                    f"all machines of the Ray cluster"
+                    f"{version} of vllm, but the engine has {__version__}. Install the same "
+                    "version on all machines of the Ray cluster"
                 )
 
     def call_workers(self, method: Callable[..., _Result], *args: Any) -> list[_Result]:
@@ -322,7 +322,7 @@ class RayExecutor(Executor):
             ready, waiting = self._ray.wait(waiting, num_returns=1, timeout=left_s)
             if not ready and deadline is not None:
                 late = ranks_text([ranks[ref] for ref in waiting])
-                raise TimeoutError(f"{late} has not answered {method} within {timeout} s")
+                raise TimeoutError(f"{late} did not answer {method} within {timeout} s")
             if not ready:
                 self._check_answers(method)
                 warn_of_wait(logger, method, [ranks[ref] for ref in waiting], look_s)

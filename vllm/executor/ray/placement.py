@@ -57,8 +57,9 @@ def place_ranks(parallel: ParallelConfig, resources: dict[str, float]) -> Placem
         bundles, strategy = [stage] * layout.pipeline_size, "SPREAD"
     else:
         logger.warning(
-            "No machines of the Ray cluster have room for %d stages of %d workers each, so a stage "
-            "is divided among machines: its workers exchange tensors over the network",
+            "No machine of the Ray cluster has room for all workers of one stage (%d stages, %d "
+            "workers each), so the workers of a stage run on several machines and exchange "
+            "tensors over the network",
             *(layout.pipeline_size, layout.tensor_size),
         )
         bundles, strategy = [resources] * size, "PACK"
@@ -67,7 +68,7 @@ def place_ranks(parallel: ParallelConfig, resources: dict[str, float]) -> Placem
     order = _ordered(found, ray.get_runtime_context().get_node_id())
     ranks = [bundle for bundle in order for _ in range(layout.tensor_size if is_whole else 1)]
     nodes = [found[bundle] for bundle in ranks]
-    logger.info("%d workers on %d machines of the Ray cluster", size, len(set(nodes)))
+    logger.info("Ray: %d workers on %d machines of the cluster", size, len(set(nodes)))
     places = _places(nodes, has_own_devices="HPU" in resources, has_whole_stage=is_whole)
     return Placement(group, ranks, nodes, places)
 
@@ -119,8 +120,8 @@ def _reserve(ray: Any, bundles: list[dict[str, float]], strategy: str, timeout_s
     ray.util.remove_placement_group(group)
     raise ConfigError(
         f"distributed_executor_backend='ray': {wanted} were not free in the Ray cluster within "
-        f"{timeout_s:.0f} s, what the wait for machines has left of distributed_timeout_s. End "
-        f"what uses them (`ray status` shows it), or raise distributed_timeout_s"
+        f"{timeout_s:.0f} s, the rest of distributed_timeout_s. Stop the jobs that use them (`ray "
+        "status` lists them), or raise distributed_timeout_s"
     )
 
 

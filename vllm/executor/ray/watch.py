@@ -80,4 +80,4 @@ def exit_reason(rank: int, error: Exception) -> RankError:
         error: of Ray.
     """
     reason = " ".join(str(error).split())
-    return RankError(f"rank {rank} (an actor of Ray) has ended: {reason}")
+    return RankError(f"rank {rank} (a Ray actor) has exited: {reason}")

@@ -188,9 +188,9 @@ def _ids_of_rank(num_experts: int, tp: TPGroup) -> range:
         return range(num_experts)
     if num_experts < tp.size:
         raise ConfigError(
-            f"enable_expert_parallel: the model has {num_experts} experts per layer for "
-            f"{tp.size} ranks, and each rank needs one. Lower tensor_parallel_size to "
-            f"{num_experts} or less, or leave enable_expert_parallel out"
+            f"enable_expert_parallel: the model has {num_experts} experts per layer, but each of "
+            f"the {tp.size} ranks needs at least one. Lower tensor_parallel_size to {num_experts} "
+            "or less, or leave enable_expert_parallel out"
         )
     return range(num_experts * tp.rank // tp.size, num_experts * (tp.rank + 1) // tp.size)
 
@@ -203,10 +203,9 @@ def check_top_k(num_experts: int, top_k: int) -> None:
     """
     if not 1 <= top_k <= num_experts:
         raise ConfigError(
-            f"config.json: a token must use from 1 to all experts of a layer, and it has "
-            f"{num_experts} experts (num_experts, num_local_experts or n_routed_experts) and "
-            f"{top_k} for each token (num_experts_per_tok or top_k_experts). Correct the file, or "
-            f"give other values with hf_overrides"
+            "config.json: num_experts_per_tok (or top_k_experts) must be from 1 to the number of "
+            f"experts (num_experts, num_local_experts or n_routed_experts), got {top_k} of "
+            f"{num_experts}. Correct the file, or give other values with hf_overrides"
         )
 
 

@@ -181,8 +181,8 @@ class Mamba2Sizes:
         check_activation(self.activation)
         if self.num_heads % self.num_groups:
             raise ConfigError(
-                f"config.json: the {self.num_heads} heads of Mamba layers are not a multiple of "
-                f"their {self.num_groups} groups"
+                f"config.json: the number of Mamba heads ({self.num_heads}) must be a multiple of "
+                f"the number of their groups ({self.num_groups})"
             )
 
     @property

@@ -128,16 +128,16 @@ class CheckpointTensor:
         places = part.in_words(bits)
         if places is None:
             raise WeightLoadError(
-                f"tensor {name} has {WORD_BITS // bits} output features in a word: the part of "
-                f"{part.count} features from number {part.start} on in each {part.group} is not "
-                f"made of whole words, so the layer cannot be split as the model needs it. Use a "
-                f"checkpoint in another format"
+                f"tensor {name} stores {WORD_BITS // bits} output features in a word: the "
+                f"{part.count} features from index {part.start} in each {part.group} do not fill "
+                "whole words, so the layer cannot be split as the model needs it. Use a "
+                "checkpoint in a different format"
             )
         if len(self.shape) <= dim or self.shape[dim] != places.total:
             raise WeightLoadError(
-                f"tensor {name} has shape {list(self.shape)} in the checkpoint, the model needs "
-                f"{places.total} in dimension {dim}, for the {part.total} output features of the "
-                f"layer"
+                f"tensor {name} has shape {list(self.shape)} in the checkpoint, but the model "
+                f"needs {places.total} in dimension {dim}, for the {part.total} output features "
+                "of the layer"
             )
         if places.group == places.total:
             return whole.narrow(dim, places.start, places.count)
@@ -273,8 +273,8 @@ class ParamTarget:
         expected = self.slice.checkpoint_shape(param) if self.slice else param.shape
         if source.shape != expected:
             raise WeightLoadError(
-                f"tensor {name} has shape {list(source.shape)} in the checkpoint, "
-                f"the model needs {list(expected)}"
+                f"tensor {name} has shape {list(source.shape)} in the checkpoint, but the model "
+                f"needs {list(expected)}"
             )
         if self.slice is None:
             source.fill(param)

@@ -139,9 +139,9 @@ def load_speculator(
         folder = Path(config.model.resolved_path)
         if (folder / shard_name(0)).exists():
             raise WeightLoadError(
-                f"{folder} has the files of ranks (tools/save_sharded_state.py), which do not have "
-                "the weights of its speculator. Load the whole checkpoint, without --load-format "
-                "sharded_state, or leave --speculative-config out"
+                f"{folder} has the checkpoint files of ranks (tools/save_sharded_state.py), which "
+                "do not contain the weights of its speculator. Load the whole checkpoint, "
+                "without --load-format sharded_state, or leave --speculative-config out"
             )
         files = speculator_class.find_files(folder, config.load.load_format)
         names = frozenset(name for name, _ in iterate_tensors(files, show_progress=False))
@@ -232,9 +232,9 @@ def log_dequantized(model: nn.Module) -> None:
     ]
     if names:
         logger.warning(
-            "%d quantized layers are dense in memory, as this device has no kernel for how they "
-            "are stored: %s%s. They take as much memory as unquantized ones; docs/quantization.md "
-            "says which formats stay small",
+            "%d quantized layers are dequantized in memory, as this device has no kernel for "
+            "their format: %s%s. They take as much memory as unquantized layers; "
+            "docs/quantization.md says which formats stay small",
             *(len(names), ", ".join(names[:3]), ", ..." if len(names) > 3 else ""),
         )
 
@@ -251,8 +251,8 @@ def _check_size(num_bytes: int, files: Sequence[Path]) -> None:
     if num_bytes > max(_SMALL_BYTES, _LARGEST_RATIO * in_files):
         raise WeightLoadError(
             f"a model of the sizes in config.json has {num_bytes / 2**30:.4g} GiB of weights, but "
-            f"the files of the checkpoint have {in_files / 2**30:.4g} GiB. Is config.json that of "
-            f"another model, or are files missing?"
+            f"the files of the checkpoint have {in_files / 2**30:.4g} GiB. Does config.json "
+            "belong to a different model, or are files missing?"
         )
 
 
@@ -366,8 +366,10 @@ class _FinisherWithoutValues(_LayerFinisher):
         if not isinstance(module, MethodLayer) or module in self._finished:
             return
         method = module.method
+        # A layer that finishes in its own way makes more than its method does.
+        is_usual = type(module).finish is MethodLayer.finish
         if not isinstance(module, ParallelLinear) or not isinstance(method, KeepsPacked):
-            if not method.finish_on_shapes(module):
+            if not (is_usual and method.finish_on_shapes(module)):
                 super().finish(module)
             self._finished.add(module)
             return
@@ -376,11 +378,11 @@ class _FinisherWithoutValues(_LayerFinisher):
             return
         shapes = [(n, p.shape, p.dtype) for n, p in module.named_parameters(recurse=False)]
         key = (type(method), *shapes)
-        first = self._first.get(key)
+        first = self._first.get(key) if is_usual else None
         if first is not None:
             method.finish_like(module, first)
             return
-        if module.method.finish_on_shapes(module):
+        if is_usual and method.finish_on_shapes(module):
             self._first[key] = method
             return
         for name, param in module.named_parameters(recurse=False):
@@ -388,9 +390,10 @@ class _FinisherWithoutValues(_LayerFinisher):
                 param.copy_(torch.ones(param.shape, dtype=param.dtype))
             else:
                 param.zero_()
-        module.method.fill_indices(module)
+        method.fill_indices(module)
         module.finish()
-        self._first[key] = method
+        if is_usual:
+            self._first[key] = method
 
 
 def _model_class(arch: ModelArch, is_pooling: bool) -> type[CausalLM] | type[PoolingModel]:

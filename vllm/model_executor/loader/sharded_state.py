@@ -53,8 +53,7 @@ def shards_of(
     if found and found != wanted:
         raise WeightLoadError(
             f"{file} has the part {_named(found)} of the model, but this rank needs the part "
-            f"{_named(wanted)}. {again} for these sizes, or load them with those they were saved "
-            f"for"
+            f"{_named(wanted)}. {again} for these sizes, or use the sizes that they were saved for"
         )
     if not last_embeds or not stage.is_last or stage.is_first:
         return [file]

@@ -12,6 +12,7 @@ from vllm.errors import ConfigError
 from vllm.model_executor.layers.activation import get_activation
 from vllm.model_executor.layers.embedding import LearnedPositionalEmbedding, VocabParallelEmbedding
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.norm import LayerNorm
 from vllm.model_executor.models.interface import PoolingModel
 
 PRETRAINING_TENSORS = (
@@ -54,7 +55,7 @@ class EncoderEmbeddings(nn.Module):
             arch.max_position_embeddings, size, position_offset
         )
         self.token_type_embeddings = nn.Embedding(num_types, size)
-        self.LayerNorm = nn.LayerNorm(size, eps=arch.norm_eps)
+        self.LayerNorm = LayerNorm(size, arch.norm_eps)
 
     def forward(self, embedded: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         if types is None:
@@ -96,7 +97,7 @@ class EncoderResidual(nn.Module):
     def __init__(self, arch: ModelArch, input_size: int, tp: TPGroup) -> None:
         super().__init__()
         self.dense = RowParallelLinear(input_size, arch.hidden_size, tp, bias=True)
-        self.LayerNorm = nn.LayerNorm(arch.hidden_size, eps=arch.norm_eps)
+        self.LayerNorm = LayerNorm(arch.hidden_size, arch.norm_eps)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         out: Tensor = self.LayerNorm(self.dense(x) + residual)

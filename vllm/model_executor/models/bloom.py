@@ -83,7 +83,7 @@ class MptForCausalLM(DecoderForCausalLM):
         attention = dict(arch.hf_config.get("attn_config") or {})
         if arch.num_heads & (arch.num_heads - 1):
             raise ConfigError(
-                f"MPTForCausalLM has ALiBi slopes for a power of two heads, not {arch.num_heads}"
+                f"MPTForCausalLM with ALiBi must have a power of two heads, got {arch.num_heads}"
             )
         if not attention.get("alibi", True) or attention.get("qk_ln"):
             raise ConfigError("MPTForCausalLM needs attn_config with alibi, and without qk_ln")

@@ -253,8 +253,9 @@ class RoutedLayer(DecoderLayer):
         if kinds and spec.index < num_layers:  # the list has no layers for drafts
             if len(kinds) < num_layers:
                 raise ConfigError(
-                    f"config.json: mlp_layer_types names {len(kinds)} layers, num_hidden_layers "
-                    f"is {num_layers}. Correct the file, or give another value with hf_overrides"
+                    f"config.json: mlp_layer_types has {len(kinds)} entries; it must have "
+                    f"num_hidden_layers ({num_layers}). Correct the file, or give another value "
+                    "with hf_overrides"
                 )
             return bool(kinds[spec.index] == "sparse")
         return config.get("n_routed_experts") is not None and is_behind_first_layers(spec)
@@ -283,8 +284,8 @@ def is_behind_first_layers(spec: LayerSpec) -> bool:
     step = config.get("moe_layer_freq") or 1
     if type(step) is not int:
         raise ConfigError(
-            f"config.json: 'moe_layer_freq' must be a whole number, or null, got {step!r}. "
-            f"Correct the file, or give another value with hf_overrides"
+            f"config.json: 'moe_layer_freq' must be an integer, or null, got {step!r}. Correct "
+            "the file, or give another value with hf_overrides"
         )
     return spec.index >= first and spec.index % step == 0
 

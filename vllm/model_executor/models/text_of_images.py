@@ -214,14 +214,14 @@ class _WithAddedStates(_LanguageModel, DecoderForCausalLM, ReadsContext):
             return
         if num_added >= self.num_layers:
             raise ConfigError(
-                f"config.json: the encoder of images has values for the first {num_added} layers, "
-                f"and the language model has {self.num_layers}; it must have more"
+                f"config.json: the encoder of images adds values to the first {num_added} layers, "
+                f"so the language model must have more layers, got {self.num_layers}"
             )
         if stage.end_layer < num_added:
             raise ConfigError(
                 f"pipeline_parallel_size={stage.count}: the first stage has {stage.end_layer} "
-                f"layers, and images need at least {num_added} there. Use fewer stages, or send no "
-                f"images (--limit-mm-per-prompt image=0)"
+                f"layers, but images need at least {num_added} in it. Use fewer stages, or send "
+                "no images (--limit-mm-per-prompt image=0)"
             )
 
 

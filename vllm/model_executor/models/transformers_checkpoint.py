@@ -42,9 +42,10 @@ class CheckpointNames:
         found, pattern = renamed_weight(name, self._conversions)
         if pattern is not None:
             raise WeightLoadError(
-                f"transformers makes {found} of the tensor {name} and others as it loads the "
-                f"checkpoint, which is not done here. Save the model again with the installed "
-                f"transformers (save_pretrained(folder, save_original_format=False)), and load that"
+                f"tensor {name}: transformers merges it with other tensors into {found} while it "
+                "loads the checkpoint; this engine does not. Save the model again with the "
+                "installed transformers (save_pretrained(folder, save_original_format=False)), "
+                "and load that"
             )
         if found.rpartition(".")[0] in self._experts:
             return split_joined_experts(found, source)

@@ -68,8 +68,8 @@ class ParallelPlan:
             return _WHOLE
         if style not in _KINDS:
             raise ConfigError(
-                f"it cannot be split over {self.tp.size} ranks, as its plan has {path} in the way "
-                f"{style!r}, which is not known here: set tensor_parallel_size=1"
+                f"it cannot be split over {self.tp.size} ranks, as its plan splits {path} in the "
+                f"unsupported way {style!r}: set tensor_parallel_size=1"
             )
         return _KINDS[style]
 

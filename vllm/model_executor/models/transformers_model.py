@@ -243,7 +243,7 @@ class TransformersForCausalLM(CausalLM):
                 hook.remove()
         error_limit = torch.finfo(ours.dtype).eps ** 0.5 * theirs.abs().max()
         if ours.shape != theirs.shape or (ours - theirs).abs().max() > error_limit:
-            raise ConfigError("its logits are not those of its output head")
+            raise ConfigError("its logits differ from output_head(hidden_states)")
 
     def _inputs(self, rows: list[int]) -> Tensor:
         """Token ids, or what a stage before could have returned for them."""
@@ -350,12 +350,12 @@ class TransformersForCausalLM(CausalLM):
         }
         if len(found) != self.arch.num_layers:
             raise ConfigError(
-                f"{len(found)} of its {self.arch.num_layers} layers have attention that can be "
-                f"replaced"
+                f"only {len(found)} of its {self.arch.num_layers} layers have attention that can "
+                "be replaced; all of them must"
             )
         for path, module in found.items():
             if not getattr(module, "is_causal", True) or hasattr(module, "sinks"):
-                raise ConfigError("its attention is of a kind that has no kernel here")
+                raise ConfigError("this engine has no kernel for its kind of attention")
             heads = plan.heads_of(path, module, self.arch)
             module.vllm_attention = self._attention_of(module, *heads)
 
@@ -493,7 +493,7 @@ def _attend(
     given = [tuple(part.shape[1::2]) for part in (query, key, value)]
     if given != [(count, attention.head_size) for count in heads]:
         raise ConfigError(
-            f"its queries, keys and values have {given} heads and elements, config.json says "
+            f"its queries, keys and values have {given} heads and elements, but config.json has "
             f"{heads} heads of {attention.head_size}"
         )
     built: AttentionOptions = attention.options
@@ -505,7 +505,7 @@ def _attend(
     if not attention.has_run:
         attention.options, attention.has_run = asked, True
     elif asked != built:
-        raise ConfigError(f"its attention asks for {asked}, and for {built} before")
+        raise ConfigError(f"its attention asks for {asked}, but asked for {built} before")
     rows = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
     return attention(*rows)[None], None
 

@@ -411,8 +411,8 @@ class _Int8Linear(_WholeNumbers):
             return without_zero_scales(self.name, Int8Weight(numbers=numbers, scales=scales[:, 0]))
         if numbers.shape[1] % 4:
             raise WeightLoadError(
-                f"the weight of {self.name} has {numbers.shape[1]} input features: int8 without "
-                f"rounded inputs needs a multiple of 4"
+                f"the weight of {self.name} has {numbers.shape[1]} input features; int8 weights "
+                "with unquantized inputs need a multiple of 4"
             )
         groups, kept = self._groups_of(layer).of_inputs(None)
         if kept is not None:

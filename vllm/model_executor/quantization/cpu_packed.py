@@ -75,7 +75,7 @@ class CPUInt8Head(Quantization):
             if isinstance(layer, ParallelLMHead) and not isinstance(layer.method, PackedTable):
                 logger.info(
                     "lm_head_quantization=int8 has no effect on %s: the checkpoint, or another "
-                    "option, quantizes it already",
+                    "setting, quantizes it already",
                     name,
                 )
 
@@ -94,8 +94,8 @@ class CPUInt8(CPUPacked):
         del settings
         if load_cpu_kernels() is None:
             raise ConfigError(
-                f"--quantization {self.stored_as} needs the C++ CPU kernels, which are not built "
-                f"here. Build them with: python setup.py build_ext --inplace"
+                f"--quantization {self.stored_as} needs the C++ CPU kernels, which are not built. "
+                "Build them with: python setup.py build_ext --inplace"
             )
 
 

@@ -182,7 +182,7 @@ def check_symmetric(name: str, layout: GroupLayout, zeros: Tensor) -> None:
         key, wrong = "zero_point", "zero_point is wrong there, or qzeros in the checkpoint"
     raise WeightLoadError(
         f"the zero points of {name} (qzeros) are from {int(zeros.min())} to {int(zeros.max())}, "
-        f"but {layout.middle} by quantization_config.{key} in config.json: {wrong}"
+        f"but must be {layout.middle} by quantization_config.{key} in config.json: {wrong}"
     )
 
 
@@ -257,7 +257,8 @@ def num_words(name: str, bits: int, num_features: int) -> int:
     if num_features * bits % WORD_BITS:
         raise ConfigError(
             f"config.json of the checkpoint: the weights of quantization_config have {bits} bits: "
-            f"{num_features} features of {name} do not fill words of 32 bits"
+            f"{num_features} features of {name} do not fill whole 32-bit words, so the tensor "
+            "cannot be unpacked"
         )
     return num_features * bits // WORD_BITS
 

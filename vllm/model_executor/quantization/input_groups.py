@@ -111,8 +111,9 @@ class InputGroups:
                     sizes = numbers.long().bincount(minlength=self.total)
                 if not len(sizes) or bool((sizes != self.size).any()):
                     raise WeightLoadError(
-                        f"tensor {name} has numbers from {least} to {most}: by group_size in "
-                        f"config.json it must name each of {self.total} groups {self.size} times"
+                        f"tensor {name} has group indices from {least} to {most}; by group_size "
+                        f"in config.json it must name each of {self.total} groups {self.size} "
+                        "times"
                     )
             return numbers[None]
 

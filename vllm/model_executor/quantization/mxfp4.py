@@ -87,8 +87,8 @@ class Mxfp4Linear(StoredLinear):
         weight = source.weight if isinstance(source, Mxfp4Source) else None
         if weight is None or list(source.shape) != expected:
             raise WeightLoadError(
-                f"tensor {name} has shape {list(source.shape)} in the checkpoint, the model needs "
-                f"{expected} in MXFP4"
+                f"tensor {name} has shape {list(source.shape)} in the checkpoint, but the model "
+                f"needs {expected} in MXFP4"
             )
         for param, stored, group in (
             (place.param, weight.blocks.flatten(1), 2),

@@ -89,11 +89,15 @@ def paged_attention_decode(
     num_requests, num_heads, _ = query.shape
     if seq_lens.shape != (num_requests,) or block_tables.shape[0] != num_requests:
         raise ValueError(
-            f"seq_lens is {list(seq_lens.shape)}, block_tables is "
-            f"{list(block_tables.shape)}, query is {list(query.shape)}"
+            "seq_lens must be [batch] and block_tables [batch, blocks] for query [batch, heads, "
+            f"head_size], got {list(seq_lens.shape)}, {list(block_tables.shape)} and "
+            f"{list(query.shape)}"
         )
     if seq_lens.dtype != torch.int32 or not seq_lens.is_contiguous():
-        raise ValueError(f"seq_lens is {seq_lens.dtype} {list(seq_lens.stride())}, not dense int32")
+        raise ValueError(
+            f"seq_lens must be dense int32, got {seq_lens.dtype} with strides "
+            f"{list(seq_lens.stride())}"
+        )
     out = query.new_empty(num_requests, num_heads, value_cache.shape[3])  # faster than a shape
     args = _arguments(
         *(kernels, query, key_cache, value_cache, block_tables, seq_lens.data_ptr(), out),
@@ -128,15 +132,15 @@ def paged_attention_prefill(
     num_requests = len(seq_lens)
     if len(query_start_loc) != num_requests + 1 or block_tables.shape[0] != num_requests:
         raise ValueError(
-            f"query_start_loc has {len(query_start_loc)} numbers and seq_lens {num_requests}, "
-            f"block_tables is {list(block_tables.shape)}"
+            "query_start_loc must have one entry more than seq_lens, and block_tables one row "
+            f"for each, got {len(query_start_loc)}, {num_requests} and {list(block_tables.shape)}"
         )
     # One buffer: to ask an array for its address takes longer than to fill one.
     host = np.empty(2 * num_requests + 1, dtype=np.int32)
     starts, lens = host[: num_requests + 1], host[num_requests + 1 :]
     starts[:], lens[:] = query_start_loc, seq_lens
     if num_requests and starts[0]:
-        raise ValueError(f"query_start_loc begins with {starts[0]}, not with 0")
+        raise ValueError(f"query_start_loc must begin with 0, got {starts[0]}")
     address = ctypes.addressof(c_int32.from_buffer(host.data))
     out = query.new_empty(num_tokens, num_heads, value_cache.shape[3])
     lens_address = address + starts.nbytes
@@ -290,11 +294,15 @@ def _refuse_chunk(
         start, end, seq_len = int(starts[b]), int(starts[b + 1]), int(lens[b])
         block_size, max_blocks = key_cache.shape[1], block_tables.shape[1]
         if not 0 <= start <= end <= num_tokens:
-            raise ValueError(f"request {b} has rows {start} to {end} of {num_tokens}")
+            raise ValueError(
+                f"tokens {start} to {end} of request {b} must be within the {num_tokens} tokens "
+                "of the batch"
+            )
         if end - start > seq_len or seq_len > max_blocks * block_size:
             raise ValueError(
-                f"request {b} has {end - start} new tokens of {seq_len} in all, and a table of "
-                f"{max_blocks} blocks of {block_size}"
+                f"request {b} must have at most as many new tokens as tokens ({seq_len}) and a "
+                f"block table that holds them all; got {end - start} new tokens and {max_blocks} "
+                f"blocks of {block_size}"
             )
         if last_keys is not None:
             check_last_keys(b, last_keys[start:end], seq_len)
@@ -309,7 +317,7 @@ def _refuse_request(
         raise MemoryError("not enough memory for paged attention")
     block_size, max_blocks = key_cache.shape[1], block_tables.shape[1]
     raise IndexError(
-        f"request {b} has {int(seq_lens[b])} tokens and the blocks {block_tables[b].tolist()}; "
-        f"its table holds {max_blocks * block_size} tokens, the cache has {key_cache.shape[0]} "
-        f"blocks"
+        f"request {b} has {int(seq_lens[b])} tokens and the blocks {block_tables[b].tolist()}, "
+        f"but its table holds only {max_blocks * block_size} tokens and the cache "
+        f"{key_cache.shape[0]} blocks"
     )

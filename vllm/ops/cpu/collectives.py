@@ -43,7 +43,9 @@ class SharedMemoryCollectives:
     ) -> None:
         plain = kernels.plain
         if size > plain.kMaxRanks:
-            raise ValueError(f"{size} ranks; shared memory has room for {plain.kMaxRanks}")
+            raise ValueError(
+                f"shared memory has room for at most {plain.kMaxRanks} ranks, got {size}"
+            )
         self.size = size
         self._first_rank, self._rank, self._timeout_s = first_rank, first_rank + rank, timeout_s
         num_bytes = header_bytes + 2 * size * buffer_bytes

@@ -190,8 +190,8 @@ def _check_operand(name: str, weight: Tensor, sizes: tuple[int, ...], x: Tensor)
 
 def refuse_pair(name: str, x: Tensor, other_name: str, other: Tensor) -> NoReturn:
     raise ValueError(
-        f"{name} is {x.dtype} {list(x.shape)} on {x.device}, "
-        f"{other_name} is {other.dtype} {list(other.shape)} on {other.device}"
+        f"{name} ({x.dtype} {list(x.shape)} on {x.device}) must match {other_name} ({other.dtype} "
+        f"{list(other.shape)} on {other.device})"
     )
 
 

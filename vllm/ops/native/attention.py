@@ -31,8 +31,9 @@ class NativeAttention(Ops):
         for new, cache, _ in pairs:
             if new.shape[1:] != cache.shape[2:] or new.shape[0] != slot_mapping.shape[0]:
                 raise ValueError(
-                    f"new tokens are {list(new.shape)}, the cache is {list(cache.shape)}, "
-                    f"slot_mapping is {list(slot_mapping.shape)}"
+                    f"the cache {list(cache.shape)} must have the heads of the new tokens "
+                    f"{list(new.shape)}, and slot_mapping one entry for each, got "
+                    f"{list(slot_mapping.shape)}"
                 )
         if slot_mapping.shape[0] == 0:
             return
@@ -109,8 +110,9 @@ class NativeAttention(Ops):
             num_blocks = -(-seq_len // block_size)
             if end - start > seq_len or num_blocks > block_tables.shape[1]:
                 raise ValueError(
-                    f"request {b} has {end - start} new tokens of {seq_len} in all, and a table "
-                    f"of {block_tables.shape[1]} blocks of {block_size}"
+                    f"request {b} must have at most as many new tokens as tokens ({seq_len}) and "
+                    f"a block table that holds them all; got {end - start} new tokens and "
+                    f"{block_tables.shape[1]} blocks of {block_size}"
                 )
             if end == start:
                 continue
@@ -157,17 +159,19 @@ def check_attention(
     *value_places, value_size = value_cache.shape
     if places != value_places or not value_size <= head_size == query.shape[2]:
         raise ValueError(
-            f"query is {list(query.shape)}, key_cache is {list(key_cache.shape)}, "
-            f"value_cache is {list(value_cache.shape)}"
+            f"query {list(query.shape)}, key_cache {list(key_cache.shape)} and value_cache "
+            f"{list(value_cache.shape)} do not fit together"
         )
     if query.shape[1] % key_cache.shape[2]:
         raise ValueError(
-            f"{query.shape[1]} query heads is not a multiple of {key_cache.shape[2]} kv heads"
+            f"the number of query heads ({query.shape[1]}) must be a multiple of the number of KV "
+            f"heads ({key_cache.shape[2]})"
         )
     is_known = key_cache.dtype == query.dtype or key_cache.dtype in FP8_DTYPES
     if not is_known or key_cache.dtype != value_cache.dtype:
         raise ValueError(
-            f"query is {query.dtype}, the caches are {key_cache.dtype} and {value_cache.dtype}"
+            f"query ({query.dtype}) and the caches ({key_cache.dtype} and {value_cache.dtype}) "
+            "must have the same dtype"
         )
     for name, numbers in (("alibi_slopes", tensors.alibi_slopes), ("sinks", tensors.sinks)):
         if numbers is not None and (
@@ -176,9 +180,9 @@ def check_attention(
             or not numbers.is_contiguous()
         ):
             raise ValueError(
-                f"{name} is {numbers.dtype} {list(numbers.shape)} with strides "
-                f"{list(numbers.stride())}, not one dense torch.float32 for each of "
-                f"{query.shape[1]} heads"
+                f"{name} must be dense torch.float32 with one value for each of {query.shape[1]} "
+                f"heads, got {numbers.dtype} {list(numbers.shape)} with strides "
+                f"{list(numbers.stride())}"
             )
 
 
@@ -219,8 +223,8 @@ def check_last_keys(b: int, last_keys: np.ndarray, seq_len: int) -> np.ndarray:
     own = np.arange(seq_len - len(last_keys), seq_len)
     if (last_keys < own).any() or (last_keys >= seq_len).any():
         raise ValueError(
-            f"last keys of the tokens {own[0]} to {own[-1]} of request {b} must be their own or "
-            f"later ones of its {seq_len}, got {last_keys.tolist()}"
+            f"last keys of the tokens {own[0]} to {own[-1]} of request {b} must be from the token "
+            f"itself to the last of its {seq_len} tokens, got {last_keys.tolist()}"
         )
     return last_keys
 

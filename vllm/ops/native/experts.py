@@ -77,12 +77,13 @@ class NativeExperts(Ops):
         width = options.first_width(size)
         if gate_up.shape != (num_experts, width, hidden) or x.shape[1:] != (hidden,):
             raise ValueError(
-                f"x is {list(x.shape)}, gate_up {list(gate_up.shape)}, down {list(down.shape)}"
+                f"x {list(x.shape)}, gate_up {list(gate_up.shape)} and down {list(down.shape)} do "
+                "not fit together"
             )
         if topk_ids.shape != topk_weights.shape or len(topk_ids) != len(x):
             raise ValueError(
-                f"topk_ids is {list(topk_ids.shape)}, topk_weights {list(topk_weights.shape)} "
-                f"for {len(x)} tokens"
+                f"topk_ids and topk_weights must have one row for each of {len(x)} tokens, got "
+                f"{list(topk_ids.shape)} and {list(topk_weights.shape)}"
             )
         return sum_of_experts(
             *(self, x, topk_ids, topk_weights, num_experts),
@@ -174,8 +175,8 @@ def check_choice(
     for name, x in (("bias", bias), ("scales", scales)):
         if x is not None and (x.shape != (num_experts,) or x.dtype != torch.float32):
             raise ValueError(
-                f"the {name} of choices is {x.dtype} {list(x.shape)}, it must be float32 "
-                f"[{num_experts}]"
+                f"the {name} for choosing experts must be float32 [{num_experts}], got {x.dtype} "
+                f"{list(x.shape)}"
             )
 
 

@@ -177,7 +177,7 @@ def _objects(part: Part, load: Callable[[str], ModuleType]) -> tuple[Any, ...] |
     try:
         module = load(part.module)
     except (ImportError, OSError) as error:  # OSError: a library that it loads is missing
-        logger.debug("%s of the bridge cannot be imported: %s", part.module, error)
+        logger.debug("cannot import %s of the bridge: %s", part.module, error)
         return None
     objects = tuple(getattr(module, name, None) for name in part.names)
     if None in objects or not _takes(objects[0], part.arguments):

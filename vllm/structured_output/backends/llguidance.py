@@ -82,7 +82,7 @@ class LLGuidanceBackend:
             return matcher.grammar_from_lark(source)
         if kind == "structural_tag":
             return matcher.grammar_from_lark(_structural_tag(source, options))
-        raise BackendError(f"llguidance does not know {kind} grammars")
+        raise BackendError(f"llguidance does not support {kind} grammars")
 
     def load(self, content: bytes) -> "LLGuidanceGrammar":
         """Load a result of `compile`; raises BackendError if it cannot be used."""
@@ -156,7 +156,7 @@ def _structural_tag(source: Any, options: dict[str, Any]) -> str:
         begin = tag["begin"]
         triggers = [t for t in source["format"]["triggers"] if begin.startswith(t)]
         if not triggers:
-            raise BackendError(f"no trigger is a prefix of {begin!r}")
+            raise BackendError(f"no trigger is a prefix of {begin!r}, the beginning of a structure")
         schema = {**tag["content"]["json_schema"], "x-guidance": options}
         tags.append(
             llguidance.StructTag(trigger=triggers[0], begin=begin, grammar=schema, end=tag["end"])

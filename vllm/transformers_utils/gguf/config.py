@@ -185,8 +185,8 @@ def _tokens(model: GGUFModel, vocab_size: int) -> dict[str, Any]:
         value = model.metadata.get(f"tokenizer.ggml.{name}")
         if value is not None and (type(value) is not int or not 0 <= value < vocab_size):
             raise WeightLoadError(
-                f"{model.paths[0]}: the metadata 'tokenizer.ggml.{name}' is {str(value)[:40]}; the "
-                f"model has {vocab_size} tokens"
+                f"{model.paths[0]}: the metadata 'tokenizer.ggml.{name}' is {str(value)[:40]}, "
+                f"but the model has {vocab_size} tokens"
             )
         found[key] = value
     return found
@@ -283,8 +283,8 @@ def _latent(model: GGUFModel) -> dict[str, Any]:
     if num_rotated >= sizes["key"]:
         raise WeightLoadError(
             f"{model.paths[0]}: the metadata '{model.architecture}.rope.dimension_count' is "
-            f"{num_rotated}; a key has {sizes['key']} elements, and some are not rotated. It is "
-            f"damaged; download it again"
+            f"{num_rotated}, but a key has {sizes['key']} elements, and some are not rotated. It "
+            "is damaged; download it again"
         )
     return {
         "q_lora_rank": model.size(rank_name) if has_ranks else None,
@@ -304,14 +304,12 @@ def _divisors(factors: StoredTensor, num_rotated: int) -> list[float]:
     count = num_rotated // 2
     if factors.type.name != "F32" or factors.shape != (count,):
         raise WeightLoadError(
-            f"a tensor of {factors.path} with divisors of rotations is {factors.type.name} "
-            f"{list(factors.shape)}; F32 [{count}] is expected"
+            f"the RoPE factors of {factors.path} must be F32 [{count}], got {factors.type.name} "
+            f"{list(factors.shape)}"
         )
     values: list[float] = np.fromfile(factors.path, "<f4", count, offset=factors.start).tolist()
     if not all(math.isfinite(value) and value > 0 for value in values):
-        raise WeightLoadError(
-            f"divisors of rotations in {factors.path} must be finite numbers above 0"
-        )
+        raise WeightLoadError(f"the RoPE factors in {factors.path} must be finite numbers above 0")
     return values
 
 
@@ -398,9 +396,9 @@ def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
     kind, names, facts = model.architecture, model.module_names(), model.facts
     if not facts.has_experts:
         raise WeightLoadError(
-            f"{model.paths[0]} has a mixture of experts, which models of the architecture {kind!r} "
-            f"cannot have; those of {', '.join(architectures(with_experts=True))} can. Use the "
-            f"safetensors checkpoint of the model"
+            f"{model.paths[0]} has a mixture of experts, which is not supported for the "
+            f"architecture {kind!r}; supported for {', '.join(architectures(with_experts=True))}. "
+            "Use the safetensors checkpoint of the model"
         )
     if config["num_hidden_layers"] > len(names):
         raise wrong_layers(model, config["num_hidden_layers"])

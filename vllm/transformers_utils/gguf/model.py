@@ -391,8 +391,8 @@ def open_model(paths: Iterable[Path]) -> GGUFModel:
         for name, tensor in header.tensors.items():
             if name in tensors:
                 raise WeightLoadError(
-                    f"tensor {name} is in {tensors[name].path} and in {tensor.path}; a model has "
-                    f"each tensor once. Download its files again"
+                    f"tensor {name} is both in {tensors[name].path} and in {tensor.path}; a model "
+                    "must have each tensor once. Download its files again"
                 )
             tensors[name] = tensor
     _check_split(paths, headers[0], len(tensors))
@@ -410,14 +410,15 @@ def _check_split(paths: tuple[Path, ...], first: Header, num_tensors: int) -> No
     count = first.metadata.get("split.count", 1) or 1
     if count != len(paths):
         raise WeightLoadError(
-            f"{paths[0]} is a part of a model in {count} files, {len(paths)} of them are here. "
-            f"Put all of them into one folder, under the names that they were published with"
+            f"{paths[0]} is a part of a model in {count} files, but only {len(paths)} of them are "
+            "in its folder. Put all of them into one folder, under the names that they were "
+            "published with"
         )
     claimed = first.metadata.get("split.tensors.count", num_tensors)
     if count > 1 and claimed != num_tensors:
         raise WeightLoadError(
-            f"{paths[0]} and the files beside it have {num_tensors} tensors, the model has "
-            f"{claimed}. Download them again"
+            f"{paths[0]} and the other files of the model have {num_tensors} tensors, but the "
+            f"model needs {claimed}. Download them again"
         )
 
 

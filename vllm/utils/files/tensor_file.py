@@ -169,7 +169,9 @@ def _gather(view: _View, stored: bytes) -> RawTensor:
     if 0 in view.shape:
         return RawTensor(view.storage.dtype, view.shape, b"")
     if last >= len(elements):
-        raise TensorFileError(f"has {len(elements)} elements, and its tensor needs number {last}")
+        raise TensorFileError(
+            f"has {len(elements)} elements, but its tensor needs at least {last + 1}"
+        )
     strides = [stride * kind.itemsize for stride in view.strides]
     gathered = np.lib.stride_tricks.as_strided(elements[view.offset :], view.shape, strides)
     return RawTensor(view.storage.dtype, view.shape, gathered.tobytes())
@@ -328,7 +330,7 @@ def _result_of(function: Any, arguments: Any) -> Any:
         raise TensorFileError("describes its tensor in an unknown way")
     # Written out only as lists of numbers: tuples that hold one another may have no end.
     if not _are_sizes(shape) or not _are_sizes(strides):
-        raise TensorFileError("describes a tensor whose shape or strides are no sizes")
+        raise TensorFileError("describes a tensor whose shape or strides are not valid sizes")
     _check_dimensions(len(shape))
     if len(shape) != len(strides):
         raise TensorFileError(

@@ -131,9 +131,9 @@ class CPUWorker(WorkerBase):
             is_done = interleave(nodes)
         except OSError as error:
             logger.warning(
-                "Memory cannot be spread over the NUMA nodes %s: %s. Give each node a rank of its "
-                "own with --tensor-parallel-size %d, start with numactl --interleave=%s, or allow "
-                "the container CAP_SYS_NICE",
+                "memory cannot be interleaved over the NUMA nodes %s: %s. Give each node a rank "
+                "of its own with --tensor-parallel-size %d, start with numactl --interleave=%s, "
+                "or allow the container CAP_SYS_NICE",
                 text,
                 error.strerror,
                 len(nodes),
@@ -141,7 +141,7 @@ class CPUWorker(WorkerBase):
             )
             return
         if is_done:
-            logger.info("memory is spread over the NUMA nodes %s", text)
+            logger.info("memory is interleaved over the NUMA nodes %s", text)
 
     def _load_model(self) -> None:
         self.model = self._read_model(self.config)
@@ -197,7 +197,7 @@ class CPUWorker(WorkerBase):
             if wanted != found:
                 torch.set_num_threads(wanted)
         logger.info(
-            "%.2f GiB of weights, %d threads on the cores %s",
+            "%.2f GiB of weights, %d threads on the CPU cores %s",
             weight_bytes / 2**30,
             torch.get_num_threads(),
             format_cores(usable_cores()),
@@ -335,7 +335,7 @@ class CPUWorker(WorkerBase):
         if (items := self.runner.parts.find(ItemRows)) is not None:
             assert self._num_item_states is not None
             logger.info(
-                "Cross-attention: %d hidden states of images and sounds (%.2f GiB)",
+                "Cross-attention cache: %d hidden states of images and sounds (%.2f GiB)",
                 self._num_item_states,
                 self._item_bytes / 2**30,
             )

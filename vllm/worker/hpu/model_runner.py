@@ -1,6 +1,6 @@
 """Runs scheduler steps on Gaudi: padded launches, nothing read back before the tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +11,7 @@ from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.attention.cached_layer import layers_with_cache
 from vllm.bucketing import Phase
 from vllm.config import VllmConfig
-from vllm.messages import IntArray, SchedulerOutput
+from vllm.messages import IntArray, ModelRunnerOutput, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.sample.metadata import SamplingMetadata
@@ -187,6 +187,9 @@ class HPUModelRunner(ModelRunner):
                 self.launches.state_mover.copy(step.restored_states[:, ::-1])
         self.launches.inputs.place([new.row for new in step.new_requests])
         super()._prepare_step(step)
+
+    def _start(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        return self.launches.recorded(lambda: super(HPUModelRunner, self)._start(step))
 
     def _needs_tokens(self, step: SchedulerOutput) -> bool:
         """Sampled tokens are on the card, where the next step reads them. The host needs those

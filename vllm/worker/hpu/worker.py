@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -29,6 +30,8 @@ from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.log_lines import num_blocks_line
 from vllm.bucketing.traffic import TrafficTable, even_traffic
 from vllm.config import VllmConfig
+from vllm.cost_model.cards import CARDS
+from vllm.cost_model.run_times import RunEngine
 from vllm.distributed import Collectives, Link, Rendezvous, TorchCollectives
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -64,6 +67,7 @@ from vllm.worker.hpu.memory.memory_forecast import MemoryForecast
 from vllm.worker.hpu.memory.memory_profile import MemoryProfile, is_out_of_memory, used_bytes
 from vllm.worker.hpu.memory.offload import choose_layers, stream_layers
 from vllm.worker.hpu.memory.sleep import CardCache, CardWeights, SleepingGraphs
+from vllm.worker.hpu.model_figures import model_figures
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.pooling_runner import HPUPoolingRunner
 from vllm.worker.hpu.speculator_runner import make_speculator_runner
@@ -139,6 +143,8 @@ class HPUWorker(WorkerBase):
         self._warm_up: WarmUp | None = None
         self._later: deque[LaterWarmUp | IdleWarmUp] = deque()
         """The rest of the warm-up after the start."""
+        self._later_buckets: LaterWarmUp | None = None
+        """Warms up buckets after the start; None: nothing does."""
         self._has_started = False
         self._num_choices = 0
         self._slicing = config.hpu.prompt_slicing(config.scheduler.max_num_batched_tokens)
@@ -301,7 +307,7 @@ class HPUWorker(WorkerBase):
             self._num_item_states = self._meeting.least("hidden states of items", count)
         self._item_bytes = num_bytes // count * self._num_item_states
         logger.info(
-            "Cross-attention: %d hidden states of images and sounds (%s)",
+            "Cross-attention cache: %d hidden states of images and sounds (%s)",
             *(self._num_item_states, format_bytes(self._item_bytes)),
         )
         return self._item_bytes
@@ -353,7 +359,7 @@ class HPUWorker(WorkerBase):
         self.ledger.book(MemoryClass.KV_CACHE, self.ledger.left(MemoryClass.KV_CACHE))
         logger.info("Initializing cache engine took %s", allocation)
         self._warm_up = self._plan_launches(num_blocks)
-        self._graphs = SleepingGraphs(self.runner)
+        self._graphs = SleepingGraphs(self.runner, self._encoder)
         self._given_back: dict[MemoryClass, int] = {}
         drafter = None
         if self._drafter is not None:
@@ -412,32 +418,69 @@ class HPUWorker(WorkerBase):
         if start is not None:
             held = held_bytes(self.config)
             self._manifest.add(start.catalog.warmed)
-            if len(start.catalog) < len(start.wanted):
-                traffic = runner.launches.traffic = TrafficTable(self.config.cache.block_size)
-                self._later.append(
-                    LaterWarmUp(
-                        self.bridge,
-                        runner,
-                        start,
-                        self.ledger,
-                        self.forecast,
-                        held,
-                        traffic,
-                        lambda bucket: self._manifest.add([bucket]),
-                    )
+            has_rest = len(start.catalog) < len(start.wanted)
+            if has_rest or hpu.adapt_buckets:
+                traffic = TrafficTable(self.config.cache.block_size)
+                self._later_buckets = LaterWarmUp(
+                    self.bridge,
+                    runner,
+                    start,
+                    self.ledger,
+                    self.forecast,
+                    held,
+                    traffic,
+                    lambda bucket: self._manifest.add([bucket]),
                 )
+                if has_rest:
+                    runner.launches.traffic = traffic
+                    self._later.append(self._later_buckets)
             if hpu.full_warmup:
                 runner.launches.execution.forbid_recompilation()
-            elif (
-                hpu.sampling_warmup == "basic"
-                and isinstance(runner, HPUModelRunner)
-                and not self.config.model.is_measured
-            ):
-                expected_s = start.estimate.expect(_SAMPLING)
-                self._later.append(IdleWarmUp(self.bridge, runner, self.ledger, held, expected_s))
+            else:
+                self._append_sampling(start.estimate.expect(_SAMPLING))
         self._warm_up = None
         self._preparation.end()
         logger.info("init_cache_engine took %s", self._preparation)
+
+    def _append_sampling(self, expected_s: float) -> None:
+        """Let the sampling be compiled that is not, once nothing else is left.
+
+        Args:
+            expected_s: seconds of a launch.
+        """
+        hpu, runner = self.config.hpu, self.runner
+        is_wanted = hpu.sampling_warmup == "basic" and not self.config.model.is_measured
+        if is_wanted and isinstance(runner, HPUModelRunner):
+            held = held_bytes(self.config)
+            self._later.append(IdleWarmUp(self.bridge, runner, self.ledger, held, expected_s))
+
+    def describe_engine(self) -> dict[str, Any] | None:
+        """Return card and model for measured times, unless the layers are divided among stages."""
+        name, parallel = self.bridge.device_name.lower(), self.config.parallel
+        cards = [card for card in CARDS if name.startswith(card)]
+        if not cards or parallel.pipeline_parallel_size > 1:
+            return None
+        engine = RunEngine(
+            card=cards[0],
+            is_simulated=self.platform.is_simulated,
+            num_cards=parallel.world_size,
+            block_size=self.config.cache.block_size,
+            figures=model_figures(self.model, self.config),
+        )
+        described: dict[str, Any] = msgspec.to_builtins(engine)
+        return described
+
+    def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
+        """Begin to warm up other buckets. Return whether there are any, as `Worker` says."""
+        later = self._later_buckets
+        if later is None or later in self._later:
+            return False
+        wanted = [Bucket(Phase(phase), *sizes) for phase, *sizes in buckets]
+        if not later.replace(wanted, keeps_prompts=self.config.hpu.merged_prefill):
+            return False
+        self._later.appendleft(later)
+        self._append_sampling(0.0)  # of new batch sizes
+        return True
 
     def _read_model(self, config: VllmConfig) -> CausalLM | PoolingModel:
         return load_model(config, self.tp, torch.device("cpu"), stage=self.stage)
@@ -614,9 +657,9 @@ class HPUWorker(WorkerBase):
             text = f"no memory for {what}: the card has {total}. {division(uses)}, or {settings}"
             return ConfigError(text)
         return ConfigError(
-            f"no memory for {what}: the card has {total}, of which weights in "
-            f"{self.config.model.dtype_name} come first. Use a smaller model or dtype, keep some "
-            f"of the weights on the host (--cpu-offload-gb, with --enforce-eager), {more}or "
+            f"no memory for {what}: the card has {total}, and the weights in "
+            f"{self.config.model.dtype_name} are loaded first. Use a smaller model or dtype, keep "
+            f"some of the weights on the host (--cpu-offload-gb, with --enforce-eager), {more}or "
             f"{settings}"
         )
 
@@ -687,7 +730,7 @@ class HPUWorker(WorkerBase):
             )
         else:
             logger.info(
-                "Ready after all %d buckets, as --first-buckets is %d",
+                "Ready: all %d buckets are warmed up, as --first-buckets is %d",
                 num_wanted,
                 hpu.first_buckets,
             )

@@ -14,7 +14,8 @@ function showSummary({memory, start}) {
   const name = plan.model.replace(/\/+$/, "").split("/").at(-1);
   document.title = `${name}: vLLM plan`;
   showText("model", name);
-  showText("about", `${plan.dtype}, on ${plan.num_cards} ${plan.device} ${what}`
+  const weights = plan.quantization ? `${plan.quantization} weights, ` : "";
+  showText("about", `${weights}${plan.dtype}, on ${plan.num_cards} ${plan.device} ${what}`
     + `${plan.num_cards > 1 ? "s" : ""}. Planned, not measured.`);
   byId("measured").hidden = !plan.measured;
   showText("measured", plan.measured);
@@ -27,8 +28,9 @@ function showSummary({memory, start}) {
   })) showText(id, text);
   byId("first-answer").hidden = !start;
   if (!start) return;
+  showText("first", spent(start.first_s));
+  showText("num-first", count(start.num_first_buckets));
   showText("cold", spent(start.cold_s));
-  showText("cached", spent(start.cached_s));
 }
 
 function showMemory({total_bytes: total, uses}) {
@@ -60,7 +62,7 @@ function showStart({prefill, decode, sampling_s, cold_s, cached_s}) {
     cold += compile + run;
     cached += run;
   }
-  bars.addTotal("first answer", `${spent(cold_s)}, or ${spent(cached_s)}`);
+  bars.addTotal("all buckets", `${spent(cold_s)}, or ${spent(cached_s)}`);
 }
 
 function showThroughput(speeds) {
@@ -88,15 +90,9 @@ function showThroughput(speeds) {
       [...new Set([speed.prefill_bound_by, speed.decode_bound_by])].join("; ")))));
 }
 
-// The cost of a bucket is its time, or its padded tokens and blocks where no time is predicted.
 function showBuckets(title, buckets, times, shapes, notes) {
-  const isTimed = times.length > 0;
-  const costs = isTimed ? times : buckets.map(([, batch, tokens, blocks]) => batch * tokens + blocks);
-  const describe = isTimed ? seconds : (cost) => `${count(cost)} tokens and blocks`;
-  const charts = element("div", {className: "charts"});
   byId("maps").append(element("h3", {}, title), ...notes.map((note) => element("p", {className: "note"}, note)),
-    ...shapes.length ? [HeatMap.dotKey(shapes)] : [], charts);
-  HeatMap.draw(charts, buckets, costs, shapes, describe);
+    ...HeatMap.of(buckets, times, shapes));
 }
 
 function showGoals({is_met: isMet, num_cards: cards, max_num_seqs: most, misses, command}) {

@@ -10,6 +10,15 @@ class HeatMap {
   static SMALLEST_DOT = 2;
   static SHADES = [10, 85]; // per cent of the accent
 
+  // The maps with what their dots mean. times: predicted seconds of each bucket; without them a bucket costs
+  // its padded tokens and blocks.
+  static of(buckets, times, shapes) {
+    const isTimed = times.length > 0, charts = element("div", {className: "charts"});
+    const costs = isTimed ? times : buckets.map(([, batch, tokens, blocks]) => batch * tokens + blocks);
+    HeatMap.draw(charts, buckets, costs, shapes, isTimed ? seconds : (cost) => `${count(cost)} tokens and blocks`);
+    return [...shapes.length ? [HeatMap.dotKey(shapes)] : [], charts];
+  }
+
   // buckets: [phase, batch, query length, blocks], costs: of each; shapes: buckets with a count.
   static draw(parent, buckets, costs, shapes, describeCost) {
     const known = buckets.map((bucket, i) => ({bucket, cost: costs[i]}));

@@ -27,8 +27,6 @@ class Traffic {
     const key = JSON.stringify(shapes);
     if (key === this.drawn) return;
     this.drawn = key;
-    const charts = element("div", {className: "charts"});
-    byId("traffic-charts").replaceChildren(HeatMap.dotKey(shapes), charts);
-    HeatMap.draw(charts, [], [], shapes);
+    byId("traffic-charts").replaceChildren(...HeatMap.of([], [], shapes));
   }
 }

@@ -158,10 +158,13 @@ def render_foreign(
         answer = _template_worker().call(msgspec.json.encode(arguments), TEMPLATE_DEADLINE_S)
     except DeadlineExceeded:
         raise RequestError(
-            f"chat_template: not rendered within {TEMPLATE_DEADLINE_S:g} s", param="chat_template"
+            f"chat_template: rendering took more than {TEMPLATE_DEADLINE_S:g} s",
+            param="chat_template",
         ) from None
     except WorkerDied:
-        raise RequestError("chat_template: needs too much memory", param="chat_template") from None
+        raise RequestError(
+            "chat_template: rendering needs too much memory", param="chat_template"
+        ) from None
     except CallFailed as error:
         raise RequestError(f"chat_template: {error}", param="chat_template") from None
     return with_media(msgspec.json.decode(answer, type=Rendering), media)

@@ -254,7 +254,7 @@ class SamplingFields(NumberFields, GuidedFields, RequestBody):
             ("structured_outputs.json", group and group.json_schema),
         ):
             if schema is not None and not isinstance(schema, (str, dict)):
-                raise field_error(name, "must be a JSON schema, as an object or as text")
+                raise field_error(name, "must be a JSON schema, as an object or as a string")
         if group is not None and not any(kind in KINDS for kind in group.given()):
             raise field_error("structured_outputs", f"must have one of {', '.join(KINDS)}")
         if len(given := self.constraints()) > 1:

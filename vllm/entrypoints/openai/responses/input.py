@@ -309,7 +309,9 @@ def _read_item(where: str, given: Any) -> Item:
     else:
         item_id = read_string(where, given, "id")
     if len(item_id) > _MAX_ID_LENGTH:
-        raise RequestError(f"{where}.id is longer than {_MAX_ID_LENGTH}", param=f"{where}.id")
+        raise RequestError(
+            f"{where}.id must have at most {_MAX_ID_LENGTH} characters", param=f"{where}.id"
+        )
     if kind not in _ID_PREFIXES:
         if given.get("call_id") is not None:
             read_string(where, given, "call_id")

@@ -220,7 +220,7 @@ def _read_history(body: ResponsesRequest, store: ResponseStore, owner: bytes) ->
     previous = store.get(body.previous_response_id, owner)
     if previous.is_running:
         raise RequestError(
-            "previous_response_id: this response has not ended yet", param="previous_response_id"
+            "previous_response_id: this response has not finished yet", param="previous_response_id"
         )
     return previous.conversation
 

@@ -111,7 +111,7 @@ class StoredLinear(KeepsPacked, LinearMethod):
 
     def stored_tensors(self) -> dict[str, StoredTensor]:
         """How the checkpoint stores the parameters, by their names."""
-        raise NotImplementedError(f"{type(self).__name__} loads its tensors itself")
+        raise NotImplementedError(f"{type(self).__name__} must define how its tensors are loaded")
 
     def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
         """A checkpoint tensor in the dimensions of its parameter, before a part of it is picked.
@@ -210,7 +210,10 @@ class StoredHead(EmbeddingMethod):
         return found
 
     def embed(self, layer: VocabParallelEmbedding, ids: Tensor) -> Tensor:
-        raise AssertionError("no rows of an output head are looked up: it is not tied")
+        raise AssertionError(
+            "this output head is not tied to the token embeddings, so it cannot be used to look "
+            "up tokens"
+        )
 
     def multiply(self, layer: VocabParallelEmbedding, hidden_states: Tensor) -> Tensor:
         logits: Tensor = self.linear.apply(layer, hidden_states, None)
@@ -287,16 +290,22 @@ class RoundedLinear(KeepsPacked, UnquantizedLinear):
         self.kept = Kept(kind, bytes_of(self.packed))
 
     def finish_on_shapes(self, layer: ParallelLinear) -> bool:
-        from torch._subclasses.fake_tensor import FakeTensorMode  # of plans only
+        from torch._subclasses.fake_tensor import (  # of plans only
+            DataDependentOutputException,
+            FakeTensorMode,
+        )
 
         weight = layer.get_parameter("weight")
         if weight.device.type == "cpu":
             return False  # its kernels read the memory of what they are given
         other = RoundedLinear(self.name, self.round_weight)
-        with FakeTensorMode():
-            fake = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
-            rounded = self.round_weight(fake)
-            other.packed = get_ops().prepare_weight(rounded, weight.dtype)
+        try:
+            with FakeTensorMode():
+                fake = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
+                rounded = self.round_weight(fake)
+                other.packed = get_ops().prepare_weight(rounded, weight.dtype)
+        except DataDependentOutputException:
+            return False  # the layout depends on the values
         if not isinstance(other.packed, nn.Module):
             return False
         other.stored_as = dtype_name(weight.dtype)

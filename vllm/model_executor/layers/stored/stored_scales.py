@@ -92,8 +92,8 @@ def without_zero_scales(name: str, weight: Scaled) -> Scaled:
     lost = replace(weight, scales=is_zero.float()).dequantize()
     if bool(lost.any()):
         raise WeightLoadError(
-            f"the scales of {name} in the checkpoint are 0, but not the numbers that they are for: "
-            f"the file is damaged"
+            f"the scales of {name} in the checkpoint are 0, but its values are not: the file is "
+            "damaged"
         )
     return replace(weight, scales=weight.scales.masked_fill(is_zero, 1.0))
 

@@ -143,7 +143,7 @@ class BlockLinear(StoredLinear):
         num_out, num_in = layer.output_size, layer.input_size
         if num_in % self.group:
             raise ConfigError(
-                f"{self.name} cannot be split over ranks: a rank would have {num_in} inputs, and "
+                f"{self.name} cannot be split over ranks: a rank would have {num_in} inputs, but "
                 f"{self.group} inputs share a scale. Use fewer ranks (tensor_parallel_size)"
             )
         slices = {

@@ -90,7 +90,7 @@ def missing_file(config_path: str, prefix: str, rank: int, world_size: int) -> C
             f"There are files for {' and '.join(map(str, sizes))} ranks: run with "
             f"--tensor-parallel-size {sizes[0]}, or unify them with `vllm calibrate --step unify`"
         )
-    return ConfigError(f"QUANT_CONFIG {config_path}: {path} is not there. {hint}")
+    return ConfigError(f"QUANT_CONFIG {config_path}: {path} does not exist. {hint}")
 
 
 def _world_size(path: Path) -> int | None:
@@ -107,7 +107,7 @@ def read_file(path: Path, mode: FileMode) -> Measurements:
     """
     content = read_json_object(path, "the measurement file", "Measure the model again")
     if content.get("Mode", mode) != mode:
-        raise ConfigError(f"{path}: Mode is {content['Mode']!r}, not {mode!r}")
+        raise ConfigError(f"{path}: Mode must be {mode!r}, got {content['Mode']!r}")
     nodes = content.get("Nodes")
     if not isinstance(nodes, Mapping) or not nodes:
         raise ConfigError(f"{path}: Nodes must be an object with the modules of the model")
@@ -162,8 +162,8 @@ def _numbers(path: Path, key: str, value: Any, is_scale: bool, is_used: bool = T
     odd = next((x for x in flat if x != 0 and not _SMALLEST <= x <= _LARGEST), None)
     if is_used and odd is not None:
         raise ConfigError(
-            f"{path}: {key} is {odd}: float32 has no scale for it; from 2^-100 to 2^100 are "
-            f"accepted. Measure the model again"
+            f"{path}: {key} is {odd}: a float32 scale can represent 2^-100 to 2^100 only. Measure "
+            "the model again"
         )
     return flat
 
@@ -229,8 +229,8 @@ def merged(nodes: Mapping[str, Node], other: Measurements) -> dict[str, Node]:
     if unknown or len(nodes) != len(other.nodes):
         odd = (unknown or sorted(other.nodes.keys() - nodes.keys()))[0]
         raise ConfigError(
-            f"{other.path}: Nodes.{odd} is not in both measurements that are to be merged: they "
-            f"are not of the same model"
+            f"{other.path}: Nodes.{odd} is missing from one of the two measurements to merge: "
+            "they are from different models"
         )
     return {name: _larger(nodes[name], node) for name, node in found.items() if node is not None}
 

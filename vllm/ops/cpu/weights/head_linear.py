@@ -58,8 +58,8 @@ class PackedHeads:
         shape = (len(x), self.num_heads, self.in_features)
         if x.shape != shape or x.dtype != self._dtype or not x.is_cpu or x.stride(2) != 1:
             raise ValueError(
-                f"x is {x.dtype} {list(x.shape)} on {x.device} with strides {list(x.stride())}, it "
-                f"must be {self._dtype} {list(shape)} on the CPU with dense heads"
+                f"x must be {self._dtype} {list(shape)} on the CPU with dense heads, got "
+                f"{x.dtype} {list(x.shape)} on {x.device} with strides {list(x.stride())}"
             )
         width = self.out_features
         if beside is not None:
@@ -80,7 +80,7 @@ class PackedHeads:
             out_head_stride=width,
         )
         if self._kernel(byref(args), torch.get_num_threads()):
-            raise MemoryError(f"not enough memory for {len(x)} rows of {self.num_heads} heads")
+            raise MemoryError(f"not enough memory for {len(x)} tokens of {self.num_heads} heads")
         if beside is not None:
             out[..., self.out_features :] = beside
         return out

@@ -366,13 +366,15 @@ class PackedWeight:
             self._refuse("ids", ids)
         of_dtype = _kernels().of.get(dtype)
         if of_dtype is None:
-            raise ValueError(f"rows can be float32 or bfloat16, not {dtype}")
+            raise ValueError(f"activations must be float32 or bfloat16, got {dtype}")
         out = torch.empty(len(ids), self.in_features, dtype=dtype)
         bad = of_dtype.linear_rows(
             self._address, ids.data_ptr(), len(ids), out.data_ptr(), _num_threads()
         )
         if bad >= 0:
-            raise IndexError(f"ids[{bad}] is {ids[bad]} of {self.out_features} rows")
+            raise IndexError(
+                f"ids[{bad}] must be at least 0 and below {self.out_features}, got {ids[bad]}"
+            )
         return out[:, : self.num_inputs]
 
     def _refuse(self, name: str, x: Tensor) -> NoReturn:
@@ -415,9 +417,11 @@ def _check_weight(weight: Tensor, weight_format: WeightFormat | None) -> None:
         wanted = "its own format" if weight_format is None else weight_format.name
         raise ValueError(f"a weight {described} cannot be packed as {wanted}")
     if not weight.is_contiguous():
-        raise ValueError(f"the weight {described} is not dense: strides {list(weight.stride())}")
+        raise ValueError(
+            f"the weight {described} must be dense, got strides {list(weight.stride())}"
+        )
     if weight.data_ptr() % _ALIGNMENT:
-        raise ValueError(f"the weight {described} is not aligned to {_ALIGNMENT} bytes")
+        raise ValueError(f"the weight {described} must be aligned to {_ALIGNMENT} bytes")
 
 
 def _check_memory(status: int) -> None:

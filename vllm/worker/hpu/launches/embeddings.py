@@ -67,7 +67,7 @@ class DeviceEmbeddings(EmbeddingRows):
         self.table = bridge.zeros((width // size, num_parts * _PART_SIZE, size), dtype)
         self._write(self.table, 0, torch.zeros(_PART_SIZE, width))
         logger.info(
-            "Embeddings of prompts take %s on the card, whether they are used or not",
+            "A table for embeddings in prompts takes %s on the card, even while no request uses it",
             format_bytes(self.table.nbytes),
         )
 

@@ -1,6 +1,6 @@
 """Padded launches on a card: what runners that generate and runners that pool have in common."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -13,7 +13,7 @@ from vllm.bucketing import Bucket, Catalog, Phase, StepLimits
 from vllm.bucketing.traffic import TrafficTable
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
-from vllm.messages import IntArray, RunnerStats, SchedulerOutput
+from vllm.messages import IntArray, ModelRunnerOutput, RunnerStats, SchedulerOutput
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.utils.trace import get_trace
 from vllm.worker.batch.input_batch import InputBatch
@@ -41,6 +41,9 @@ _MAX_MERGED_PROMPTS = 64
 """Rows of the logits of a merged prefill, however few its prompts are."""
 _SHAPES_OF_BUCKET = 3
 """At most, see `launch_shapes`; for each number of items."""
+
+Finish = Callable[[], ModelRunnerOutput]
+"""Waits for the result of a step."""
 
 Sampling = Literal["none", "warm_up", "heaviest"]
 """What follows a launch of padding, beside greedy sampling: nothing, all that the warm-up is to
@@ -142,7 +145,9 @@ class PaddedLaunches:
         self._is_beside = False
         self._late = LateShapes[PaddedShape]()
         self._num_run_tokens = 0
-        self._recent = RecentLaunches()
+        # A stage of a pipeline waits for others, and the first does not wait for its device.
+        clock = bridge.now_s if self.stage.count == 1 else None
+        self._recent = RecentLaunches(clock, self.block_size)
         self.traffic: TrafficTable | None = None
 
     def use_catalog(self, catalog: Catalog, limits: StepLimits) -> None:
@@ -195,10 +200,25 @@ class PaddedLaunches:
 
     def plan(self, step: SchedulerOutput) -> list[Launch]:
         """The launches of a step."""
-        self._recent.begin_step()
         if self._whole_prompts:
             return self.planner.plan_prompts(step)
         return self.planner.plan(step)
+
+    def recorded(self, start: Callable[[], Finish]) -> Finish:
+        """Start a step, and record its forward passes once its result is there.
+
+        Args:
+            start: launches the step, and returns what waits for its result.
+        """
+        self._recent.begin_step()
+        finish = start()
+
+        def finish_and_record() -> ModelRunnerOutput:
+            output = finish()
+            self._recent.end_step()
+            return output
+
+        return finish_and_record
 
     @contextmanager
     def running(self, launch: Launch) -> Iterator[None]:
@@ -215,7 +235,7 @@ class PaddedLaunches:
         is_promised = self.is_warm and (is_warmed or self._config.hpu.full_warmup)
         self._num_run_tokens += bucket.num_tokens
         if launch.needed is not None and not self._is_beside:
-            self._recent.add(launch.needed, bucket)
+            self._recent.add(launch.needed, bucket, is_compiled=is_compiled)
             if self.traffic is not None:
                 self.traffic.add(bucket.phase, *launch.needed)
         span = trace.span(

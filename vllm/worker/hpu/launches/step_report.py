@@ -5,12 +5,14 @@ host wait for the device after each step, so there is none unless it is asked fo
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from vllm.bucketing.bucket import Bucket, Phase
 from vllm.config.hpu import StepLog
+from vllm.cost_model.padded import forward_seconds
 from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import DeviceCounters, HabanaBridge
 
@@ -48,10 +50,27 @@ class StepShape:
         )
 
 
+class _Step:
+    """The forward passes of a step."""
+
+    __slots__ = ("began", "is_compiled", "passes")
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self.is_compiled = True
+        """Nothing compiles in it."""
+        self.passes: list[tuple[int, int, int, int, int, int, int]] = []
+        """Phase, sizes and padded sizes of each."""
+
+
 class RecentLaunches:
-    """Sizes of the forward passes of the last two steps, before and after padding.
+    """Sizes and times of the forward passes of the last two steps that have ended.
 
     Only the process that collects metrics counts them by size, so that a step does not wait for it.
+
+    Args:
+        clock: in seconds, of the device; None: steps are not timed.
+        block_size: tokens of a KV block.
 
     Attributes:
         num_decode_blocks: KV blocks that decodes had to read.
@@ -59,32 +78,63 @@ class RecentLaunches:
         record: of `RunnerStats`; it is replaced and never changed, so any thread may read it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] | None, block_size: int) -> None:
         self.num_decode_blocks = 0
         self.num_padded_blocks = 0
         self.record: tuple[int, ...] = ()
-        self._last_step = 1
+        self._clock, self._block_size = clock, block_size
+        self._steps: deque[_Step] = deque()
+        """That have not ended, the oldest first."""
+        self._before: tuple[int, ...] = ()
+        """Of the last step in `record`."""
+        self._ended = 0.0
+        """When the last step has ended."""
 
     def begin_step(self) -> None:
-        """Forget all steps but the last one."""
-        record = self.record
-        if record:
-            self.record = (record[0], *record[self._last_step :])
-            self._last_step = len(self.record)
+        """Note that a step begins."""
+        self._steps.append(_Step(0.0 if self._clock is None else self._clock()))
 
-    def add(self, needed: tuple[int, int, int], bucket: Bucket) -> None:
-        """Record a forward pass.
+    def add(self, needed: tuple[int, int, int], bucket: Bucket, *, is_compiled: bool) -> None:
+        """Record a forward pass of the step that has begun last.
 
         Args:
             needed: batch, query length and blocks that it has.
             bucket: that it is padded to.
+            is_compiled: nothing compiles in it.
         """
-        record, phase = self.record or (0,), int(bucket.phase)
+        step, phase = self._steps[-1], int(bucket.phase)
         padded = (bucket.batch, bucket.query_len, bucket.blocks)
-        self.record = (record[0] + 1, *record[1:], phase, *needed, *padded)
+        step.passes.append((phase, *needed, *padded))
+        step.is_compiled &= is_compiled
         if phase:
             self.num_decode_blocks += needed[2]
             self.num_padded_blocks += bucket.blocks - needed[2]
+
+    def end_step(self) -> None:
+        """Note that the oldest step has ended. It ran since the end of the step before it, or since
+        it began if that was later; its forward passes divide this time as their predicted times."""
+        step, micros = self._steps.popleft(), 0.0
+        if self._clock is not None:
+            now = self._clock()
+            if step.is_compiled:
+                micros = 1e6 * (now - max(step.began, self._ended))
+            self._ended = now
+        if not step.passes:
+            return
+        shares = [1.0]
+        if len(step.passes) > 1:
+            size = self._block_size
+            expected = [
+                forward_seconds(phase, batch, query_len, blocks, size)
+                for phase, _, _, _, batch, query_len, blocks in step.passes
+            ]
+            shares = [seconds / sum(expected) for seconds in expected]
+        found: tuple[int, ...] = ()
+        for sizes, share in zip(step.passes, shares, strict=True):
+            found += (*sizes, round(share * micros))
+        num_before = self.record[0] if self.record else 0
+        self.record = (num_before + len(step.passes), *self._before, *found)
+        self._before = found
 
 
 class StepReport:

@@ -29,6 +29,6 @@ def log_widened(config: VllmConfig, model: nn.Module) -> None:
         found.append(f"the KV cache in {str(dtype).removeprefix('torch.')}")
     if found:
         logger.info(
-            "Each launch widens to %s what it multiplies of %s",
+            "Each forward pass converts to %s before it multiplies: %s",
             *(config.model.dtype_name, " and ".join(found)),
         )

@@ -106,7 +106,10 @@ def divide_memory(
     split = _split(config, free_bytes - launch_bytes)
     has_bytes = config.cache.kv_cache_memory_bytes is not None
     if has_bytes:
-        logger.info("kv_cache_memory_bytes decides about the KV cache, not the share")
+        logger.info(
+            "the KV cache has the size of kv_cache_memory_bytes; gpu_memory_utilization has no "
+            "effect on it"
+        )
     utilization, reserved = config.cache.gpu_memory_utilization, _graph_share(config)
     logger.info(memory_split_line(split, utilization, reserved))
     uses = (
@@ -160,10 +163,11 @@ def _split(config: VllmConfig, free_bytes: int) -> MemorySplit:
     usable_bytes = asked + split.graph_bytes
     if usable_bytes > free_bytes:
         raise ConfigError(
-            f"kv_cache_memory_bytes={asked} ({format_bytes(asked)}): the card has "
-            f"{format_bytes(free_bytes)} beside weights and launches, of which "
-            f"{format_bytes(split.graph_bytes)} are for graphs (VLLM_GRAPH_RESERVED_MEM). Lower it "
-            f"to {max(0, free_bytes - split.graph_bytes)} at most"
+            f"kv_cache_memory_bytes={asked} ({format_bytes(asked)}): after weights and "
+            f"activations the card has {format_bytes(free_bytes)} left, and "
+            f"{format_bytes(split.graph_bytes)} of it are reserved for HPU graphs "
+            f"(VLLM_GRAPH_RESERVED_MEM). Lower it to {max(0, free_bytes - split.graph_bytes)} at "
+            "most"
         )
     margin_bytes = free_bytes - usable_bytes
     return replace(split, usable_bytes=usable_bytes, margin_bytes=margin_bytes, kv_bytes=asked)
@@ -183,8 +187,8 @@ def _count_blocks(config: VllmConfig, memory: CacheBudget, block_bytes: int) -> 
         if override * block_bytes > memory.num_bytes:
             raise ConfigError(
                 f"num_gpu_blocks_override={override}: the blocks take "
-                f"{format_bytes(override * block_bytes)}, which is more than there is for the KV "
-                f"cache. {memory.reason}. Lower it to {memory.num_bytes // block_bytes}, or "
+                f"{format_bytes(override * block_bytes)}, which is more than the KV cache can "
+                f"have. {memory.reason}. Lower it to {memory.num_bytes // block_bytes}, or "
                 f"{memory.fix}"
             )
         return override

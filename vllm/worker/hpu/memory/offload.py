@@ -143,8 +143,7 @@ def stream_layers(
     spared_bytes = streamed.host_bytes - streamed.device_bytes
     if spared_bytes < asked_bytes:
         logger.warning(
-            "cpu_offload_gb asks to keep %s off the card; with all layers on the host it is only "
-            "%s",
+            "cpu_offload_gb asks to keep %s off the card, but all layers on the host save only %s",
             format_bytes(asked_bytes),
             format_bytes(spared_bytes),
         )

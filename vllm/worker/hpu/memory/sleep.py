@@ -5,6 +5,7 @@ are captured again afterwards.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -124,16 +125,35 @@ class CardCache:
         logger.info("Waking up KV cache, reinitializing it took %s", profile)
 
 
+class EncoderGraphs(Protocol):
+    """The HPU graphs of an encoder of images or sounds."""
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Return the sizes that have a graph, in the order of their capture."""
+        ...
+
+    def capture(self, size: int) -> None:
+        """Record the graph of a size."""
+        ...
+
+    def release(self, size: int) -> None:
+        """Throw the graph of a size away."""
+        ...
+
+
 class SleepingGraphs:
     """The HPU graphs of a runner that sleeps.
 
     Args:
         runner: warmed up.
+        encoder: of images or sounds; None: the model reads text only.
     """
 
-    def __init__(self, runner: PaddedRunner) -> None:
-        self._runner = runner
+    def __init__(self, runner: PaddedRunner, encoder: EncoderGraphs | None = None) -> None:
+        self._runner, self._encoder = runner, encoder
         self._shapes: list[PaddedShape] = []
+        self._encoder_sizes: list[int] = []
 
     def release(self) -> None:
         """Throw away all graphs, as they hold addresses of weights and cache."""
@@ -142,6 +162,10 @@ class SleepingGraphs:
             self._shapes += execution.shapes
             for shape in execution.shapes:
                 self._runner.launches.release(shape)
+        if self._encoder is not None:
+            self._encoder_sizes += self._encoder.graph_sizes
+            for size in self._encoder.graph_sizes:
+                self._encoder.release(size)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -152,6 +176,9 @@ class SleepingGraphs:
             shape = self._shapes.pop(0)
             self._runner.launches.capture(shape)
             self._runner.warm_up(shape, sampling="none")
+        while self._encoder_sizes:
+            assert self._encoder is not None
+            self._encoder.capture(self._encoder_sizes.pop(0))
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ class RecipeManifest:
         except OSError as error:
             if not self._has_failed:
                 logger.warning(
-                    "%s cannot be written: %s. The next start does not know which recipes are on "
+                    "%s cannot be written: %s. The next start cannot tell which recipes are on "
                     "disk",
                     *(self._path, error),
                 )
@@ -167,7 +167,7 @@ def _delete(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        logger.warning("The list of recipes %s is not deleted: %s", path, error)
+        logger.warning("The list of recipes %s cannot be deleted: %s", path, error)
 
 
 def _read(path: Path) -> list[_Entry]:
@@ -179,5 +179,5 @@ def _read(path: Path) -> list[_Entry]:
     except FileNotFoundError:
         return []
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
-        logger.warning("The list of recipes %s is not read: %s", path, error)
+        logger.warning("The list of recipes %s cannot be read: %s", path, error)
         return []

@@ -30,6 +30,7 @@ from vllm.bucketing.catalog.shrink import shrink_launches
 from vllm.bucketing.ledger import GRAPHS, MemoryClass, assign_graphs
 from vllm.bucketing.log_lines import (
     captured_line,
+    encoder_graphs_line,
     encoder_line,
     graph_memory_line,
     warmup_finished_line,
@@ -81,6 +82,14 @@ class PaddedEncoder(Protocol):
 
     def give_up(self, size: int, reason: str) -> None:
         """Take a size out of use."""
+        ...
+
+    def capture(self, size: int) -> None:
+        """Record the HPU graph of a size."""
+        ...
+
+    def release(self, size: int) -> None:
+        """Throw the HPU graph of a size away, if it has one."""
         ...
 
 
@@ -197,6 +206,8 @@ class WarmUp:
             yield from self._launch_once(phase)
         if self._has_graphs:
             yield from self._capture()
+            if self._encoder is not None:
+                yield from self._capture_encoder(self._encoder)
         seconds = time.perf_counter() - started
         allocated = free_before - self._bridge.memory_info().free_bytes
         logger.info(warmup_finished_line(seconds, allocated))
@@ -228,6 +239,8 @@ class WarmUp:
         if self._has_graphs:
             yield from self._graphs_left(self.catalog.prefill)
             yield from self._graphs_left(self.catalog.decode)
+            if self._encoder is not None:
+                yield from (_encoder_work(size, "capture") for size in self._encoder.sizes)
 
     def _work_of(
         self, stage: Stage, buckets: Sequence[Bucket], batches: set[int]
@@ -367,7 +380,7 @@ class WarmUp:
             given_up = yield step
             self._book_workspace(0 if given_up else self._needed_bytes)
             if given_up is not None:
-                logger.warning("%s is not used: %s", _name(bucket), given_up)
+                logger.warning("The bucket %s is not used: %s", _name(bucket), given_up)
                 return given_up
             self.batches.add(shape.num_rows)
             line = None
@@ -460,8 +473,8 @@ class WarmUp:
         found = shrink_launches(self.wanted.without([bucket]), self.limits, self._given_up)
         if found is None:
             raise ConfigError(
-                f"no memory for any {bucket.phase!s}, {_name(bucket)} being the last that was "
-                f"tried. Lower --gpu-memory-utilization "
+                f"out of device memory: no {bucket.phase!s} bucket fits, not even the last one "
+                f"tried, {_name(bucket)}. Lower --gpu-memory-utilization "
                 f"({self._config.cache.gpu_memory_utilization}), which sizes the KV cache, or "
                 f"--max-model-len ({self._config.scheduler.max_model_len})"
             )
@@ -562,6 +575,47 @@ class WarmUp:
         self._used_bytes = max(0, used_bytes(self._bridge) - in_use)
         return step.refusal_of(self._used_bytes)
 
+    def _capture_encoder(self, encoder: PaddedEncoder) -> _Steps:
+        """Capture the graphs of the encoder, the smallest first, in what prompts have left, and
+        decodes if all of theirs are there: the smaller a forward pass is, the more of its time is
+        work of the host."""
+        ledger, cls, decodes = self._ledger, MemoryClass.PREFILL_GRAPHS, MemoryClass.DECODE_GRAPHS
+        if self._captured.issuperset(self.wanted.decode):
+            ledger.move(decodes, cls, ledger.left(decodes))
+        captured: list[int] = []
+        used_before = ledger.booked(cls)
+        for index, size in enumerate(encoder.sizes, start=1):
+            used, left = ledger.booked(cls) - used_before, ledger.left(cls)
+            expected = used * size // max(1, sum(captured))
+            self._used_bytes = None
+            self._eta_s = self.estimate.begin([_encoder_work(size, "capture")])
+            self._launch = partial(self._capture_size, encoder, size, left)
+            given_up = yield WarmUpStep(
+                phase=f"warm-up: graphs of the encoder of {encoder.reads}",
+                name=f"{size} {encoder.unit}",
+                index=index,
+                total=len(encoder.sizes),
+                given_up=_refusal(expected, left) if left <= expected else None,
+            )
+            if given_up is not None:
+                encoder.release(size)
+                break
+            assert self._used_bytes is not None and ledger.book(cls, self._used_bytes)
+            captured.append(size)
+        used = ledger.booked(cls) - used_before
+        logger.info(encoder_graphs_line(captured, len(encoder.sizes), encoder.unit, used))
+
+    def _capture_size(self, encoder: PaddedEncoder, size: int, left_bytes: int) -> str | None:
+        """Capture a graph of the encoder. Return why it takes more memory than there is, or
+        None."""
+        in_use = used_bytes(self._bridge)
+        with self._bridge.dry_run():
+            captured = attempt(self._bridge, partial(encoder.capture, size), in_use)
+        self._used_bytes = max(0, used_bytes(self._bridge) - in_use)
+        if captured.refused_bytes is not None:
+            self._used_bytes = max(captured.needed_bytes, left_bytes + 1)
+        return _refusal(self._used_bytes, left_bytes) if self._used_bytes > left_bytes else None
+
     def _capture_shape(self, shape: PaddedShape) -> None:
         self._launches.capture(shape)
         self._runner.warm_up(shape, sampling="none")
@@ -581,8 +635,12 @@ def _logged(line: str | None, launch: Callable[[], str | None]) -> str | None:
     return launch()
 
 
-def _encoder_work(size: int) -> Work:
-    return Work(Kind("compile", "encoder", samples=False), size)
+def _encoder_work(size: int, stage: Stage = "compile") -> Work:
+    return Work(Kind(stage, "encoder", samples=False), size)
+
+
+def _refusal(needed_bytes: int, left_bytes: int) -> str:
+    return f"it takes {format_bytes(needed_bytes)}, {format_bytes(left_bytes)} are left"
 
 
 def _step(phase: str, bucket: Bucket, index: int, total: int) -> WarmUpStep:

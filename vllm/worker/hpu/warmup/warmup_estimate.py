@@ -30,6 +30,7 @@ _PRIOR_S: dict[tuple[Stage, Runs], float] = {
     ("load", Phase.DECODE): 0.12,
     ("run", Phase.PREFILL): 0.25,
     ("run", Phase.DECODE): 0.17,
+    ("capture", "encoder"): 0.33,
     ("capture", Phase.PREFILL): 0.33,
     ("capture", Phase.DECODE): 0.33,
 }
