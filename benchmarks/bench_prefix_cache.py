@@ -138,16 +138,16 @@ class IdealLRU:
 
     Args:
         capacity: blocks.
-        keeps_shared: blocks that were found once leave after all others.
+        num_finds: blocks that were found so often leave after all others; None: they do not.
     """
 
-    def __init__(self, capacity: int, *, keeps_shared: bool = False) -> None:
+    def __init__(self, capacity: int, num_finds: int | None = None) -> None:
         self._capacity = capacity
-        self._keeps_shared = keeps_shared
+        self._num_finds = num_finds
         self._num_users: dict[bytes, int] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()
         self._idle_shared: OrderedDict[bytes, None] = OrderedDict()
-        self._shared: set[bytes] = set()
+        self._found: dict[bytes, int] = {}
         self._held: dict[str, list[bytes]] = {}
         self._num_others = 0
         """Blocks in use that have no content of their own: not full, or a copy."""
@@ -161,7 +161,7 @@ class IdealLRU:
         for key in prompt[:num_found]:
             self._idle.pop(key, None)
             self._idle_shared.pop(key, None)
-            self._shared.add(key)
+            self._found[key] = self._found.get(key, 0) + 1
             self._num_users[key] = self._num_users.get(key, 0) + 1
         new = [key for key in prompt[num_found:] if not self._has(key)]
         self._held[name] = [*prompt[:num_found], *new]
@@ -190,7 +190,7 @@ class IdealLRU:
                 del self._num_users[key]
             elif self._has(key):
                 continue
-            is_shared = self._keeps_shared and key in self._shared
+            is_shared = self._num_finds is not None and self._found.get(key, 0) >= self._num_finds
             (self._idle_shared if is_shared else self._idle)[key] = None
         del self._held[name]
         self._make_room()
@@ -202,7 +202,7 @@ class IdealLRU:
         used = len(self._num_users) + self._num_others
         while used + len(self._idle) + len(self._idle_shared) > self._capacity:
             key, _ = (self._idle or self._idle_shared).popitem(last=False)
-            self._shared.discard(key)
+            self._found.pop(key, None)
 
 
 # ---- the replay -----------------------------------------------------------------------------
@@ -225,7 +225,8 @@ class Replay:
         self._prompts: dict[str, int] = {}
         self._ideal = {
             "lru": IdealLRU(args.num_blocks),
-            "keeps_shared": IdealLRU(args.num_blocks, keeps_shared=True),
+            "keeps_found_once": IdealLRU(args.num_blocks, num_finds=1),
+            "keeps_found_8_times": IdealLRU(args.num_blocks, num_finds=8),
             "endless": IdealLRU(1 << 60),
         }
         self.ideal_hits = dict.fromkeys(self._ideal, 0)

@@ -15,6 +15,7 @@ from vllm.messages import CacheKey, EngineRequest
 
 _TOKEN_BYTES = array("i").itemsize
 
+
 def root_hash(request: EngineRequest) -> bytes:
     """Return the hash that is the parent of a request's first block."""
     salt = _encoded(request.cache_salt or "")
