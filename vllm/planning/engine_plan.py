@@ -127,7 +127,7 @@ class EnginePlan:
             worker.start(rank)
             self.report = worker.measure()
             worker.allocate(self.report.num_blocks)
-        self.stages = (self._room(),)
+        self.stages: tuple[StageRoom, ...] = (self._room(),)
         self._works: dict[PaddedShape, LaunchWork] = {}
 
     def _room(self) -> StageRoom:

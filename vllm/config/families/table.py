@@ -1275,6 +1275,22 @@ _WITH_MEDIA = (
         replaces_tokenizer=True,
     ),
     Family(
+        model_type="kimi_k25",
+        module="text_of_images",
+        architectures=("KimiK25ForConditionalGeneration",),
+        also_published_as=("Kimi_K25ForConditionalGeneration",),
+        text_type="deepseek_v3",
+        also_text_types=("kimi_k2",),
+        tokenizer="",
+    ),
+    Family(
+        model_type="kimi_vl",
+        module="text_of_images",
+        architectures=("KimiVLForConditionalGeneration",),
+        text_type="deepseek_v3",
+        tokenizer="",
+    ),
+    Family(
         model_type="qwen2_audio",
         module="text_of_images",
         architectures=("Qwen2AudioForConditionalGeneration",),
