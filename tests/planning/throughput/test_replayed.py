@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.planning.test_replay import LIMITS, NUM_BLOCKS, run, seconds, synthetic_trace
+from tests.planning.test_replay import LIMITS, run, seconds, synthetic_trace
 from tests.worker.hpu_helpers import make_config
 from vllm.bucketing import plan_buckets
 from vllm.planning.replay import Replay, replay
