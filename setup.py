@@ -90,7 +90,7 @@ class BuildError(Exception):
 
 
 def target_device() -> str:
-    """The device whose requirements are installed: VLLM_TARGET_DEVICE, or hpu where the vendor's
+    """Return the device whose requirements are installed: VLLM_TARGET_DEVICE, or hpu where the vendor's
     software is installed, or cpu."""
     value = os.environ.get("VLLM_TARGET_DEVICE", "").strip().lower()
     if value in ("cpu", "hpu"):
@@ -101,7 +101,7 @@ def target_device() -> str:
 
 
 def has_habana() -> bool:
-    """True when habana_frameworks is installed. Build isolation hides it from the import system,
+    """Return True when habana_frameworks is installed. Build isolation hides it from the import system,
     so the folders of the interpreter are searched as well."""
     if importlib.util.find_spec("habana_frameworks") is not None:
         return True
@@ -129,7 +129,7 @@ def triton_requirement() -> list[str]:
 
 
 def read_requirements(path: Path) -> list[str]:
-    """The requirements of a file and of those that its `-r` lines name, without constraints."""
+    """Return the requirements of a file and of the files that its `-r` lines name, without constraints."""
     requirements = []
     for line in path.read_text().splitlines():
         requirement = line.split("#")[0].strip()
@@ -141,7 +141,7 @@ def read_requirements(path: Path) -> list[str]:
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler as a command: $CXX, or the first that is installed.
+    """Return the C++ compiler as a command: $CXX, or the first that is installed.
 
     Raises:
         BuildError: there is none.
@@ -173,7 +173,7 @@ def run(command: list[str]) -> None:
 
 
 def build_identity() -> str:
-    """What `vllm.ops.cpu.library` accepts: this version, and the hash of these sources."""
+    """Return the stamp that `vllm.ops.cpu.library` accepts: this version, and the hash of these sources."""
     version = runpy.run_path(str(ROOT / "vllm" / "version.py"))["__version__"]
     source_hash = runpy.run_path(str(ROOT / "vllm" / "ops" / "cpu" / "source_hash.py"))
     return f"{version} {source_hash['hash_sources'](ROOT)}"
@@ -227,7 +227,7 @@ def build_kernels(objects_dir: Path, library: Path) -> None:
 
 
 def fallback_notice(reason: str) -> str:
-    """What to say when the kernels could not be built."""
+    """Return the message for kernels that could not be built."""
     rule = "-" * 88
     return "\n".join(
         [
