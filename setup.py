@@ -90,7 +90,7 @@ class BuildError(Exception):
 
 
 def target_device() -> str:
-    """Return the device whose requirements are installed: VLLM_TARGET_DEVICE, or hpu where the vendor's
+    """The device whose requirements are installed: VLLM_TARGET_DEVICE, or hpu where the vendor's
     software is installed, or cpu."""
     value = os.environ.get("VLLM_TARGET_DEVICE", "").strip().lower()
     if value in ("cpu", "hpu"):
@@ -101,7 +101,7 @@ def target_device() -> str:
 
 
 def has_habana() -> bool:
-    """Return True when habana_frameworks is installed. Build isolation hides it from the import system,
+    """True when habana_frameworks is installed. Build isolation hides it from the import system,
     so the folders of the interpreter are searched as well."""
     if importlib.util.find_spec("habana_frameworks") is not None:
         return True
@@ -129,7 +129,7 @@ def triton_requirement() -> list[str]:
 
 
 def read_requirements(path: Path) -> list[str]:
-    """Return the requirements of a file and of the files that its `-r` lines name, without constraints."""
+    """The requirements of a file and of those that its `-r` lines name, without constraints."""
     requirements = []
     for line in path.read_text().splitlines():
         requirement = line.split("#")[0].strip()
@@ -141,7 +141,7 @@ def read_requirements(path: Path) -> list[str]:
 
 
 def find_compiler() -> list[str]:
-    """Return the C++ compiler as a command: $CXX, or the first that is installed.
+    """The C++ compiler as a command: $CXX, or the first that is installed.
 
     Raises:
         BuildError: there is none.
@@ -173,19 +173,28 @@ def run(command: list[str]) -> None:
 
 
 def build_identity() -> str:
-    """Return the stamp that `vllm.ops.cpu.library` accepts: this version, and the hash of these sources."""
+    """What `vllm.ops.cpu.library` accepts: this version, and the hash of these sources."""
     version = runpy.run_path(str(ROOT / "vllm" / "version.py"))["__version__"]
     source_hash = runpy.run_path(str(ROOT / "vllm" / "ops" / "cpu" / "source_hash.py"))
     return f"{version} {source_hash['hash_sources'](ROOT)}"
 
 
+def requires_kernels() -> bool:
+    """Return whether REQUIRE_CPU_KERNELS is 1: a wheel for other machines must have all kernels."""
+    value = os.environ.get("REQUIRE_CPU_KERNELS", "0")
+    if value not in ("0", "1"):
+        raise SystemExit(f"REQUIRE_CPU_KERNELS={value!r}: it must be 0 or 1")
+    return value == "1"
+
+
 def build_kernels(objects_dir: Path, library: Path) -> None:
     """Compile csrc/cpu and link it.
 
-    An instruction set that the compiler does not know is left out.
+    An instruction set that the compiler does not know is left out, unless all are required.
 
     Raises:
-        BuildError: there is no compiler, or the portable kernels do not compile.
+        BuildError: there is no compiler, or the portable kernels do not compile, or
+            REQUIRE_CPU_KERNELS is 1 and the compiler does not know an instruction set.
     """
     compiler = find_compiler()
     objects_dir.mkdir(parents=True, exist_ok=True)
@@ -216,6 +225,8 @@ def build_kernels(objects_dir: Path, library: Path) -> None:
             objects.append(compiled.result())
             rows[isa.is_for_tests].append(f"ISA({isa.name}, {isa.runs_here})")
         except BuildError as error:
+            if requires_kernels():
+                raise
             print(f"left out the {isa.name} kernels: {error}", file=sys.stderr, flush=True)
     defines = [
         f"-DVLLM_ISAS={' '.join(rows[False])}",
@@ -227,7 +238,7 @@ def build_kernels(objects_dir: Path, library: Path) -> None:
 
 
 def fallback_notice(reason: str) -> str:
-    """Return the message for kernels that could not be built."""
+    """What to say when the kernels could not be built."""
     rule = "-" * 88
     return "\n".join(
         [
@@ -245,13 +256,18 @@ def fallback_notice(reason: str) -> str:
 
 
 class BuildKernels(build_ext):
-    """Builds `vllm/ops/_cpu_kernels.so`. Never fails: without the library torch serves."""
+    """Builds `vllm/ops/_cpu_kernels.so`.
+
+    Without a compiler it builds nothing, and torch serves; with REQUIRE_CPU_KERNELS=1 it fails.
+    """
 
     def build_extension(self, ext: Extension) -> None:
         library = Path(self.get_ext_fullpath(ext.name)).resolve()
         try:
             build_kernels(Path(self.build_temp).resolve() / "cpu_kernels", library)
         except BuildError as error:
+            if requires_kernels():
+                raise SystemExit(f"REQUIRE_CPU_KERNELS=1: {error}") from None
             library.unlink(missing_ok=True)  # of an earlier build, perhaps of other sources
             print(fallback_notice(str(error)), file=sys.stderr, flush=True)
 
