@@ -44,7 +44,7 @@ class Param(IntEnum):
     bit: int
 
     def __new__(cls, neutral: float, bit: int) -> "Param":
-        """Number the members from 0."""
+        """Give each member its index, from 0."""
         member = int.__new__(cls, len(cls.__members__))
         member._value_ = int(member)
         member.neutral, member.bit = neutral, bit

@@ -386,9 +386,10 @@ def _device(name: str | None) -> str:
 
 
 def _check_num_cards(given: str | None) -> None:
-    """
+    """Check the number of cards.
+
     Raises:
-        ConfigError: it is no positive number.
+        ConfigError: it is not a positive integer.
     """
     if given is not None and (not given.isdecimal() or int(given) < 1):
         raise ConfigError(f"--num-cards {given} must be a number of at least 1")

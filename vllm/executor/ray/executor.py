@@ -149,7 +149,11 @@ class RayExecutor(Executor):
         )
 
     def _check_versions(self) -> None:
-        """Raises: ConfigError: a machine has another version of this package."""
+        """Check that all machines have the version of this package.
+
+        Raises:
+            ConfigError: a machine has another version.
+        """
         for rank, call in enumerate([actor.version.remote() for actor in self._actors]):
             try:
                 (version,) = self._get([call])
@@ -342,7 +346,11 @@ class RayExecutor(Executor):
         return CollectiveError(what, late[0], reason)
 
     def _check_answers(self, what: str) -> None:
-        """Raises: CollectiveError: actors do not answer, whatever they are doing."""
+        """Check that the actors answer.
+
+        Raises:
+            CollectiveError: some do not, whatever they are doing.
+        """
         assert self._watch is not None
         if silent := self._watch.unresponsive_ranks():
             reason = "its process is stopped, or its machine cannot be reached"

@@ -1,6 +1,6 @@
 """The tensors of a checkpoint folder, one at a time, read from disk only as far as needed.
 
-Reads safetensors (also in Mistral AI's format), GGUF and PyTorch `.bin` files. Independent of
+Reads safetensors (including Mistral AI's files), GGUF and PyTorch `.bin` files. Independent of
 models. Nothing here can run code from a checkpoint: `.bin` files are unpickled with
 `weights_only=True`.
 """

@@ -12,9 +12,9 @@ from vllm.errors import ConfigError
 _PACKAGE = "vllm.model_executor.models"
 
 BY_TRANSFORMERS = "TransformersForCausalLM"
-"""The architecture that stands for every other one in the transformers library."""
+"""The architecture for all other ones of the transformers library."""
 TEXT_BY_TRANSFORMERS = "TransformersForConditionalGeneration"
-"""The architecture that stands for other ones whose checkpoints also have a part for images."""
+"""The architecture for other ones whose checkpoints also have a part for images."""
 
 
 def _built_in() -> Iterator[tuple[str, str]]:

@@ -82,7 +82,7 @@ class NativeExperts(Ops):
             )
         if topk_ids.shape != topk_weights.shape or len(topk_ids) != len(x):
             raise ValueError(
-                f"topk_ids and topk_weights must have one row for each of {len(x)} tokens, got "
+                f"topk_ids and topk_weights must have one entry for each of {len(x)} tokens, got "
                 f"{list(topk_ids.shape)} and {list(topk_weights.shape)}"
             )
         return sum_of_experts(

@@ -272,8 +272,8 @@ class FusedKernels(Protocol):
 
         Args:
             x, ids, weights, down, first_expert, has_inputs_first: as in `moe`.
-            gate_up: of each expert [2 * I, hidden], gate and up of each feature alternately.
-            gate_up_bias: of each expert [2 * I], also alternately, of the type of x.
+            gate_up: of each expert [2 * I, hidden], gate and up of each feature alternating.
+            gate_up_bias: of each expert [2 * I], alternating like gate_up, of the type of x.
             down_bias: of each expert [hidden].
             alpha, limit: of all experts; constants of a recipe.
         """

@@ -248,8 +248,10 @@ def _pack(matrix: Tensor, weight_format: WeightFormat | None) -> PackedWeight:
 
 
 def _check_alike(weights: Sequence[PackedWeight], num_out: int, num_in: int) -> None:
-    """Raises:
-    ValueError: not all are [num_out, num_in] in the same format.
+    """Check that all weights have the same size and format.
+
+    Raises:
+        ValueError: not all are [num_out, num_in] in the same format.
     """
     for weight in weights:
         if (weight.out_features, weight.in_features) != (num_out, num_in):

@@ -199,7 +199,7 @@ class PaddedLaunches:
         return launch_shapes(bucket, self._limits, self._merged_prompts, sizes)
 
     def plan(self, step: SchedulerOutput) -> list[Launch]:
-        """The launches of a step."""
+        """Split a step into launches."""
         if self._whole_prompts:
             return self.planner.plan_prompts(step)
         return self.planner.plan(step)
