@@ -81,7 +81,7 @@ class LaunchWork:
 
 @dataclass(frozen=True)
 class StageRoom:
-    """What a stage of a pipeline has on each of its cards."""
+    """The memory of a stage of a pipeline, on each of its cards."""
 
     first_layer: int
     end_layer: int
@@ -127,7 +127,7 @@ class EnginePlan:
             worker.start(rank)
             self.report = worker.measure()
             worker.allocate(self.report.num_blocks)
-        self.stages = (self._room(),)
+        self.stages: tuple[StageRoom, ...] = (self._room(),)
         self._works: dict[PaddedShape, LaunchWork] = {}
 
     def _room(self) -> StageRoom:

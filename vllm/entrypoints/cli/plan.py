@@ -248,7 +248,8 @@ def _add_goals(parser: FlexibleArgumentParser) -> None:
 
 
 def _measured(path: str, device: str) -> Measured:
-    """
+    """Read the rates of a card.
+
     Raises:
         ConfigError: they are not the rates of such a card.
     """
@@ -369,7 +370,8 @@ def _given_flags(args: argparse.Namespace) -> list[str]:
 
 
 def _device(name: str | None) -> str:
-    """
+    """Return the device.
+
     Raises:
         ConfigError: there is no such device.
     """
@@ -382,7 +384,8 @@ def _device(name: str | None) -> str:
 
 
 def _check_num_cards(given: str | None) -> None:
-    """
+    """Check --num-cards.
+
     Raises:
         ConfigError: it is no positive number.
     """
@@ -410,7 +413,8 @@ def _num_cards(given: str | None, tensor: int) -> int:
 
 
 def _host_bytes(args: argparse.Namespace) -> int | None:
-    """
+    """Return the bytes of --host-memory; None: not given.
+
     Raises:
         ConfigError: it is no positive number of GiB, or the device is a card.
     """
