@@ -81,7 +81,7 @@ class LaunchWork:
 
 @dataclass(frozen=True)
 class StageRoom:
-    """What a stage of a pipeline has on each of its cards."""
+    """The memory of a stage of a pipeline, on each of its cards."""
 
     first_layer: int
     end_layer: int

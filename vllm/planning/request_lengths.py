@@ -65,7 +65,7 @@ class RequestLengths:
     def at_rate(self, rate: float) -> "RequestLengths":
         """Return the same requests at so many per second.
 
-        The times are stretched. Without times, they come as a Poisson process.
+        The times are stretched. Without times, arrivals are a Poisson process.
         """
         if self.times is None or self.rate is None:
             gaps = np.random.default_rng(0).exponential(1 / rate, len(self))

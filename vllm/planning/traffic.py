@@ -21,9 +21,9 @@ from vllm.bucketing.traffic import ROUNDING, Shapes, TrafficTable, Weights
 from vllm.cost_model.throughput import ServingCost
 from vllm.planning.engine_plan import EnginePlan
 from vllm.planning.replay import Replay, replay
+from vllm.planning.replayed_speed import MAX_SEARCHED, RateChoice, ReplaySpeed, highest_rate
 from vllm.planning.request_lengths import RequestLengths, is_recorded, read_lengths
 from vllm.planning.throughput.goals import Goals
-from vllm.planning.throughput.replayed import MAX_SEARCHED, RateChoice, ReplaySpeed, highest_rate
 
 
 @dataclass(frozen=True)

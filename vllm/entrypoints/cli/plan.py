@@ -250,7 +250,7 @@ def _add_goals(parser: FlexibleArgumentParser) -> None:
 
 
 def _measured(path: str, device: str) -> Measured:
-    """Read measured rates.
+    """Read the rates of a card.
 
     Raises:
         ConfigError: they are not the rates of such a card.
@@ -372,7 +372,7 @@ def _given_flags(args: argparse.Namespace) -> list[str]:
 
 
 def _device(name: str | None) -> str:
-    """Return the device to plan for.
+    """Return the device.
 
     Raises:
         ConfigError: the device is unknown.
@@ -386,7 +386,7 @@ def _device(name: str | None) -> str:
 
 
 def _check_num_cards(given: str | None) -> None:
-    """Check the number of cards.
+    """Check --num-cards.
 
     Raises:
         ConfigError: it is not a positive integer.
@@ -415,7 +415,7 @@ def _num_cards(given: str | None, tensor: int) -> int:
 
 
 def _host_bytes(args: argparse.Namespace) -> int | None:
-    """Return the memory of the host.
+    """Return the bytes of --host-memory; None: not given.
 
     Raises:
         ConfigError: it is not a positive number of GiB, or the device is a card.

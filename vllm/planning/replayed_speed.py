@@ -22,7 +22,7 @@ _PRECISION = 1.03
 """Ratio of the lowest rate that fails to the highest that does not, at the end of the search."""
 
 RunAt = Callable[[float], Replay]
-"""Replays requests that come at so many per second."""
+"""Replays requests at this many per second."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ReplaySpeed:
 
     Attributes:
         num_requests: of the replay.
-        requests_per_s: at which they come; None: all come at once.
+        requests_per_s: mean rate of the arrivals; None: all arrive at the same time.
         tokens_per_s: of all outputs.
         ttft_s, tpot_s, request_s: the `PERCENTILES`; of requests with one output token, there is
             no time per output token.
@@ -69,9 +69,9 @@ class ReplaySpeed:
     def lines(self) -> Iterator[str]:
         """Yield the lines of the text."""
         rate = self.requests_per_s
-        comes = "all at once" if rate is None else f"at {rate:,.3g} requests/s"
+        arrive = "all at once" if rate is None else f"at {rate:,.3g} requests/s"
         yield (
-            f"{self.num_requests:,} requests {comes}: {self.tokens_per_s:,.0f} output tokens/s, "
+            f"{self.num_requests:,} requests {arrive}: {self.tokens_per_s:,.0f} output tokens/s, "
             f"{self.num_preemptions:,} preemptions"
         )
         mean, most = self.mean_kv_usage, self.max_kv_usage

@@ -9,9 +9,9 @@ from tests.planning.test_replay import LIMITS, run, seconds, synthetic_trace
 from tests.worker.hpu_helpers import make_config
 from vllm.bucketing import plan_buckets
 from vllm.planning.replay import Replay, replay
+from vllm.planning.replayed_speed import PERCENTILES, ReplaySpeed, highest_rate, tpot_s
 from vllm.planning.request_lengths import RequestLengths
 from vllm.planning.throughput.goals import Goals
-from vllm.planning.throughput.replayed import PERCENTILES, ReplaySpeed, highest_rate, tpot_s
 
 
 def test_the_speed_is_that_of_the_times_of_the_requests() -> None:
