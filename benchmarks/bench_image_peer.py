@@ -1,4 +1,4 @@
-"""A question about an image, by the engine and by openvino-genai with the same weights, alternately.
+"""Ask about an image, the engine and openvino-genai alternately, with the same weights.
 
     python -m benchmarks.bench_image_peer --peer-python PYTHON [--kind bf16 int8] [--rounds 5]
 

@@ -1,5 +1,5 @@
-"""What quantized weights are in the memory of a simulated card, and which operators multiply them,
-against the table of docs/quantization_tables.md. Each format is a tiny model, all in one process."""
+"""What quantized weights are in the memory of a simulated card, and which operators multiply
+them, against the table of docs/quantization_tables.md. Formats are tiny models, in one process."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -338,7 +338,7 @@ def test_a_cache_in_fp8_is_cast_by_the_card_and_the_log_says_what_is_widened(
         assert bridge.counters().compilations == compilations
         assert llm.collective_rpc(cache_dtypes) == [{dtype}]
     assert called == {"cast_to_fp8", "cast_from_fp8"}
-    (line,) = (message for message in messages if "widens" in message)
+    (line,) = (message for message in messages if "forward pass converts" in message)
     assert line.endswith(f"the KV cache in {str(dtype).removeprefix('torch.')}")
     assert ("8 quantized weights" in line) == (name in FORMATS)
 

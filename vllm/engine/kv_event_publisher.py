@@ -1,4 +1,4 @@
-"""Publishes the events of the KV cache over ZMQ, and resends those that a subscriber missed.
+"""Publishes the events of the KV cache over ZMQ, and resends the batches that a subscriber missed.
 
     PUB      (topic, number of the batch, batch)             one per step with events
     ROUTER   (b"", number)  ->  (b"", number, batch) ...     from that number on

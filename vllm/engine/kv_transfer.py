@@ -65,7 +65,7 @@ class KVTransfer:
         return self._connector.prefetch(keys[num_cached:]) if num_cached < len(keys) else None
 
     def enter(self, request: EngineRequest) -> None:
-        """A request waits from now on."""
+        """Note that a request waits from now on."""
         if self._can_load(request):
             self._waiting.add(request.request_id)
 
@@ -95,7 +95,7 @@ class KVTransfer:
             taken.update(shared)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Requests end without an output; unknown ids are ignored."""
+        """End requests without an output; unknown ids are ignored."""
         ids = set(request_ids)
         self._waiting -= ids
         outputs = [(written, output.split(ids)[1]) for written, output in self._last_outputs]
@@ -107,7 +107,7 @@ class KVTransfer:
         return bool(self._last_outputs)
 
     def take_output(self, timeout_s: float = 0.0) -> EngineOutput | None:
-        """The last output of requests whose blocks are written, each once.
+        """Return the last output of requests whose blocks are written, each once.
 
         Args:
             timeout_s: to wait for it.
@@ -165,19 +165,20 @@ class KVTransfer:
         return self._connector.save(keys, blocks)
 
     def reset(self) -> None:
-        """The prefix cache was emptied, perhaps because the weights will change."""
+        """Handle that the prefix cache was emptied, perhaps because the weights will change."""
         if self._cache.freed is not None:
             self._cache.freed = []
         self._is_open = self._is_mixed = False
         self._namespace = None
 
     def check_weights(self) -> None:
-        """The workers have run a method of the user, who may have changed the weights."""
+        """Stop saving blocks, because the workers have run a method of the user, who may have
+        changed the weights."""
         self._is_open = False
 
     @property
     def stats(self) -> TransferStats:
-        """What was looked up, loaded and saved since the start."""
+        """Return counts of what was looked up, loaded and saved since the start."""
         return TransferStats(
             num_queries=self._num_queries,
             num_hits=self._num_hits,
@@ -209,7 +210,8 @@ class KVTransfer:
         return self._loads and request.sampling_params.prompt_logprobs is None
 
     def _keys(self, request: EngineRequest) -> list[bytes]:
-        """Keys of the blocks of the prompt, without the last token, which has to be computed."""
+        """Return keys of the blocks of the prompt, without the last token, which has to be
+        computed."""
         return block_hashes(
             root_hash(request),
             request.prompt_token_ids[:-1],

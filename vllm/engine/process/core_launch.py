@@ -102,5 +102,5 @@ def end_early_core() -> None:
 
 
 def take_core() -> LaunchedCore:
-    """The core of `early_core`, or one that is launched now."""
+    """Return the core of `early_core`, or one that is launched now."""
     return _early.pop() if _early else LaunchedCore()

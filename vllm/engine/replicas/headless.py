@@ -86,7 +86,7 @@ class HeadlessReplicas:
     async def _serve(
         self, config: VllmConfig, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """One connection, from the first message to its end."""
+        """Handle one connection, from the first message to its end."""
         replica = config.parallel.data_parallel_rank
         core: CoreClient | None = None
         try:
