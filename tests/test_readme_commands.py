@@ -1,4 +1,4 @@
-"""Every command of the READMEs and the pages about Gaudi is planned, run, or listed with why it is not.
+"""Every command of the READMEs and the pages about Gaudi is planned, run, or listed as not run.
 
 `make test` plans what starts an engine: for a simulated card, with the variables and flags as they
 stand there. `make test-exhaustive` runs what can run here, word for word. Counts on the pages are

@@ -3,8 +3,8 @@
 python tools/build_site.py            copy the pages to build/site-pages and run mkdocs
 python tools/build_site.py --serve    show them on http://127.0.0.1:8001 instead
 
-The copy has the layout of the repository, so links between pages are valid as they are. Linked files
-that are no pages are copied too; a linked folder is shown as its name.
+The copy has the layout of the repository, so links between pages remain valid. Other linked
+files are copied with them; a linked folder is shown as its name.
 """
 
 import argparse

@@ -58,7 +58,7 @@ def read_advice(root: Path) -> list[tuple[list[str], str]]:
 
 
 def parts_of(message: str) -> list[str]:
-    """Split a message of a page at what stands for a value: `...`, or a word in capitals."""
+    """Split a message of a page at its values: `...`, or a word in capitals."""
     return re.split(r"\.\.\.|'x'|--[xy]\b|\b[A-Z]+\b(?!_)", message)
 
 
