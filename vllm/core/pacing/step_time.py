@@ -33,6 +33,9 @@ class StepWork:
     has_decodes: bool = True
 
 
+ONLY_DECODES = StepWork()
+
+
 class StepTimes:
     """The time of decodes, and a fit of the time that prompts add to it.
 
