@@ -38,6 +38,7 @@ def read_messages(root: Path) -> list[Message]:
         for text in read_file(name, path.read_text(encoding="utf-8")):
             if text.kind == "message" and text.role in ("error", "log"):
                 shown = _VALUE.sub("...", text.text).replace("%%", "%").strip()
+                shown = re.sub(r"\.{6,}", "...", shown)
                 if len(re.findall(r"[^\W\d_]{2,}", shown.replace("...", " "))) >= _MIN_WORDS:
                     found.add(Message(shown, text.role, name))
     return sorted(found, key=lambda each: (each.path, each.text.lower(), each.kind))
@@ -66,7 +67,8 @@ def messages_page(root: Path) -> Iterator[str]:
     advice = read_advice(root)
     folders: dict[str, list[Message]] = defaultdict(list)
     for message in read_messages(root):
-        folders[message.path.split("/")[1].removesuffix(".py")].append(message)
+        _, folder, *rest = message.path.split("/")
+        folders[folder if rest else "Modules outside of folders"].append(message)
     yield "# Messages"
     yield ""
     yield "Every error and log line of the package. Search for a part of a message that has no"

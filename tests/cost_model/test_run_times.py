@@ -90,7 +90,7 @@ def test_a_file_gives_the_same_times_again(tmp_path):
     assert measured.slowness("compile_s") == 1 and measured.describe() == run.describe()
     np.testing.assert_allclose(measured.fitted.values, run.fitted.values, rtol=1e-4)
     with pytest.raises(
-        ConfigError, match="has the rates of a gaudi2, and the plan is for a gaudi3"
+        ConfigError, match="has the rates of a gaudi2, but the plan is for a gaudi3"
     ):
         read_measured(path, "gaudi3")
 

@@ -83,7 +83,7 @@ def test_replicas_whose_workers_ray_places_need_no_cards_on_this_machine(machine
     config = replace(config, device=DeviceConfig(device="hpu"))
     assert config_of(StartCore(config=config)).device.device == "hpu"
     config = replace(config, parallel=replace(config.parallel, distributed_executor_backend=None))
-    with pytest.raises(ConfigError, match="needs 2 cards, and this machine has 0"):
+    with pytest.raises(ConfigError, match="needs 2 cards, but this machine has 0"):
         config_of(StartCore(config=config))
 
 

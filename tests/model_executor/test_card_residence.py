@@ -1,5 +1,5 @@
 """What quantized weights are in the memory of a simulated card, and which operators multiply
-them, against the table of docs/quantization_tables.md. Each format is a tiny model in one process."""
+them, against the table of docs/quantization_tables.md. Formats are tiny models, in one process."""
 
 import re
 from collections.abc import Callable, Iterator

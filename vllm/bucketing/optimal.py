@@ -667,8 +667,8 @@ class _Search:
         return float(change[out, new]), int(out), int(new)
 
     def bound(self, best: list[int]) -> list[int]:
-        """Raise the lower bound, and return the best set of those that it visits and the given
-        one."""
+        """Raise the lower bound, and return the best of the given set and the sets that it
+        visits."""
         until = self._start + _BOUND_SHARE * max(0.0, self._deadline - self._start)
         visited = self.raise_bound(best, until)
         upper = self.cost(best)
