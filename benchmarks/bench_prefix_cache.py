@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from bench_scheduler import Steps, make_request
+from bench_scheduler import VOCAB_SIZE, Steps, make_request
 
 from vllm.config import SchedulerConfig
 from vllm.core.kv.kv_cache_manager import KVCacheManager
@@ -46,9 +46,14 @@ SYSTEM_TOKENS = 512
 """Tokens of a hash of the trace, and of the prompt that all reconstructed requests begin with."""
 CONTINUED, DELAY_S, DELAY_SIGMA = 0.41, 165.0, 1.2
 """Fraction of requests that continue another one, and the lognormal distribution of the delay."""
+MAX_MODEL_LEN = 200_000
 NEAREST = 10
 """A request continues the longest of so many conversations whose delay is nearest."""
-VOCAB_SIZE = 100_000
+
+_PREEMPTED = (
+    "A request was preempted, which the ideal cache does not follow: the requests that run at the "
+    "same time need more blocks than there are. Raise --num-blocks, or lower --step-s"
+)
 
 
 @dataclass(frozen=True)
@@ -163,13 +168,14 @@ class IdealLRU:
             self._idle_shared.pop(key, None)
             self._found[key] = self._found.get(key, 0) + 1
             self._num_users[key] = self._num_users.get(key, 0) + 1
+        self._num_others += num_blocks - num_found
+        self._make_room()
         new = [key for key in prompt[num_found:] if not self._has(key)]
         self._held[name] = [*prompt[:num_found], *new]
         self._others[name] = num_blocks - num_found - len(new)
-        self._num_others += self._others[name]
+        self._num_others -= len(new)
         for key in new:
             self._num_users[key] = 1
-        self._make_room()
         return num_found
 
     def grow(self, name: str) -> None:
@@ -201,6 +207,8 @@ class IdealLRU:
     def _make_room(self) -> None:
         used = len(self._num_users) + self._num_others
         while used + len(self._idle) + len(self._idle_shared) > self._capacity:
+            if not (self._idle or self._idle_shared):
+                sys.exit(_PREEMPTED)
             key, _ = (self._idle or self._idle_shared).popitem(last=False)
             self._found.pop(key, None)
 
@@ -213,7 +221,7 @@ class Replay:
 
     def __init__(self, args: argparse.Namespace, *, enable_caching: bool = True) -> None:
         config = SchedulerConfig(
-            max_model_len=131_072, max_num_seqs=256, max_num_batched_tokens=args.max_tokens
+            max_model_len=MAX_MODEL_LEN, max_num_seqs=256, max_num_batched_tokens=args.max_tokens
         )
         self.cache = KVCacheManager(args.num_blocks + 1, args.block_size, enable_caching)
         self.scheduler = Scheduler(config, self.cache)
@@ -271,7 +279,7 @@ class Replay:
     def _enter(self, request: Request) -> None:
         name = request.request_id
         if name in self._seen:
-            raise SystemExit("a request was preempted: the ideal cache does not follow that")
+            sys.exit(_PREEMPTED)
         self._seen.add(name)
         self.num_tokens += len(request.token_ids)
         self.num_hits += request.num_cached_tokens
@@ -324,7 +332,7 @@ def make_prompt(name: int, num_tokens: int) -> EngineRequest:
 def decode_us(cache: KVCacheManager, num_running: int, num_steps: int) -> float:
     """Return the median time of `schedule()` + `update()` of decodes."""
     config = SchedulerConfig(
-        max_model_len=131_072, max_num_seqs=num_running, max_num_batched_tokens=1 << 20
+        max_model_len=MAX_MODEL_LEN, max_num_seqs=num_running, max_num_batched_tokens=1 << 20
     )
     scheduler = Scheduler(config, cache)
     for number in range(num_running):
@@ -343,7 +351,9 @@ def lookup_ms(cache: KVCacheManager, num_tokens: int) -> dict[str, float]:
     again."""
     spec = make_prompt(5, num_tokens)
     scheduler = Scheduler(
-        SchedulerConfig(max_model_len=131_072, max_num_seqs=1, max_num_batched_tokens=1 << 20),
+        SchedulerConfig(
+            max_model_len=MAX_MODEL_LEN, max_num_seqs=1, max_num_batched_tokens=1 << 20
+        ),
         cache,
     )
     scheduler.add_request(spec)
