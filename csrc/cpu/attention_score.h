@@ -33,9 +33,9 @@ struct ScoreOptions {
   const float* slopes;  // ALiBi: minus the slope of the head times the distance of the key, or null
   Sight sight;          // for prefill; for decode the caller leaves the other keys out
 
-  // Whether products are scaled only where the softmax takes their exponent.
+  // Whether scores are multiplied by the scale only as the softmax takes their exponent.
   bool scales_late() const { return soft_cap == 0 && slopes == nullptr && scale > 0; }
-  // What finished scores are multiplied by to be powers of two.
+  // Factor that makes exponents of two of finished scores.
   float to_exponent() const { return kLog2E * (scales_late() ? scale : 1.0f); }
 };
 
