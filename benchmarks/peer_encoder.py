@@ -3,8 +3,8 @@
     PYTHON -I benchmarks/peer_encoder.py --peer openvino --model FOLDER --task embed --type bfloat16
 
 PYTHON has torch and sentence-transformers, and optimum-intel with openvino; this package is not
-needed. Texts run in batches of 32 of similar length, as both libraries do it. int8 is the weights of
-openvino in 8 bits with its inputs rounded while it runs, and what torch quantizes dynamically.
+needed. Texts run in batches of 32 of similar length, as both libraries do it. With int8, openvino
+has weights of 8 bits and rounds inputs while it runs, and torch quantizes dynamically.
 `bench_encoder` describes the protocol.
 """
 

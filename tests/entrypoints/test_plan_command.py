@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.hpu import needs_simulated_device
+from vllm import envs
 from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.pages.plan_page import plan_page
 
@@ -48,6 +49,7 @@ def test_the_table_the_object_and_the_page_have_the_same_figures(model, tmp_path
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     assert lines[0].endswith("bfloat16, on 2 gaudi2 cards. Planned, not measured.")
+    assert lines[1] == "Planned for lazy mode with HPU graphs: serve with PT_HPU_LAZY_MODE=1"
     file = tmp_path / "plan.html"
     assert main([*flags, "--json", "--html", str(file)]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -65,6 +67,24 @@ def test_the_table_the_object_and_the_page_have_the_same_figures(model, tmp_path
     num_buckets = prefill["num_buckets"] + start["decode"]["num_buckets"]
     assert len(found["buckets"]) == len(found["bucket_s"]) == num_buckets
     assert min(found["bucket_s"]) > 0
+
+
+@needs_simulated_device
+def test_the_mode_that_is_planned_is_said(model, monkeypatch, capsys):
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
+    envs.get.cache_clear()
+    try:
+        assert main(["plan", model, "--device", "gaudi2", "--max-num-seqs", "1", "-tp", "1"]) == 0
+        first = capsys.readouterr().out.splitlines()[1]
+        assert "torch.compile (PT_HPU_LAZY_MODE=0, as set here) is not planned" in first
+        flags = ["--device", "gaudi2", "--max-num-seqs", "1", "--enforce-eager", "--json"]
+        assert main(["plan", model, *flags]) == 0
+    finally:
+        monkeypatch.undo()
+        envs.get.cache_clear()
+    found = json.loads(capsys.readouterr().out)
+    assert "without HPU graphs (--enforce-eager)" in found["mode"]
+    assert found["start"]["decode"]["num_graphs"] == 0
 
 
 def test_a_page_that_cannot_be_written_gets_one_line(model, tmp_path, capsys):
@@ -108,7 +128,8 @@ def test_a_plan_for_a_cpu_has_the_memory_of_a_machine(model, capsys):
         (["--device", "gaudi2", "--num-cards", "0"], "--num-cards 0 must be a number of at least"),
         (["--device", "gaudi2", "--num-cards", "two"], "--num-cards two must be a number"),
         (["--device", "gaudi2", "--num-cards", "2", "-tp", "4"], "are the same setting"),
-        (["--device", "gaudi2", "--num-cards", "3"], "must divide the number of attention heads"),
+        (["--device", "gaudi2", "--num-cards", "3"], "error: --num-cards (3) must divide the num"),
+        (["--device", "gaudi2", "-tp", "3"], "error: --tensor-parallel-size (3) must divide the"),
         (
             ["--device", "gaudi2", "--host-memory", "4"],
             "--host-memory must be given with --device",
@@ -122,6 +143,15 @@ def test_bad_flags_get_one_line(flags, error, model, capsys):
     assert main(["plan", model, *flags]) == 2
     text = capsys.readouterr().err
     assert error in text and text.startswith("error: ") and text.count("\n") == 1
+
+
+def test_a_config_file_decides_the_number_of_cards(model, tmp_path, capsys):
+    (tmp_path / "flags.yaml").write_text("tensor-parallel-size: 3\n", "utf-8")
+    given = ["plan", model, "--device", "gaudi2", "--config", str(tmp_path / "flags.yaml")]
+    assert main(given) == 2
+    assert "error: --tensor-parallel-size (3) must divide" in capsys.readouterr().err
+    assert main([*given, "--num-cards", "2"]) == 2
+    assert "--num-cards 2 and -tp 3 are the same setting" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

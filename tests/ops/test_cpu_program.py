@@ -153,10 +153,15 @@ def changed(x: Tensor, index: int, value: int) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "index", "value", "message"),
     [
-        ("inputs", 4, VOCAB_SIZE, r"input_ids\[4\] is 50 of 50 rows"),
-        ("inputs", 0, -1, r"input_ids\[0\] is -1"),
+        ("inputs", 4, VOCAB_SIZE, r"input_ids\[4\] must be .* of 50, got 50"),
+        ("inputs", 0, -1, r"input_ids\[0\] must be .*, got -1"),
         ("positions", 3, MAX_POSITIONS, r"positions\[:, 3\] must be below 40, .* got \[40\]"),
-        ("slot_mapping", 1, NUM_BLOCKS * BLOCK_SIZE, r"slot_mapping\[1\] is 720 of 720 slots"),
+        (
+            "slot_mapping",
+            1,
+            NUM_BLOCKS * BLOCK_SIZE,
+            r"slot_mapping\[1\] must be one of the 720 slots of the KV cache, got 720",
+        ),
         ("seq_lens", 1, 17, "request 1 has 17 tokens"),
         ("seq_lens", 2, 2, "request 2 has 2 tokens"),
         ("block_tables", 3, NUM_BLOCKS, r"request 1 has 10 tokens and the blocks \[3, 90\]"),
@@ -282,7 +287,7 @@ def test_a_launch_without_tokens_gives_no_rows():
 
 
 def program_of_types(dtype: torch.dtype, is_tanh: bool, quantized: bool, keeps: bool):
-    """Return a program of embeddings, a linear layer and GELU, and the same by operators."""
+    """Return a program of embeddings, a product and GELU, and the same by operators."""
     torch.manual_seed(1)
     tokens, types = (torch.randn(n, HIDDEN).to(dtype) for n in (VOCAB_SIZE, 3))
     weight, bias = torch.randn(70, HIDDEN).to(dtype), torch.randn(70).to(dtype)

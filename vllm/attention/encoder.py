@@ -1,4 +1,4 @@
-"""The attention layer of encoders: every token sees all of its prompt, and nothing is kept of it."""
+"""The attention layer of encoders: every token sees all of its prompt, and nothing is kept."""
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ class EncoderAttention(CachedLayer, ReadsContext):
         self.head_size = head_size
 
     def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
-        """Nothing."""
+        """Return an empty spec: nothing is cached."""
         return KVCacheSpec(CacheKind.NONE)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

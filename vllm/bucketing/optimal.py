@@ -143,9 +143,9 @@ def choose_buckets(
             covers all shapes; the message names the least.
     """
     if (count is None) == (budget is None):
-        raise ValueError("give a count or a budget of buckets, and not both")
+        raise ValueError("give either a count or a budget of buckets, not both")
     if not len(shapes):
-        raise ValueError("there are no shapes to choose buckets for")
+        raise ValueError("at least one shape is needed to choose buckets for, got none")
     limit = Budget.of_count(count) if count is not None else budget
     assert limit is not None
     deadline = time.monotonic() + max_seconds
@@ -155,8 +155,8 @@ def choose_buckets(
     )
     if problem.room < 0:
         raise ValueError(
-            f"{limit.limit:g} {limit.unit} are less than the {limit.limit - problem.room:g} that "
-            f"the {len(required)} mandatory buckets take"
+            f"the mandatory {len(required)} buckets take {limit.limit - problem.room:g} "
+            f"{limit.unit}, but the limit is {limit.limit:g}"
         )
     if bound_problem is None:
         chosen, lower = _solve(problem, deadline)
@@ -182,8 +182,8 @@ def choose_buckets(
         buckets, total = others, other_total
     if not np.isfinite(total):
         raise ValueError(
-            f"no set of buckets within {limit.limit:g} {limit.unit} covers all shapes, or none was "
-            f"found; make a bucket mandatory that covers the largest, or raise the budget"
+            f"found no set of buckets within {limit.limit:g} {limit.unit} that covers all shapes: "
+            "make a bucket mandatory that covers the largest shape, or raise the limit"
         )
     assert lower <= total * (1 + 1e-6), f"the bound {lower} is above the cost {total} of a set"
     return ChosenBuckets(buckets, total, min(max(lower, exact), total), exact)
@@ -357,7 +357,7 @@ def _problem(
     is_lost = ~covers.any(1) if unbatched is None else ~covers.any(1) & np.isinf(unbatched)
     if is_lost.any():
         phase, *rest = shapes[is_lost][0].tolist()
-        raise ValueError(f"no bucket to choose from covers {Bucket(Phase(phase), *rest)}")
+        raise ValueError(f"no candidate bucket covers {Bucket(Phase(phase), *rest)}")
     candidate_costs = np.asarray(cost(*priced_sizes.T), np.float64)
     prices = np.asarray(budget.price(*priced_sizes.T), np.float64)
     room = budget.limit - float(prices[:num_mandatory].sum())
@@ -667,8 +667,8 @@ class _Search:
         return float(change[out, new]), int(out), int(new)
 
     def bound(self, best: list[int]) -> list[int]:
-        """Raise the lower bound, and return the best set of those that it visits and the given
-        one."""
+        """Raise the lower bound, and return the best of the given set and the sets that it
+        visits."""
         until = self._start + _BOUND_SHARE * max(0.0, self._deadline - self._start)
         visited = self.raise_bound(best, until)
         upper = self.cost(best)

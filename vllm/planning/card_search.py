@@ -72,7 +72,9 @@ def search_cards(
                 unfit[num_cards] = f"the KV cache holds no request of {lengths.total} tokens"
         if len(unfit) == len(numbers_of_cards):
             most = numbers_of_cards[-1]
-            raise ConfigError(f"the engine runs on no number of cards; on {most}: {unfit[most]}")
+            raise ConfigError(
+                f"the engine does not fit on any number of cards; on {most}: {unfit[most]}"
+            )
 
     choice = search(goals, predictions())
     first = plans[choice.num_cards]
@@ -118,7 +120,7 @@ def serve_command(choice: Choice, model: str, flags: Sequence[str] = ()) -> str:
         model: name or folder.
         flags: all other flags of the engine.
     """
-    words = ["vllm", "serve", model, *flags]
+    words = ["PT_HPU_LAZY_MODE=1", "vllm", "serve", model, *flags]  # the mode that is planned
     words += ["--tensor-parallel-size", str(choice.num_cards)]
     words += ["--max-num-seqs", str(choice.max_num_seqs)]
     return shlex.join(words)

@@ -55,6 +55,25 @@ class RequestLengths:
     def __len__(self) -> int:
         return len(self.num_inputs)
 
+    @property
+    def rate(self) -> float | None:
+        """Return the mean requests per second; None: there are no times, or all are the same."""
+        if self.times is None or len(self) < 2 or not self.times[-1] > self.times[0]:
+            return None
+        return float((len(self) - 1) / (self.times[-1] - self.times[0]))
+
+    def at_rate(self, rate: float) -> "RequestLengths":
+        """Return the same requests at so many per second.
+
+        The times are stretched. Without times, they come as a Poisson process.
+        """
+        if self.times is None or self.rate is None:
+            gaps = np.random.default_rng(0).exponential(1 / rate, len(self))
+            times = np.cumsum(gaps) - gaps[0]
+        else:
+            times = self.times * (self.rate / rate)
+        return RequestLengths(self.num_inputs, self.num_outputs, times, self.notes)
+
     def part(self, index: slice) -> "RequestLengths":
         """Return some of the requests."""
         times = None if self.times is None else self.times[index]
@@ -159,10 +178,9 @@ def _csv_lines(file: TextIO, source: str) -> Iterator[tuple[int, Mapping[str, An
         header = [name.strip().lower().lstrip("\ufeff") for name in next(reader, [])]
         if not (set(header) & set(_INPUT) and set(header) & set(_OUTPUT)):
             raise ConfigError(
-                f"--traffic {source}: it is no CSV file with lengths of requests: its first line "
-                f"must name the columns input_tokens and output_tokens, or each line must be a "
-                f"JSON object, got "
-                f"{','.join(header)[:80]!r}"
+                f"--traffic {source} is not a CSV file with lengths of requests: its first line "
+                "must name the columns input_tokens and output_tokens, or each line must be a "
+                f"JSON object, got {','.join(header)[:80]!r}"
             )
         for values in reader:
             if not values:

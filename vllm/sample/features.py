@@ -63,7 +63,7 @@ class Param(IntEnum):
 
 NEUTRAL = tuple(param.neutral for param in Param)
 DISTRIBUTION = reduce(or_, (param.bit for param in Param), Feature.LARGE_TOP_K) & ~Feature.PENALTIES
-"""What makes a distribution of logits, and changes none of them."""
+"""Features that turn logits into a distribution, and do not change logits."""
 PLAIN_PARAMS = tuple(
     (param, param.name.lower())
     for param in Param

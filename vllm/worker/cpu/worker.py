@@ -82,7 +82,7 @@ class CPUWorker(WorkerBase):
         self._num_item_states: int | None = None
         self._item_bytes = 0
         self._encoder_bytes = 0
-        self._has_own_cores = False  # a share of those of the machine, as one of several ranks
+        self._has_own_cores = False  # several ranks share the cores of the machine
         self._ops = load_class(self.platform.ops_class)()
         set_ops(self._ops)
 
@@ -98,7 +98,8 @@ class CPUWorker(WorkerBase):
         super().load(rank)
 
     def _bind(self, rank: int) -> None:
-        """Bind this thread, and those that it starts from now on, to the cores of the rank."""
+        """Bind this thread, and the threads that it starts from now on, to the cores of the
+        rank."""
         device = self.config.device
         if device.bound_cores is not None:
             cores = device.bound_cores[rank]
@@ -116,8 +117,8 @@ class CPUWorker(WorkerBase):
 
     @property
     def _num_sharing_ranks(self) -> int:
-        """Ranks of this machine that compute at the same time, so the cores are divided among them:
-        those of one stage where stages take turns."""
+        """Count the ranks of this machine that compute at the same time, so that the cores are
+        divided among them: the ranks of one stage if stages run one after another."""
         if self.config.parallel.stages_alternate:
             return min(self.num_local_ranks, self.config.parallel.tensor_parallel_size)
         return self.num_local_ranks
@@ -131,9 +132,9 @@ class CPUWorker(WorkerBase):
             is_done = interleave(nodes)
         except OSError as error:
             logger.warning(
-                "Memory cannot be spread over the NUMA nodes %s: %s. Give each node a rank of its "
-                "own with --tensor-parallel-size %d, start with numactl --interleave=%s, or allow "
-                "the container CAP_SYS_NICE",
+                "memory cannot be interleaved over the NUMA nodes %s: %s. Give each node a rank "
+                "of its own with --tensor-parallel-size %d, start with numactl --interleave=%s, "
+                "or allow the container CAP_SYS_NICE",
                 text,
                 error.strerror,
                 len(nodes),
@@ -141,7 +142,7 @@ class CPUWorker(WorkerBase):
             )
             return
         if is_done:
-            logger.info("memory is spread over the NUMA nodes %s", text)
+            logger.info("memory is interleaved over the NUMA nodes %s", text)
 
     def _load_model(self) -> None:
         self.model = self._read_model(self.config)
@@ -181,7 +182,7 @@ class CPUWorker(WorkerBase):
         if device.counts_threads and device.bound_cores is None:
             found, num_ranks = torch.get_num_threads(), self._num_sharing_ranks
             num_replicas = self.config.parallel.num_local_replicas
-            # A core alone with its two hardware threads reads memory faster with both.
+            # A single core reads memory faster with both of its hardware threads.
             num_physical = max(2, count_physical(usable_cores()))
             if self._has_own_cores:
                 num_cores = count_cores(num_replicas * num_ranks)
@@ -197,14 +198,14 @@ class CPUWorker(WorkerBase):
             if wanted != found:
                 torch.set_num_threads(wanted)
         logger.info(
-            "%.2f GiB of weights, %d threads on the cores %s",
+            "%.2f GiB of weights, %d threads on the CPU cores %s",
             weight_bytes / 2**30,
             torch.get_num_threads(),
             format_cores(usable_cores()),
         )
 
     def _dense_format(self) -> Quantization | None:
-        """How the kernels take dense weights; None: they stay as torch takes them."""
+        """Return how the kernels store dense weights; None: as torch does."""
         return CPUPacked() if isinstance(self._ops, CPUOps) else None
 
     def _make_runner(self, model: CausalLM | PoolingModel) -> CPUModelRunner | PoolingRunner:
@@ -271,7 +272,7 @@ class CPUWorker(WorkerBase):
         )
 
     def _uses(self, num_ranks: int) -> list[MemoryUse]:
-        """What this process has taken of the memory."""
+        """List how much memory this process has taken, and for what."""
         drafts = 0
         if self._drafter is not None:
             drafts = sum(len(part) for part in model_storages(self._draft_model))
@@ -335,7 +336,7 @@ class CPUWorker(WorkerBase):
         if (items := self.runner.parts.find(ItemRows)) is not None:
             assert self._num_item_states is not None
             logger.info(
-                "Cross-attention: %d hidden states of images and sounds (%.2f GiB)",
+                "Cross-attention cache: %d hidden states of images and sounds (%.2f GiB)",
                 self._num_item_states,
                 self._item_bytes / 2**30,
             )
@@ -372,5 +373,5 @@ class CPUWorker(WorkerBase):
 
 
 def _nodes() -> list[int]:
-    """The nodes of memory of the cores that this thread may use."""
+    """Return the memory nodes of the cores that this thread may use."""
     return nodes_of(usable_cores())
