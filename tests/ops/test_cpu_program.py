@@ -287,7 +287,7 @@ def test_a_launch_without_tokens_gives_no_rows():
 
 
 def program_of_types(dtype: torch.dtype, is_tanh: bool, quantized: bool, keeps: bool):
-    """Return a program of embeddings, a product and GELU, and the same by operators."""
+    """Return a program of embeddings, a matmul and GELU, and the same by operators."""
     torch.manual_seed(1)
     tokens, types = (torch.randn(n, HIDDEN).to(dtype) for n in (VOCAB_SIZE, 3))
     weight, bias = torch.randn(70, HIDDEN).to(dtype), torch.randn(70).to(dtype)
@@ -312,7 +312,7 @@ def program_of_types(dtype: torch.dtype, is_tanh: bool, quantized: bool, keeps: 
     ("dtype", "quantized"),
     [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
 )
-def test_an_activated_product_has_the_bits_of_both(dtype, quantized, is_tanh, keeps, isa):
+def test_an_activated_matmul_has_the_bits_of_both(dtype, quantized, is_tanh, keeps, isa):
     program, compute = program_of_types(dtype, is_tanh, quantized, keeps)
     launch, types = launch_of(), torch.tensor([0, 2, 1, 1, 0])
     got = program.forward(**launch, token_types=types)
