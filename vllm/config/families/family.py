@@ -225,7 +225,7 @@ class Family:
     family. Rotations and positions have no defaults then."""
     own_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Default values of keys for which `config_class` has others."""
-    config_format: Literal["transformers", "chatglm"] = "transformers"
+    config_format: Literal["transformers", "chatglm", "decilm"] = "transformers"
     """Whose keys config.json has."""
 
     has_new_layer_types: bool = False
