@@ -650,6 +650,14 @@ _OTHERS = (
         tokenizer="GPT2Tokenizer",
     ),
     Family(
+        model_type="nemotron-nas",
+        also_typed=("deci",),
+        module="decilm",
+        architectures=("DeciLMForCausalLM",),
+        config_format="decilm",
+        tokenizer="",
+    ),
+    Family(
         model_type="deepseek",
         module="routed",
         architectures=("DeepseekForCausalLM",),
