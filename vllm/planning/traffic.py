@@ -25,6 +25,9 @@ from vllm.planning.replayed_speed import MAX_SEARCHED, RateChoice, ReplaySpeed, 
 from vllm.planning.request_lengths import RequestLengths, is_recorded, read_lengths
 from vllm.planning.throughput.goals import Goals
 
+Traffic = TrafficTable | RequestLengths
+"""Recorded sizes of forward passes, or lengths of requests."""
+
 
 @dataclass(frozen=True)
 class TrafficPlan:
@@ -100,7 +103,7 @@ class TrafficPlan:
         return bucket_file_text(self.chosen.buckets, (*self.certificates, f"for {self.source}"))
 
 
-def read_traffic(path: Path) -> TrafficTable | RequestLengths:
+def read_traffic(path: Path) -> Traffic:
     """Read recorded traffic, or lengths of requests.
 
     Raises:
@@ -111,7 +114,7 @@ def read_traffic(path: Path) -> TrafficTable | RequestLengths:
 
 def plan_traffic(
     engine: EnginePlan,
-    traffic: TrafficTable | RequestLengths,
+    traffic: Traffic,
     source: str,
     num_buckets: int,
     cost: ServingCost,

@@ -99,7 +99,7 @@ def _num_kv_heads(attention: Mapping[str, Any], num_heads: int, index: int) -> i
 
 def _intermediate_size(ffn: Mapping[str, Any], raw: Mapping[str, Any], index: int) -> int:
     """Return the size of an MLP: two thirds of a multiple of the hidden size, rounded up."""
-    factor = ffn.get("ffn_mult")
+    factor: Any = ffn.get("ffn_mult")
     if factor is None and "intermediate_size" in raw:
         return _size(raw, "intermediate_size")
     if type(factor) not in (int, float) or not 0 < factor < 1000:
