@@ -8,14 +8,14 @@ import torch
 
 from vllm.attention import EncoderAttention, LaunchContext, bind_prompt_caches, whole_prompts
 from vllm.ops import get_ops, set_ops
+from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.native.operators import NativeOps
 
 
-@pytest.fixture(params=["native", "cpu"])
+@pytest.fixture(params=[NativeOps, CPUOps], autouse=True)
 def operators(request):
     before = get_ops()
-    if request.param == "native":
-        set_ops(NativeOps())
+    set_ops(request.param())
     yield
     set_ops(before)
 
@@ -35,7 +35,6 @@ def attend(lens, dtype):
     return layer, qkv, run(*qkv, lens), run
 
 
-@pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize("lens", [[1], [5, 5, 5], [3, 1, 40, 7, 8, 1, 39], list(range(1, 30))])
 def test_a_launch_is_its_prompts_one_by_one(lens):
     layer, (q, k, v), got, _ = attend(lens, torch.float32)

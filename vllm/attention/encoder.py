@@ -1,4 +1,4 @@
-"""The attention layer of encoders: every token sees all of its prompt. Nothing is kept of it."""
+"""The attention layer of encoders: every token sees all of its prompt, and nothing is kept."""
 
 import torch
 from torch import Tensor, nn

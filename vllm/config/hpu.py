@@ -74,9 +74,10 @@ class HPUConfig:
     bucketing_file: str | None = _variable("VLLM_BUCKETING_FROM_FILE")
     """Path of a file with the buckets, which replaces the strategy."""
     traffic: str | None = None
-    """File that --record-traffic has written. Buckets are chosen for this traffic, so that padding
-    takes the least device time; the log shows this time, and a lower bound for every other set of
-    buckets."""
+    """Choose the buckets for this traffic, so that padding takes the least device time: a file that
+    --record-traffic has written, or lengths of requests as CSV or JSON Lines with input_tokens,
+    output_tokens and optionally timestamp. The log shows the padding, and the least that any other
+    set could have."""
     num_buckets: int = 32
     """Number of prompt buckets, and of decode buckets, that are chosen for the traffic of
     --traffic. More buckets pad less, but take longer to warm up."""

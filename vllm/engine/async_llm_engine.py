@@ -647,6 +647,12 @@ class AsyncLLM:
         answers = await self._core.calls.call(CoreCalls.call_workers, *call)
         return list(chain.from_iterable(answers))
 
+    async def list_buckets(self) -> list[tuple[int, int, int, int, bool]]:
+        """Return phase, batch, query length and blocks of each bucket, and whether it is warmed up.
+        Those of the first replica stand for all; a device without buckets has none."""
+        found, *_ = await self._call_workers(Worker.list_buckets)
+        return found
+
     async def reset_prefix_cache(self, device: Any = None) -> bool:
         """Empty the prefix cache. Returns False and changes nothing while requests run."""
         await self.wait_ready()

@@ -27,6 +27,7 @@ from vllm.entrypoints.shared.media import (
     media_prompt,
     media_rules,
 )
+from vllm.entrypoints.shared.replayed_traffic import with_recorded_traffic
 from vllm.errors import RequestError
 from vllm.inputs import PromptType, TextPrompt, TokensPrompt
 from vllm.lora.request import LoRARequest
@@ -73,7 +74,8 @@ class LLM(PoolingMethods):
         from vllm.engine.arg_utils import EngineArgs
 
         engine_args.setdefault("disable_log_stats", True)
-        self._start(LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args)))
+        args = with_recorded_traffic(EngineArgs(model=model, **engine_args))
+        self._start(LLMEngine.from_engine_args(args))
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> "LLM":

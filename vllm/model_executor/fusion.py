@@ -67,7 +67,10 @@ def fuse(
                 assert isinstance(model, CausalLM)
                 result, taps = model.forward_and_inputs(inputs, positions, inner_layers)
             else:
-                result, taps = model(inputs, positions), ()
+                types: tuple[Any, ...] = ()
+                if isinstance(model, PoolingModel) and model.num_token_types > 1:
+                    types = (Ids(recorder, is_position=False, is_type=True),)
+                result, taps = model(inputs, positions, *types), ()
         return Program(recorder, result, given, taps)
 
     return _fused("forward pass", record)

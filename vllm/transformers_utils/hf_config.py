@@ -16,6 +16,7 @@ from vllm.config.families import (
 )
 from vllm.errors import ConfigError
 from vllm.transformers_utils.chatglm_config import complete_chatglm_config
+from vllm.transformers_utils.decilm_config import complete_decilm_config
 from vllm.transformers_utils.mistral_params import PARAMS, read_params
 from vllm.transformers_utils.old_spellings import with_usual_spellings
 from vllm.transformers_utils.plain_config import complete_plain_config
@@ -123,6 +124,8 @@ def complete_hf_config(
         return _config_of_decoder(raw, family)
     if family.config_format == "chatglm":
         return complete_chatglm_config(raw)
+    if family.config_format == "decilm":
+        return complete_decilm_config(raw)
     plain = complete_plain_config(raw)
     if plain is not None:
         return plain

@@ -238,6 +238,11 @@ class Worker(WorkerForUsers, Protocol):
         nothing of the device."""
         ...
 
+    def list_buckets(self) -> list[tuple[int, int, int, int, bool]]:
+        """Return phase, batch, query length and blocks of each bucket, and whether it is warmed up;
+        the buckets that are still to be warmed up as well. Empty on a device without buckets."""
+        ...
+
     def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
         """Begin to replace the buckets of forward passes. The next steps of the warm-up run the
         new ones, which are used from then on; the last one takes the old ones out of use. All

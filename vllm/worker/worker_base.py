@@ -164,6 +164,10 @@ class WorkerBase(ABC):
         """Return None: no times of forward passes are measured."""
         return None
 
+    def list_buckets(self) -> list[tuple[int, int, int, int, bool]]:
+        """Return an empty list: here there are no buckets."""
+        return []
+
     def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
         """Return False: here there are no buckets."""
         return False

@@ -30,6 +30,9 @@ class ObservedEngine(AsyncLLM):
 
     Args:
         device: in its config.
+
+    Attributes:
+        buckets: of its workers, as `Worker.list_buckets` returns them.
     """
 
     metrics: ReplicaMetrics
@@ -39,6 +42,10 @@ class ObservedEngine(AsyncLLM):
         super().__init__(config=config)
         self.core_metrics = EngineMetrics(MODEL, config)
         self.metrics = ReplicaMetrics([self.core_metrics])
+        self.buckets: list[tuple[int, int, int, int, bool]] = []
+
+    async def list_buckets(self) -> list[tuple[int, int, int, int, bool]]:
+        return self.buckets
 
     def work(
         self, num_tokens: int = 64, num_waiting: int = 3, stats: SchedulerStats | None = None

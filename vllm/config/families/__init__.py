@@ -29,7 +29,7 @@ TEXT_TYPES = {
     name: family.text_type
     for family in FAMILIES.values()
     if family.text_type
-    for name in family.architectures
+    for name in (*family.architectures, *family.also_published_as)
 }
 """Architecture with a part for images -> `model_type` of its language model."""
 

@@ -235,7 +235,7 @@ class Family:
     family. Rotary parameters and the number of positions have no defaults then."""
     own_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Default values of keys for which `config_class` has different ones."""
-    config_format: Literal["transformers", "chatglm"] = "transformers"
+    config_format: Literal["transformers", "chatglm", "decilm"] = "transformers"
     """Config class whose keys config.json has."""
 
     has_new_layer_types: bool = False

@@ -92,8 +92,10 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm.entrypoints.server.log_setup import configure_logs
     from vllm.entrypoints.server.start_checks import check_start
+    from vllm.entrypoints.shared.replayed_traffic import with_recorded_traffic
 
     configure_logs(server_args)
+    engine_args = with_recorded_traffic(engine_args)
     config = check_start(engine_args, server_args)
     with open_input(source) as lines, open_output(target, folder) as output:
         num_lines = _count_lines(source, lines)

@@ -20,6 +20,7 @@ from vllm.platforms.card_reading import CardReading
 
 router = APIRouter(include_in_schema=False)
 
+_PHASES = ("prefill", "decode")
 _MAX_ID_CHARS = 128
 """Limit for shown ids, which clients may choose."""
 
@@ -29,6 +30,16 @@ async def status(request: Request) -> Response:
     """Return data for the page."""
     context = get_context(request)
     return fresh_json(describe(context, await context.card_readings()))
+
+
+@router.get("/status_buckets.json")
+async def buckets(request: Request) -> Response:
+    """Return the buckets for the map of the page: phase, sizes, and whether they are warm."""
+    context = get_context(request)
+    if engine_metrics(context) is None or not context.engine.is_running:
+        return fresh_json({"buckets": []})
+    found = await context.engine.list_buckets()
+    return fresh_json({"buckets": [[_PHASES[phase], *rest] for phase, *rest in found]})
 
 
 def describe(context: ServerContext, cards: Sequence[CardReading] = ()) -> dict[str, Any]:

@@ -16,7 +16,7 @@ PROBES = frozenset({"/livez", "/startupz", "/readyz", "/health", "/ping"})
 PAGES = frozenset({"/", "/status", "/docs"})
 """Pages without data of this server. They ask for a key if the data that they load needs one."""
 
-PAGE_FIGURES = frozenset({"/chat.json", "/status.json"})
+PAGE_FIGURES = frozenset({"/chat.json", "/status.json", "/status_buckets.json"})
 """Data that these pages request repeatedly, even before the model is loaded."""
 
 

@@ -117,29 +117,38 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg", "po
 
 
 class Ids(Symbol):
-    """Token ids or positions, [T] int64.
+    """Token ids, positions or types of tokens, [T] int64.
 
     Args:
         recorder: of the operations that use them.
-        is_position: False for token ids.
+        is_position: False for token ids and types.
         offset: what is added to every one.
         num_rows: of this rank's part of a table, where other ids than those below are looked up by
             other ranks; 0: tables are whole.
+        is_type: True for types of tokens.
     """
 
     dtype = torch.int64
 
     def __init__(
-        self, recorder: SymbolRecorder, is_position: bool, offset: int = 0, num_rows: int = 0
+        self,
+        recorder: SymbolRecorder,
+        is_position: bool,
+        offset: int = 0,
+        num_rows: int = 0,
+        *,
+        is_type: bool = False,
     ) -> None:
         super().__init__(recorder)
-        self.is_position = is_position
+        self.is_position, self.is_type = is_position, is_type
         self.offset = offset
         self.num_rows = num_rows
 
     def __add__(self, other: Any) -> "Ids":
         if not isinstance(other, int):
             raise NotFusibleError("only integers can be added to token ids and positions")
+        if self.is_type:
+            raise NotFusibleError("integers cannot be added to types of tokens")
         return Ids(self.recorder, self.is_position, self.offset + other, self.num_rows)
 
     def dim(self) -> int:

@@ -168,7 +168,6 @@ class RaggedLaunches:
         items, program = given.context.items, self.programs.of(given.context.items)
         by_modules = need_modules(adapters) or given.context.added is not None
         by_modules |= isinstance(items, RaggedItems) and items.has_long_runs
-        by_modules |= given.token_type_ids is not None
         if program is None or type(metadata) is not RaggedMetadata or by_modules:
             output = self.run_modules(given)
         else:
@@ -213,6 +212,7 @@ class RaggedLaunches:
             adapted_rows(context.adapters),
             metadata.last_keys,
             context.items.by_token() if isinstance(context.items, RaggedItems) else None,
+            given.token_type_ids,
         )
         return RaggedOutput(result, inner + program.tapped)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.config import VllmConfig
+from vllm.config.quantization.quant_method import quant_method
 from vllm.distributed import CheckedCollectives, Collectives, Rendezvous
 from vllm.distributed.rendezvous import ARENA_BUFFER_BYTES, ARENA_HEADER_BYTES
 from vllm.kv_cache_spec import KVCacheLayout
@@ -40,6 +41,7 @@ from vllm.worker.calculated_scales import calculate_scales
 from vllm.worker.cpu.block_copies import BlockCopies
 from vllm.worker.cpu.draft_runner import DraftRunner
 from vllm.worker.cpu.encoder_memory import encoder_bytes
+from vllm.worker.cpu.int8_advice import int8_advice, is_worth_measuring, measure_rates
 from vllm.worker.cpu.model_runner import CPUModelRunner
 from vllm.worker.cpu.pooling_runner import make_pooling_runner
 from vllm.worker.cpu.sleep import HostCache, HostWeights, check_can_sleep
@@ -151,6 +153,7 @@ class CPUWorker(WorkerBase):
             models.append(self._read_drafter(draft_config, self.device))
         self._weight_bytes = sum(len(part) for model in models for part in model_storages(model))
         self._count_threads(self._weight_bytes)
+        self._advise_int8()
         self.runner = self._make_runner(self.model)
         if draft_config is not None:
             self._draft_model = models[1]
@@ -360,6 +363,18 @@ class CPUWorker(WorkerBase):
             HostCache([*layers, *drafter.attention_layers], [*drafter.kept_states, *pools]),
             HostWeights(self._draft_model, folder, build, can_sleep=can_sleep),
         )
+
+    def _advise_int8(self) -> None:
+        """Log what int8 would gain where dense weights meet a processor without bfloat16."""
+        model = self.config.model
+        dtype: torch.dtype = getattr(torch, model.dtype_name)
+        is_dense = (quant_method(model.resolved_arch) or model.quantization) is None
+        _, isa = self._weights_and_kernels()
+        if self.rank or not (self.has_values and is_dense and is_worth_measuring(isa, dtype)):
+            return
+        advice = int8_advice(measure_rates(dtype, model_storages(self.model)), isa)
+        if advice is not None:
+            logger.info(advice)
 
     def _weights_and_kernels(self) -> tuple[Iterable[Tensor], str]:
         kernels = load_cpu_kernels()

@@ -470,6 +470,15 @@ class HPUWorker(WorkerBase):
         described: dict[str, Any] = msgspec.to_builtins(engine)
         return described
 
+    def list_buckets(self) -> list[tuple[int, int, int, int, bool]]:
+        """Return the sizes of each bucket, in use or still to come, and whether it is warmed up."""
+        catalog = self.runner.launches.planner.catalog
+        later = () if self._later_buckets is None else self._later_buckets.left
+        buckets = sorted({*catalog.prefill, *catalog.decode, *later})
+        return [
+            (int(b.phase), b.batch, b.query_len, b.blocks, catalog.is_warmed(b)) for b in buckets
+        ]
+
     def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
         """Begin to warm up other buckets. Return whether there are any, as `Worker` says."""
         later = self._later_buckets

@@ -16,6 +16,7 @@ from torch import Tensor
 from vllm.ops.cpu.attention import last_keys_address
 from vllm.ops.cpu.library import require_cpu_kernels
 from vllm.ops.cpu.low_rank import PackedRows
+from vllm.ops.cpu.operators.activations import activate_products
 from vllm.ops.cpu.operators.recorder import ON_PARTS_OF_HEADS, Operand, Operation, Recorder
 from vllm.ops.cpu.symbols import Buffer, NotFusibleError, Rows
 from vllm.ops.cpu.weights.linear import PackedWeight
@@ -45,6 +46,7 @@ class Program:
         width: elements of a row of the result.
         given_width: elements of a row that a launch brings, or 0.
         num_positions: that a token may have, which rotate its heads.
+        num_types: of tokens; 0: it tells none apart.
 
     Raises:
         NotFusibleError: the kernels cannot run it.
@@ -69,11 +71,11 @@ class Program:
         if given is not None and given.buffer is result.buffer:
             raise NotFusibleError("the input buffer of a program must not be its output buffer")
         kernels = library.of[self.dtype]
-        self.num_positions = recorder.num_positions
+        self.num_positions, self.num_types = recorder.num_positions, recorder.num_types
         self._kernels, self._status = kernels, kernels.ProgramStatus
         self._forward, self._scratch_bytes = kernels.program_forward, kernels.program_scratch_bytes
         self._recorder = recorder
-        operations = recorder.operations
+        operations = activate_products(recorder.operations, result, taps)
         if not all(tap.is_whole for tap in taps):
             raise NotFusibleError("hidden states that a program returns must be whole buffers")
         buffers = _Buffers(
@@ -116,6 +118,7 @@ class Program:
             out_width=result.width,
             vocab_size=recorder.vocab_size,
             max_positions=recorder.max_positions,
+            num_types=recorder.num_types,
             num_blocks=num_blocks,
             block_size=block_size,
             num_groups=recorder.num_groups,
@@ -159,6 +162,7 @@ class Program:
         adapted: AdaptedRows | None = None,
         last_keys: np.ndarray | None = None,
         items: ItemSlots | None = None,
+        token_types: Tensor | None = None,
     ) -> Tensor:
         """Run one ragged launch of T tokens of B requests, decodes of one token first.
 
@@ -176,6 +180,7 @@ class Program:
             replaced: tokens [m] int64, and the embeddings [m, W] that take the place of theirs.
             adapted: the adapters of the T tokens; None: no token has one.
             items: the slots that the T tokens see by cross-attention; None: no token sees any.
+            token_types: [T] int64, where the model tells types of tokens apart; None: all are 0.
             last_keys: [T] int32: the last key that each token sees, see
                 `Ops.paged_attention_prefill`; None: its own.
 
@@ -184,7 +189,7 @@ class Program:
 
         Raises:
             ValueError: dtypes, shapes, strides or devices do not fit, or the number of decodes.
-            IndexError: a token, position, slot, length or block is out of range.
+            IndexError: a token, position, type, slot, length or block is out of range.
             MemoryError: there is no scratch memory.
             CollectiveError: another rank has failed, or has not come in time.
         """
@@ -221,6 +226,10 @@ class Program:
             launch.given = inputs.data_ptr()
         else:
             launch.input_ids = inputs.data_ptr()
+        launch.token_types = None
+        if token_types is not None:
+            _check_dense("token_types", token_types, torch.int64, num_tokens)
+            launch.token_types = token_types.data_ptr()
         launch.positions = positions.data_ptr()
         launch.slot_mapping = slot_mapping.data_ptr()
         launch.block_tables = block_tables.data_ptr()
@@ -255,6 +264,11 @@ class Program:
         taps = self.take_taps(num_tokens)
         launch.taps = ctypes.addressof(taps)
         status = self._forward(*self._addresses, num_threads)
+        if status == self._status.kBadType and token_types is not None:
+            bad = launch.bad_index
+            raise IndexError(
+                f"token_types[{bad}] is {token_types[bad]}, it must be below {self.num_types}"
+            )
         if status != self._status.kDone:
             self._refuse(status, inputs, positions, slot_mapping, block_tables, seq_lens)
         return out if self.width == self._out_width else out[:, : self.width]

@@ -68,8 +68,8 @@ class Recorder(CPUOps):
             raise NotFusibleError(f"activations must be bfloat16 or float32, got {dtype}")
         self.dtype = dtype
         self.operations: list[Operation] = []
-        self.vocab_size = self.max_positions = 0
-        """Exclusive limits of token ids and positions; 0: none are used."""
+        self.vocab_size = self.max_positions = self.num_types = 0
+        """Exclusive limits of token ids, positions and types of tokens; 0: none are used."""
         self.num_positions = 1
         """Positions of a token that rotate its heads."""
         self.replaced_width = 0
@@ -113,7 +113,10 @@ class Recorder(CPUOps):
         else:
             num_rows, width = table.shape
             operands = {"weight": self._dense(table, num_rows, width)}
-        if ids.is_position:
+        kind = "lookup_position" if ids.is_position else "lookup"
+        if ids.is_type:
+            kind, self.num_types = "lookup_type", num_rows
+        elif ids.is_position:
             self.max_positions = min(self.max_positions or num_rows, num_rows - ids.offset)
         elif ids.num_rows:
             if ids.num_rows != num_rows:
@@ -127,7 +130,6 @@ class Recorder(CPUOps):
             )
         else:
             self.vocab_size = min(self.vocab_size or num_rows, num_rows)
-        kind = "lookup_position" if ids.is_position else "lookup"
         return self._rows(
             kind, (width,), operands=operands, option=ids.offset, num_rows=ids.num_rows
         )

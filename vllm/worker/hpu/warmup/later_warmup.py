@@ -118,6 +118,11 @@ class LaterWarmUp:
         self._replacing: list[Bucket] = []
         """The others."""
 
+    @property
+    def left(self) -> list[Bucket]:
+        """Return the buckets that are not in use yet."""
+        return list(self._left)
+
     def replace(self, wanted: Iterable[Bucket], *, keeps_prompts: bool) -> bool:
         """Begin to warm up other buckets, which replace the present ones once all are warm.
 
