@@ -649,7 +649,7 @@ class AsyncLLM:
 
     async def list_buckets(self) -> list[tuple[int, int, int, int, bool]]:
         """Return phase, batch, query length and blocks of each bucket, and whether it is warmed up.
-        Those of the first replica stand for all; a device without buckets has none."""
+        The buckets of the first replica represent all; a device without buckets has none."""
         found, *_ = await self._call_workers(Worker.list_buckets)
         return found
 

@@ -135,7 +135,7 @@ def test_what_does_not_fit_the_model_is_left_out(tmp_path):
     args = dataset("jsonl", path=path, num_prompts=2)
     assert [r.max_tokens for r in file_requests(args, None, max_model_len=11)] == [8, 8]
     with pytest.raises(
-        ConfigError, match=r"none of the 2 requests in .* fits the context length of the model"
+        ConfigError, match=r"none of the 2 requests in .* fits into the context length of the model"
     ):
         file_requests(args, None, max_model_len=10)
 

@@ -276,7 +276,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": "hot"}, "temperature", "must be a number"),
     ({"temperature": "-1"}, "temperature", "at least 0"),
     ({"temperature": "nan"}, "temperature", "finite"),
-    ({"language": "klingon"}, "language", "does not know it"),
+    ({"language": "klingon"}, "language", "is not supported by this model"),
     ({"timestamp_granularities[]": "word"}, "timestamp_granularities", "verbose_json"),
     (
         {"timestamp_granularities[]": ["segment", "word"], "response_format": "verbose_json"},
