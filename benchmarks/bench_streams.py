@@ -113,7 +113,8 @@ async def measure(urls: dict[str, str], args: argparse.Namespace) -> dict[str, A
         served = await find_model(client, START_TIMEOUT_S)
         sends[name] = over_http(client, served.id, "/v1/completions")
     for send in sends.values():
-        await run_load(LoadRun(), send, *burst_load(args, 1))
+        first, times = burst_load(args, 1)
+        await run_load(LoadRun(), send, first[:4], times[:4])
     results: dict[str, Any] = {}
     for load in args.loads:
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sends}

@@ -25,9 +25,10 @@ from vllm.bucketing import Phase, StepLimits, plan_buckets
 from vllm.bucketing.bucket import Bucket, prefill
 from vllm.bucketing.catalog.bucket_plan import step_limits
 from vllm.bucketing.catalog.from_traffic import bucket_cost, choose_for_traffic
-from vllm.bucketing.optimal import Ints, Weights, choose_buckets, cost_of
+from vllm.bucketing.optimal import Ints, choose_buckets, cost_of
 from vllm.bucketing.settings import BucketSettings
 from vllm.bucketing.strategies.generate import Strategy, generate_buckets
+from vllm.bucketing.traffic import Weights
 from vllm.config import (
     CacheConfig,
     DeviceConfig,

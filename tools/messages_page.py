@@ -38,6 +38,7 @@ def read_messages(root: Path) -> list[Message]:
         for text in read_file(name, path.read_text(encoding="utf-8")):
             if text.kind == "message" and text.role in ("error", "log"):
                 shown = _VALUE.sub("...", text.text).replace("%%", "%").strip()
+                shown = re.sub(r"\.{6,}", "...", shown)
                 if len(re.findall(r"[^\W\d_]{2,}", shown.replace("...", " "))) >= _MIN_WORDS:
                     found.add(Message(shown, text.role, name))
     return sorted(found, key=lambda each: (each.path, each.text.lower(), each.kind))
@@ -57,7 +58,7 @@ def read_advice(root: Path) -> list[tuple[list[str], str]]:
 
 
 def parts_of(message: str) -> list[str]:
-    """Split a message of a page at what stands for a value: `...`, or a word in capitals."""
+    """Split a message of a page at its values: `...`, or a word in capitals."""
     return re.split(r"\.\.\.|'x'|--[xy]\b|\b[A-Z]+\b(?!_)", message)
 
 
@@ -66,7 +67,8 @@ def messages_page(root: Path) -> Iterator[str]:
     advice = read_advice(root)
     folders: dict[str, list[Message]] = defaultdict(list)
     for message in read_messages(root):
-        folders[message.path.split("/")[1].removesuffix(".py")].append(message)
+        _, folder, *rest = message.path.split("/")
+        folders[folder if rest else "Modules outside of folders"].append(message)
     yield "# Messages"
     yield ""
     yield "Every error and log line of the package. Search for a part of a message that has no"

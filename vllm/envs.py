@@ -42,12 +42,12 @@ _SEQ_PREFIX, _QUERY_PREFIX = "VLLM_PROMPT_SEQ_BUCKET_", "VLLM_PROMPT_QUERY_BUCKE
 
 
 def _linear(what: str, default: str) -> Any:
-    """One of the twelve variables of linear bucketing."""
+    """Define one of the twelve variables of linear bucketing."""
     return _buckets(None, f"Linear buckets: {what}. Default: {default}.", at_least=1)
 
 
 def _padding(what: str, default: str, at_least: int = 0) -> Any:
-    """One of the variables that padding-aware bucketing alone reads."""
+    """Define one of the variables that only padding-aware bucketing reads."""
     return _buckets(None, f"pad buckets: {what}. Default: {default}.", at_least=at_least)
 
 
@@ -496,14 +496,15 @@ class Envs:
 
 @cache
 def get() -> Envs:
-    """The environment of this process, read at the first call."""
+    """Return the environment of this process, read at the first call."""
     return Envs.load()
 
 
 if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """A variable under its own name, as programs read it: `vllm.envs.VLLM_LOGGING_LEVEL`."""
+        """Return a variable under its own name, as programs read it:
+        `vllm.envs.VLLM_LOGGING_LEVEL`."""
         if name not in _declared():
             raise AttributeError(f"module 'vllm.envs' has no attribute {name!r}")
         return getattr(get(), name)
@@ -525,8 +526,8 @@ def export_default(name: str, value: str) -> None:
 
 
 BRIDGE_SETTINGS_MARK = "_VLLM_BRIDGE_SETTINGS"
-"""Names of the settings of the bridge that this package has made, with commas between them: child
-processes inherit them, and could not tell them from those of the user."""
+"""Names of the settings of the bridge that this package has made, separated by commas: child
+processes inherit them, and could not tell them from the user's."""
 
 
 def export_bridge_settings(is_lazy: bool | None = None) -> list[BridgeSetting]:
@@ -537,7 +538,7 @@ def export_bridge_settings(is_lazy: bool | None = None) -> list[BridgeSetting]:
             PT_HPU_LAZY_MODE says, if it is set.
 
     Returns:
-        Those that were set now.
+        The settings that were set now.
     """
     if is_lazy is None:
         is_lazy = _said_mode()
@@ -579,8 +580,8 @@ def _said_mode() -> bool | None:
 
 
 def of_launcher(name: str) -> str | None:
-    """A variable that a launcher such as torchrun or Ray sets for each process; None: it is not
-    set."""
+    """Return a variable that a launcher such as torchrun or Ray sets for each process; None: it is
+    not set."""
     return os.environ.get(name)
 
 
@@ -588,11 +589,11 @@ _CHILD_MARK = "_VLLM_CHILD"
 
 
 def child_environment(defaults: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a process of our own.
+    """Return the environment for a process of our own.
 
     Args:
         defaults: where this process's says nothing.
-        overrides: in place of what it says.
+        overrides: replace values of the environment.
     """
     return {**defaults, **os.environ, **overrides, _CHILD_MARK: "1"}
 
@@ -613,9 +614,9 @@ _OF_ONE_MACHINE = (
 
 
 def passed_on() -> dict[str, str]:
-    """The variables that workers on other machines get from this process: all of this package, of
-    the libraries that exchange tensors, of cards, of threads and of the hub; not those of one
-    machine, and no secrets: everyone who can see the cluster could read them."""
+    """Return the variables that workers on other machines get from this process: all of this
+    package, of the libraries that exchange tensors, of cards, of threads and of the hub; not
+    variables of one machine, and no secrets: everyone who can see the cluster could read them."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -626,7 +627,7 @@ def passed_on() -> dict[str, str]:
 
 
 def aliases_of(name: str) -> tuple[str, ...]:
-    """Return the other names of a variable: those that the plugin for Gaudi has given it since.
+    """Return the other names of a variable, which the plugin for Gaudi has given it since.
 
     >>> aliases_of("VLLM_PROMPT_SEQ_BUCKET_MIN"), aliases_of("VLLM_SKIP_WARMUP")
     (('VLLM_PROMPT_QUERY_BUCKET_MIN',), ())
@@ -637,7 +638,7 @@ def aliases_of(name: str) -> tuple[str, ...]:
 
 
 def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
-    """`VLLM_*` names that are set and unknown -> the nearest declared name, or None."""
+    """Return the nearest declared name, or None, for each `VLLM_*` name that is set and unknown."""
     environ = os.environ if environ is None else environ
     declared = _declared()
     known = declared | COMPAT_VARIABLES.keys()
@@ -647,7 +648,7 @@ def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
     nearest: dict[str, str | None] = {}
     for name in sorted(environ):
         if name.startswith(_PREFIX) and name not in known:
-            # Without the prefix, which alone would make any two names alike.
+            # Without the prefix, which would make any two names similar.
             short = name.removeprefix(_PREFIX)
             near = difflib.get_close_matches(short, candidates, n=1, cutoff=0.7)
             nearest[name] = _PREFIX + near[0] if near else None
@@ -655,12 +656,12 @@ def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
 
 
 def without_effect(environ: Mapping[str, str] | None = None) -> list[CompatVariable]:
-    """The variables of the fork that are set and ask for something that does not happen."""
+    """Return the variables of the fork that are set and ask for something that does not happen."""
     return [variable for variable in _asked(environ) if variable.available]
 
 
 def refused(environ: Mapping[str, str] | None = None) -> list[CompatVariable]:
-    """The variables of the fork that are set and without which an engine must not start."""
+    """Return the variables of the fork that are set and with which an engine must not start."""
     return [variable for variable in _asked(environ) if not variable.available]
 
 
@@ -679,7 +680,7 @@ _SECRET_ENDINGS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def reportable(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Every variable of this package, the fork or Habana that is set; secrets are masked."""
+    """Return every variable of this package, the fork or Habana that is set; secrets are masked."""
     environ = os.environ if environ is None else environ
     known = _declared() | COMPAT_VARIABLES.keys()
     return {

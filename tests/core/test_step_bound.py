@@ -84,10 +84,20 @@ class TimedLoop(Loop):
 def with_streams(bound: StepBound | None, machine: Machine | None = None) -> TimedLoop:
     """Two requests that generate, after prompts from which the times are known."""
     loop = TimedLoop(machine or Machine(), bound)
+    loop.add(make_request("first", 4, 1))
+    loop.run()
     loop.add(make_request("a", 600, 3000), make_request("b", 20, 3000))
     for _ in range(4):
         loop.step()
     return loop
+
+
+def measured(bound_s: float) -> StepBound:
+    """A bound that knows the time of a step of 256 tokens."""
+    bound = StepBound(bound_s)
+    for _ in range(2):
+        bound.record(StepWork(256, 0.0, has_decodes=False), 0.55)
+    return bound
 
 
 def test_a_long_prompt_is_divided_so_that_streams_get_a_token_in_time():
@@ -160,6 +170,7 @@ def test_the_time_of_any_load_stays_below_the_bound_and_every_prompt_ends(seed):
 def test_the_expected_time_of_a_step_is_within_its_bound(seed):
     rng = random.Random(seed)
     times = StepTimes()
+    times.record(StepWork(), 9.0)
     times.record(StepWork(), rng.uniform(0, 0.5))
     for _ in range(rng.randint(1, 30)):
         start, count = rng.randrange(8000), rng.randint(2, 2048)
@@ -219,6 +230,17 @@ def test_unknown_times_are_learned_from_few_tokens():
     assert max(loop.machine.bounded()[2:]) <= BOUND_S
 
 
+def test_the_first_step_of_a_process_says_nothing_about_others():
+    machine = Machine(base_s=30)
+    loop = TimedLoop(machine, StepBound(BOUND_S))
+    loop.add(make_request("a", 5, 1000))
+    loop.step()
+    machine.base_s = 0.05
+    loop.step()
+    loop.add(make_request("b", 60, 4))
+    assert loop.step()["b"] == 60
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_without_a_bound_and_with_a_far_one_steps_are_the_same(seed):
     def load(bound: StepBound | None) -> list[dict[str, int]]:
@@ -232,13 +254,14 @@ def test_without_a_bound_and_with_a_far_one_steps_are_the_same(seed):
         loop.run()
         return loop.steps
 
-    assert load(None) == load(StepBound(1e9))
-    assert load(None) != load(StepBound(BOUND_S))
+    assert load(None) == load(measured(1e9))
+    assert load(None) != load(measured(BOUND_S))
 
 
 def test_stages_of_a_pipeline_have_a_part_of_the_time():
     whole, half = StepBound(BOUND_S), StepBound(BOUND_S, num_pipelined_steps=2)
     for bound in (whole, half):
+        bound.record(StepWork(1, 0.0, False), 1.0)
         bound.record(StepWork(1000, 0.0, False), 1.0)
     counts = [bound.budget().most(0, 10_000) for bound in (whole, half)]
     assert counts[1] == pytest.approx(counts[0] / 2, abs=1)

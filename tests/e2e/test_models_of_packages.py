@@ -97,8 +97,8 @@ for prompt in prompts:
 """
 NUM_GREEDY = 24
 NEAR_TIE = 0.3
-"""Of log-probabilities. Both sides round inputs of matmuls to 8 bits, in groups of different sizes,
-so that two tokens with nearly the same value may change places; a larger difference is a fault."""
+"""Of log-probabilities. Both sides round inputs of matmuls to 8 bits, in groups of different sizes.
+So they may choose differently between two tokens with nearly the same value, and no others."""
 
 
 def test_a_gguf_model_continues_as_llama_cpp_does(package):

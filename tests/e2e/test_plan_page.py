@@ -43,5 +43,25 @@ def test_a_plan_with_traffic_is_drawn_in_narrow_and_dark_windows(page, tmp_path,
     assert page.evaluate("document.documentElement.scrollWidth") == 400
     assert page.evaluate(LOWEST_CONTRAST) >= 4.5
     assert page.evaluate(NAMELESS) == []
+    assert not page.evaluate("document.querySelector('#replay').checkVisibility()")
     page.evaluate("document.querySelector('[value=ttft_s]').click()")
     assert ": TTFT, ms from " in page.evaluate("document.querySelector('#curves svg').ariaLabel")
+
+
+def test_a_replay_has_its_percentiles_on_the_page(page, tmp_path):
+    (tmp_path / "trace.csv").write_text("input,output,time\n100,9,0\n300,20,1\n50,5,2\n")
+    model = write_model(tmp_path / "dense", DENSE)
+    flags = ["--max-model-len", "1024", "--num-gpu-blocks-override", "65", "--max-num-seqs", "4"]
+    given = ["--traffic", str(tmp_path / "trace.csv"), "--num-buckets", "4", "--num-cards", "1"]
+    file = tmp_path / "plan.html"
+    command = ["plan", model, "--device", "gaudi2", "--skip-tokenizer-init", *flags, *given]
+    assert main([*command, "--goal-ttft", "500", "--quantization", "fp8", "--html", str(file)]) == 0
+    page.open(file.as_uri(), width=400)
+    assert page.text("#about").startswith("fp8 weights, bfloat16, on 1 gaudi2 card")
+    text = page.text("#replay")
+    assert "In the buckets chosen for it" in text
+    assert "3 requests, 1 per second" in text and "KV cache in use: " in text
+    assert "At the highest rate at which 90 % of the requests meet the goals" in text
+    assert page.evaluate("document.querySelectorAll('#replay tbody tr').length") == 6
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
+    assert page.evaluate(NAMELESS) == []

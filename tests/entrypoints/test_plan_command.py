@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.hpu import needs_simulated_device
+from vllm import envs
 from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.pages.plan_page import plan_page
 
@@ -48,6 +49,7 @@ def test_the_table_the_object_and_the_page_have_the_same_figures(model, tmp_path
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     assert lines[0].endswith("bfloat16, on 2 gaudi2 cards. Planned, not measured.")
+    assert lines[1] == "Planned for lazy mode with HPU graphs: serve with PT_HPU_LAZY_MODE=1"
     file = tmp_path / "plan.html"
     assert main([*flags, "--json", "--html", str(file)]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -65,6 +67,24 @@ def test_the_table_the_object_and_the_page_have_the_same_figures(model, tmp_path
     num_buckets = prefill["num_buckets"] + start["decode"]["num_buckets"]
     assert len(found["buckets"]) == len(found["bucket_s"]) == num_buckets
     assert min(found["bucket_s"]) > 0
+
+
+@needs_simulated_device
+def test_the_mode_that_is_planned_is_said(model, monkeypatch, capsys):
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
+    envs.get.cache_clear()
+    try:
+        assert main(["plan", model, "--device", "gaudi2", "--max-num-seqs", "1", "-tp", "1"]) == 0
+        first = capsys.readouterr().out.splitlines()[1]
+        assert "torch.compile (PT_HPU_LAZY_MODE=0, as set here) is not planned" in first
+        flags = ["--device", "gaudi2", "--max-num-seqs", "1", "--enforce-eager", "--json"]
+        assert main(["plan", model, *flags]) == 0
+    finally:
+        monkeypatch.undo()
+        envs.get.cache_clear()
+    found = json.loads(capsys.readouterr().out)
+    assert "without HPU graphs (--enforce-eager)" in found["mode"]
+    assert found["start"]["decode"]["num_graphs"] == 0
 
 
 def test_a_page_that_cannot_be_written_gets_one_line(model, tmp_path, capsys):

@@ -5,6 +5,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,14 @@ from vllm.ops.cpu.operators.table import CPUOps
 from vllm.planning.engine_plan import make_engine_plan
 from vllm.planning.fit import planned_or_nearest
 from vllm.planning.host import start_on_host
+from vllm.planning.plan import describe
 from vllm.planning.start import plan_start
+from vllm.planning.text import plan_lines
 from vllm.planning.worker import on_planned_card
 from vllm.platforms.habana.trials import TRIALS
 from vllm.platforms.hpu import PlannedPlatform, create_hpu_platform
 from vllm.worker.hpu.memory.memory import divide_memory
+from vllm.worker.hpu.memory.memory_profile import used_bytes
 from vllm.worker.hpu.worker import HPUWorker
 
 GIB, MIB = 2**30, 2**20
@@ -239,6 +243,35 @@ def test_plans_of_other_cards_leave_the_work_of_a_plan_as_it_is(checkpoint):
     assert halves.flops < work.flops and halves.num_bytes < work.num_bytes
     again = plan.record(lambda: plan.worker.runner.launches.run_padding(shape))[1]
     assert (again.operators, again.num_ops) == (work.operators, work.num_ops)
+
+
+def test_the_stage_with_the_fewest_kv_blocks_decides_on_a_pipeline(checkpoint):
+    """Each stage has the weights that its worker loads."""
+    args = EngineArgs(
+        model=checkpoint("llama"),
+        max_model_len=128,
+        max_num_seqs=2,
+        skip_tokenizer_init=True,
+        pipeline_parallel_size=2,
+    )
+    with simulated_hpu(PT_HPU_LAZY_MODE=1, VLLM_HPU_SIM_STRICT=0, VLLM_PP_LAYER_PARTITION="1,2"):
+        weights = []
+        for rank in range(2):
+            worker = HPUWorker(replace(args, device="hpu").create_engine_config())
+            before = used_bytes(worker.bridge)
+            worker.load(rank)
+            weights.append(used_bytes(worker.bridge) - before)
+        plan = make_engine_plan(args, "gaudi2")
+        assert [x.weight_bytes for x in plan.stages] == pytest.approx(weights, abs=16)
+        assert [(x.first_layer, x.end_layer) for x in plan.stages] == [(0, 1), (1, 3)]
+        few, many = plan.stages
+        assert many.num_blocks < few.num_blocks
+        assert plan.report.num_blocks == many.num_blocks
+        assert plan.ledger.budget(MemoryClass.WEIGHTS) == many.weight_bytes
+    described = describe(plan, "gaudi2")
+    lines = list(plan_lines(described))
+    assert "All else is of stage 2, which has room for the fewest blocks" in lines
+    assert [stage["first_layer"] for stage in described.as_json()["stages"]] == [0, 1]
 
 
 def test_llama_8b_takes_what_published_logs_say(tmp_path):

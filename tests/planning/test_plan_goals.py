@@ -23,7 +23,7 @@ def test_goals_add_their_cards_and_the_command(flags, capsys):
     assert found["goals"]["is_met"]
     assert found["goals"]["num_cards"] == found["num_cards"] == 1
     command = found["goals"]["command"].split()
-    assert command[:3] == ["vllm", "serve", flags[1]]
+    assert command[:4] == ["PT_HPU_LAZY_MODE=1", "vllm", "serve", flags[1]]
     assert command[-4:-1] == ["--tensor-parallel-size", "1", "--max-num-seqs"]
     assert "--num-gpu-blocks-override" in command
     assert not {"--goal-tokens-per-s", "--device", "--json"} & set(command)

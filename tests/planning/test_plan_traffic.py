@@ -32,8 +32,13 @@ def test_lengths_are_replayed_and_a_bucket_file_is_written(
     )
     given = ["--traffic", str(tmp_path / "trace.csv"), "--num-buckets", "6"]
     written = ["--write-buckets", str(tmp_path / "buckets.txt")]
-    assert main([*flags, *given, *written, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["traffic"]
+    goals = ["--num-cards", "1", "--goal-ttft", "500", "--request-rate", "4"]
+    assert main([*flags, *given, *written, *goals, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    found = plan["traffic"]
+    assert plan["goals"]["speed"]["prompt_tokens"] == round(trace.num_inputs.mean())
+    assert found["replay"]["requests_per_s"] == pytest.approx(4)
+    assert found["at_goals"]["is_met"] and found["at_goals"]["first_token_s"]["p90"] <= 0.5
     assert found["padding"] < found["present_padding"]
     assert found["replay"]["steps"] > 30
     assert found["replay"]["first_token_s"]["p50"] > 0
@@ -117,6 +122,9 @@ def test_traffic_beyond_the_limits_of_the_engine_is_cut_and_this_is_said(
         ),
         ("input,output\n1,1\n", ["--device", "cpu"], "--device cpu has no buckets"),
         (None, ["--write-buckets", "x"], "--write-buckets x needs --traffic"),
+        (None, ["--request-rate", "2"], "--request-rate 2 needs --traffic with lengths"),
+        ("input,output\n1,1\n", ["--request-rate", "nan"], "--request-rate is nan, and must be a"),
+        ("input,output\n1,1\n", ["--request-rate", "0"], "--request-rate is 0, and must be a"),
     ],
 )
 def test_bad_traffic_is_one_line(

@@ -44,7 +44,7 @@ class EncoderAttention(CachedLayer, ReadsContext):
         self.head_size = head_size
 
     def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
-        """Nothing."""
+        """Return an empty spec: nothing is cached."""
         return KVCacheSpec(CacheKind.NONE)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

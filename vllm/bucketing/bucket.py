@@ -54,10 +54,10 @@ class Bucket:
 
 
 def prefill(batch: int, query_len: int, blocks: int = 0) -> Bucket:
-    """A prefill bucket."""
+    """Make a prefill bucket."""
     return Bucket(Phase.PREFILL, batch, query_len, blocks)
 
 
 def decode(batch: int, blocks: int, query_len: int = 1) -> Bucket:
-    """A decode bucket."""
+    """Make a decode bucket."""
     return Bucket(Phase.DECODE, batch, query_len, blocks)

@@ -1,4 +1,4 @@
-"""Where KV blocks are kept besides the KV cache, and who shares them."""
+"""Settings for keeping KV blocks outside of the KV cache, and for sharing them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -137,7 +137,7 @@ class KVTransferConfig:
 
     @property
     def folder(self) -> str | None:
-        """The folder for blocks; None: they are kept in host memory alone."""
+        """Return the folder for blocks; None: they are kept only in host memory."""
         extra = self.kv_connector_extra_config
         folder: str | None = extra.get("shared_storage_path", extra.get("folder"))
         return folder
@@ -176,7 +176,7 @@ class KVTransferConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "KVTransferConfig":
-        """The value of `kv_transfer_config`.
+        """Read the value of `kv_transfer_config`.
 
         Raises:
             ConfigError: a key is not known or is missing, or its value is wrong.
@@ -198,7 +198,7 @@ class KVTransferConfig:
 
 
 def _parse_address(text: str) -> tuple[str, int]:
-    """HOST:PORT, [IPv6]:PORT; tcp:// may be before it."""
+    """Parse HOST:PORT or [IPv6]:PORT; tcp:// may be before it."""
     host, colon, port = text.removeprefix("tcp://").rpartition(":")
     is_port = port.isascii() and port.isdigit() and 0 < int(port) <= _MAX_PORT
     if not (colon and is_port and _is_host(host)):

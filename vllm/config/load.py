@@ -14,7 +14,7 @@ LoadFormat = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig:
-    """Where weights come from, and in which format."""
+    """Source and format of the weights."""
 
     load_format: LoadFormat = "auto"
     """Format of the weights. auto: safetensors, else .bin (read with weights_only), else GGUF,

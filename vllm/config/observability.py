@@ -63,7 +63,7 @@ class KVEventsConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "KVEventsConfig":
-        """The value of `kv_events_config`.
+        """Read the value of `kv_events_config`.
 
         Raises:
             ConfigError: a key is not known, or its value is wrong.

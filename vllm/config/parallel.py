@@ -1,4 +1,4 @@
-"""How the model is split over devices."""
+"""Settings for splitting the model over devices."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -135,7 +135,7 @@ class ParallelConfig:
 
     @property
     def local_replica(self) -> int:
-        """Which of the replicas on this machine this is, from 0."""
+        """Return the index of this replica among the replicas on this machine, from 0."""
         return self.data_parallel_rank - self.data_parallel_start_rank
 
     @property
@@ -207,8 +207,8 @@ def sizes_that_fit(fits: Callable[[int], bool], most: int) -> str:
 
 
 def even_partition(num_layers: int, num_stages: int) -> list[int]:
-    """Number of layers of each stage. Those that are left over go to the stages in the middle, then
-    to the first one: the last one computes logits and samples besides.
+    """Return the number of layers of each stage. Remaining layers are assigned to the stages in the
+    middle, then to the first one: the last one also computes logits and samples.
 
     >>> even_partition(8, 3), even_partition(32, 2), even_partition(3, 2)
     ([3, 3, 2], [16, 16], [2, 1])

@@ -39,7 +39,7 @@ _OTHER_NAMES = {"deepseek_mtp": "mtp"}
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions:
-    """Whose drafts a step verifies, and how many."""
+    """Source and number of the drafts that a step verifies."""
 
     method: DraftMethod
     """Source of draft tokens. ngram: the tokens that followed the latest occurrence of the last

@@ -84,9 +84,9 @@ class VllmConfig:
 
     @property
     def has_dense_cache(self) -> bool:
-        """Blocks of running requests are kept at the low end of the cache: a decode of a card reads
-        slices, cached blocks would lie in between, and no connector or draft model keeps numbers of
-        blocks."""
+        """Return whether blocks of running requests are kept at the low end of the cache: a decode
+        of a card reads slices, cached blocks would be in between, and no connector or draft model
+        keeps block ids."""
         return (
             self.device.device == "hpu"
             and self.hpu.contiguous_pa
@@ -102,7 +102,7 @@ class VllmConfig:
 
     @property
     def of_draft_model(self) -> "VllmConfig | None":
-        """The config of the draft model beside the model; None if there is none."""
+        """Return the config of the draft model; None if there is none."""
         draft = self.speculative.draft_model
         if draft is None:
             return None

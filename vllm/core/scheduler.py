@@ -25,7 +25,7 @@ from vllm.core.drafts import DraftPlanner, DraftSource
 from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.media import EncoderCache, MediaPlan
 from vllm.core.pacing.step_bound import PromptBudget, StepBound, num_pairs
-from vllm.core.pacing.step_time import StepWork
+from vllm.core.pacing.step_time import ONLY_DECODES, StepWork
 from vllm.core.plan import Plan, share_budget, share_of_step
 from vllm.core.preemption import PreemptionPolicy
 from vllm.core.request_queue import RequestQueue
@@ -421,7 +421,7 @@ class Scheduler:
         if self._step_bound is None or not is_measured:
             return None
         if plan.only_decodes:
-            return StepWork()
+            return ONLY_DECODES
         counts = tokens.num_scheduled
         num_new = counts if tokens.num_drafts is None else counts - tokens.num_drafts
         is_prompt = num_new > 1

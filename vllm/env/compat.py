@@ -1,4 +1,5 @@
-"""Environment variables of the vLLM 0.9 Gaudi fork and its plugin that have no effect here.
+"""Environment variables of the vLLM 0.9 Gaudi fork and its plugin that have no effect in this
+version.
 
 A deployment written for them must not find that a setting was dropped without a word. What tunes
 something this engine does not have, or does by itself, is a warning that says so. What would
@@ -17,7 +18,7 @@ class CompatVariable:
 
     name: str
     reason: str
-    """Why it has none, or what is missing; a clause without a full stop."""
+    """Reason why it has none, or feature that is missing; a clause without a full stop."""
     available: bool = True
     """True: accepted with a warning. False: an engine does not start while it is set."""
     same_as: bool | None = None
@@ -254,7 +255,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     ),
     *_ignored("no tool parser needs a timeout", "VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS"),
     *_ignored("a server serves one model", "VLLM_HPU_MULTI_MODEL_CONFIG"),
-    # What never concerned a Gaudi card, or this package.
+    # Variables that never concerned a Gaudi card, or this package.
     *_ignored(_V0, "VLLM_LOGITS_PROCESSOR_THREADS"),
     *_ignored(_NO_CACHE_FOLDER, "VLLM_CACHE_ROOT VLLM_CONFIG_ROOT"),
     *_ignored(

@@ -1,4 +1,5 @@
-"""Environment variables that other software reads: this package leaves alone what is set of them.
+"""Environment variables that other software reads: this package does not change the ones that are
+set.
 
 They do have an effect, so no warning speaks of them. The documentation lists them, with what this
 package relies on.
@@ -11,14 +12,14 @@ from vllm.env.bridge import BRIDGE_SETTINGS
 
 @dataclass(frozen=True)
 class OtherReader:
-    """Some software, and those of its variables that a user of this package meets."""
+    """Software, and its variables that a user of this package meets."""
 
     reader: str
     names: tuple[str, ...]
     note: str = ""
-    """What this package does about them."""
+    """Use of the variables by this package."""
     is_for_workers: bool = False
-    """Workers on other machines get those of the engine."""
+    """Whether workers on other machines get the engine's values."""
 
 
 def _read_by(

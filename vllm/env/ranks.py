@@ -7,7 +7,8 @@ from vllm.errors import ConfigError
 def rank_variables(
     rank: int, world_size: int, local_rank: int | None = None, num_local: int | None = None
 ) -> dict[str, str]:
-    """What tells libraries the place of a process among those of an engine, and its Gaudi card.
+    """Return the variables that tell libraries the rank of a process among the processes of an
+    engine, and its Gaudi card.
 
     Args:
         rank, world_size: of the process, and processes in all.
@@ -40,8 +41,8 @@ def _visible_cards(count: int) -> list[str]:
 
 
 def modules_of(num_ranks: int) -> frozenset[int] | None:
-    """Return the modules of the cards that the processes of an engine on this machine take; None:
-    any. One process alone takes a card that is free, of those that it sees.
+    """Return the modules of the cards that the processes of an engine on this machine use; None:
+    any. A single process uses a free card, of the cards that it sees.
 
     Args:
         num_ranks: processes on this machine, of all replicas.

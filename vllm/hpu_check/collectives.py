@@ -45,7 +45,7 @@ def check_collectives(num_cards: int) -> Outcome:
 
 
 def exchange(rank_text: str, world_size_text: str, store: str) -> None:
-    """The program of one rank; the arguments are those of a command line.
+    """Run the program of one rank; the arguments are the arguments of a command line.
 
     Args:
         store: path of a file that the ranks meet at; does not exist yet.
@@ -119,7 +119,7 @@ def _errors(folder: Path, rank: int) -> Path:
 
 
 def _wait(processes: "Sequence[subprocess.Popen[bytes]]") -> None:
-    """Until all have ended, or one has failed, or time is up."""
+    """Wait until all have exited, or one has failed, or time is up."""
     end = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < end:
         codes = [process.poll() for process in processes]

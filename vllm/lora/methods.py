@@ -13,7 +13,7 @@ from vllm.ops.lora_weights import AdaptedLayer
 
 
 class LoRALinearMethod(LinearMethod):
-    """A method whose result is added to for tokens with an adapter.
+    """A method that adds to its result for tokens with an adapter.
 
     Args:
         inner: of the layer, its weights loaded.
@@ -41,7 +41,7 @@ class LoRALinearMethod(LinearMethod):
 
 
 class HeadWithAdapters(EmbeddingMethod):
-    """The same for an output head.
+    """An output head that adds to its result for tokens with an adapter.
 
     Args:
         inner: of the head, its weights loaded.

@@ -143,7 +143,7 @@ class AdapterReader:
         given_b: CheckpointTensor,
         parts: list[LoRAWeights | None],
     ) -> None:
-        """Put what an adapter adds to a module in its place in `parts`."""
+        """Put the weights that an adapter has for a module into `parts`."""
         self._check(path, config, module, list(given_a.shape), list(given_b.shape))
         for dtype in (given_a.dtype, given_b.dtype):
             if dtype not in (None, *DENSE_DTYPES):
@@ -179,7 +179,7 @@ class AdapterReader:
         a: CheckpointTensor,
         b: CheckpointTensor,
     ) -> Iterator[tuple[int, CheckpointTensor, CheckpointTensor]]:
-        """A and B of each expert of this rank, where a parameter has the matrices of all.
+        """Yield A and B of each expert of this rank, if a parameter has the matrices of all.
 
         Args:
             experts: name of their module.
@@ -221,7 +221,7 @@ class AdapterReader:
             )
 
     def _pairs(self, path: Path, names: list[str], rest: Rest) -> Mapping[str, list[str]]:
-        """Module, by its name in the model -> names of its A and B in the file."""
+        """Return the names of A and B in the file, by the module's name in the model."""
         found: dict[str, list[str]] = {}
         for name in names:
             rest()
@@ -258,8 +258,8 @@ class AdapterReader:
     def _check_unchanged(
         self, path: Path, tensors: Mapping[str, CheckpointTensor], rest: Rest
     ) -> None:
-        """Compare the weights that peft has saved beside the adapter with those of the model, where
-        these can be looked up."""
+        """Compare the weights that peft has saved with the adapter to the model's, if these can be
+        looked up."""
         ignored = []
         for name, source in tensors.items():
             module = self._copied_module(name)

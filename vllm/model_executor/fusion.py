@@ -1,4 +1,4 @@
-"""Fusing a model: its forward pass is recorded once, and then runs in one call of the C++ kernels.
+"""Fuses a model: its forward pass is recorded once, and then runs in one call of the C++ kernels.
 
 The model itself runs, on symbols instead of tensors (`vllm.ops.cpu.symbols`). So whatever its
 modules compute is what is recorded, whatever family it is of. What cannot be recorded, such as a
@@ -30,14 +30,14 @@ _lock = threading.Lock()
 def fuse(
     model: CausalLM | PoolingModel, inner_layers: Sequence[int] = (), *, reads_items: bool = False
 ) -> Program | None:
-    """The forward pass of a model whose weights are packed and whose caches are bound.
+    """Record the forward pass of a model whose weights are packed and whose caches are bound.
 
     A stage of a pipeline is a program of its own: one after the first takes hidden states in place
     of token ids.
 
     Args:
         model: to run.
-        inner_layers: whose inputs a launch returns, too; see `CausalLM.forward_and_inputs`.
+        inner_layers: layers whose inputs a launch also returns; see `CausalLM.forward_and_inputs`.
         reads_items: for forward passes whose tokens see items by cross-attention.
 
     Returns:
@@ -74,8 +74,8 @@ def fuse(
 
 
 def fuse_head(model: CausalLM, forward: Program) -> Program | None:
-    """The same of `model.compute_logits`, for the hidden states that `forward` returns. A stage of
-    a pipeline that is not the last one has no head."""
+    """Record `model.compute_logits`, for the hidden states that `forward` returns. A stage of a
+    pipeline that is not the last one has no head."""
     if not model.stage.is_last:
         return None
 
@@ -103,7 +103,7 @@ def _fused(name: str, record: Callable[[], Program]) -> Program | None:
 
 @contextmanager
 def _recording(recorder: Recorder) -> Iterator[None]:
-    """Operators that are given symbols are recorded."""
+    """Record the operators that are given symbols."""
     with _lock, torch.inference_mode():
         before = get_ops()
         if type(before) is not CPUOps:

@@ -120,7 +120,7 @@ def serve_command(choice: Choice, model: str, flags: Sequence[str] = ()) -> str:
         model: name or folder.
         flags: all other flags of the engine.
     """
-    words = ["vllm", "serve", model, *flags]
+    words = ["PT_HPU_LAZY_MODE=1", "vllm", "serve", model, *flags]  # the mode that is planned
     words += ["--tensor-parallel-size", str(choice.num_cards)]
     words += ["--max-num-seqs", str(choice.max_num_seqs)]
     return shlex.join(words)

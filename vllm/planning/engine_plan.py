@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm.bucketing import Bucket, Catalog, MemoryLedger, Phase, StepLimits
+from vllm.bucketing import Bucket, Catalog, MemoryClass, MemoryLedger, Phase, StepLimits
 from vllm.config import VllmConfig
 from vllm.cost_model.cards import CARDS, CardSpec
 from vllm.cost_model.work import Work
@@ -79,15 +79,31 @@ class LaunchWork:
         return sum(work.seconds(spec) for work in self.operators)
 
 
+@dataclass(frozen=True)
+class StageRoom:
+    """The memory of a stage of a pipeline, on each of its cards."""
+
+    first_layer: int
+    end_layer: int
+    """Index after the last one."""
+    weight_bytes: int
+    launch_bytes: int
+    """Of the forward passes."""
+    num_blocks: int
+    """KV blocks that it has room for; the engine has as many as the stage with the fewest."""
+
+
 class EnginePlan:
-    """An engine that is planned for one kind of card, as its first rank sees it.
+    """An engine that is planned for one kind of card, as one of its ranks sees it.
 
     Args:
         config: of the engine.
         platform: has the card.
+        rank: of the engine.
 
     Attributes:
         config, spec: of the engine, and of its cards.
+        stages: of its pipeline, from the first on; one without a pipeline.
         report: what the profiling run has found, and how the memory is divided.
         ledger: of the card, with its KV cache.
 
@@ -97,15 +113,32 @@ class EnginePlan:
 
     report: MemoryReport
 
-    def __init__(self, config: VllmConfig, platform: PlannedPlatform, spec: CardSpec) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        platform: PlannedPlatform,
+        spec: CardSpec,
+        rank: int = 0,
+    ) -> None:
         self.config, self.spec = config, spec
         self._platform = platform
         with on_planned_card(platform):
             self.worker = worker = PlannedWorker(config, platform)
-            worker.start(0)
+            worker.start(rank)
             self.report = worker.measure()
             worker.allocate(self.report.num_blocks)
+        self.stages: tuple[StageRoom, ...] = (self._room(),)
         self._works: dict[PaddedShape, LaunchWork] = {}
+
+    def _room(self) -> StageRoom:
+        stage, report = self.worker.stage, self.report
+        return StageRoom(
+            first_layer=stage.first_layer,
+            end_layer=stage.end_layer,
+            weight_bytes=self.ledger.budget(MemoryClass.WEIGHTS),
+            launch_bytes=report.launch_bytes,
+            num_blocks=report.num_blocks,
+        )
 
     @property
     def catalog(self) -> Catalog:
@@ -177,13 +210,32 @@ def make_engine_plan(args: EngineArgs, device: str, num_cards: int = 1) -> Engin
         device: a key of `cost_model.cards.CARDS`.
         num_cards: that share each layer.
 
+    Returns:
+        The plan of the first rank; of a pipeline, of the stage with room for the fewest KV blocks.
+
     Raises:
         ConfigError: the engine cannot start with these arguments, or the model does not fit.
     """
     if device not in CARDS:
         raise ConfigError(f"device={device!r} is not known; accepted: {', '.join(CARDS)}")
-    platform = PlannedPlatform(device)
-    return EnginePlan(planned_config(args, platform, num_cards), platform, CARDS[device])
+    platform, spec = PlannedPlatform(device), CARDS[device]
+    config = planned_config(args, platform, num_cards)
+    num_stages = config.parallel.pipeline_parallel_size
+    if num_stages == 1:
+        return EnginePlan(config, platform, spec)
+    size = config.parallel.tensor_parallel_size
+    found = [
+        EnginePlan(config, PlannedPlatform(device), spec, rank)
+        for rank in range(0, num_stages * size, size)
+    ]
+    stages = tuple(plan.stages[0] for plan in found)
+    least = min(range(num_stages), key=lambda index: stages[index].num_blocks)
+    # Only the stage that was started last has ranks around it.
+    decides = (
+        EnginePlan(config, platform, spec, least * size) if least < num_stages - 1 else found[-1]
+    )
+    decides.stages = stages
+    return decides
 
 
 def weights_bytes(

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from vllm import envs
 from vllm.bucketing import Bucket
 from vllm.bucketing.ledger import GRAPHS, MemoryClass
 from vllm.config import VllmConfig
 from vllm.cost_model.measured import Measured
 from vllm.engine.arg_utils import EngineArgs
-from vllm.planning.engine_plan import EnginePlan
+from vllm.planning.engine_plan import EnginePlan, StageRoom
 from vllm.planning.engine_throughput import is_speed_known, serving_cost, throughput_grid
 from vllm.planning.fit import planned_or_nearest
 from vllm.planning.host import start_on_host
@@ -67,6 +68,10 @@ class Plan:
     """Constants that were measured, as one line; empty: none."""
     buckets: tuple[Bucket, ...] = ()
     """That the engine has without a traffic; empty for a CPU."""
+    mode: str = ""
+    """The mode of execution that is planned, as one sentence; empty for a CPU."""
+    stages: tuple[StageRoom, ...] = ()
+    """Of a pipeline. `memory` and `start` are for the one with room for the fewest KV blocks."""
     bucket_s: tuple[float, ...] = ()
     """Predicted seconds of a forward pass in each bucket; empty with pipeline stages."""
 
@@ -137,8 +142,21 @@ def describe(engine: EnginePlan, device: str, measured: Measured | None = None) 
         throughput=tuple(throughput),
         measured="" if measured is None else measured.describe(),
         buckets=buckets,
+        mode=_mode(config),
+        stages=engine.stages if len(engine.stages) > 1 else (),
         bucket_s=bucket_s,
     )
+
+
+def _mode(config: VllmConfig) -> str:
+    """Return the mode of execution that is planned."""
+    graphs = (
+        "without HPU graphs (--enforce-eager)" if config.model.enforce_eager else "with HPU graphs"
+    )
+    text = f"Planned for lazy mode {graphs}: serve with PT_HPU_LAZY_MODE=1"
+    if envs.get().PT_HPU_LAZY_MODE is False:
+        text += "; torch.compile (PT_HPU_LAZY_MODE=0, as set here) is not planned"
+    return text
 
 
 def plan_memory(engine: EnginePlan) -> MemorySection:

@@ -173,6 +173,12 @@ class Replay:
     """From the first request to the end of the last."""
     num_steps: int
     num_preemptions: int
+    num_outputs: npt.NDArray[np.int64]
+    """[n] tokens that were generated for each request."""
+    kv_seconds: float
+    """The part of the KV blocks that is in use, times seconds."""
+    max_kv_usage: float
+    """The largest part of the KV blocks that was in use."""
     arrivals: npt.NDArray[np.float64]
     """[n] seconds at which each request came."""
     first_tokens: npt.NDArray[np.float64]
@@ -217,6 +223,8 @@ def replay(
     table = TrafficTable(config.cache.block_size)
     by_phase = {phase: PhaseTime() for phase in Phase}
     now, num_added, num_steps = 0.0, 0, 0
+    num_outputs = np.zeros(count, np.int64)
+    pool, kv_seconds, max_kv_usage = loop.scheduler.cache.pool, 0.0, 0.0
     costs: dict[Any, float] = {}
     times = arrivals.tolist()
 
@@ -227,7 +235,8 @@ def replay(
         return found
 
     def run(step: SchedulerOutput, launches: list[PaddedLaunch]) -> list[int]:
-        nonlocal now
+        nonlocal now, kv_seconds, max_kv_usage
+        before = now
         for launch in launches:
             assert launch.needed is not None
             bucket = launch.bucket
@@ -239,6 +248,9 @@ def replay(
             time.padded_tokens += bucket.num_tokens
             time.needed_tokens += int(launch.num_scheduled_tokens.sum())
             now += padded_s
+        usage = 1 - pool.num_free / pool.num_usable_blocks
+        kv_seconds += usage * (now - before)
+        max_kv_usage = max(max_kv_usage, usage)
         rows = sampled_rows(step, loop.batch)
         drafts = num_drafts_of(step, rows)
         return [_TOKEN] * (len(rows) + (0 if drafts is None else int(drafts.sum())))
@@ -257,7 +269,7 @@ def replay(
                 first_tokens[int(name)] = now
         for name in loop.finished:
             ends[int(name)] = now
-            loop.token_ids.pop(name, None)
+            num_outputs[int(name)] = len(loop.token_ids.pop(name, ()))
             num_finished += 1
         loop.finished.clear()
     return Replay(
@@ -266,6 +278,9 @@ def replay(
         now,
         num_steps,
         loop.scheduler.stats().num_preemptions,
+        num_outputs,
+        kv_seconds,
+        max_kv_usage,
         arrivals,
         first_tokens,
         ends,

@@ -55,6 +55,25 @@ class RequestLengths:
     def __len__(self) -> int:
         return len(self.num_inputs)
 
+    @property
+    def rate(self) -> float | None:
+        """Return the mean requests per second; None: there are no times, or all are the same."""
+        if self.times is None or len(self) < 2 or not self.times[-1] > self.times[0]:
+            return None
+        return float((len(self) - 1) / (self.times[-1] - self.times[0]))
+
+    def at_rate(self, rate: float) -> "RequestLengths":
+        """Return the same requests at so many per second.
+
+        The times are stretched. Without times, arrivals are a Poisson process.
+        """
+        if self.times is None or self.rate is None:
+            gaps = np.random.default_rng(0).exponential(1 / rate, len(self))
+            times = np.cumsum(gaps) - gaps[0]
+        else:
+            times = self.times * (self.rate / rate)
+        return RequestLengths(self.num_inputs, self.num_outputs, times, self.notes)
+
     def part(self, index: slice) -> "RequestLengths":
         """Return some of the requests."""
         times = None if self.times is None else self.times[index]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from vllm.bucketing import format_bytes
+from vllm.planning.engine_plan import StageRoom
 from vllm.planning.plan import MemorySection, Plan
 from vllm.planning.start import PhaseStart, StartPlan
 from vllm.planning.throughput.prediction import Prediction
@@ -21,10 +22,15 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     name = plan.model.rstrip("/").rpartition("/")[2][-_MOST_OF_NAME:]
     weights = f"{plan.quantization} weights, " if plan.quantization else ""
     yield f"{name}, {weights}{plan.dtype}, on {count}. Planned, not measured."
+    if plan.mode:
+        yield plan.mode
     if plan.measured:
         yield plan.measured
     yield ""
     yield from memory_lines(plan.memory, "the machine" if what == "rank" else "each card")
+    if plan.stages:
+        yield ""
+        yield from stage_lines(plan.stages)
     if plan.start is not None:
         yield ""
         yield from start_lines(plan.start)
@@ -48,6 +54,19 @@ def memory_lines(memory: MemorySection, owner: str) -> Iterator[str]:
         f"Fits {memory.num_sequences:.1f} sequences of {memory.max_model_len} tokens "
         f"(--max-model-len); the longest context is {memory.longest_context} tokens"
     )
+
+
+def stage_lines(stages: Sequence[StageRoom]) -> Iterator[str]:
+    """Yield the lines of the stages of a pipeline."""
+    yield "Stages        layers     weights   workspace  room for KV blocks"
+    for number, stage in enumerate(stages, start=1):
+        layers = f"{stage.first_layer}-{stage.end_layer - 1}"
+        yield (
+            f"  stage {number:<4}  {layers:>6}  {format_bytes(stage.weight_bytes):>10}  "
+            f"{format_bytes(stage.launch_bytes):>10}  {stage.num_blocks:>18}"
+        )
+    decides = min(range(len(stages)), key=lambda index: stages[index].num_blocks)
+    yield f"All else is of stage {decides + 1}, which has room for the fewest blocks"
 
 
 def start_lines(start: StartPlan) -> Iterator[str]:

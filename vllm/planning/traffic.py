@@ -21,7 +21,9 @@ from vllm.bucketing.traffic import ROUNDING, Shapes, TrafficTable, Weights
 from vllm.cost_model.throughput import ServingCost
 from vllm.planning.engine_plan import EnginePlan
 from vllm.planning.replay import Replay, replay
+from vllm.planning.replayed_speed import MAX_SEARCHED, RateChoice, ReplaySpeed, highest_rate
 from vllm.planning.request_lengths import RequestLengths, is_recorded, read_lengths
+from vllm.planning.throughput.goals import Goals
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class TrafficPlan:
     bucket_s: tuple[float, ...]
     """Predicted seconds of a forward pass in each chosen bucket."""
     notes: tuple[str, ...] = ()
+    at_goals: RateChoice | None = None
+    """The highest rate that meets goals for times; None: there are none, or nothing to replay."""
 
     @property
     def certificates(self) -> tuple[str, ...]:
@@ -62,6 +66,10 @@ class TrafficPlan:
             f"{len(self.chosen.buckets)} buckets, {100 * self.present_padding:.1f} % with the "
             f"{self.num_present} of the engine"
         )
+        if self.replayed is not None:
+            yield from (f"  {line}" for line in ReplaySpeed.of(self.replayed).lines())
+        if self.at_goals is not None:
+            yield from (f"  {line}" for line in self.at_goals.lines())
 
     def as_json(self) -> dict[str, Any]:
         """Return these values as JSON objects."""
@@ -78,13 +86,13 @@ class TrafficPlan:
             "shapes": [[*bucket_row(shape), count] for shape, count, _ in self.table],
         }
         if self.replayed is not None:
-            waited = self.replayed.first_tokens - self.replayed.arrivals
             result["replay"] = {
                 "seconds": self.replayed.seconds,
                 "steps": self.replayed.num_steps,
-                "preemptions": self.replayed.num_preemptions,
-                "first_token_s": {f"p{p}": float(np.percentile(waited, p)) for p in (50, 90, 99)},
+                **ReplaySpeed.of(self.replayed).as_json(),
             }
+        if self.at_goals is not None:
+            result["at_goals"] = self.at_goals.as_json()
         return result
 
     def file_text(self) -> str:
@@ -107,8 +115,12 @@ def plan_traffic(
     source: str,
     num_buckets: int,
     cost: ServingCost,
+    goals: Goals | None = None,
 ) -> TrafficPlan:
     """Choose the buckets of an engine for a traffic.
+
+    Lengths of requests are replayed in them, and in the buckets of the engine at the highest rate
+    that meets goals for times.
 
     Args:
         engine: planned, with the buckets that it has without the traffic.
@@ -116,64 +128,96 @@ def plan_traffic(
         source: name of its file.
         num_buckets: of each phase.
         cost: of its steps.
+        goals: for the requests; None: none.
 
     Raises:
         ConfigError: the traffic is of another block size.
     """
-    config, num_blocks = engine.config, engine.report.num_blocks
-    seconds = shape_seconds(cost, config.cache.block_size)
-    present = BucketPlan(engine.catalog, engine.limits, (), ())
-    limits = traffic_step_limits(config, num_blocks)
-    longest = longest_prompt(config)
-
-    def choose(table: TrafficTable) -> TrafficBuckets:
-        return choose_for_traffic(table, limits, num_buckets, longest_prompt=longest, cost=seconds)
-
-    num_present = len(engine.catalog)
+    seconds = shape_seconds(cost, engine.config.cache.block_size)
     if isinstance(traffic, TrafficTable):
-        table = traffic
-        table.check(source, config.cache.block_size)
-        chosen = choose(table)
-        buckets = (*engine.catalog.prefill, *engine.catalog.decode)
-        longest_launch = engine.limits.max_query_len
-        within = traffic_limits(table, limits)
-        padding = recorded_padding(table, buckets, within, seconds, longest_launch)
-        return TrafficPlan(
-            source=source,
-            num_launches=table.num_launches,
-            chosen=chosen,
-            num_present=num_present,
-            present_padding=padding,
-            padding=chosen.padding,
-            replayed=None,
-            table=table,
-            bucket_s=bucket_seconds(chosen.buckets, seconds),
-            notes=tuple(_notes_of_recorded(table, limits, source)),
-        )
-    requests = traffic
+        return _plan_recorded(engine, traffic, source, num_buckets, seconds)
+    return _plan_requests(engine, traffic, source, num_buckets, seconds, goals)
+
+
+def _choose(
+    engine: EnginePlan, table: TrafficTable, num_buckets: int, seconds: ShapeCost
+) -> TrafficBuckets:
+    limits = traffic_step_limits(engine.config, engine.report.num_blocks)
+    longest = longest_prompt(engine.config)
+    return choose_for_traffic(table, limits, num_buckets, longest_prompt=longest, cost=seconds)
+
+
+def _plan_recorded(
+    engine: EnginePlan, table: TrafficTable, source: str, num_buckets: int, seconds: ShapeCost
+) -> TrafficPlan:
+    table.check(source, engine.config.cache.block_size)
+    chosen = _choose(engine, table, num_buckets, seconds)
+    limits = traffic_step_limits(engine.config, engine.report.num_blocks)
+    buckets = (*engine.catalog.prefill, *engine.catalog.decode)
+    longest_launch = engine.limits.max_query_len
+    within = traffic_limits(table, limits)
+    return TrafficPlan(
+        source=source,
+        num_launches=table.num_launches,
+        chosen=chosen,
+        num_present=len(engine.catalog),
+        present_padding=recorded_padding(table, buckets, within, seconds, longest_launch),
+        padding=chosen.padding,
+        replayed=None,
+        table=table,
+        bucket_s=bucket_seconds(chosen.buckets, seconds),
+        notes=tuple(_notes_of_recorded(table, limits, source)),
+    )
+
+
+def _plan_requests(
+    engine: EnginePlan,
+    requests: RequestLengths,
+    source: str,
+    num_buckets: int,
+    seconds: ShapeCost,
+    goals: Goals | None,
+) -> TrafficPlan:
+    config, num_blocks = engine.config, engine.report.num_blocks
+    limits = traffic_step_limits(config, num_blocks)
 
     def seconds_of(bucket: Bucket) -> float:
         return bucket_seconds([bucket], seconds)[0]
 
+    present = BucketPlan(engine.catalog, engine.limits, (), ())
     first = replay(config, num_blocks, present, requests, seconds_of)
-    chosen = choose(first.table)
+    chosen = _choose(engine, first.table, num_buckets, seconds)
     # The planner groups prompts by the buckets that there are.
     sizes = tuple((int(b.phase), b.batch, b.query_len, b.blocks) for b in chosen.buckets)
     hpu = replace(config.hpu, bucketing_strategy="optimal", chosen_buckets=sizes)
     with_chosen = replace(config, hpu=hpu)
     plan = plan_buckets(with_chosen, num_blocks)
+
     second = replay(with_chosen, num_blocks, plan, requests, seconds_of)
+    notes = [*requests.notes, *_notes_of_requests(requests, limits, source)]
+    at_goals = None
+    if goals is not None and goals.has_times:
+        some = requests.part(slice(MAX_SEARCHED))
+        if len(some) < len(requests):
+            notes.append(f"{source}: the rate is searched with the first {len(some):,} requests")
+        # At another rate there are other shapes, which the chosen buckets may pad far.
+        at_goals = highest_rate(
+            lambda rate: replay(config, num_blocks, present, some.at_rate(rate), seconds_of),
+            goals,
+            some.rate or 1.0,
+        )
     return TrafficPlan(
         source=source,
         num_launches=first.table.num_launches,
         chosen=chosen,
-        num_present=num_present,
+        num_present=len(engine.catalog),
         present_padding=first.padding,
         padding=second.padding,
         replayed=second,
         table=first.table,
         bucket_s=bucket_seconds(chosen.buckets, seconds),
-        notes=(*requests.notes, *_notes_of_requests(requests, limits, source)),
+        notes=tuple(notes),
+        at_goals=at_goals,
     )
 
 

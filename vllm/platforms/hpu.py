@@ -1,4 +1,4 @@
-"""Intel Gaudi: static shapes, real or simulated behind one bridge."""
+"""Intel Gaudi: static shapes, real or simulated with one bridge."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -74,7 +74,7 @@ class HPUPlatform(Platform):
         return simulated_card() is not None
 
     def check_present(self) -> None:
-        """See `Platform.check_present`."""
+        """Raise an error if there is no usable card."""
         if not self.is_simulated:
             _check_card()
 
@@ -85,7 +85,8 @@ class HPUPlatform(Platform):
 
     @property
     def before_collective(self) -> "Callable[[], None] | None":
-        """What a rank calls before each exchange with other cards; None: nothing.
+        """Return the function that a rank calls before each exchange with other cards; None:
+        nothing.
 
         In lazy mode it ends the recorded graph, because a collective that is recorded behind
         operators that have not been launched may go wrong in some builds of the bridge. So it does
@@ -95,7 +96,7 @@ class HPUPlatform(Platform):
         return self.bridge.mark_step if self.bridge.is_lazy else None
 
     def set_replica(self, index: int, count: int, world_size: int) -> None:
-        """Take `world_size` cards of the machine; those of other replicas become invisible.
+        """Use `world_size` cards of the machine; the cards of other replicas become invisible.
 
         Raises:
             ConfigError: there are fewer cards.
@@ -152,7 +153,8 @@ class HPUPlatform(Platform):
 
     @property
     def quantizations(self) -> tuple[str, ...]:
-        """What the card multiplies with, or widens for each product."""
+        """Return the quantizations that the card multiplies with, or dequantizes for each
+        matmul."""
         return ("fp8", "inc", "int8", "int4", "bitsandbytes")
 
     @property
@@ -160,8 +162,8 @@ class HPUPlatform(Platform):
         return True
 
     def max_lookup_drafts(self, max_num_seqs: int) -> int:
-        """Each decode with drafts is padded to all of them, so what a step costs depends on this
-        number, and not on how many drafts there are."""
+        """Return the number of drafts. Each decode with drafts is padded to all of them, so the
+        cost of a step depends on this number, and not on how many drafts there are."""
         hidden = _TOKENS_OF_A_READ // max_num_seqs - 1
         return min(_MOST_LOOKUP_DRAFTS, max(_LEAST_LOOKUP_DRAFTS, hidden))
 
@@ -170,11 +172,11 @@ class HPUPlatform(Platform):
         return True
 
     def free_memory_bytes(self) -> int:
-        """What is left of the pool of this process."""
+        """Return the free memory of this process's pool."""
         return self.bridge.memory_info().free_bytes
 
     def allocate_cache(self, shape: tuple[int, ...], dtype: "torch.dtype") -> "torch.Tensor":
-        """Zeroed memory of the card."""
+        """Allocate zeroed memory of the card."""
         return self.bridge.zeros(shape, dtype)
 
 
@@ -221,7 +223,7 @@ class PlannedPlatform(HPUPlatform):
 
 
 def create_hpu_platform() -> HPUPlatform:
-    """The platform of the simulated card if one is asked for, else of the real one."""
+    """Make the platform of the simulated card if one is asked for, else of the real one."""
     model = simulated_card()
     if model is not None:
         return HPUPlatform(lambda: _open_simulation(model))
@@ -231,7 +233,7 @@ def create_hpu_platform() -> HPUPlatform:
 
 
 def simulated_card() -> str | None:
-    """The card that the environment asks to simulate."""
+    """Return the card that the environment asks to simulate."""
     settings = envs.get()
     return settings.VLLM_HPU_SIM or ("gaudi2" if settings.VLLM_USE_FAKE_HPU else None)
 
@@ -333,7 +335,8 @@ def _open_card() -> "HabanaBridge":
 
 
 def _wants_lazy_collectives(settings: envs.Envs) -> bool:
-    """Several processes: a collective inside an HPU graph has to be recorded."""
+    """Return whether a collective inside an HPU graph has to be recorded, because there are several
+    processes."""
     return settings.WORLD_SIZE > 1 or bool(settings.PT_HPU_ENABLE_LAZY_COLLECTIVES)
 
 

@@ -33,7 +33,7 @@ _SIZES = {"hidden_size", "num_hidden_layers"}
 """Keys of every language model."""
 
 _POSITIONS = ("max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta")
-"""Keys whose defaults are not those of another family: without them Baichuan has ALiBi."""
+"""Keys whose defaults cannot be taken from another family: without them Baichuan has ALiBi."""
 
 
 def read_hf_config(
@@ -103,8 +103,8 @@ def complete_hf_config(
     code_revision: str | None = None,
     token: str | bool | None = None,
 ) -> dict[str, Any]:
-    """`raw`, from `read_hf_config`, with the defaults of its model type, by its usual name; plain
-    data.
+    """Complete `raw`, from `read_hf_config`, with the defaults of its model type, by its usual
+    name; plain data.
 
     Args:
         raw: values of config.json.
@@ -232,12 +232,12 @@ _QUANTIZATION_FILES = (
     ("quant_config.json", "awq"),
     ("hf_quant_config.json", "modelopt"),
 )
-"""Files that have the settings of a quantization, and the method of those that do not name it."""
+"""Files with the settings of a quantization, and the method of files that do not name it."""
 
 
 def _other_quantization(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The quantization of a checkpoint that has it under another key, or in a file of its own, as
-    tools wrote it before transformers had a place for it."""
+    """Return the quantization of a checkpoint that has it under another key, or in a file of its
+    own, as tools wrote it before transformers had a key for it."""
     if isinstance(raw.get("compression_config"), dict):
         return {
             "quantization_config": {

@@ -1,4 +1,4 @@
-"""Reads the files of a sentence-transformers model besides config.json. Loads no model."""
+"""Reads the files of a sentence-transformers model other than config.json. Loads no model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

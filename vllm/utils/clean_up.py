@@ -1,4 +1,4 @@
-"""What is undone when a start fails, without hiding why it has failed."""
+"""Cleans up after a failed start, without hiding why it has failed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -25,7 +25,8 @@ _MAX_INT16 = 2**15 - 1
 
 
 def read_wav(data: bytes) -> tuple[Samples, int]:
-    """The samples of a WAV file with integers of 8, 16 or 32 bits, and how many are in a second.
+    """Read the samples of a WAV file with integers of 8, 16 or 32 bits, and how many are in a
+    second.
 
     Several channels are mixed to one.
 
@@ -47,7 +48,7 @@ def read_wav(data: bytes) -> tuple[Samples, int]:
 
 
 def write_wav(samples: NDArray[Any], rate: int) -> bytes:
-    """A WAV file of 16-bit integers.
+    """Write a WAV file of 16-bit integers.
 
     Args:
         samples: floats from -1 to 1, [n], or [channels, n]; what is louder is cut off.
@@ -64,7 +65,7 @@ def write_wav(samples: NDArray[Any], rate: int) -> bytes:
 
 
 def read_video(path: Path, num_frames: int = -1) -> Frames:
-    """Frames of a video file, spread evenly over its length.
+    """Read frames of a video file, spread evenly over its length.
 
     Args:
         path: of the file.
@@ -94,7 +95,7 @@ def read_video(path: Path, num_frames: int = -1) -> Frames:
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a file.
+    """Read the content of a file.
 
     Raises:
         RequestError: it cannot be read.

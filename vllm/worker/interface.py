@@ -1,4 +1,4 @@
-"""What a worker can be asked for: the one table of its methods.
+"""The interface of a worker: the one table of its methods.
 
 Each method of `Worker` is an entry: its name, arguments, result and docstring. The ones that a
 program may call by their name (`collective_rpc`) stand in `WorkerForUsers`; all others are for the
@@ -74,7 +74,7 @@ class WarmUpStep(msgspec.Struct, frozen=True, kw_only=True):
     total: int
     """Of the phase. It may change on the way, as launches are given up."""
     given_up: str | None = None
-    """Why this launch is given up, such as too little memory; None: it is kept."""
+    """Reason why this launch is given up, such as too little memory; None: it is kept."""
     eta_seconds: float | None = None
     """Estimated seconds until the end of the whole warm-up, as this rank has measured it; None:
     unknown. While the engine serves: seconds of the rest, without the time for requests."""
@@ -95,7 +95,7 @@ class StepHandleLike(Protocol):
     """A step in flight."""
 
     def result(self) -> ModelRunnerOutput:
-        """The result of the step; waits for it."""
+        """Wait for the result of the step and return it."""
         ...
 
 
@@ -176,7 +176,7 @@ class Worker(WorkerForUsers, Protocol):
         """Build the model and read its weights.
 
         Args:
-            rank: of this worker among those of the executor.
+            rank: of this worker among the workers of the executor.
         """
         ...
 
@@ -280,11 +280,11 @@ class Worker(WorkerForUsers, Protocol):
         ...
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory again: all of it, or that of the parts with these tags."""
+        """Allocate the memory again: all of it, or the memory of the parts with these tags."""
         ...
 
     def cache_fingerprint(self) -> bytes:
-        """Return what decides the content of KV blocks besides tokens."""
+        """Return a hash of everything but tokens that decides the content of KV blocks."""
         ...
 
     def block_bytes(self) -> int:
@@ -327,7 +327,7 @@ class Worker(WorkerForUsers, Protocol):
         ...
 
     def adapter_numbers(self) -> list[int]:
-        """Return the numbers of the LoRA adapters in memory."""
+        """Return the ids of the LoRA adapters in memory."""
         ...
 
     def has_adapter(self, number: int, key: str) -> bool:

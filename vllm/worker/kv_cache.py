@@ -1,4 +1,4 @@
-"""How many KV blocks there are, and their memory."""
+"""Decides the number of KV blocks, and allocates their memory."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ _CACHE_DTYPES = {
 
 
 def cache_dtype(config: VllmConfig) -> torch.dtype:
-    """Data type of the KV cache: `--kv-cache-dtype`, or the dtype of the model."""
+    """Return the data type of the KV cache: `--kv-cache-dtype`, or the dtype of the model."""
     asked = config.cache.kv_cache_dtype
     model_dtype: torch.dtype = getattr(torch, config.model.dtype_name)
     return _CACHE_DTYPES.get(asked, model_dtype)
@@ -41,7 +41,7 @@ def cache_layout(
     *,
     keeps_all: bool = False,
 ) -> KVCacheLayout:
-    """The layout of the KV cache for these layers; see `plan_layout`."""
+    """Return the layout of the KV cache for these layers; see `plan_layout`."""
     return plan_layout(
         [layer.cache_spec(dtype) for layer in layers],
         config.cache.block_size,
@@ -91,7 +91,7 @@ def count_blocks(
     others: Sequence[MemoryUse] = (),
     kept_bytes: int = 0,
 ) -> int:
-    """KV blocks, the null block included.
+    """Count the KV blocks, the null block included.
 
     Args:
         config: budget and limits.
@@ -228,7 +228,8 @@ def check_capacity(
 
 
 def _num_tokens(num_blocks: int, block_size: int, num_groups: int) -> int:
-    """Tokens that the cache holds at least: fewer blocks are needed where windows have passed."""
+    """Return how many tokens the cache holds at least: fewer blocks are needed after windows have
+    passed some."""
     return max(0, num_blocks - 1) // num_groups * block_size
 
 
@@ -247,7 +248,7 @@ def bind_kv_caches(
     at a time.
 
     Args:
-        layers: those that the layout was planned for.
+        layers: the layers that the layout was planned for.
         platform: of the device.
         num_blocks: the null block included.
         layout: of the layers.

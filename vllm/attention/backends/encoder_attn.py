@@ -57,7 +57,7 @@ def whole_prompts(num_tokens: Iterable[int] | IntArray) -> RaggedMetadata:
 def full_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Every query sees every key that the mask has.
+    """Attend from every query to every key that the mask allows.
 
     Args:
         query: [B, L, H, D].

@@ -1,4 +1,4 @@
-"""What a padded launch on HPU looks like to its attention layers, and how it is built.
+"""The metadata of a padded launch on HPU for its attention layers, and how it is built.
 
 Knows block tables and lengths. Knows no bucket (padded sizes are given) and no attention maths.
 
@@ -53,7 +53,7 @@ class HPUDecodeMetadata(Generic[Array]):
     block, and differ from each other as far as its size allows."""
 
     def to(self, device: torch.device | str) -> "HPUDecodeMetadata[Tensor]":
-        """A copy on the device of what is on the host."""
+        """Copy the arrays from the host to the device."""
         return HPUDecodeMetadata(**to_tensors(self, device))
 
 
@@ -77,20 +77,20 @@ class HPUPrefillMetadata(Generic[Array]):
     own; else 0. F is 0 for models whose tokens see no later ones."""
 
     def to(self, device: torch.device | str) -> "HPUPrefillMetadata[Tensor]":
-        """A copy on the device of what is on the host."""
+        """Copy the arrays from the host to the device."""
         return HPUPrefillMetadata(**to_tensors(self, device))
 
 
 @dataclass(frozen=True)
 class DecodeBlockCounts:
-    """What a decode asks of a bucket."""
+    """The sizes that a decode needs of a bucket."""
 
     references: int
     """Entries of a plain launch."""
     span: int
     """Highest block id + 1: the slice that a contiguous launch reads."""
     shared: int
-    """References to a block beyond its first: what a contiguous launch gathers besides."""
+    """References to a block beyond its first, which a contiguous launch gathers additionally."""
 
 
 def count_decode_blocks(
@@ -99,7 +99,8 @@ def count_decode_blocks(
     block_size: int,
     sliding_window: int | None = None,
 ) -> DecodeBlockCounts:
-    """The padded sizes that `build_decode_metadata` needs at least; arguments as there."""
+    """Return the padded sizes that `build_decode_metadata` needs at least, for the same
+    arguments."""
     block_list = _flatten(block_tables, seq_lens, block_size, sliding_window).block_list
     return DecodeBlockCounts(
         references=len(block_list),
@@ -276,7 +277,7 @@ def _flatten(
 def _new_slots(
     flat: "_FlatBlocks", query_lens: IntArray | None, shape: tuple[int, int], block_size: int
 ) -> IntArray:
-    """[T] slots of the new tokens of a decode, of B and Q."""
+    """Return the slots [T] of the new tokens of a decode, of B and Q."""
     slots = padding_slots(shape[0] * shape[1], block_size)
     rows = np.flatnonzero(flat.seq_lens)
     position, targets = flat.seq_lens[rows] - 1, rows * shape[1]
@@ -289,7 +290,7 @@ def _new_slots(
 
 
 def to_tensors(arrays: Any, device: torch.device | str) -> dict[str, Tensor]:
-    """The fields of a dataclass of arrays, each copied to the device."""
+    """Copy the fields of a dataclass of arrays to the device."""
     return {f.name: torch.from_numpy(getattr(arrays, f.name)).to(device) for f in fields(arrays)}
 
 
@@ -314,6 +315,6 @@ def _padded(size: int, fill: int, places: npt.NDArray[np.int64], values: IntArra
 
 
 def padding_slots(count: int, block_size: int) -> IntArray:
-    """Slots of the null block, round and round."""
+    """Return slots of the null block, repeated."""
     cycle = np.arange(count, dtype=np.int32) % np.int32(block_size)
     return cycle + np.int32(NULL_BLOCK_ID * block_size)

@@ -63,7 +63,7 @@ def torch_sdpa(
     scale: float,
     valid_lens: Tensor | None,
 ) -> Tensor:
-    """The kernel of torch."""
+    """Attend with the kernel of torch."""
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -85,7 +85,7 @@ def naive_sdpa(
     options: AttentionOptions = PLAIN_ATTENTION,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Product, float32 softmax, product: the reference of the others.
+    """Attend by matmul, float32 softmax and matmul: the reference of the other kernels.
 
     Args:
         options: of the layer; what is done to scaled scores before the mask is used.
@@ -250,7 +250,7 @@ def flex_sdpa(
     scale: float,
     valid_lens: Tensor | None,
 ) -> Tensor:
-    """`flex_attention` of torch; see `require_flex`.
+    """Attend with `flex_attention` of torch; see `require_flex`.
 
     For models that are compiled: elsewhere torch warns once and computes all scores. The mask
     changes scores, and makes no block mask, which would be a sort on the device.

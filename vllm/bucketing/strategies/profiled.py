@@ -9,7 +9,8 @@ _FORM = re.compile(r"(prompt|decode)_(\d+)_(\d+)(?:_(\d+))?_([tf])")
 
 
 def parse_profiled(text: str) -> tuple[Bucket, bool]:
-    """A bucket, and whether it is to run as it will after the warm-up, as a graph where those are.
+    """Return a bucket, and whether it runs as it will after the warm-up, as a graph if there are
+    graphs.
 
     >>> parse_profiled("prompt_1_512_t")
     (Bucket(phase=<Phase.PREFILL: 0>, batch=1, query_len=512, blocks=0), True)

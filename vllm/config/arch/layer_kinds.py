@@ -1,4 +1,4 @@
-"""What the layers of a model attend to, by the keys of its Hugging Face config."""
+"""Reads from the Hugging Face config which tokens each layer of a model attends to."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,8 @@ from vllm.errors import ConfigError
 
 
 def read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Per layer: how many of the most recent keys a query sees, itself included; None: all.
+    """Return the window of each layer: how many of the most recent keys a query sees, itself
+    included; None: all.
 
     Raises:
         ConfigError: the kinds of too few layers are given, or the window is no number of tokens.
@@ -137,8 +138,8 @@ def read_layer_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Per layer: whether it keeps a state of fixed size, instead of keys and values or in addition
-    to them.
+    """Return for each layer whether it keeps a recurrent state, instead of keys and values or in
+    addition to them.
 
     Raises:
         ConfigError: the kinds of too few layers are given, or they are no list.

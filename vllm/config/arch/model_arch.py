@@ -45,7 +45,7 @@ class RopeConfig:
     """Neighbouring pairs rotate by different positions."""
 
     def for_length(self, max_model_len: int) -> "RopeConfig":
-        """See `ModelArch.for_length`."""
+        """Choose the factors for this length; see `ModelArch.for_length`."""
         if self.rope_type != "longrope":
             return self
         is_long = max_model_len > self.scaling["original_max_position_embeddings"]
@@ -176,7 +176,8 @@ class ModelArch:
 
     @property
     def rope(self) -> RopeConfig | None:
-        """Of layers without a sliding window; those with one may have another."""
+        """Return the rotary parameters of layers without a sliding window; layers with one may have
+        others."""
         ropes = [
             rope
             for rope, window in zip(self.layer_ropes, self.layer_windows, strict=True)
@@ -223,7 +224,7 @@ class ModelArch:
         return int(self.hf_config.get("word_embed_proj_dim") or self.hidden_size)
 
     def config_size(self, name: str) -> int:
-        """A positive number that config.json must have.
+        """Return a positive integer that config.json must have.
 
         Raises:
             ConfigError: it is missing, or not a positive number.
@@ -273,8 +274,8 @@ class ModelArch:
         return float(value)
 
     def for_length(self, max_model_len: int) -> "ModelArch":
-        """The model as it is when no request is longer than this: of rotations with factors for
-        short and for long contexts (longrope) those that it is served with."""
+        """Return the model as it is when no request is longer than this: rotary parameters with
+        factors for short and for long contexts (longrope) are fixed to the ones that are used."""
         ropes = tuple(rope and rope.for_length(max_model_len) for rope in self.layer_ropes)
         return replace(self, layer_ropes=ropes)
 
@@ -304,7 +305,7 @@ _MAX_POSITIONS = (
 )
 _ROTARY_DIM = ("rotary_dim", "qk_rope_head_dim")
 _ACTIVATION = ("hidden_activation", "hidden_act", "activation_function")
-"""How the families spell it."""
+"""Keys of the activation function in different families."""
 
 
 def missing_keys(config: Mapping[str, Any]) -> list[str]:
@@ -384,7 +385,7 @@ def _read_max_positions(config: Mapping[str, Any]) -> int:
 
 
 def _num_unused_positions(config: Mapping[str, Any]) -> int:
-    """Rows at the start of a learned position table that no token uses."""
+    """Count the rows at the start of a learned position table that no token uses."""
     if family_of(config.get("model_type")).positions_follow_padding:
         return _read_count(config, "pad_token_id") + 1
     return 0
@@ -540,7 +541,7 @@ _NORM_EPS_KEYS = (
     "norm_eps",
 )
 _DEFAULT_NORM_EPS = 1e-5
-"""The default of torch, too: OPT has no such key."""
+"""Also the default of torch: OPT has no such key."""
 
 
 def _read_norm_eps(config: Mapping[str, Any]) -> float:

@@ -1,4 +1,4 @@
-"""What the values in config.json may be, checked before anything is made of them."""
+"""Checks the ranges of values in config.json, before they are used."""
 
 import math
 import sys
@@ -11,7 +11,7 @@ MAX_POSITIONS = 2**24
 """Of a model, stretched rotations included: tables have a row for each."""
 
 MAX_ROTATIONS = 2**32
-"""Positions times rotated elements of a head: numbers in a table."""
+"""Maximum of positions times rotated elements of a head: values in a table."""
 
 _MAX_LAYERS = 1024
 _MAX_HEADS = 2**16
@@ -75,12 +75,12 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num
 
 
 def check_sizes(config: Mapping[str, Any]) -> None:
-    """Refuse numbers of config.json that no model has.
+    """Refuse values in config.json that no model has.
 
     Keys that are absent or null are left to whoever reads them.
 
     Raises:
-        ConfigError: one is no whole number, or out of range. Names it.
+        ConfigError: one is not an integer, or out of range. Names it.
     """
     _check_ranges("", config)
     _check_ranges(f"{_OF_STATES}.", config.get(_OF_STATES) or {})
@@ -235,10 +235,10 @@ def _wrong(key: str, value: object, accepted: str) -> ConfigError:
 
 
 def check_window(window: object) -> None:
-    """Refuse a sliding window that is in use and is no number of tokens.
+    """Refuse a sliding window that is in use and is not a number of tokens.
 
     Raises:
-        ConfigError: it is not a whole number of 1 or more.
+        ConfigError: it is not an integer of 1 or more.
     """
     if type(window) is not int or window < 1:
         raise ConfigError(

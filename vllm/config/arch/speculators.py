@@ -27,7 +27,7 @@ class SpeculatorFile:
     target_name: str
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """A positive number of the config.
+        """Return a positive integer of the config.
 
         Raises:
             ConfigError: it is missing and has no default, or is not one.
@@ -62,7 +62,7 @@ class SpeculatorArch:
 
 
 def _read_eagle(file: SpeculatorFile) -> SpeculatorArch:
-    """The config of a Llama with one layer (Li et al. 2024, arXiv 2401.15077)."""
+    """Read the config of a Llama with one layer (Li et al. 2024, arXiv 2401.15077)."""
     arch, target = ModelArch.from_hf(file.config), file.target
     for size in (target.hidden_size, target.embedding_size):
         file.check("hidden_size", arch.hidden_size, size)
@@ -81,7 +81,8 @@ def _read_eagle(file: SpeculatorFile) -> SpeculatorArch:
 
 
 def _read_eagle3(file: SpeculatorFile) -> SpeculatorArch:
-    """The same with a vocabulary of its own (Li et al. 2025, arXiv 2503.01840)."""
+    """Read the config of an EAGLE head with a vocabulary of its own (Li et al. 2025, arXiv
+    2503.01840)."""
     found, num_layers = _read_eagle(file), file.target.num_layers
     size = file.size("draft_vocab_size", default=file.target.vocab_size)
     if size > file.target.vocab_size:
@@ -101,8 +102,9 @@ def _read_eagle3(file: SpeculatorFile) -> SpeculatorArch:
 
 
 def eagle3_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Layers of the model whose inputs an EAGLE-3 head reads: `eagle_aux_hidden_state_layer_ids`
-    names those that put them out, which are one before; else an early, a middle and a late one.
+    """Return the layers of the model whose inputs an EAGLE-3 head reads:
+    `eagle_aux_hidden_state_layer_ids` names the layers before them, whose outputs these are; else
+    an early, a middle and a late one.
 
     >>> eagle3_layers({}, 32)
     (2, 16, 29)
@@ -114,7 +116,7 @@ def eagle3_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]
 
 
 def _read_mtp(file: SpeculatorFile) -> SpeculatorArch:
-    """Read the config of a model with a layer behind the last one, as DeepSeek V3 has it (arXiv
+    """Read the config of a model with a layer after the last one, as DeepSeek V3 has it (arXiv
     2412.19437, section 2.2). It is run again for each further draft."""
     target = file.target
     facts = family_of_architecture(target.architecture).mtp
@@ -135,7 +137,7 @@ def _read_mtp(file: SpeculatorFile) -> SpeculatorArch:
 
 
 def _read_mlp(file: SpeculatorFile) -> SpeculatorArch:
-    """ibm-fms accelerators (Wertheimer et al. 2024, arXiv 2404.19124)."""
+    """Read ibm-fms accelerators (Wertheimer et al. 2024, arXiv 2404.19124)."""
     file.check("emb_dim", file.size("emb_dim"), file.target.hidden_size)
     file.check("vocab_size", file.size("vocab_size"), file.target.vocab_size)
     count = file.size("n_predict")
@@ -149,8 +151,8 @@ def _read_mlp(file: SpeculatorFile) -> SpeculatorArch:
 
 
 def _read_medusa(file: SpeculatorFile) -> SpeculatorArch:
-    """Medusa heads (Cai et al. 2024, arXiv 2401.10774), with the keys of the first checkpoints or
-    of those in the layout of transformers."""
+    """Read Medusa heads (Cai et al. 2024, arXiv 2401.10774), with the keys of the first checkpoints
+    or of transformers."""
     for name, wanted in (
         ("hidden_size", file.target.hidden_size),
         ("vocab_size", file.target.vocab_size),
@@ -208,11 +210,12 @@ SPECULATORS: Mapping[str, SpeculatorMethod] = {
 
 
 def method_of_config(config: Mapping[str, Any], name: str) -> str:
-    """The method of a model that is to make drafts.
+    """Return the method of a model that is to make drafts.
 
     Args:
         config: its config.json.
-        name: its folder or hub name. The config of an EAGLE head is that of a Llama with one layer.
+        name: its folder or hub name. The config of an EAGLE head is the config of a Llama with one
+            layer.
 
     >>> method_of_config({"model_type": "mlp_speculator"}, "a/b")
     'mlp_speculator'

@@ -1,4 +1,4 @@
-"""What there is to know about a family of models besides its modules. Knows no families.
+"""The facts about a family of models other than its modules, as a class. Knows no families.
 
 Defaults are what most families have, and what is assumed of an unknown `model_type`. Entries are
 compared by identity, which makes the classes cheaper to import.
@@ -112,7 +112,7 @@ class MTPFacts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FP8Scales:
-    """How a calibration for FP8 treats the models of a family."""
+    """Treatment of the models of a family by a calibration for FP8."""
 
     blocked: tuple[str, ...] = ()
     """Regular expressions for the names of modules that are not quantized."""

@@ -53,7 +53,7 @@ _SCALE_PARAMS = {"input_backoff", "weight_backoff"}
 
 @dataclass(frozen=True, kw_only=True)
 class IncConfig:
-    """What one of these files asks for."""
+    """Settings in one of these files."""
 
     path: str
     """Path of the file, for errors."""
@@ -156,7 +156,7 @@ def read_inc_config(path: str) -> IncConfig:
 
 
 def read_json_object(path: str | Path, what: str, advice: str) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Args:
         path: of the file.
@@ -192,7 +192,7 @@ class _Reader:
         )
 
     def choice(self, key: str, accepted: tuple[Any, ...], default: Any) -> Any:
-        """One of the accepted values; upper and lower case are the same."""
+        """Return one of the accepted values; upper and lower case are the same."""
         value = self.given.get(key, default)
         for each in accepted:
             is_text = isinstance(value, str) and isinstance(each, str)
@@ -217,7 +217,7 @@ class _Reader:
         return float(value)
 
     def module_list(self, key: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Types and names of modules."""
+        """Return types and names of modules."""
         value = self.given.get(key) or {}
         accepted = 'it must be {"types": [class names], "names": [parts of module names]}'
         if not isinstance(value, Mapping) or set(value) - {"types", "names"}:

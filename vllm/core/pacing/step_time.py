@@ -33,6 +33,9 @@ class StepWork:
     has_decodes: bool = True
 
 
+ONLY_DECODES = StepWork()
+
+
 class StepTimes:
     """The time of decodes, and a fit of the time that prompts add to it.
 
@@ -48,6 +51,7 @@ class StepTimes:
     def __init__(self) -> None:
         self.decode_s = 0.0
         self.largest = 0
+        self._has_begun = False
         self._token_s = self._pair_s = 0.0
         self._correction = _INITIAL_CORRECTION
         self._tokens = self._pairs = self._pairs_squared = 0.0
@@ -69,7 +73,9 @@ class StepTimes:
 
     def record(self, work: StepWork, seconds: float) -> None:
         """Add a step that has taken so many seconds."""
-        if work.num_prompt_tokens:
+        if not self._has_begun:  # the first step of a process pays for all that is made once
+            self._has_begun = True
+        elif work.num_prompt_tokens:
             self._record_prompts(work, seconds)
         elif self.decode_s:
             usual = min(seconds, _LARGEST_SURPRISE * self.decode_s)

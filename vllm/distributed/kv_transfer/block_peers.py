@@ -66,7 +66,7 @@ class BlockServer:
             thread.
 
     Attributes:
-        port: that it listens on, also if 0 was asked for.
+        port: the port that it listens on, even if 0 was asked for.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -105,7 +105,7 @@ class _Server(ThreadingTCPServer):
         super().__init__(address, _Answer)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A peer that is gone, too slow, or no peer, loses its connection and nothing else."""
+        """Drop only the connection of a peer that is gone, too slow, or not a peer."""
         logger.debug(
             "the connection of %s, which reads KV blocks, failed", client_address, exc_info=True
         )
@@ -169,7 +169,7 @@ class BlockPeer:
         self._clock = clock
         self._paused_until = float("-inf")
         self._reason: str | None = None
-        """Why it failed when it was last asked."""
+        """Reason why it failed when it was last asked."""
 
     @property
     def is_asked(self) -> bool:
@@ -183,7 +183,8 @@ class BlockPeer:
         timeout_s: float,
         block_bytes: int | None = None,
     ) -> list[tuple[bytes, BlockData]]:
-        """Ask for consecutive blocks; those that came before anything failed. Never raises.
+        """Ask for consecutive blocks; return the blocks that arrived before anything failed. Never
+        raises.
 
         Args:
             block_bytes: of a block; larger ones are not received. None: not known.
@@ -256,7 +257,8 @@ def _name(namespace: str) -> bytes:
 
 
 def _countdown(seconds: float, clock: Callable[[], float]) -> Callable[[], float]:
-    """Tells how many seconds are left from now on, and raises TimeoutError when none are."""
+    """Return a function for the seconds that are left from now on, which raises TimeoutError when
+    none are."""
     deadline = clock() + seconds
 
     def left_s() -> float:

@@ -262,7 +262,7 @@ class InputProcessor:
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> tuple[str | None, EngineRequest]:
-        """Check and tokenise a request to a pooling model; the arguments are those of `process`.
+        """Check and tokenise a request to a pooling model; it has the arguments of `process`.
 
         Raises:
             RequestError: the request is wrong, or the model generates text.

@@ -169,7 +169,7 @@ class DetokenizerFactory:
         return WindowDetokenizer(decode, self._known_ids - hidden, prompt_token_ids or ())
 
     def text_of(self, token_id: int) -> str:
-        """Return the text of one token on its own, also of special tokens; U+FFFD for part of a
+        """Return the text of one token on its own, including special tokens; U+FFFD for part of a
         character."""
         text = self._texts.get(token_id)
         if text is None:

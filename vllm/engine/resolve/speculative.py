@@ -76,7 +76,7 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig, platform: Platform
 def resolve_lookup(
     speculative: SpeculativeConfig, scheduler: SchedulerConfig, platform: Platform
 ) -> SpeculativeConfig:
-    """Return the settings with the platform's number of lookup drafts, if no number is given."""
+    """Return the settings with the platform's number of lookup drafts, if the user sets none."""
     options, given = speculative.drafts, speculative.speculative_config
     if options is None or options.method not in ("ngram", "suffix"):
         return speculative

@@ -25,7 +25,7 @@ _QUALITY = 85
 
 @dataclass(frozen=True, kw_only=True)
 class RandomImageArgs:
-    """Number and sizes of the pictures of each request.
+    """Number and sizes of the images of each request.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -34,7 +34,7 @@ class RandomImageArgs:
     num_items: int = 1
     """Average number of pictures of a request."""
     range_ratio: float = 0.0
-    """Numbers are drawn evenly from `(1 - range_ratio) * num_items` to `(1 + range_ratio) *
+    """Counts are drawn evenly from `(1 - range_ratio) * num_items` to `(1 + range_ratio) *
     num_items`."""
     max_items: int = _DEFAULT_LIMIT
     """Maximum number of images of a request."""

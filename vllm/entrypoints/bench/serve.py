@@ -163,7 +163,7 @@ async def _send_load(
 
 @contextmanager
 def _stop_at_ctrl_c() -> Iterator[asyncio.Event]:
-    """An event that the first Ctrl-C sets; the second one ends the program."""
+    """Yield an event that the first Ctrl-C sets; the second one ends the program."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -183,7 +183,8 @@ def _stop_at_ctrl_c() -> Iterator[asyncio.Event]:
 
 
 def _allow_many_sockets() -> None:
-    """Every request in flight is a file; the usual limit of 1,024 is soft."""
+    """Raise the limit of open files: every request in flight is one, and the usual limit of 1,024
+    is soft."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # some systems cap it lower than they say
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

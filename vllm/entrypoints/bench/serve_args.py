@@ -22,7 +22,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 
 
 def check_args(args: argparse.Namespace) -> None:
-    """Check the flags, and resolve those that depend on each other.
+    """Check the flags, and resolve the flags that depend on each other.
 
     Raises:
         ConfigError: a value is out of its range or is not written as documented.

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.errors import ConfigError
 
 _KEYS = ("text", "prompt", "question", "content")
-"""Where the text of an object is; the first of these that it has."""
+"""Keys for the text of an object; the first of these that it has."""
 
 _SEED = 42
 _SHARE_HELD_OUT = 0.2
@@ -18,7 +18,7 @@ _MIN_TOKENS = 2
 
 
 def read_texts(path: str) -> list[str]:
-    """The texts of a file: .jsonl (an object or a string per line), .json (a list of them), or
+    """Read the texts of a file: .jsonl (an object or a string per line), .json (a list of them), or
     plain text.
 
     Raises:
@@ -80,9 +80,10 @@ def split_samples(
     sample_tokens: int,
     num_samples: int,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Samples of at most `sample_tokens` tokens: those to measure, and those held out.
+    """Split texts into samples of at most `sample_tokens` tokens: samples to measure, and held-out
+    ones.
 
-    Which is which depends on the texts alone. A single sample is both.
+    The split depends only on the texts. A single sample is both.
 
     Raises:
         ConfigError: the texts are too short.
@@ -114,7 +115,7 @@ def write_samples(path: Path, samples: Sequence[Sequence[int]]) -> None:
 
 
 def read_samples(path: Path) -> list[list[int]]:
-    """What `write_samples` has written.
+    """Read the samples that `write_samples` has written.
 
     Raises:
         ConfigError: it is not there, or was changed.

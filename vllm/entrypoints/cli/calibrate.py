@@ -17,7 +17,7 @@ _DEVICES = ("g2", "g3")
 
 
 def _blocked_by_default() -> str:
-    """Return the names of modules that stay as they are in a calibration of some families."""
+    """Return the names of modules that a calibration of some families leaves unquantized."""
     families: dict[tuple[str, ...], list[str]] = {}
     for family in FAMILIES.values():
         if family.fp8_scales.blocked:
@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _device(args: argparse.Namespace, engine: EngineArgs) -> str:
-    """The card that scales are for."""
+    """Return the card that scales are for."""
     from vllm.platforms import resolve_platform
     from vllm.platforms.hpu import HPUPlatform
 

@@ -17,14 +17,18 @@ from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
 
 if TYPE_CHECKING:
+    from vllm.bucketing.traffic import TrafficTable
     from vllm.engine.arg_utils import EngineArgs
     from vllm.planning.card_search import FoundCards
     from vllm.planning.engine_plan import EnginePlan
+    from vllm.planning.request_lengths import RequestLengths
+    from vllm.planning.throughput.goals import Goals
 
 DEVICES = (*CARDS, "cpu")
 _LENGTHS = {"input": 1024, "output": 128}
 """Tokens of a request by the beginning of their flag."""
 _MOST_GIB = 2**20
+_LEAST_RATE, _MOST_RATE = 1e-4, 1e6
 
 
 def add_parser(
@@ -76,6 +80,13 @@ def add_parser(
         "input_tokens, output_tokens and optionally timestamp",
     )
     group.add_argument(
+        "--request-rate",
+        type=float,
+        metavar="R",
+        help="replay the requests of --traffic at R per second (default: at the times of the file, "
+        "or all at once where it has none)",
+    )
+    group.add_argument(
         "--write-buckets",
         metavar="FILE",
         help="write the buckets for --traffic to a file for VLLM_BUCKETING_FROM_FILE",
@@ -122,6 +133,8 @@ def _plan(args: argparse.Namespace, device: str, host_bytes: int | None) -> int:
     args.device = None
     source = args.traffic
     traffic = None if source is None else read_traffic(_traffic_path(source, device))
+    if args.request_rate is not None:
+        traffic = _at_rate(traffic, args.request_rate)
     if envs.get().VLLM_BUCKETING_STRATEGY != "optimal":
         args.traffic = None  # the engine has its buckets without it
     if traffic is None and args.write_buckets is not None:
@@ -137,7 +150,8 @@ def _plan(args: argparse.Namespace, device: str, host_bytes: int | None) -> int:
     exit_after_help(server_args)
     num_cards = _num_cards(args.num_cards, engine_args.tensor_parallel_size)
     measured = None if args.measured is None else _measured(args.measured, device)
-    found = _search(args, engine_args, device, num_cards, measured)
+    goals = _goals(args)
+    found = _search(args, engine_args, device, num_cards, measured, goals, traffic)
     engine = None if found is None else found.plan
     if engine is None and device in CARDS:
         engine = planned_or_nearest(engine_args, device, num_cards)
@@ -153,7 +167,7 @@ def _plan(args: argparse.Namespace, device: str, host_bytes: int | None) -> int:
     if traffic is not None and engine is not None:
         fitted = None if measured is None else measured.fitted
         count, cost = engine.config.hpu.num_buckets, serving_cost(engine, fitted)
-        buckets = plan_traffic(engine, traffic, source, count, cost)
+        buckets = plan_traffic(engine, traffic, source, count, cost, goals)
         as_json["traffic"] = buckets.as_json()
         lines += ["", *buckets.lines()]
         if args.write_buckets is not None:
@@ -189,13 +203,35 @@ def _traffic_path(source: str, device: str) -> Path:
     return Path(source)
 
 
+def _at_rate(traffic: "TrafficTable | RequestLengths | None", rate: float) -> "RequestLengths":
+    """Return the requests of a traffic at another rate.
+
+    Raises:
+        ConfigError: the rate is no positive number, or there are no requests.
+    """
+    from vllm.planning.request_lengths import RequestLengths
+
+    if not isinstance(traffic, RequestLengths):
+        raise ConfigError(
+            f"--request-rate {rate:g} needs --traffic with lengths of requests: only requests are "
+            f"replayed"
+        )
+    if not _LEAST_RATE <= rate <= _MOST_RATE:
+        raise ConfigError(
+            f"--request-rate is {rate:g}, and must be a number of requests per second between "
+            f"{_LEAST_RATE:g} and {_MOST_RATE:g}"
+        )
+    return traffic.at_rate(rate)
+
+
 def _add_goals(parser: FlexibleArgumentParser) -> None:
     """Declare the flags of the search for cards."""
     group = parser.add_argument_group(
         "Goals",
         "Shows the smallest number of cards (1, 2, 4 or 8; or only --num-cards) that meets all "
         "goals, the largest --max-num-seqs for these cards, and the command that serves the model "
-        "in this way.",
+        "in this way. With --traffic of request lengths, also the highest rate of them at which "
+        "90 %% of the requests meet --goal-ttft and --goal-tpot.",
     )
     group.add_argument("--goal-ttft", type=float, metavar="MS", help="maximum time to first token")
     group.add_argument(
@@ -209,12 +245,13 @@ def _add_goals(parser: FlexibleArgumentParser) -> None:
             f"--{name}-len",
             type=int,
             metavar="N",
-            help=f"{name} tokens of each request (default: {default})",
+            help=f"{name} tokens of each request (default: the mean of --traffic, or {default})",
         )
 
 
 def _measured(path: str, device: str) -> Measured:
-    """
+    """Read the rates of a card.
+
     Raises:
         ConfigError: they are not the rates of such a card.
     """
@@ -223,12 +260,38 @@ def _measured(path: str, device: str) -> Measured:
     return read_measured(Path(path), device)
 
 
+def _goals(args: argparse.Namespace) -> "Goals | None":
+    """Return the goals; None: there are none.
+
+    Raises:
+        ConfigError: a goal is wrong.
+    """
+    from vllm.planning.throughput.goals import Goals
+
+    goals = Goals(
+        ttft_ms=args.goal_ttft, tpot_ms=args.goal_tpot, tokens_per_s=args.goal_tokens_per_s
+    )
+    return goals if goals.given else None
+
+
+def _mean_lengths(traffic: "TrafficTable | RequestLengths") -> dict[str, int]:
+    """Return the tokens of a usual request."""
+    from vllm.planning.request_lengths import RequestLengths
+
+    if not isinstance(traffic, RequestLengths):
+        return _LENGTHS
+    columns = {"input": traffic.num_inputs, "output": traffic.num_outputs}
+    return {name: max(1, round(float(values.mean()))) for name, values in columns.items()}
+
+
 def _search(
     args: argparse.Namespace,
     engine_args: "EngineArgs",
     device: str,
     num_cards: int,
     measured: Measured | None,
+    goals: "Goals | None",
+    traffic: "TrafficTable | RequestLengths | None",
 ) -> "FoundCards | None":
     """Return the cards that meet the goals; None without goals.
 
@@ -238,14 +301,11 @@ def _search(
     from vllm.planning.card_search import NUMBERS_OF_CARDS, search_cards
     from vllm.planning.engine_plan import make_engine_plan
     from vllm.planning.fit import excess
-    from vllm.planning.throughput.goals import KINDS, Goals
+    from vllm.planning.throughput.goals import KINDS
     from vllm.planning.throughput.prediction import Lengths
 
-    goals = Goals(
-        ttft_ms=args.goal_ttft, tpot_ms=args.goal_tpot, tokens_per_s=args.goal_tokens_per_s
-    )
     given = {name: getattr(args, f"{name}_len") for name in _LENGTHS}
-    if not goals.given:
+    if goals is None:
         *flags, last = (kind.flag for kind in KINDS.values())
         for name, size in given.items():
             if size is not None:
@@ -259,7 +319,8 @@ def _search(
             f"goals need a card whose speed is known: --device {device} is not one of "
             f"{', '.join(CARDS)}"
         )
-    sizes = {name: _LENGTHS[name] if size is None else size for name, size in given.items()}
+    usual = _LENGTHS if traffic is None else _mean_lengths(traffic)
+    sizes = {name: usual[name] if size is None else size for name, size in given.items()}
     for name, size in sizes.items():
         if size < 1:
             raise ConfigError(f"--{name}-len must be at least 1, got {size}")
@@ -285,7 +346,7 @@ def _search(
 
 _OWN_FLAGS = {
     *("device", "num_cards", "host_memory", "json", "html", "measured"),
-    *("traffic", "write_buckets"),
+    *("traffic", "request_rate", "write_buckets"),
     *("input_len", "output_len", "run", "command"),
     *("goal_ttft", "goal_tpot", "goal_tokens_per_s"),
     *("model", "model_tag", "tensor_parallel_size", "max_num_seqs"),
@@ -311,9 +372,10 @@ def _given_flags(args: argparse.Namespace) -> list[str]:
 
 
 def _device(name: str | None) -> str:
-    """
+    """Return the device.
+
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: the device is unknown.
     """
     accepted = ", ".join(DEVICES)
     if name is None:
@@ -324,9 +386,10 @@ def _device(name: str | None) -> str:
 
 
 def _check_num_cards(given: str | None) -> None:
-    """
+    """Check --num-cards.
+
     Raises:
-        ConfigError: it is no positive number.
+        ConfigError: it is not a positive integer.
     """
     if given is not None and (not given.isdecimal() or int(given) < 1):
         raise ConfigError(f"--num-cards {given} must be a number of at least 1")
@@ -352,9 +415,10 @@ def _num_cards(given: str | None, tensor: int) -> int:
 
 
 def _host_bytes(args: argparse.Namespace) -> int | None:
-    """
+    """Return the bytes of --host-memory; None: not given.
+
     Raises:
-        ConfigError: it is no positive number of GiB, or the device is a card.
+        ConfigError: it is not a positive number of GiB, or the device is a card.
     """
     text: Any = args.host_memory
     if text is None:

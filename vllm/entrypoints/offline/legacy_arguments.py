@@ -43,7 +43,7 @@ def with_token_ids(
 def with_guided_options(
     params: SamplingParams | Sequence[SamplingParams], options: Any
 ) -> SamplingParams | list[SamplingParams]:
-    """The sampling parameters with the deprecated `guided_options_request`; copies of them.
+    """Return copies of the sampling parameters with the deprecated `guided_options_request`.
 
     Args:
         params: one for all prompts or one per prompt.

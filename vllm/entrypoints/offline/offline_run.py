@@ -83,7 +83,7 @@ def naming_prompt(index: int, count: int) -> Iterator[None]:
 
 
 def per_prompt(name: str, values: Iterable[Any] | None, count: int) -> list[Any] | None:
-    """The values as a list with one entry per prompt; None stays None.
+    """Return the values as a list with one entry per prompt; None stays None.
 
     Raises:
         RequestError: there are not as many as prompts.
@@ -100,7 +100,7 @@ def per_prompt(name: str, values: Iterable[Any] | None, count: int) -> list[Any]
 
 
 def as_list(prompts: Prompts) -> list[PromptType]:
-    """One prompt, or several, as a list.
+    """Return one prompt, or several, as a list.
 
     Raises:
         RequestError: neither.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.entrypoints.openai.run_batch")
 
 _SHOWN_FAILURES = 3
-"""How many different reasons of failed requests the summary shows."""
+"""Number of different reasons of failed requests that the summary shows."""
 
 
 def add_arguments(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:

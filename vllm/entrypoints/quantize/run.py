@@ -94,7 +94,7 @@ def _settings(args: argparse.Namespace, changes: "_Changes") -> dict[str, Any]:
 
 
 class _Changes:
-    """What takes the place of tensors of the checkpoint.
+    """Replacements of tensors of the checkpoint.
 
     Args:
         layers: of the checkpoint.
@@ -116,7 +116,7 @@ class _Changes:
         """Names in the checkpoint of layers that stay dense."""
 
     def apply(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
-        """What a tensor of the checkpoint becomes."""
+        """Return the tensors that replace a tensor of the checkpoint."""
         made: dict[str, Tensor] = {}
         for found in self.layers.weights_of(name, tensor):
             parts = self._tensors(found)
@@ -210,7 +210,7 @@ def _calibrate(folder: Path, config: Mapping[str, Any], args: argparse.Namespace
 
 
 def _samples(folder: Path, args: argparse.Namespace) -> list[list[int]]:
-    """Samples of equal length."""
+    """Return samples of equal length."""
     tokenizer = get_tokenizer(str(folder))
     texts = read_texts(args.dataset)
     text = "\n\n".join(texts)

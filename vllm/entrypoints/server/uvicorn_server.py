@@ -83,7 +83,7 @@ def _bind_unix(path: str) -> socket.socket:
             with socket.socket(socket.AF_UNIX) as probe:
                 if probe.connect_ex(path) == 0:
                     raise OSError("another server uses this port")
-            os.unlink(path)  # left behind by a killed server
+            os.unlink(path)  # left by a killed server
         listener.bind(path)
     except OSError as error:
         listener.close()
@@ -295,7 +295,7 @@ def _log_address(listener: socket.socket, args: ServerArgs) -> None:
 
 
 def _name_for_browsers(host: str) -> str:
-    """The host for a URL that a browser on this machine can open."""
+    """Return the host for a URL that a browser on this machine can open."""
     if host in ("0.0.0.0", "::"):
         return "localhost"
     return f"[{host}]" if ":" in host else host

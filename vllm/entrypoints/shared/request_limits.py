@@ -96,7 +96,7 @@ class LimitedBody:
 
 @functools.cache
 def limits_of(kind: type[LimitedBody]) -> Limits:
-    """Field -> limit, for a class of bodies and its base classes."""
+    """Return the limits of the fields of a class of bodies and its base classes."""
     found: dict[str, tuple[Limit, ...]] = {}
     for base in reversed(kind.__mro__):
         found.update(vars(base).get("LIMITS", {}))

@@ -35,6 +35,6 @@ def pair_up(
 
 
 def cosine(left: FloatArray, right: FloatArray) -> float:
-    """Cosine of the angle between two vectors; 0 if one of them is zero."""
+    """Return the cosine of the angle between two vectors; 0 if one of them is zero."""
     lengths = float(np.linalg.norm(left)) * float(np.linalg.norm(right))
     return float(left @ right) / lengths if lengths else 0.0

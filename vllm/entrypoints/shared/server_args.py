@@ -1,4 +1,4 @@
-"""The settings of the server, without those of the engine: flags of `vllm serve`.
+"""The settings of the server, without the engine's: flags of `vllm serve`.
 
 One field is one flag, as for the engine (`vllm.config.fields`); docs/server_arguments.md is made
 of it. Imports no framework.

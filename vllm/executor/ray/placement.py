@@ -1,4 +1,4 @@
-"""Where in a Ray cluster each rank runs."""
+"""Decides where in a Ray cluster each rank runs."""
 
 import time
 from collections import Counter
@@ -15,14 +15,14 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 _LOOK_S = 1.0
-"""How often to look whether machines have joined."""
+"""Interval of looking whether machines have joined."""
 _QUIET_S = 5.0
-"""How long to wait for resources before saying so."""
+"""Time to wait for resources before it is logged."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where ranks run."""
+    """Machines on which ranks run."""
 
     group: Any
     """The placement group of Ray."""
@@ -101,7 +101,7 @@ def _wait_for_machines(ray: Any, size: int, resources: dict[str, float], timeout
 
 
 def _reserve(ray: Any, bundles: list[dict[str, float]], strategy: str, timeout_s: float) -> Any:
-    """The placement group, which has its resources.
+    """Return the placement group once it has its resources.
 
     Raises:
         ConfigError: they are not free in time.
@@ -126,7 +126,7 @@ def _reserve(ray: Any, bundles: list[dict[str, float]], strategy: str, timeout_s
 
 
 def _lack(there: dict[str, float], size: int, resources: dict[str, float]) -> str | None:
-    """What a cluster has too little of, as a sentence without its full stop."""
+    """Return what a cluster has too little of, as a sentence without its full stop."""
     for name, count in resources.items():
         total = there.get(name, 0)
         if total < count * size:
@@ -141,7 +141,7 @@ def _lack(there: dict[str, float], size: int, resources: dict[str, float]) -> st
 
 
 def _room(node: dict[str, Any], tensor_size: int, resources: dict[str, float]) -> int:
-    """Stages that a machine could run."""
+    """Count the stages that a machine could run."""
     if not node["Alive"]:
         return 0
     there = node["Resources"]
@@ -149,8 +149,8 @@ def _room(node: dict[str, Any], tensor_size: int, resources: dict[str, float]) -
 
 
 def _ordered(nodes: dict[int, str], here: str) -> list[int]:
-    """The bundles: the fullest machines first, as a stage fits into one; and this one before others
-    like it."""
+    """Sort the bundles: the fullest machines first, as a stage fits into one; and this one before
+    others like it."""
     on_node = Counter(nodes.values())
     return sorted(nodes, key=lambda b: (-on_node[nodes[b]], nodes[b] != here, nodes[b]))
 

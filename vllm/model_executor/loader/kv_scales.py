@@ -58,14 +58,14 @@ def load_kv_scale(model: nn.Module, name: str, source: CheckpointTensor, tp: TPG
 
 
 def cache_scale_factor() -> int:
-    """What scales for the range of checkpoints, which is 448, are multiplied by: numbers are halved
-    where e4m3 ends at 240."""
+    """Return the factor on scales of checkpoints, whose e4m3 range is 448: values are halved on
+    devices whose e4m3 ends at 240."""
     return 2 if get_ops().fp8_max < _LARGEST else 1
 
 
 def _of_rank(name: str, numbers: Tensor, num_kv_heads: int, tp: TPGroup) -> Tensor:
-    """The scales of the heads that this rank has, of one for each head of the model. With fewer
-    heads than ranks, several ranks have the same."""
+    """Select the scales of the heads that this rank has, from one for each head of the model. With
+    fewer heads than ranks, several ranks have the same."""
     total = num_kv_heads * tp.size
     num_replicas = total // len(numbers) if len(numbers) else 0
     if num_replicas * len(numbers) != total or (num_replicas > 1 and num_kv_heads > 1):

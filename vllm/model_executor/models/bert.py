@@ -27,7 +27,7 @@ PRETRAINING_TENSORS = (
     "cls.seq_relationship.bias",
     "cls.seq_relationship.weight",
 )
-"""What checkpoints may have of the heads that the encoder was trained with."""
+"""Tensors in checkpoints of the heads that the encoder was trained with."""
 
 
 class EncoderEmbeddings(nn.Module):
@@ -36,7 +36,7 @@ class EncoderEmbeddings(nn.Module):
     Args:
         arch: of the model.
         tp: the ranks that share the token table.
-        position_offset: rows of the position table before that of the first token.
+        position_offset: rows of the position table before the row of the first token.
 
     Shape: embeddings of tokens [T, hidden], positions and token_type_ids [T] -> [T, hidden]
     """
@@ -235,11 +235,12 @@ class BertForSequenceClassification(EncoderModel):
         self.classifier = nn.Linear(arch.hidden_size, num_labels(arch))
 
     def head(self, pooled: Tensor) -> Tensor:
-        """[N, hidden] of the first tokens -> [N, labels]"""
+        """Compute the labels [N, labels] from the first tokens [N, hidden]."""
         out: Tensor = self.classifier(self.pooler(pooled).tanh())
         return out
 
 
 def num_labels(arch: ModelArch) -> int:
-    """Classes of a classifier; transformers counts two where config.json does not say."""
+    """Count the classes of a classifier; two, as in transformers, if config.json does not name
+    any."""
     return len(arch.hf_config.get("id2label") or ()) or int(arch.hf_config.get("num_labels") or 2)

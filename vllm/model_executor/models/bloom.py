@@ -1,4 +1,4 @@
-"""BLOOM and MPT: ALiBi in place of positions."""
+"""BLOOM and MPT: ALiBi instead of positions."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -61,7 +61,7 @@ class BloomForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Query, key and value are stored as one, head by head."""
+        """Split query, key and value, which are stored as one, head by head."""
         return split_qkv_groups(self.arch, name, source)
 
 
@@ -101,7 +101,7 @@ class MptForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Query, key and value are stored as one."""
+        """Split query, key and value, which are stored as one."""
         if ".qkv_proj." not in name:
             return ((name, source),)
         return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))

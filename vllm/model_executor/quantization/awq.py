@@ -33,7 +33,8 @@ class AWQ(CheckpointFormat[GroupLayout]):
     """`quant_method: awq`."""
 
     def __init__(self, settings: Settings) -> None:
-        """
+        """Read the settings.
+
         Raises:
             ConfigError: a setting is not supported.
         """

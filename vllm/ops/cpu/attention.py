@@ -25,7 +25,7 @@ _FP8_TYPES = {torch.float8_e4m3fn: "kE4m3", torch.float8_e5m2: "kE5m2"}
 
 
 def cache_type(kernels: Any, dtype: torch.dtype) -> int:
-    """The CacheType of the kernels for a cache of a dtype; 0: that of the queries."""
+    """Return the CacheType of the kernels for a cache of a dtype; 0: the dtype of the queries."""
     name = _FP8_TYPES.get(dtype)
     return 0 if name is None else int(kernels.CacheType[name])
 
@@ -50,7 +50,7 @@ def fp8_arguments(
     key_scales: Tensor | None,
     value_scales: Tensor | None,
 ) -> Any:
-    """The struct for `Ops.reshape_and_cache` of a cache whose dtype is in FP8_DTYPES."""
+    """Make the struct for `Ops.reshape_and_cache` of a cache whose dtype is in FP8_DTYPES."""
     num_tokens, num_kv_heads, head_size = key.shape
     if key_scales is None or value_scales is None:
         ones = torch.ones(num_kv_heads)
@@ -84,7 +84,7 @@ def paged_attention_decode(
     options: AttentionOptions,
     tensors: AttentionTensors,
 ) -> Tensor:
-    """See `Ops.paged_attention_decode`; kernels: those for the dtype of query."""
+    """Run `Ops.paged_attention_decode` with the kernels for the dtype of query."""
     _check(query, key_cache, value_cache, block_tables, tensors)
     num_requests, num_heads, _ = query.shape
     if seq_lens.shape != (num_requests,) or block_tables.shape[0] != num_requests:
@@ -121,7 +121,7 @@ def paged_attention_prefill(
     tensors: AttentionTensors,
     last_keys: np.ndarray | None = None,
 ) -> Tensor:
-    """See `Ops.paged_attention_prefill`; kernels: those for the dtype of query.
+    """Run `Ops.paged_attention_prefill` with the kernels for the dtype of query.
 
     The result of a token has the same bits however its prompt was cut into chunks, whatever else
     is in the batch, and on any number of threads. It may differ in the last bits from what
@@ -198,7 +198,7 @@ def _arguments(
     options: AttentionOptions,
     tensors: AttentionTensors,
 ) -> Any:
-    """The struct for both kernels, but for what prefill alone has."""
+    """Make the struct for both kernels, without the fields that only prefill has."""
     slopes, sinks, key_scales, value_scales = tensors
     num_blocks, block_size, num_kv_heads, head_size = key_cache.shape
     num_requests, max_blocks = block_tables.shape
@@ -236,7 +236,7 @@ def _check(
     block_tables: Tensor,
     tensors: AttentionTensors,
 ) -> None:
-    """What both kernels rely on."""
+    """Check the conditions that both kernels rely on."""
     check_attention(query, key_cache, value_cache, tensors)
     if not key_cache.is_contiguous():
         _refuse_strides("key_cache", key_cache)
@@ -252,7 +252,7 @@ def _check(
 
 
 def _scales_address(scales: Tensor | None, num_kv_heads: int) -> int | None:
-    """Where the scales of a cache are, one for each of its heads; None stays None."""
+    """Return the address of the scales of a cache, one for each of its heads; None stays None."""
     if scales is None:
         return None
     is_known = scales.shape == (num_kv_heads,) and scales.dtype == torch.float32

@@ -100,7 +100,7 @@ class CPUKernels:
 
 
 def load_cpu_kernels() -> CPUKernels | None:
-    """The kernels, loaded once per process.
+    """Load the kernels, once per process.
 
     None when VLLM_CPU_KERNELS is 0, and when they were not built or cannot be loaded here; the
     reason is logged once, and the torch operators serve instead.
@@ -113,7 +113,7 @@ def load_cpu_kernels() -> CPUKernels | None:
 
 
 def require_cpu_kernels(what: str) -> CPUKernels:
-    """The kernels, for what does not work without them.
+    """Return the kernels, for code that does not work without them.
 
     Raises:
         RuntimeError: there are none.
@@ -170,14 +170,14 @@ _Described = tuple[str, Any, torch.dtype | None]
 
 
 def _read_kernel(description: str) -> _Described:
-    """From "rms_norm bf16 vpppqqqqfi 139836471"."""
+    """Read a kernel from "rms_norm bf16 vpppqqqqfi 139836471"."""
     name, dtype, types, address = description.split()
     function = CFUNCTYPE(*(_C_TYPES[letter] for letter in types))(int(address))
     return name, function, _DTYPES.get(dtype)
 
 
 def _read_struct(description: str) -> _Described:
-    """From "Args 24 const T* x; int64_t n, size;"."""
+    """Read a struct from "Args 24 const T* x; int64_t n, size;"."""
     name, size, declarations = description.split(" ", 2)
     fields = []
     for declaration in declarations.split(";")[:-1]:
@@ -193,13 +193,13 @@ def _read_struct(description: str) -> _Described:
 
 
 def _read_enum(description: str) -> _Described:
-    """From "Format 8 kFloat, kBf16": they count from 0."""
+    """Read an enum from "Format 8 kFloat, kBf16": its members count from 0."""
     name, _, members = description.split(" ", 2)
     return name, IntEnum(name, members.replace(",", " "), start=0), None
 
 
 def _read_constant(description: str) -> _Described:
-    """From "kPanel 64 "."""
+    """Read a constant from "kPanel 64 "."""
     name, value = description.split()
     return name, int(value), None
 
@@ -213,7 +213,8 @@ _DESCRIBED: dict[str, Callable[[str], _Described]] = {
 
 
 def packer(struct: Any, names: str) -> Callable[..., bytes]:
-    """A function that makes the bytes of a struct from its fields: faster than a `ctypes` object.
+    """Return a function that makes the bytes of a struct from its fields: faster than a `ctypes`
+    object.
 
     Args:
         names: of the fields in the order in which they will be given.

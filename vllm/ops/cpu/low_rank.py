@@ -83,7 +83,8 @@ class PackedAdapter:
 def _parts_of(
     layer: AdaptedLayer, parts: Sequence[LoRAWeights | None]
 ) -> list[tuple[int, LoRAWeights]]:
-    """What an adapter adds to a layer: with its index among the projections of the layer."""
+    """Return the weights that an adapter adds to a layer, with their indices among the projections
+    of the layer."""
     found = []
     for index, (_, size) in enumerate(layer.parts):
         part = parts[layer.first_part + index]
@@ -99,7 +100,7 @@ def _parts_of(
 
 
 class _Tiled:
-    """Where a matrix is in memory, tile by tile: those of the first rows come first.
+    """Location of a matrix in memory, tile by tile, beginning with the tiles of the first rows.
 
     Args:
         matrix: it ends with zeros where its last tiles are not full.
@@ -118,7 +119,7 @@ class _Tiled:
         self.start, self.end = start, start + self.padded_rows * self._padded_columns
 
     def fill(self, memory: Tensor, kernels: Any) -> None:
-        """Copy the matrix to its place."""
+        """Copy the matrix to its location."""
         rows, columns = self._tile
         count, length = self._matrix.shape
         matrix = self._matrix.to(memory.dtype)
@@ -182,7 +183,7 @@ class PackedRows:
 def add_low_rank(
     kernels: Any, y: Tensor, x: Tensor, layer: AdaptedLayer | LoRAHeads, rows: PackedRows
 ) -> None:
-    """As `Ops.add_low_rank`.
+    """Add the low-rank updates of adapters to y, as `Ops.add_low_rank` does.
 
     Args:
         kernels: of the dtype of x.

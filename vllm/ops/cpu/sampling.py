@@ -38,7 +38,7 @@ class RowNumbers:
 
 @dataclass(frozen=True)
 class RowChanges:
-    """What changes the logits of some of n rows, in this order: edits, masks, penalties."""
+    """Changes of the logits of some of n rows, in this order: edits, masks, penalties."""
 
     changed: npt.NDArray[np.bool_]
     """[n] rows that are changed; nothing below is looked at for the others."""
@@ -64,7 +64,7 @@ class SamplingKernels:
         return logits.dtype in self._of and logits.is_cpu
 
     def _readable(self, logits: Tensor) -> Tensor:
-        """Checked, and with dense rows."""
+        """Check the logits, and return them with dense rows."""
         if not self.supports(logits) or logits.dim() != 2 or logits.shape[1] < 1:
             raise ValueError(
                 "logits must be [n, V] float32 or bfloat16 on the host, V at least 1, got "
@@ -82,7 +82,7 @@ class SamplingKernels:
         numbers: RowNumbers | None = None,
         changes: RowChanges | None = None,
     ) -> None:
-        """One token for each row.
+        """Sample one token for each row.
 
         Args:
             logits: [n, V] that are supported, V at least 1; only read.
@@ -133,12 +133,12 @@ class SamplingKernels:
         num_logprobs: int,
         rows: Int64Array | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities of given tokens and of the likeliest ones.
+        """Gather log-probabilities of given tokens and of the most likely ones.
 
         Args:
             logits: [n, V] that are supported, V at least 1.
             token_ids: [n] the given tokens, int32 or int64.
-            num_logprobs: k likeliest tokens, at most V; among equal ones the first come first.
+            num_logprobs: k most likely tokens, at most V; equal ones are in their order.
             rows: [m] of the n, each below n, in the order of the result; None: all of them.
 
         Returns:
@@ -190,7 +190,8 @@ class SamplingKernels:
     def exponentials(
         self, keys: npt.NDArray[np.uint64], positions: Int64Array, count: int
     ) -> npt.NDArray[np.float32]:
-        """[n, count] as `vllm.sample.random.exponentials_at`, equal but for the last bits."""
+        """Compute [n, count] like `vllm.sample.random.exponentials_at`, equal except for the last
+        bits."""
         _check_pairs(keys, positions, len(keys))
         out = np.empty((len(keys), count), np.float32)
         self._draw_exponentials(
@@ -206,7 +207,7 @@ class SamplingKernels:
 
 @functools.cache
 def load_sampling_kernels() -> SamplingKernels | None:
-    """The kernels, or None where the library was not built."""
+    """Return the kernels, or None if the library was not built."""
     library = load_cpu_kernels()
     return None if library is None else SamplingKernels(library)
 

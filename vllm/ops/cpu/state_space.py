@@ -18,7 +18,7 @@ def scan_tokens(
     b: Tensor,
     c: Tensor,
 ) -> Tensor:
-    """See `Ops.scan_tokens`.
+    """Run the scan of Mamba-2 over one token of each sequence, as `Ops.scan_tokens` does.
 
     Raises:
         ValueError: shapes or dtypes do not fit.

@@ -147,7 +147,7 @@ class Ids(Symbol):
 
 
 class Buffer:
-    """Where an operation puts its result: a row per token.
+    """The buffer for the result of an operation: a row per token.
 
     Args:
         width: elements of a row.
@@ -158,7 +158,7 @@ class Buffer:
 
 
 class Rows(Symbol):
-    """Some or all elements of the rows of a buffer, [T, *sizes].
+    """Some or all elements of each token in a buffer, [T, *sizes].
 
     Args:
         recorder: of the operations that use them.
@@ -211,15 +211,15 @@ class Rows(Symbol):
         return self.is_whole
 
     def contiguous(self) -> "Rows":
-        """These rows, or a copy of what is a part of others."""
+        """Return this tensor, or a copy if it is a part of another one."""
         return self if self.is_whole else self.recorder.cat((self,))
 
     def float(self) -> "Rows":
-        """As float32."""
+        """Convert to float32."""
         return self if self.dtype == torch.float32 else self.recorder.widen(self)
 
     def split(self, sizes: Sequence[int], dim: int = -1) -> list["Rows"]:
-        """Parts of the last dimension of rows [T, W] or [T, H, D]."""
+        """Split the last dimension of [T, W] or [T, H, D]."""
         last = self.sizes[-1]
         if len(self.sizes) > 2 or dim not in (-1, len(self.sizes)) or sum(sizes) != last:
             raise NotFusibleError(f"split: sizes {sizes} do not add up to {self.sizes}")
@@ -232,13 +232,13 @@ class Rows(Symbol):
         ]
 
     def unsqueeze(self, dim: int) -> "Rows":
-        """Rows [T, W] as [T, 1, W]."""
+        """Return [T, W] as [T, 1, W]."""
         if dim != 1 or len(self.sizes) != 1:
             raise NotFusibleError(f"unsqueeze: {self.sizes} cannot get a dimension {dim}")
         return Rows(self.recorder, self.buffer, (1, self.width), self.offset, None, self.dtype)
 
     def unflatten(self, dim: int, sizes: tuple[int, ...]) -> "Rows":
-        """The last dimension as several, one of which may be -1."""
+        """Split the last dimension into several, one of which may be -1."""
         if dim not in (-1, len(self.sizes)) or self.head_stride is not None:
             raise NotFusibleError(
                 f"unflatten: dimension {dim} of {self.sizes} cannot be unflattened"
@@ -247,13 +247,13 @@ class Rows(Symbol):
         return Rows(self.recorder, self.buffer, (*self.sizes[:-1], *last), self.offset)
 
     def flatten(self, start_dim: int = 0) -> "Rows":
-        """All dimensions after the first as one."""
+        """Join all dimensions after the first."""
         if start_dim != 1 or self.head_stride is not None:
             raise NotFusibleError("the dimension of tokens, and parts of heads, cannot be changed")
         return Rows(self.recorder, self.buffer, (self.width,), self.offset)
 
     def clamp(self, least: builtins.float, largest: builtins.float) -> "Rows":
-        """Elements within symmetric limits."""
+        """Clip elements to symmetric limits."""
         if least != -largest or largest <= 0:
             raise NotFusibleError(f"clamp: limits of {least} and {largest} cannot be recorded")
         return self.recorder.clip(self, largest)

@@ -161,7 +161,7 @@ class HPUOps(NativeOps):
 
 
 def _widen(half: Tensor, is_neox: bool) -> Tensor:
-    """From one value per pair, [T, 1, rot_dim / 2], to one per element, in the order of pairs."""
+    """Expand one value per pair, [T, 1, rot_dim / 2], to one per element, in the order of pairs."""
     if is_neox:
         return torch.cat((half, half), dim=-1)
     # Unlike repeat_interleave, a view of fixed shape.

@@ -1,4 +1,4 @@
-"""The low-rank products of adapters in torch."""
+"""The low-rank matmuls of adapters in torch."""
 
 from collections.abc import Sequence
 

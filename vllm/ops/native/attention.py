@@ -73,7 +73,7 @@ class NativeAttention(Ops):
         seen = options.sees(age, newest)
         if seen is not None:
             is_hidden |= ~seen
-        # What a block holds past the end may be NaN, and 0 * NaN is NaN: clear it.
+        # A block may hold NaN past the end, and 0 * NaN is NaN: clear it.
         values = values.masked_fill(is_hidden[:, :, None, None], 0.0)
         scores = torch.einsum("bgrd,bkgd->bgrk", grouped, keys)
         scores = options.adjusted(scores * options.scale_of(query.shape[2]))
@@ -150,7 +150,7 @@ class NativeAttention(Ops):
 def check_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, tensors: AttentionTensors
 ) -> None:
-    """The part of the attention contract that does not depend on the phase.
+    """Check the part of the attention contract that does not depend on the phase.
 
     Raises:
         ValueError: heads, head sizes or dtypes do not fit, or slopes or sinks do not fit the heads.
@@ -187,13 +187,14 @@ def check_attention(
 
 
 def to_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """x / scale in one of FP8_DTYPES: the nearest number, at most the largest; NaN stays NaN."""
+    """Compute x / scale in one of FP8_DTYPES: the nearest value, at most the largest; NaN stays
+    NaN."""
     largest = torch.finfo(dtype).max
     return (x.float() / scale).clamp(-largest, largest).to(dtype)
 
 
 def _as_stored(new: Tensor, cache: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
-    """New tokens [T, G, D] and their cache with one dtype, in which torch can index."""
+    """Return new tokens [T, G, D] and their cache with one dtype, in which torch can index."""
     if cache.dtype not in FP8_DTYPES:
         return new, cache
     scale = 1.0 if scales is None else scales.to(new.device)[:, None]
@@ -201,14 +202,15 @@ def _as_stored(new: Tensor, cache: Tensor, scales: Tensor | None) -> tuple[Tenso
 
 
 def _as_read(stored: Tensor, scales: Tensor | None) -> Tensor:
-    """Numbers of a cache [..., G, D] as attention reads them: of an fp8 cache times the scales."""
+    """Return values of a cache [..., G, D] as attention reads them: an fp8 cache is multiplied by
+    the scales."""
     if stored.dtype not in FP8_DTYPES:
         return stored
     return stored.float() if scales is None else stored.float() * scales.to(stored.device)[:, None]
 
 
 def _read_blocks(cache: Tensor, block_ids: Tensor) -> Tensor:
-    """`cache[block_ids]`, which torch does not have for fp8."""
+    """Return `cache[block_ids]`, which torch does not have for fp8."""
     if cache.dtype not in FP8_DTYPES:
         return cache[block_ids]
     return cache.view(torch.uint8)[block_ids].view(cache.dtype)
@@ -236,7 +238,7 @@ def _prefill_mask(
     device: torch.device,
     last_keys: Tensor | None,
 ) -> tuple[Tensor | None, bool]:
-    """(attn_mask, is_causal) of one request; the mask is bool [query_len, seq_len]."""
+    """Return (attn_mask, is_causal) of one request; the mask is bool [query_len, seq_len]."""
     hides_keys = options.reach is not None and options.reach < seq_len
     if query_len == seq_len and not hides_keys and last_keys is None:
         return None, True
@@ -261,7 +263,7 @@ def attend_prompt(
     tensors: AttentionTensors,
     last_keys: Tensor | None = None,
 ) -> Tensor:
-    """[1, H, Q, V]: the last Q tokens of one request; q [1, H, Q, D], k [1, G, K, D], v
+    """Attend from the last Q tokens of one request: [1, H, Q, V]; q [1, H, Q, D], k [1, G, K, D], v
     [1, G, K, V], last_keys [Q] as in `Ops.paged_attention_prefill`."""
     query_len, seq_len, scale = q.shape[2], k.shape[2], options.scale_of(q.shape[3])
     slopes, sinks = tensors.alibi_slopes, tensors.sinks

@@ -1,4 +1,4 @@
-"""The choice of experts and their products in torch."""
+"""The choice of experts and their matmuls in torch."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -82,7 +82,7 @@ class NativeExperts(Ops):
             )
         if topk_ids.shape != topk_weights.shape or len(topk_ids) != len(x):
             raise ValueError(
-                f"topk_ids and topk_weights must have one row for each of {len(x)} tokens, got "
+                f"topk_ids and topk_weights must have one entry for each of {len(x)} tokens, got "
                 f"{list(topk_ids.shape)} and {list(topk_weights.shape)}"
             )
         return sum_of_experts(
@@ -103,13 +103,14 @@ def sum_of_experts(
     down: Callable[[int, Tensor], Tensor],
     options: ExpertOptions,
 ) -> Tensor:
-    """As `Ops.moe`: all tokens through all experts, so that no shape depends on the choices.
+    """Compute `Ops.moe` with all tokens through all experts, so that no shape depends on the
+    choices.
 
     Args:
         ops: of the device.
         x, topk_ids, topk_weights, options: as there.
         num_experts: E.
-        gate_up: the first products of the expert of a number, [T, hidden] -> [T, 2 * I], or [T, I]
+        gate_up: the first matmul of the expert of an index, [T, hidden] -> [T, 2 * I], or [T, I]
             without gates.
         down: the second one, [T, I] -> [T, hidden].
     """
@@ -125,7 +126,7 @@ def sum_of_experts(
 
 
 def activated(ops: Ops, gate_up: Tensor, options: ExpertOptions) -> Tensor:
-    """The middle of an expert: [..., 2 * I], or [..., I] without gates -> [..., I]."""
+    """Apply the activation of an expert: [..., 2 * I], or [..., I] without gates -> [..., I]."""
     if not options.has_gate:
         return ops.squared_relu(gate_up)
     if options.is_gelu:
@@ -144,8 +145,8 @@ def _of(bias: Tensor | None, expert: int) -> Tensor | None:
 def choices_of(
     num_experts: int, topk_ids: Tensor, topk_weights: Tensor, first_expert: int | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each of the experts which choices [T, k] are of others, and its weight [T, 1] for each
-    token, 0 where it was not chosen. No shape depends on the choices."""
+    """Yield, for each of the experts, which choices [T, k] are of others, and its weight [T, 1] for
+    each token, 0 if it was not chosen. No shape depends on the choices."""
     for expert in range(num_experts):
         is_other = topk_ids != expert + (first_expert or 0)
         yield is_other, topk_weights.masked_fill(is_other, 0.0).sum(-1, keepdim=True)
@@ -181,7 +182,7 @@ def check_choice(
 
 
 def _within_groups(key: Tensor, groups: ExpertGroups, num_best: int) -> Tensor:
-    """Minus infinity for the experts of other groups than the best ones."""
+    """Set the experts outside the best groups to minus infinity."""
     grouped = key.unflatten(-1, (groups.num_groups, -1))
     best = grouped.topk(min(num_best, grouped.shape[-1]), dim=-1).values.sum(-1)
     chosen = best.topk(groups.top_groups, dim=-1).indices  # [T, top_groups]

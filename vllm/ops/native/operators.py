@@ -29,7 +29,7 @@ class DenseWeight(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `PreparedWeight`."""
+        """Multiply with the weight; see `PreparedWeight`."""
         return F.linear(x, self.weight, bias)
 
 
@@ -41,12 +41,12 @@ class DenseHeads(nn.Module):
         self.weight = nn.Parameter(matrices.contiguous(), requires_grad=False)
 
     def multiply(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
-        """See `PreparedHeads`."""
+        """Multiply each head with its matrix; see `PreparedHeads`."""
         out = torch.bmm(x.transpose(0, 1), self.weight).transpose(0, 1)
         return out if beside is None else torch.cat((out, beside), dim=-1)
 
     def dense(self) -> Tensor:
-        """[H, I, O]"""
+        """Return the matrices [H, I, O]."""
         return self.weight
 
 

@@ -67,6 +67,11 @@ class Goals:
         goals = {name: getattr(self, name) for name in KINDS}
         return {name: goal for name, goal in goals.items() if goal is not None}
 
+    @property
+    def has_times(self) -> bool:
+        """Return whether there is a limit for a time."""
+        return self.ttft_ms is not None or self.tpot_ms is not None
+
 
 @dataclass(frozen=True)
 class Miss:

@@ -129,5 +129,5 @@ def _escaped(text: str) -> str:
 
 
 def _message(error: Exception) -> str:
-    """The text of a library's error without its source location."""
+    """Return the text of a library's error without its source location."""
     return _LOG_PREFIX.sub("", str(error)).strip() or repr(error)

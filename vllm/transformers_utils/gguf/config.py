@@ -11,7 +11,7 @@ from vllm.transformers_utils.gguf.model import GGUFModel, architectures
 from vllm.transformers_utils.gguf.sizes import check_encoder_shapes, check_shapes, wrong_layers
 
 _ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
-"""Tokens that end an answer, besides the one that the metadata names."""
+"""Tokens that end an answer, in addition to the one that the metadata names."""
 
 _SCORES = {1: "softmax", 2: "sigmoid"}
 """Value of `expert_gating_func` -> name in config.json."""
@@ -23,7 +23,7 @@ _NOT_POOLED = (0, 4)
 
 
 def read_config(model: GGUFModel) -> dict[str, Any]:
-    """What config.json of the model would be.
+    """Return the content of a config.json of the model.
 
     Raises:
         WeightLoadError: metadata is missing, or contradicts the tensors.
@@ -127,7 +127,7 @@ def _rows_of(model: GGUFModel, stored: str, name: str) -> int:
 
 
 def read_generation_config(model: GGUFModel) -> dict[str, Any]:
-    """What generation_config.json would be: the tokens that end an output."""
+    """Return the content of a generation_config.json: the tokens that end an output."""
     named = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [model.metadata.get(f"tokenizer.ggml.{name}") for name in named]
     tokens = model.metadata.get("tokenizer.ggml.tokens") or []
@@ -169,8 +169,8 @@ def read_pooling(model: GGUFModel) -> dict[str, Any]:
 
 
 def _dtype(model: GGUFModel) -> str:
-    """float32 for a model in F32. Anything else runs in bfloat16, F16 too: that is what kernels
-    compute in, and most of these files were made of bfloat16 checkpoints."""
+    """Return float32 for a model in F32. Anything else runs in bfloat16, including F16, because
+    kernels compute in it, and most of these files were made of bfloat16 checkpoints."""
     types = {tensor.type.name for tensor in model.tensors.values() if len(tensor.shape) > 1}
     return "float32" if types == {"F32"} else "bfloat16"
 
@@ -388,7 +388,7 @@ def _gemma(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
-    """What config.json says of the experts.
+    """Return the keys of config.json for experts.
 
     Raises:
         WeightLoadError: models of the architecture have none, or the metadata contradicts itself.

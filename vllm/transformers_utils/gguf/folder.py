@@ -29,7 +29,7 @@ WITHOUT_TOKENIZER = "no-tokenizer.txt"
 
 
 def unpack(path: Path) -> Path:
-    """The folder of the model in a GGUF file.
+    """Return the folder of the model in a GGUF file.
 
     Args:
         path: of the file; of a split model, of any of its files.

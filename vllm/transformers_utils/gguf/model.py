@@ -1,6 +1,6 @@
-"""The files of a GGUF model, and which parameters of our modules its tensors are.
+"""The files of a GGUF model, and the parameters of this package that its tensors fill.
 
-A model may be split: NAME-00001-of-00003.gguf and the files beside it.
+A model may be split: NAME-00001-of-00003.gguf and the files next to it.
 """
 
 import math
@@ -67,7 +67,7 @@ _EXPERT_PARTS = {
     "ffn_up_exps": "up_proj",
     "ffn_down_exps": "down_proj",
 }
-"""Tensors that have a matrix of every expert, one behind the other."""
+"""Tensors that have a matrix of every expert, one after the other."""
 _MAY_BE_ONE_ROW = ("ffn_gate_inp_shexp", "token_types", "cls.output")
 """Matrices that may have one row, and are then stored as a vector."""
 _TWO_NORMS = {"attn_norm": "post_attention_layernorm", "attn_norm_2": "input_layernorm"}
@@ -166,7 +166,7 @@ class GGUFModel:
 
     @property
     def facts(self) -> GGUFFacts:
-        """How the files store models of the family."""
+        """Return how the files store models of the family."""
         facts = self.family.gguf
         assert facts is not None
         return facts
@@ -232,7 +232,7 @@ class GGUFModel:
         return value
 
     def get(self, name: str, kind: type[_Value], default: _Value | None = None) -> _Value:
-        """A metadata value.
+        """Return a metadata value.
 
         Args:
             name: of the value; one that begins with a dot belongs to the architecture.
@@ -423,7 +423,7 @@ def _check_split(paths: tuple[Path, ...], first: Header, num_tensors: int) -> No
 
 
 def files_of_model(path: Path) -> list[Path]:
-    """All files of the model that this file belongs to, the first one first.
+    """Return all files of the model that this file belongs to, the first one first.
 
     Raises:
         WeightLoadError: a part of a split model is missing.
@@ -444,7 +444,7 @@ def files_of_model(path: Path) -> list[Path]:
 
 
 def find_model(folder: Path) -> Path | None:
-    """The first GGUF file of a folder; None: it has none.
+    """Return the first GGUF file of a folder; None: it has none.
 
     Raises:
         ConfigError: it has several models.

@@ -59,7 +59,7 @@ class _Ends:
 
 
 def tokenizer_files(model: GGUFModel) -> dict[str, str]:
-    """tokenizer.json and tokenizer_config.json: name -> content.
+    """Return the content of tokenizer.json and tokenizer_config.json, by name.
 
     Raises:
         ConfigError: the metadata has no tokenizer, or one that is not supported.
@@ -131,7 +131,7 @@ def warn_of_missing_rule(model: GGUFModel) -> None:
 
 
 def _bytes(model: GGUFModel, tokens: list[str], words: Words) -> "Tokenizer":
-    """Byte-level BPE, whose merges are in the metadata."""
+    """Make byte-level BPE, whose merges are in the metadata."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     parts = [line.partition(" ") for line in _list(model, "merges", str)]
@@ -162,7 +162,7 @@ def _bytes(model: GGUFModel, tokens: list[str], words: Words) -> "Tokenizer":
 
 
 def _sentence_pieces(model: GGUFModel, tokens: list[str]) -> "Tokenizer":
-    """SentencePiece BPE, whose merges follow from the scores: the best token is made first."""
+    """Make SentencePiece BPE, whose merges follow from the scores: the best token is made first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = _list(model, "scores", float, len(tokens))
@@ -287,7 +287,7 @@ def _add_ends(
 
 
 def _list(model: GGUFModel, name: str, kind: type[_Item], count: int | None = None) -> list[_Item]:
-    """The list `tokenizer.ggml.NAME`.
+    """Read the list `tokenizer.ggml.NAME`.
 
     Raises:
         ConfigError: there is none of this type and length.

@@ -92,7 +92,8 @@ class HostWeights:
         self._note()
 
     def reload(self, folder: str | None) -> None:
-        """See `SleepingWeights.reload`."""
+        """Read the weights again, from another folder if one is given; see
+        `SleepingWeights.reload`."""
         if self._is_released:
             self._folder = folder or self._folder
             self._must_be_as_loaded = False

@@ -1,4 +1,4 @@
-"""Compiles the sampling that the start has left out, one launch at a time, while nothing runs.
+"""Compiles the sampling graphs that the start has left out, one at a time, while no requests run.
 
 The steps have the same form as those of the warm-up; the engine asks for one when it is idle.
 """
@@ -127,7 +127,7 @@ class IdleWarmUp:
         )
 
     def _shapes(self) -> list[PaddedShape]:
-        """The smallest launch of each padded batch size, ascending."""
+        """Return the smallest launch of each padded batch size, ascending."""
         launches = self._runner.launches
         catalog = launches.planner.catalog
         found: dict[int, PaddedShape] = {}

@@ -80,5 +80,5 @@ class HPUPoolingRunner(PoolingRunner):
 
     @torch.inference_mode()
     def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
-        """See `PaddedRunner.warm_up`; there is no sampler."""
+        """Run a launch of padding; there is no sampler."""
         self.launches.kept(self.launches.run_padding(shape).result).cpu()

@@ -105,10 +105,10 @@ _SLEEPS_WITH = {
     MemoryClass.PREFILL_GRAPHS: frozenset(TAGS),
     MemoryClass.DECODE_GRAPHS: frozenset(TAGS),
 }
-"""What is given back while one of these parts sleeps."""
+"""Memory class that is given back while one of these parts sleeps."""
 
 _SAMPLING = Work(Kind("compile", Phase.DECODE, samples=True), 0.0)
-"""A launch that is like those which compile sampling."""
+"""A launch that represents those which compile sampling."""
 
 _PROFILE_BLOCKS = 2
 """KV blocks while the memory of a launch is measured: all its references are to one of them."""
@@ -200,7 +200,7 @@ class HPUWorker(WorkerBase):
         return False
 
     def _load_weights(self) -> CausalLM | PoolingModel:
-        """The model on the card; some of its layers on the host, if that was asked for."""
+        """Load the model on the card, with some of its layers on the host if that was asked for."""
         asked_bytes = self.config.load.cpu_offload_bytes
         if not asked_bytes:
             return load_model(
@@ -246,7 +246,7 @@ class HPUWorker(WorkerBase):
         runner.drafter = self._drafter
 
     def join(self, meeting: Rendezvous) -> None:
-        """See `WorkerBase.join`."""
+        """Join the other ranks; see `WorkerBase.join`."""
         meeting.join(self.platform.collectives_backend)
         self._meeting = meeting
         super().join(meeting)
@@ -313,7 +313,7 @@ class HPUWorker(WorkerBase):
         return self._item_bytes
 
     def _uses(self, total_bytes: int, free_bytes: int) -> list[MemoryUse]:
-        """What has taken the memory of the card by the time that launches are measured.
+        """List what has taken the memory of the card by the time that launches are measured.
 
         Args:
             total_bytes: of the card.
@@ -389,7 +389,7 @@ class HPUWorker(WorkerBase):
         seconds: float | None = None,
         longest_s: float | None = None,
     ) -> WarmUpStep | None:
-        """See `Worker.next_warm_up`."""
+        """Run the next part of the warm-up; see `Worker.next_warm_up`."""
         while self._later:
             step = self._later[0].next_warm_up(given_up, seconds, longest_s)
             if step is not None:
@@ -406,7 +406,7 @@ class HPUWorker(WorkerBase):
         return step
 
     def warm_up(self) -> str | None:
-        """See `Worker.warm_up`."""
+        """Run the whole warm-up; see `Worker.warm_up`."""
         running = self._later[0] if self._later else self._warm_up
         assert running is not None
         with self._within_memory("a launch for which other cards of the engine have memory"):
@@ -531,7 +531,7 @@ class HPUWorker(WorkerBase):
         return handle
 
     def _shape_of(self, step: SchedulerOutput) -> StepShape:
-        """What a report says of a step that has not begun."""
+        """Return the shape by which a report names a step that has not begun."""
         batch = self.runner.batch
         num_tokens, num_prompt = batch.num_tokens.copy(), batch.num_prompt_tokens.copy()
         for new in step.new_requests:
@@ -546,7 +546,8 @@ class HPUWorker(WorkerBase):
     # ---- memory ---------------------------------------------------------------------------
 
     def _profile(self, free_bytes: int) -> int:
-        """Run the largest launches on next to no cache; the bytes they need besides it."""
+        """Run the largest launches on an almost empty cache; return the bytes that they need in
+        addition to it."""
         if self._meeting is not None:
             # Launches exchange tensors, so all ranks have to run the same ones.
             free_bytes = self._meeting.least("free memory", free_bytes)
@@ -637,7 +638,7 @@ class HPUWorker(WorkerBase):
 
     @contextmanager
     def _within_memory(self, what: str) -> Iterator[None]:
-        """Name what there is no memory for, in place of the allocation that failed."""
+        """Name what there is no memory for, instead of the allocation that failed."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:
@@ -646,7 +647,7 @@ class HPUWorker(WorkerBase):
             raise self._out_of_memory(what) from error
 
     def _out_of_memory(self, what: str, uses: Sequence[MemoryUse] = ()) -> ConfigError:
-        """The error of a card that has no memory for something.
+        """Make the error of a card that has no memory for something.
 
         Args:
             what: there is no memory for.
@@ -689,7 +690,7 @@ class HPUWorker(WorkerBase):
             profile_launch(self.config, self.bridge, self.runner, num_blocks)
         if self.config.hpu.skip_warmup:
             logger.info("Skipping warmup...")
-            # What compiles from here on, requests wait for.
+            # From here on, requests wait for compilations.
             self.runner.launches.report.finish_warmup()
             return None
         mode = self.runner.launches.execution.name

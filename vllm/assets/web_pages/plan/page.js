@@ -17,6 +17,7 @@ function showSummary({memory, start}) {
   const weights = plan.quantization ? `${plan.quantization} weights, ` : "";
   showText("about", `${weights}${plan.dtype}, on ${plan.num_cards} ${plan.device} ${what}`
     + `${plan.num_cards > 1 ? "s" : ""}. Planned, not measured.`);
+  showText("mode", plan.mode);
   byId("measured").hidden = !plan.measured;
   showText("measured", plan.measured);
   for (const [id, text] of Object.entries({
@@ -41,6 +42,8 @@ function showMemory({total_bytes: total, uses}) {
     begin += bytes;
   }
   bars.addTotal(plan.device === "cpu" ? "the machine" : "each card", gib(total));
+  showText("stages", (plan.stages ?? []).map((stage, i) => `Stage ${i + 1}: layers ${stage.first_layer} to `
+    + `${stage.end_layer - 1}, ${gib(stage.weight_bytes)} of weights, room for ${count(stage.num_blocks)} KV blocks`).join(". "));
 }
 
 // The order in which a server does it.
@@ -90,6 +93,23 @@ function showThroughput(speeds) {
       [...new Set([speed.prefill_bound_by, speed.decode_bound_by])].join("; ")))));
 }
 
+// title: what is special about the replay.
+function showReplay(title, speed) {
+  const columns = Object.keys(speed.request_s), row = (name, values, scale) => element("tr", {},
+    element("th", {scope: "row", className: "text"}, name),
+    ...columns.map((column) => element("td", {}, column in values ? short(scale * values[column]) : "–")));
+  const comes = speed.requests_per_s === null ? "all at once" : `${short(speed.requests_per_s)} per second`;
+  byId("speeds-of-replay").append(element("h3", {}, title),
+    element("p", {className: "note"}, `${count(speed.num_requests)} requests, ${comes}: `
+      + `${short(speed.tokens_per_s)} output tokens/s, ${count(speed.num_preemptions)} preemptions. `
+      + `KV cache in use: ${percent(speed.mean_kv_usage)} % on average, ${percent(speed.max_kv_usage)} % at most.`),
+    element("table", {className: "figures narrow"},
+      element("thead", {}, element("tr", {}, element("th", {scope: "col", className: "text"}, "Time"),
+        ...columns.map((column) => element("th", {scope: "col"}, column)))),
+      element("tbody", {}, row("TTFT, ms", speed.first_token_s, 1000), row("TPOT, ms", speed.tpot_s, 1000),
+        row("Request, s", speed.request_s, 1))));
+}
+
 function showBuckets(title, buckets, times, shapes, notes) {
   byId("maps").append(element("h3", {}, title), ...notes.map((note) => element("p", {className: "note"}, note)),
     ...HeatMap.of(buckets, times, shapes));
@@ -109,6 +129,15 @@ byId("goals").hidden = !plan.goals;
 if (plan.goals) showGoals(plan.goals);
 byId("throughput").hidden = !plan.throughput.length;
 if (plan.throughput.length) showThroughput(plan.throughput);
+byId("replay").hidden = !plan.traffic?.replay;
+if (plan.traffic?.replay) {
+  const {replay, at_goals: atGoals} = plan.traffic;
+  showReplay("In the buckets chosen for it", replay);
+  if (atGoals) {
+    const missed = "At no rate do 90 % of the requests meet the goals; at the lowest one tried";
+    showReplay(atGoals.is_met ? "At the highest rate at which 90 % of the requests meet the goals" : missed, atGoals);
+  }
+}
 byId("buckets").hidden = !plan.buckets.length;
 if (plan.buckets.length) {
   const {traffic} = plan;

@@ -182,7 +182,7 @@ def _usage(recording: Recording) -> dict[str, Any]:
 
 
 async def _stream(recording: Recording) -> AsyncGenerator[bytes, None]:
-    """The events of the response. An error before the first one is raised."""
+    """Yield the events of the response. An error before the first one is raised."""
     text = StrippedText()
     is_started = False
     try:

@@ -21,7 +21,7 @@ def start(_setup: bytes) -> Callable[[bytes], bytes]:
 
 
 def render(arguments: dict[str, Any]) -> Rendering:
-    """The text of a conversation.
+    """Render the text of a conversation.
 
     Args:
         arguments: of `render_conversation`.

@@ -57,13 +57,13 @@ logger = init_logger(__name__)
 _CUT = 4
 """By how much a scale may be too small for the largest weight: searches choose such scales."""
 _ZERO = 2.0**-10
-"""What is smaller becomes 0 in e4m3."""
+"""Threshold below which values become 0 in e4m3."""
 _SAME = 0.02
-"""How far the largest weight may be from the measured one: it was bfloat16, or another dtype."""
+"""Tolerance between the largest weight and the measured one: it was bfloat16, or another dtype."""
 
 
 def create_inc(config: IncConfig | None) -> Quantization:
-    """The format that a file of `QUANT_CONFIG` asks for.
+    """Make the format that a file of `QUANT_CONFIG` asks for.
 
     Raises:
         ConfigError: there is no file.
@@ -204,7 +204,7 @@ class Inc(Quantization):
         return replace(rounded, input_scale=scale, rounds_inputs=True)
 
     def _round_alone(self, name: str, weight: Tensor) -> Fp8Weight:
-        """A weight whose inputs stay as they are."""
+        """Round a weight whose inputs are not rounded."""
         limit, backoff = self._limit, self.config.weight_backoff
         _largest(name, weight)
         if self.config.is_dynamic:

@@ -24,7 +24,7 @@ _num_threads = torch.get_num_threads
 
 @dataclass(frozen=True, kw_only=True)
 class RowArrays:
-    """What a step reads and writes of R rows. The arrays are dense and never replaced."""
+    """The arrays that a step reads and writes for R requests. They are dense and never replaced."""
 
     token_ids: IntArray
     """[R, max_model_len]"""
@@ -51,8 +51,8 @@ class RowArrays:
 
 
 class FusedDecodeStep:
-    """Runs steps of one model. Tokens are those of the decoder, the head and the sampler called
-    one after the other.
+    """Runs decode steps of one model. Tokens equal the tokens of the decoder, the head and the
+    sampler called one after the other.
 
     Keeps the arrays alive, and scratch memory for its largest step. One call at a time.
 
@@ -131,9 +131,9 @@ class FusedDecodeStep:
         num_decodes: int = 1,
         given: torch.Tensor | None = None,
     ) -> tuple[IntArray, IntArray] | None:
-        """Run one step, if every row of it is a plain decode: one that runs the newest token, a
-        token of the output, and its drafts, samples after each, and wants no sampler features but
-        the known ones.
+        """Run one step, if every request of it is a plain decode: one that runs the newest token, a
+        token of the output, and its drafts, samples after each, and wants no sampler features
+        except the supported ones.
 
         Args:
             rows: [n] no row twice.

@@ -33,10 +33,11 @@ class Program:
     time.
 
     Args:
-        recorder: of the operations. Weights and caches may change their content, not their place.
+        recorder: records the operations. Weights and caches may change their content, but not
+            their address.
         result: the rows that a launch returns.
         given: the rows that a launch brings; None: it brings token ids.
-        taps: rows that a launch returns, too.
+        taps: hidden states that a launch also returns.
 
     Attributes:
         dtype: of activations.
@@ -159,7 +160,7 @@ class Program:
         last_keys: np.ndarray | None = None,
         items: ItemSlots | None = None,
     ) -> Tensor:
-        """One ragged launch of T tokens of B requests, decodes of one token first.
+        """Run one ragged launch of T tokens of B requests, decodes of one token first.
 
         G groups of layers have block tables of their own; the dimension may lack where G is 1.
 
@@ -285,13 +286,14 @@ class Program:
             raise collectives.failure(operation, reason)
 
     def pack_rows(self, rows: AdaptedRows | None, num_rows: int) -> PackedRows | None:
-        """The adapters of a launch as kernels take them; None: no row has one."""
+        """Pack the adapters of a launch for the kernels; None: no token has one."""
         return None if rows is None else PackedRows(self._kernels, rows, num_rows)
 
     def _sources(
         self, num_tokens: int, indices: Tensor, embeddings: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """For each token the row of the embeddings that replaces its own, or -1; and these."""
+        """Return, for each token, the row of the embeddings that replaces its own, or -1; and these
+        embeddings."""
         width = self._recorder.replaced_width
         if embeddings.shape != (len(indices), width):
             raise ValueError(
@@ -362,7 +364,7 @@ _ALL_ROWS = ("attend", "attend_items", "all_reduce", "all_gather")
 
 
 class _Buffers:
-    """Which buffers of a program have the rows of which operations.
+    """Assigns the results of operations to the buffers of a program.
 
     Rows that are no longer read give their buffer to others of the same width. Rows that are used
     in one run only are local: not all of them are kept at once.
@@ -422,7 +424,7 @@ class _Buffers:
 
 
 def _is_row_operation(operation: Operation) -> bool:
-    """Whether the result may take the place of an operand that is as wide."""
+    """Whether the result may overwrite an operand that has the same width."""
     others = ("linear", "head_linear", "low_rank", "experts", "copy", "widen")
     return operation.kind not in (*others, *_ALL_ROWS)
 
@@ -432,7 +434,7 @@ def _used(operation: Operation) -> list[Buffer]:
 
 
 def _runs(operations: list[Operation]) -> Iterator[list[Operation]]:
-    """The operations of each run, and those between two runs alone."""
+    """Yield the operations of each run, and each operation between two runs by itself."""
     run: list[Operation] = []
     for operation in operations:
         if operation.kind in _ALL_ROWS:
@@ -445,7 +447,7 @@ def _runs(operations: list[Operation]) -> Iterator[list[Operation]]:
 
 
 def _weight_bytes(operation: Operation) -> int:
-    """Bytes of weights that one token is multiplied with."""
+    """Return the bytes of weights that one token is multiplied with."""
     weight, experts = operation.operands.get("packed"), operation.operands.get("experts")
     if isinstance(experts, PackedExperts):
         return experts.num_bytes * int(operation.numbers["top_k"]) // experts.num_experts
@@ -455,7 +457,7 @@ def _weight_bytes(operation: Operation) -> int:
 
 
 def _fields(kernels: Any, operation: Operation, buffers: _Buffers) -> dict[str, Any]:
-    """The fields of an Operation of csrc/cpu/program_args.h."""
+    """Return the fields of an Operation of csrc/cpu/program_args.h."""
     kind = kernels.OperationKind.__members__.get(operation.kind)
     if kind is None:
         raise NotFusibleError(f"the kernels do not support the operation {operation.kind!r}")

@@ -1,6 +1,6 @@
-"""Recording the operations of a model, to run them in one call of the C++ kernels.
+"""Records the operations of a model, to run them in one call of the C++ kernels.
 
-A `Recorder` takes the place of the operator table, and of how a launch attends, while a model is
+A `Recorder` replaces the operator table, and of how a launch attends, while a model is
 run once on symbols (`vllm.ops.cpu.symbols`). Knows tensors and packed weights; knows no modules.
 """
 
@@ -49,7 +49,7 @@ class Operation:
     operands: dict[str, Operand | None]
     """By the names of the fields of its struct."""
     numbers: dict[str, float]
-    """The same of numbers."""
+    """Numbers of the operation, by name."""
 
 
 class Recorder(CPUOps):
@@ -94,13 +94,13 @@ class Recorder(CPUOps):
         }
 
     def given(self, width: int) -> Rows:
-        """Rows that the caller of the program provides."""
+        """Make the tensor that the caller of the program provides."""
         return Rows(self, Buffer(width), (width,))
 
     def lookup(
         self, ids: Ids, table: Tensor | PackedWeight, dtype: torch.dtype | None = None
     ) -> Rows:
-        """Rows [T, W] of a table [N, W]; dtype: None or the dtype of the rows."""
+        """Look up rows [T, W] of a table [N, W]; dtype: None or the dtype of the model."""
         if dtype not in (None, self.dtype):
             raise NotFusibleError(
                 f"embedding: the result must have the dtype of the model ({self.dtype}), got "
@@ -140,13 +140,13 @@ class Recorder(CPUOps):
         return embed(Ids(self, ids.is_position, ids.offset - first_id, num_rows))
 
     def all_reduce(self, x: Rows, collectives: SharedMemoryCollectives) -> Rows:
-        """The sum of rows over the ranks, in place."""
+        """Sum over the ranks, in place."""
         self._meet(x, collectives)
         self._in_place("all_reduce", x, operands={"arena": collectives})
         return x
 
     def all_gather(self, x: Rows, collectives: SharedMemoryCollectives) -> Rows:
-        """Rows [T, n] of each rank as [T, n * ranks]."""
+        """Gather [T, n] of each rank to [T, n * ranks]."""
         self._meet(x, collectives)
         sizes = (x.width * collectives.size,)
         return self._rows("all_gather", sizes, x, operands={"arena": collectives})
@@ -166,7 +166,7 @@ class Recorder(CPUOps):
         return rows
 
     def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None) -> Rows:
-        """[T, num_inputs] -> [T, out_features]"""
+        """Multiply [T, num_inputs] with the weight -> [T, out_features]."""
         if x.sizes != (weight.num_inputs,):
             raise NotFusibleError(
                 f"linear: x must have {weight.num_inputs} input features, got {x.sizes}"
@@ -182,7 +182,8 @@ class Recorder(CPUOps):
         return self._rows("linear", (size,), x, operands=operands, dtype=x.dtype)
 
     def multiply_heads(self, x: Any, heads: PackedHeads, beside: Any = None) -> Rows:
-        """[T, H, in_features] -> [T, H, out_features], and the rows of `beside` after each head."""
+        """Multiply heads [T, H, in_features] -> [T, H, out_features], and append the part of
+        `beside` to each head."""
         if x.sizes != (heads.num_heads, heads.in_features):
             raise NotFusibleError(
                 f"multiply_heads: x must have {heads.num_heads} heads, got {x.sizes}"
@@ -203,7 +204,7 @@ class Recorder(CPUOps):
         return out
 
     def cat(self, parts: Any, dim: int = -1) -> Rows:
-        """Parts of the last dimension of rows, in new rows."""
+        """Concatenate parts of the last dimension, in a new buffer."""
         if not all(isinstance(part, Rows) for part in parts):
             raise NotFusibleError("cat: recorded tensors and plain tensors cannot be concatenated")
         *heads, _ = parts[0].sizes
@@ -219,7 +220,7 @@ class Recorder(CPUOps):
         return out
 
     def widen(self, x: Rows) -> Rows:
-        """Rows as float32."""
+        """Convert to float32."""
         if len(x.sizes) != 1:
             raise NotFusibleError(
                 "widen: x must be a recorded tensor with one dimension for each token, got sizes "
@@ -237,7 +238,7 @@ class Recorder(CPUOps):
         return y
 
     def adapt_heads(self, layer: LoRAHeads, x: Any, y: Any) -> Any:
-        """The same for heads."""
+        """Add to y what the adapters of a launch make of the heads x."""
         count = len(layer.heads)
         if x.sizes != (count, layer.in_features) or y.sizes[:-1] != (count,):
             raise NotFusibleError(
@@ -255,15 +256,15 @@ class Recorder(CPUOps):
         weights: Any,
         y: Any,
     ) -> Any:
-        """As they are: launches with adapters of experts run by modules."""
+        """Return y unchanged: launches with adapters of experts do not run as a program."""
         return y
 
     def adapt_embeddings(self, table: AdaptedLayer, ids: Any, y: Any) -> Any:
-        """As they were looked up: launches with other embeddings run module by module."""
+        """Return y unchanged: launches with other embeddings run layer by layer."""
         return y
 
     def clip(self, x: Rows, limit: float) -> Rows:
-        """Elements up to a limit and down to its negative."""
+        """Clip elements to a limit and its negative."""
         return self.row_operation("clip", x, scalar=limit)
 
     def scale_rows(self, x: Any, factor: Any, is_gate: bool = False) -> Any:
@@ -315,7 +316,7 @@ class Recorder(CPUOps):
         return out, out  # ids and weights are one
 
     def experts(self, experts: PackedExperts, x: Rows, ids: Any, weights: Any) -> Rows:
-        """The experts of each token, as `route` has chosen them."""
+        """Run the experts of each token, as `route` has chosen them."""
         is_routed = isinstance(ids, Rows) and ids is weights
         if x.sizes != (experts.hidden_size,) or not is_routed:
             raise NotFusibleError(
@@ -334,8 +335,8 @@ class Recorder(CPUOps):
         return self.row_operation("relu", x)
 
     def add(self, x: Any, y: Any) -> Rows:
-        """The sum of two rows, either of which may be given first; or of rows and a tensor with the
-        sizes of one."""
+        """Add two recorded tensors, either of which may be given first; or a recorded tensor and a
+        plain one with the sizes of one token."""
         if not isinstance(x, Rows):
             raise NotFusibleError(
                 f"add: one operand must be a recorded tensor, got {type(x).__name__}"
@@ -346,7 +347,7 @@ class Recorder(CPUOps):
         return self.row_operation("add", x, y)
 
     def scale(self, x: Any, factor: Any) -> Rows:
-        """Rows times a number; a tensor with one element counts as what it has now."""
+        """Multiply by a number; a tensor with one element counts with its present value."""
         if isinstance(factor, Tensor) and not isinstance(factor, Symbol) and factor.numel() == 1:
             factor = factor.item()
         if not isinstance(x, Rows) or not isinstance(factor, (int, float)):
@@ -507,7 +508,7 @@ class Recorder(CPUOps):
         return self._rows(kind, (*heads, out), x, y, operands=operands, dtype=None, **numbers)
 
     def _new_rows(self, sizes: tuple[int, ...], dtype: torch.dtype | None = None) -> Rows:
-        """Rows of a buffer of their own."""
+        """Make a tensor in a buffer of its own."""
         width, unit = torch.Size(sizes).numel(), (dtype or self.dtype).itemsize
         return Rows(self, Buffer(width * unit // self.dtype.itemsize), sizes, dtype=dtype)
 
@@ -587,7 +588,8 @@ class Recorder(CPUOps):
 
 
 def _check_heads(query: Rows, key: Rows, value: Rows | None, cache: Any) -> tuple[int, ...]:
-    """The shape [num_blocks, block_size, G, D] of the cache that queries, keys and values fit.
+    """Return the shape [num_blocks, block_size, G, D] of the cache that queries, keys and values
+    fit.
 
     value: None where it is a part of the key.
     """

@@ -1,4 +1,4 @@
-"""Products of each head of some rows with a packed matrix of its own.
+"""Matmuls of each head with a packed matrix of its own.
 
 Knows tensors and packed weights; knows no layers and no models.
 """
@@ -18,7 +18,7 @@ from vllm.ops.cpu.weights.linear import PackedWeight
 class PackedHeads:
     """The matrices [I, O] of H heads, as one packed weight that is read in one line.
 
-    A row's result does not depend on the rows beside it, nor on the number of threads.
+    The result of a token does not depend on other tokens, nor on the number of threads.
 
     Attributes:
         num_heads: H.
@@ -47,7 +47,7 @@ class PackedHeads:
         self._kernel = kernels.of[self._dtype].head_linear
 
     def multiply(self, x: Any, beside: Any = None) -> Tensor:
-        """See `PreparedHeads`.
+        """Multiply each head with its matrix; see `PreparedHeads`.
 
         Raises:
             ValueError: dtypes, shapes or strides do not fit.
@@ -86,7 +86,7 @@ class PackedHeads:
         return out
 
     def dense(self) -> Tensor:
-        """[H, I, O]"""
+        """Return the matrices [H, I, O]."""
         ids = torch.arange(self.num_heads * self._padded)
         rows = self.weight.rows(ids, self._dtype).unflatten(0, (self.num_heads, -1))
         return rows[:, : self.out_features].mT

@@ -1,4 +1,4 @@
-"""What a GPTQ or AWQ checkpoint says about an int4 weight besides its numbers.
+"""Reads scales, zero points and groups of an int4 weight of a GPTQ or AWQ checkpoint.
 
 Reads scales, zero points and the order of inputs, and checks their shapes; the numbers themselves
 are taken over by the C++ kernels. Knows no files and no kernels.
@@ -49,7 +49,7 @@ def order_of(groups: Tensor) -> Tensor | None:
 def make_groups(
     shape: torch.Size, qweight: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None
 ) -> Int4Groups:
-    """The groups of a weight whose words are in the layout of GPTQ or AWQ.
+    """Read the groups of a weight whose words are in the layout of GPTQ or AWQ.
 
     Args:
         shape: (out_features, in_features).

@@ -26,7 +26,7 @@ _num_threads = torch.get_num_threads
 class PackedExperts:
     """The weights of E experts as the kernels read them.
 
-    A token's result does not depend on the tokens beside it, nor on the number of threads.
+    The result of a token does not depend on other tokens, nor on the number of threads.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class PackedExperts:
         """Of the Experts that kernels take, valid as long as this object lives."""
 
     def _check_bias(self, bias: Tensor, width: int) -> None:
-        """Activations must have the dtype of the biases."""
+        """Check a bias; activations must have its dtype."""
         if bias.shape != (self.num_experts, width) or not bias.is_contiguous() or not bias.is_cpu:
             raise ValueError(
                 f"a bias must be dense [{self.num_experts}, {width}] on cpu, got "
@@ -159,18 +159,19 @@ class PackedExperts:
         return sum(weight.num_bytes for part in parts for weight in part)
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
-        """See `ExpertProducts`. Biases are not added."""
+        """Multiply with gate and up of an expert, as `ExpertProducts` does. Biases are not
+        added."""
         gate, up, _ = self._weights
         if not self._has_gate:
             return up[expert].linear(x)
         return torch.cat([gate[expert].linear(x), up[expert].linear(x)], dim=1)
 
     def multiply_down(self, expert: int, x: Tensor) -> Tensor:
-        """See `ExpertProducts`. Biases are not added."""
+        """Multiply with down of an expert, as `ExpertProducts` does. Biases are not added."""
         return self._weights[2][expert].linear(x)
 
     def forward(self, x: Any, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """What `Ops.moe` says, for these experts.
+        """Run these experts, as `Ops.moe` does.
 
         Args:
             x: [T, hidden], float32 or bfloat16 (with float32 weights: float32); rows may be
@@ -247,8 +248,10 @@ def _pack(matrix: Tensor, weight_format: WeightFormat | None) -> PackedWeight:
 
 
 def _check_alike(weights: Sequence[PackedWeight], num_out: int, num_in: int) -> None:
-    """Raises:
-    ValueError: not all are [num_out, num_in] in the same format.
+    """Check that all weights have the same size and format.
+
+    Raises:
+        ValueError: not all are [num_out, num_in] in the same format.
     """
     for weight in weights:
         if (weight.out_features, weight.in_features) != (num_out, num_in):

@@ -72,7 +72,7 @@ class DeviceEmbeddings(EmbeddingRows):
         )
 
     def mark(self, launch: Launch, token_ids: IntArray) -> None:
-        """Write entries of the table in place of tokens whose embeddings are given.
+        """Write entries of the table instead of tokens whose embeddings are given.
 
         Args:
             launch: a prefill.

@@ -1,4 +1,5 @@
-"""What a step cost that it should not: compilations, operators on the host, shapes not warmed up.
+"""Reports what a step cost that it should not: compilations, operators on the host, shapes that
+were not warmed up.
 
 The lines are those that users of the Gaudi stack grep for, at level WARNING. A report makes the
 host wait for the device after each step, so there is none unless it is asked for.
@@ -38,7 +39,8 @@ class StepShape:
 
     @classmethod
     def of(cls, seq_lens: Sequence[int], block_size: int, *, is_prompt: bool) -> "StepShape":
-        """The shape of rows with these lengths in tokens; a step without rows has 128."""
+        """Return the shape of requests with these lengths in tokens; a step without requests has
+        128."""
         longest = max(seq_lens, default=_CONTEXT_LEN_OF_NO_ROWS)
         return cls(is_prompt, len(seq_lens), longest, block_size)
 
@@ -202,7 +204,7 @@ class StepReport:
                 logger.warning("VLLM_HPU_STEP_%s: %s, %s", tag, stats, shape)
 
     def mark_warmed(self, phase: Phase, batch: int, query_len: int, blocks: int) -> None:
-        """This shape has been launched by the warm-up."""
+        """Note that this shape has been launched by the warm-up."""
         self._known.add((phase, batch, query_len, blocks))
 
     def check_warmed(self, phase: Phase, batch: int, query_len: int, blocks: int) -> bool:
@@ -227,13 +229,14 @@ class StepReport:
             )
 
     def finish_warmup(self) -> None:
-        """From here on `compilations_after_warmup` counts."""
+        """Start to count `compilations_after_warmup`."""
         self._bridge.synchronize()
         self._warmup_compilations = self._bridge.counters().compilations
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Around a launch after the warm-up that belongs to it: what it compiles does not count."""
+        """Exclude a launch from the count, because it belongs to the warm-up although it runs
+        later."""
         before = self._bridge.counters().compilations
         yield
         self._bridge.synchronize()
@@ -241,13 +244,15 @@ class StepReport:
             self._warmup_compilations += self._bridge.counters().compilations - before
 
     def compilations_after_warmup(self) -> int:
-        """Since `finish_warmup`, 0 before it. Reads the counters: not for every step."""
+        """Return the compilations since `finish_warmup`, 0 before it. Reads the counters, so it is
+        not for every step."""
         if self._warmup_compilations is None:
             return 0
         return self._bridge.counters().compilations - self._warmup_compilations
 
     def recent_compilations(self) -> int:
-        """`compilations_after_warmup` of at most a second ago; for every step."""
+        """Return `compilations_after_warmup` of at most a second ago; cheap enough for every
+        step."""
         now = time.monotonic()
         if now >= self._next_read:
             self._next_read = now + _MIN_READ_INTERVAL_S
@@ -256,7 +261,7 @@ class StepReport:
 
 
 def not_warmed_line(phase: Phase, batch: int, query_len: int, blocks: int) -> str:
-    """`Configuration: (prompt, 1, 36864) was not warmed-up!`
+    """Return a line such as `Configuration: (prompt, 1, 36864) was not warmed-up!`.
 
     A prompt with context names its blocks too: (prompt, batch, length, blocks). A decode is
     (decode, batch, blocks), with drafts (decode, batch, blocks, length).
@@ -269,7 +274,8 @@ def not_warmed_line(phase: Phase, batch: int, query_len: int, blocks: int) -> st
 
 
 def _compilation_stats(before: DeviceCounters, after: DeviceCounters) -> tuple[int, _Stats]:
-    """How many, and what the bridge's metric shows of them; times in microseconds."""
+    """Return the number of compilations, and their times in microseconds as the bridge's metric
+    shows them."""
     count = after.compilations - before.compilations
     total_us = round((after.compile_s - before.compile_s) * 1e6)
     average_us = total_us // count if count else 0

@@ -1,4 +1,4 @@
-"""What each launch of a card widens before it multiplies, as one line of the log."""
+"""Logs which weights and caches each launch of a card converts before it multiplies."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""How the memory of a card is divided between launches, graphs and the KV cache.
+"""Divides the memory of a card between launches, graphs and the KV cache.
 
 Arithmetic over what was measured; asks no card.
 """
@@ -27,7 +27,7 @@ logger = init_logger(__name__)
 
 
 def most_launch_bytes(config: VllmConfig, free_bytes: int, block_bytes: int) -> int:
-    """What launches may need so that the cache still holds the longest request."""
+    """Return how many bytes launches may need so that the cache still holds the longest request."""
     cache = config.cache
     if cache.kv_cache_memory_bytes is not None and cache.num_gpu_blocks_override is None:
         graph_bytes = free_bytes * cache.gpu_memory_utilization * _graph_share(config)
@@ -58,8 +58,8 @@ def most_kv_blocks(config: VllmConfig, free_bytes: int, block_bytes: int) -> int
 
 
 def beside_states(config: VllmConfig, free_bytes: int, state_bytes: int) -> tuple[VllmConfig, int]:
-    """The config with the memory of the cache that states leave to blocks, and the memory that they
-    leave to everything.
+    """Return the config with the memory of the cache that recurrent states leave to blocks, and the
+    memory that they leave to everything.
 
     Args:
         config: of the engine.
@@ -135,7 +135,7 @@ def divide_memory(
 def make_ledger(
     config: VllmConfig, report: MemoryReport, total_bytes: int, num_blocks: int
 ) -> MemoryLedger:
-    """The ledger of a card before its KV cache is allocated.
+    """Make the ledger of a card before its KV cache is allocated.
 
     Args:
         config: shares.
@@ -174,7 +174,7 @@ def _split(config: VllmConfig, free_bytes: int) -> MemorySplit:
 
 
 def _graph_share(config: VllmConfig) -> float:
-    """Of the usable memory."""
+    """Return the fraction of the usable memory for graphs."""
     return 0.0 if config.model.enforce_eager else config.hpu.graph_reserved_mem
 
 
@@ -199,6 +199,6 @@ def _count_blocks(config: VllmConfig, memory: CacheBudget, block_bytes: int) -> 
     most = config.scheduler.max_num_seqs * config.max_blocks_per_request
     if not cache.enable_prefix_caching:
         return min(num_blocks, most + 1)
-    # Where blocks of running requests lie anywhere, a slice of a large cache is long.
+    # If blocks of running requests can be anywhere, a slice of a large cache is long.
     is_spread = config.hpu.contiguous_pa and not config.has_dense_cache
     return min(num_blocks, 2 * most + 1) if is_spread else num_blocks

@@ -1,4 +1,4 @@
-"""Sleep mode on a card: weights go to the host or are dropped, the KV cache is dropped.
+"""Sleep mode on a card: weights are moved to the host or dropped, the KV cache is dropped.
 
 Tensors come back at other addresses, so graphs that were captured with the old ones go first and
 are captured again afterwards.
@@ -54,7 +54,7 @@ class CardWeights:
         logger.info("Moving model to CPU for sleep mode took %s", profile)
 
     def restore(self) -> None:
-        """Move the weights back; those that were dropped are read from the checkpoint.
+        """Move the weights back; weights that were dropped are read from the checkpoint.
 
         Raises:
             WeightLoadError: the checkpoint cannot be read.
@@ -70,7 +70,8 @@ class CardWeights:
         logger.info("Waking up model, moving it back to HPU took %s", profile)
 
     def reload(self, folder: str | None) -> None:
-        """See `SleepingWeights.reload`."""
+        """Read the weights again, from another folder if one is given; see
+        `SleepingWeights.reload`."""
         folder = folder or self._folder
         if self._is_released:
             self._is_on_host = False
@@ -97,7 +98,7 @@ class CardWeights:
 
 
 class CardCache:
-    """The KV cache on a card. It comes back empty.
+    """The KV cache on a card. It is empty after waking up.
 
     Args:
         bridge: the card.

@@ -151,7 +151,7 @@ class RecipeManifest:
             self._has_failed = True
 
     def _difference(self, others: Iterable[Mapping[str, str]]) -> str:
-        """The fields in which the most similar configuration differs."""
+        """Return the fields in which the most similar configuration differs."""
         differing = [
             [name for name in self._fields if other.get(name) != self._fields[name]]
             for other in others
@@ -171,7 +171,8 @@ def _delete(path: Path) -> None:
 
 
 def _read(path: Path) -> list[_Entry]:
-    """The configurations of a file; none if there is no such file, or it is damaged or newer."""
+    """Return the configurations of a file; none if the file does not exist, is damaged, or is
+    newer."""
     try:
         content = msgspec.json.decode(path.read_bytes(), type=_Content)
         is_ours = (content.format, content.version) == (_FORMAT, _VERSION)

@@ -161,7 +161,7 @@ class WarmUp:
         self._needed_bytes = 0
         """Memory that launches need at a time, the last one included."""
         self._passing_bytes = 0
-        """Of it, what a launch has beside the workspace."""
+        """Memory of a launch in addition to the workspace."""
         self._kept_bytes = 0
         """Of it, the workspace that is in use between launches too."""
         self._used_bytes: int | None = None
@@ -220,7 +220,7 @@ class WarmUp:
         return isinstance(self._launches.execution, GraphExecution)
 
     def _work_left(self) -> Iterator[Work]:
-        """Every launch from here to the end of the warm-up, if nothing more is given up."""
+        """Yield every launch from here to the end of the warm-up, if nothing more is given up."""
         for size in self._encoder_sizes:
             yield _encoder_work(size)
         batches, slices = set(self.batches), self._long_slices()
@@ -245,7 +245,8 @@ class WarmUp:
     def _work_of(
         self, stage: Stage, buckets: Sequence[Bucket], batches: set[int]
     ) -> Iterator[Work]:
-        """The launches of buckets, in this order; adds to the batch sizes that have sampled."""
+        """Yield the launches of buckets, in this order; add to the batch sizes that have
+        sampled."""
         for bucket in buckets:
             for shape in self._shapes(bucket):
                 yield self._work(stage, shape, samples=shape.num_rows not in batches)
@@ -301,7 +302,7 @@ class WarmUp:
     # ---- phase 1 --------------------------------------------------------------------------
 
     def _compile(self, phase: Phase) -> _Steps:
-        """Compile every bucket of a phase. Which there are may change on the way."""
+        """Compile every bucket of a phase. The set of buckets may change meanwhile."""
         done = 0
         with _progress_bar(phase) as bar:
             while pending := [b for b in self._pending(phase) if b not in self._compiled]:
@@ -324,8 +325,8 @@ class WarmUp:
         yield from self._launch_each("decode slices", self._long_slices)
 
     def _launch_once(self, phase: Phase) -> _Steps:
-        """Launch every bucket of a phase, which compiles those that are not yet, the largest
-        first."""
+        """Launch every bucket of a phase, the largest first; this compiles the buckets that are not
+        compiled yet."""
         yield from self._launch_each(f"{phase!s} launches", lambda: self._pending(phase)[::-1])
 
     def _launch_each(self, what: str, pending_buckets: Callable[[], list[Bucket]]) -> _Steps:
@@ -348,13 +349,13 @@ class WarmUp:
             done += 1
 
     def _long_slices(self) -> list[Bucket]:
-        """Pending decodes with long slices, ascending."""
+        """Return pending decodes with long slices, ascending."""
         pending = [b for b in self._pending(Phase.DECODE) if self._is_long_slice(b)]
         return sorted(pending, key=lambda bucket: (padded_cost(bucket), bucket))
 
     def _is_long_slice(self, bucket: Bucket) -> bool:
-        """Whether a decode reads more blocks than those of the profiling run. The same on all
-        ranks, as it depends on the config alone."""
+        """Whether a decode reads more blocks than the decodes of the profiling run. The same on all
+        ranks, as it depends only on the config."""
         most = self._forecast.most_blocks
         is_long = most is not None and bucket.blocks > most
         return is_long and self.limits.contiguous_pa and bucket.phase is Phase.DECODE
@@ -387,13 +388,14 @@ class WarmUp:
         return None
 
     def _compile_shape(self, shape: PaddedShape) -> str | None:
-        """Compile a launch. Why it is given up: not even what it returns has room."""
+        """Compile a launch, and return why it is given up: there is no memory even for its
+        outputs."""
         with self._bridge.compile_only():
             attempted = self._attempt(shape)
         return self._refusal(attempted) if attempted.refused_bytes is not None else None
 
     def _launch_shape(self, shape: PaddedShape) -> str | None:
-        """Run a launch. Why it is given up: it needs more memory than there will be."""
+        """Run a launch, and return why it is given up: it needs more memory than there will be."""
         with self._bridge.dry_run():
             attempted = self._attempt(shape)
         passing = max(self._passing_bytes, attempted.passing_bytes)
@@ -405,8 +407,8 @@ class WarmUp:
         return None
 
     def _predict(self, shape: PaddedShape) -> str | None:
-        """Why a launch must not even be tried: going by smaller ones, there is no memory for it.
-        None: there may be."""
+        """Return why a launch must not even be tried: by the smaller ones there is no memory for
+        it. None: there may be."""
         most_bytes = self._launch_bytes()
         needed_bytes = self._forecast.exceeds(shape, most_bytes - self._held_bytes)
         if needed_bytes is None:
@@ -430,13 +432,13 @@ class WarmUp:
         return f"a launch takes {at_least}{needed}, there are {there_is} for launches"
 
     def _pending(self, phase: Phase) -> list[Bucket]:
-        """Buckets that have not run yet, ascending."""
+        """Return the buckets that have not run yet, ascending."""
         buckets = self.catalog.prefill if phase is Phase.PREFILL else self.catalog.decode
         return [bucket for bucket in buckets if not self.catalog.is_warmed(bucket)]
 
     def _book_workspace(self, needed_bytes: int) -> None:
-        """Keep memory for launches that need more than the profiling run did: that of graphs, and
-        of the margin where a card has taken more and does not give it back."""
+        """Keep memory for launches that need more than the profiling run did: memory of graphs, and
+        of the margin if a card has taken more and does not give it back."""
         ledger, workspace = self._ledger, MemoryClass.WORKSPACE
         self._kept_bytes = max(0, used_bytes(self._bridge) - self._resident_bytes())
         if self._kept_bytes:
@@ -456,12 +458,12 @@ class WarmUp:
         ledger.book(workspace, more)
 
     def _resident_bytes(self) -> int:
-        """In use whatever is launched."""
+        """Return the bytes that are in use whatever is launched."""
         held = (MemoryClass.WEIGHTS, MemoryClass.KV_CACHE, *GRAPHS)
         return sum(self._ledger.booked(cls) for cls in held)
 
     def _launch_bytes(self) -> int:
-        """What launches can have at most: then no graph is captured."""
+        """Return the bytes that launches can have at most, if no graph is captured."""
         ledger = self._ledger
         graphs = sum(ledger.left(cls) for cls in GRAPHS)
         return ledger.booked(MemoryClass.WORKSPACE) + ledger.unassigned_bytes + graphs
@@ -652,7 +654,7 @@ def _name(bucket: Bucket) -> str:
 
 
 def _progress_bar(phase: Phase) -> "tqdm[Bucket]":
-    """On a terminal only."""
+    """Make a progress bar, which is shown on a terminal only."""
     name = "Prompt" if phase is Phase.PREFILL else "Decode"
     bar: Callable[..., tqdm[Bucket]] = tqdm
     return bar(
