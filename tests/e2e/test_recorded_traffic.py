@@ -42,5 +42,5 @@ def test_traffic_and_another_strategy_exclude_each_other(tmp_path: Path) -> None
         {"VLLM_EXPONENTIAL_BUCKETING": 1},
         {"VLLM_BUCKETING_FROM_FILE": "buckets.txt"},
     ):
-        with simulated_hpu(**variables), pytest.raises(ConfigError, match="--traffic .* chooses"):
+        with simulated_hpu(**variables), pytest.raises(ConfigError, match=r"--traffic .* chooses"):
             LLM(**SMALL_ENGINE, traffic=str(path))
