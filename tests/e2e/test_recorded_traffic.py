@@ -34,11 +34,13 @@ def test_an_engine_runs_in_the_buckets_of_what_another_has_recorded(tmp_path: Pa
     assert not any("was not warmed-up" in line for line in log)
 
 
-def test_traffic_and_another_strategy_exclude_each_other() -> None:
+def test_traffic_and_another_strategy_exclude_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "traffic.json"
+    TrafficTable(16).save(path)
     for variables in (
         {"VLLM_BUCKETING_STRATEGY": "sparse"},
         {"VLLM_EXPONENTIAL_BUCKETING": 1},
         {"VLLM_BUCKETING_FROM_FILE": "buckets.txt"},
     ):
-        with simulated_hpu(**variables), pytest.raises(ConfigError, match="--traffic x chooses"):
-            LLM(**SMALL_ENGINE, traffic="x")
+        with simulated_hpu(**variables), pytest.raises(ConfigError, match=r"--traffic .* chooses"):
+            LLM(**SMALL_ENGINE, traffic=str(path))

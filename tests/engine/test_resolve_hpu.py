@@ -1,12 +1,16 @@
 """The settings of Gaudi out of environment variables."""
 
+from dataclasses import replace
+
 import pytest
 
+from tests.engine.fakes import make_config
 from tests.hpu import simulated_hpu
 from vllm import envs
 from vllm.config.hpu import HPUConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.engine.resolve.hpu import resolve_hpu_config
+from vllm.engine.llm_engine import LLMEngine
+from vllm.engine.resolve.hpu import check_launcher, resolve_hpu_config
 from vllm.errors import ConfigError
 
 
@@ -133,3 +137,20 @@ def test_an_engine_does_not_start_with_it(monkeypatch):
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
     with pytest.raises(ConfigError, match="VLLM_USE_MODELSCOPE is set"):
         EngineArgs().create_engine_config()
+
+
+def test_buckets_are_not_left_for_later_where_nothing_warms_them_up():
+    config = make_config()
+    external = replace(config.parallel, distributed_executor_backend="external_launcher")
+    for ready_when in ("all", None):
+        hpu = replace(config.hpu, ready_when=ready_when)
+        check_launcher(replace(config, parallel=external, hpu=hpu))
+    first = replace(config, hpu=replace(config.hpu, ready_when="first"))
+    check_launcher(first)
+    with pytest.raises(ConfigError, match="ready_when='first' leaves buckets for later"):
+        check_launcher(replace(first, parallel=external))
+
+
+def test_an_offline_engine_does_not_follow_its_traffic():
+    with pytest.raises(ConfigError, match="adapt_buckets=True: LLM has no loop"):
+        LLMEngine.from_engine_args(EngineArgs(adapt_buckets=True))

@@ -1,5 +1,6 @@
 """`--traffic` of an engine with lengths of requests: it gets the recorded traffic of a replay."""
 
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,8 @@ def test_bad_lengths_are_one_line(content, words, tmp_path, monkeypatch, capsys)
     class Done:
         """Of the process, which runs here."""
 
-        def __init__(self, command, **given) -> None:
-            monkeypatch.setattr("pickle.load", lambda file: args_of(path))
+        def __init__(self, command, *, input, **given) -> None:
+            monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(input)))
             self.returncode = replay_lengths.main(*command[3:])
             self.stdout = capsys.readouterr().out.encode()
 
@@ -64,3 +65,16 @@ def test_bad_lengths_are_one_line(content, words, tmp_path, monkeypatch, capsys)
     ):
         with_recorded_traffic(args_of(path, device="hpu"))
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_python_objects_are_refused_in_one_line(tmp_path):
+    path = tmp_path / "requests.csv"
+    path.write_text(LENGTHS)
+    args = args_of(path, device="hpu")
+    args.logits_processor_pattern = object()
+    with (
+        simulated_hpu(VLLM_HPU_SIM="gaudi2"),
+        captured_log(),
+        pytest.raises(ConfigError, match="arguments that are Python objects"),
+    ):
+        with_recorded_traffic(args)

@@ -1,16 +1,17 @@
 """The traffic that requests of known lengths cause in an engine, as a program of its own.
 
-    python -m vllm.planning.replay_lengths CARD REQUESTS OUTPUT < pickled EngineArgs
+    python -m vllm.planning.replay_lengths CARD REQUESTS OUTPUT < SETTINGS.json
 
-A planned engine takes the device `hpu` of its process, so the engine that is about to start asks
-for it in another one.
+The settings are those of `EngineArgs`. A planned engine takes the device `hpu` of its process, so
+an engine that is about to start runs this in another one.
 """
 
 import logging
-import pickle
 import sys
 from copy import copy
 from pathlib import Path
+
+import msgspec
 
 from vllm.bucketing import Bucket, BucketPlan
 from vllm.bucketing.traffic import TrafficTable
@@ -49,7 +50,7 @@ def replayed_table(args: EngineArgs, card: str, requests: RequestLengths) -> Tra
 def main(card: str, requests: str, output: str) -> int:
     """Write the table to a file. Return the exit code."""
     try:
-        args = pickle.load(sys.stdin.buffer)
+        args = EngineArgs(**msgspec.json.decode(sys.stdin.buffer.read()))
         replayed_table(args, card, read_lengths(Path(requests))).save(Path(output))
     except ConfigError as error:
         sys.stdout.write(str(error))

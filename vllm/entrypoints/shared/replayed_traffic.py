@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -10,6 +9,9 @@ from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from vllm import envs
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 
@@ -50,9 +52,16 @@ def with_recorded_traffic(args: "EngineArgs") -> "EngineArgs":
         *(source, card),
     )
     command = [sys.executable, "-m", "vllm.planning.replay_lengths", card, str(source), path]
-    environment = {**os.environ, "VLLM_BUCKETING_STRATEGY": "linear"}
+    try:
+        settings = msgspec.json.encode({k: v for k, v in vars(args).items() if v is not None})
+    except TypeError as error:
+        raise ConfigError(
+            f"--traffic {source}: its requests cannot be replayed for arguments that are Python "
+            f"objects ({error}). Use `vllm plan --traffic FILE --write-buckets FILE`"
+        ) from None
+    environment = envs.child_environment({}, {"VLLM_BUCKETING_STRATEGY": "linear"})
     done = subprocess.run(
-        command, input=pickle.dumps(args), stdout=subprocess.PIPE, env=environment, check=False
+        command, input=settings, stdout=subprocess.PIPE, env=environment, check=False
     )
     if done.returncode:
         reason = done.stdout.decode(errors="replace").strip()

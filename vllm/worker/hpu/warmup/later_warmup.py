@@ -138,6 +138,7 @@ class LaterWarmUp:
         self._replacing = replacement(wanted, present, self._limits, keeps_prompts=keeps_prompts)
         self._left = {b: self._parts_of(b) for b in self._replacing if b not in present}
         if not self._left:
+            self._replacing = []
             return False
         held = {*present.prefill, *present.decode}
         self._replaced = frozenset(held.difference(self._replacing))
