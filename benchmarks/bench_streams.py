@@ -124,6 +124,7 @@ async def measure(urls: dict[str, str], args: argparse.Namespace) -> dict[str, A
                 run = LoadRun()
                 await run_load(run, sends[name], *LOADS[load](args, 100 + number))
                 rounds[name].append(figures(run))
+                print(load, name, json.dumps(rounds[name][-1]), file=sys.stderr)
         results[load] = {
             name: {key: median(found, key) for key in found[0]} for name, found in rounds.items()
         }
