@@ -26,10 +26,13 @@ struct Prefetch {
   }
 };
 
-// Whether a tile asks for the words of its next step. With one row AVX2 multiplies faster than the
-// hardware brings words: asking reads 1.11 times as fast on an AMD EPYC. With more rows it is no gain.
+// Whether a tile asks memory for words some steps ahead. With one row AVX2 multiplies faster than the hardware
+// brings words. 16 words ahead into the second-level cache read bf16 1.10 to 1.34 times and int8 1.19 to 1.40
+// times as fast as 4 words ahead into the first one (AMD EPYC, medians of three runs). With more rows it is no
+// gain.
 template <int kRows>
 constexpr bool kAsksAhead = kLanes == 8 && kRows == 1;
+constexpr int64_t kWordsAhead = 16;
 
 template <int kNumber>
 struct Number {
@@ -93,8 +96,8 @@ struct DenseTile {
       for (; k + 4 <= num_words; k += 4) {
         prefetch.step();
         if constexpr (kAsksAhead<kRows>) {
-          const auto* ahead = reinterpret_cast<const char*>(w + (k + 4) * kPanel);
-          for (int64_t i = 0; i < kStepLines; ++i) __builtin_prefetch(ahead + i * 64, 0, 3);
+          const auto* ahead = reinterpret_cast<const char*>(w + (k + kWordsAhead) * kPanel);
+          for (int64_t i = 0; i < kStepLines; ++i) __builtin_prefetch(ahead + i * 64, 0, 2);
         }
         step(k);
         step(k + 1);
