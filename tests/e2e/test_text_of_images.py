@@ -322,8 +322,8 @@ _PUT_TOGETHER = {
         "kimi_vl", "deepseek_v3", "language_model.model.", ("vision_tower", "multi_modal_projector")
     ),
 }
-"""Architectures whose part for images is defined by another package (timm, with Gemma 3n) or by code
-in the checkpoint, or is larger than a test needs."""
+"""Architectures whose part for images is defined by another package (timm, with Gemma 3n) or by
+code in the checkpoint, or is larger than a test needs."""
 
 
 def test_every_architecture_is_in_the_table():
