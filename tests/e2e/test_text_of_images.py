@@ -295,13 +295,13 @@ def without_levels(config: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _PutTogether:
-    """A checkpoint of a language model alone, and the names around it."""
+    """A checkpoint with a tiny language model, and the names of its tensors."""
 
     model_type: str
     text: str
     """Name of the tiny model."""
     prefix: str
-    """Of the names of the language model, in place of `model.`."""
+    """Of the names of the language model, instead of `model.`."""
     parts: tuple[str, ...]
 
 
@@ -322,8 +322,8 @@ _PUT_TOGETHER = {
         "kimi_vl", "deepseek_v3", "language_model.model.", ("vision_tower", "multi_modal_projector")
     ),
 }
-"""Architectures whose part for images is of another package (timm, with Gemma 3n), is larger than a
-test needs, or comes as code with the checkpoint."""
+"""Architectures whose part for images is defined by another package (timm, with Gemma 3n) or by
+code in the checkpoint, or is larger than a test needs."""
 
 
 def test_every_architecture_is_in_the_table():

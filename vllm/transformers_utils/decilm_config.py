@@ -102,7 +102,7 @@ def _intermediate_size(ffn: Mapping[str, Any], raw: Mapping[str, Any], index: in
     factor: Any = ffn.get("ffn_mult")
     if factor is None and "intermediate_size" in raw:
         return _size(raw, "intermediate_size")
-    if type(factor) not in (int, float) or not 0 < factor < 1000:
+    if not isinstance(factor, (int, float)) or not 0 < factor < 1000:
         raise ConfigError(
             f"config.json: ffn.ffn_mult of layer {index} in block_configs must be a number from 0 "
             f"to 1000, got {factor!r}. Correct the file"

@@ -272,8 +272,8 @@ class Qwen3_5MoeForConditionalGeneration(_Qwen, Qwen3_5MoeForCausalLM):
 class KimiK25ForConditionalGeneration(_LanguageModel, DeepseekV3ForCausalLM):
     """Kimi K2.5 and K2.6 (Moonshot AI 2026), of which text input is served.
 
-    transformers 5.24 saves the layers as `blocks`, as published checkpoints name those of the part
-    for images.
+    transformers 5.24 saves the layers as `blocks`, the published name of layers in the part for
+    images.
     """
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
