@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from vllm.planning.replay import Replay, replay
 from vllm.planning.replayed_speed import MAX_SEARCHED, RateChoice, ReplaySpeed, highest_rate
 from vllm.planning.request_lengths import RequestLengths, is_recorded, read_lengths
 from vllm.planning.throughput.goals import Goals
+
+Traffic: TypeAlias = TrafficTable | RequestLengths
+"""Recorded sizes of forward passes, or lengths of requests."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class TrafficPlan:
         return bucket_file_text(self.chosen.buckets, (*self.certificates, f"for {self.source}"))
 
 
-def read_traffic(path: Path) -> TrafficTable | RequestLengths:
+def read_traffic(path: Path) -> Traffic:
     """Read recorded traffic, or lengths of requests.
 
     Raises:
@@ -111,7 +114,7 @@ def read_traffic(path: Path) -> TrafficTable | RequestLengths:
 
 def plan_traffic(
     engine: EnginePlan,
-    traffic: TrafficTable | RequestLengths,
+    traffic: Traffic,
     source: str,
     num_buckets: int,
     cost: ServingCost,

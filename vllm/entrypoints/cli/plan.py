@@ -17,12 +17,12 @@ from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
 
 if TYPE_CHECKING:
-    from vllm.bucketing.traffic import TrafficTable
     from vllm.engine.arg_utils import EngineArgs
     from vllm.planning.card_search import FoundCards
     from vllm.planning.engine_plan import EnginePlan
     from vllm.planning.request_lengths import RequestLengths
     from vllm.planning.throughput.goals import Goals
+    from vllm.planning.traffic import Traffic
 
 DEVICES = (*CARDS, "cpu")
 _LENGTHS = {"input": 1024, "output": 128}
@@ -201,7 +201,7 @@ def _traffic_path(source: str, device: str) -> Path:
     return Path(source)
 
 
-def _at_rate(traffic: "TrafficTable | RequestLengths | None", rate: float) -> "RequestLengths":
+def _at_rate(traffic: "Traffic | None", rate: float) -> "RequestLengths":
     """Return the requests of a traffic at another rate.
 
     Raises:
@@ -272,7 +272,7 @@ def _goals(args: argparse.Namespace) -> "Goals | None":
     return goals if goals.given else None
 
 
-def _mean_lengths(traffic: "TrafficTable | RequestLengths") -> dict[str, int]:
+def _mean_lengths(traffic: "Traffic") -> dict[str, int]:
     """Return the tokens of a usual request."""
     from vllm.planning.request_lengths import RequestLengths
 
@@ -289,7 +289,7 @@ def _search(
     num_cards: int,
     measured: Measured | None,
     goals: "Goals | None",
-    traffic: "TrafficTable | RequestLengths | None",
+    traffic: "Traffic | None",
 ) -> "FoundCards | None":
     """Return the cards that meet the goals; None without goals.
 
