@@ -9,6 +9,8 @@ TORCH ?= torch==2.13.0
 CONSTRAINTS ?= constraints-dev.txt
 PIP_INSTALL = $(BIN)/python -m pip install -q $(CONSTRAINTS:%=-c %)
 BIN := $(VENV)/bin
+# Where `make wheel` writes to.
+WHEELS ?= dist
 
 # The software of a Gaudi image, without a card: tests/vendor/torch-$(VENDOR_TORCH).txt has the pins.
 VENDOR_TORCH ?= 2.6.0
@@ -20,7 +22,7 @@ PYTHON_OF_IMAGE := $(shell sed -n 's/.* on Python \([0-9.]*\):.*/python\1/p' $(V
 PYTHON_VENDOR ?= $(shell $(PYTHON_OF_IMAGE) -c '' 2>/dev/null && echo $(PYTHON_OF_IMAGE) || echo $(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-newest lock test-graphs test-exhaustive test-vendor lint unit format docs bench clean
+.PHONY: help demo test test-quick test-newest lock test-graphs test-exhaustive test-vendor lint unit format docs docs-site wheel bench clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -79,7 +81,18 @@ format: $(VENV)/.installed-dev ## rewrite the sources in the house format
 docs: $(VENV)/.installed-dev ## rewrite the generated pages of docs/
 	$(BIN)/python tools/generate_docs.py
 
-bench: $(VENV)/.installed ## the figures of docs/performance.md
+# In a virtual environment of its own: it needs nothing of the engine.
+docs-site: ## build the pages as a web site in build/site, and check their links
+	test -d .venv-site || $(PYTHON) -m venv .venv-site
+	.venv-site/bin/python -m pip install -q -r requirements-site.txt
+	.venv-site/bin/python tools/build_site.py
+
+# `build` first goes: setuptools puts modules that an earlier build left there into the wheel.
+wheel: ## a wheel in dist/ with the CPU kernels of all instruction sets of this architecture
+	rm -rf build
+	REQUIRE_CPU_KERNELS=1 VLLM_TARGET_DEVICE=cpu $(PYTHON) -m pip wheel -q --no-deps --wheel-dir $(WHEELS) .
+
+bench: $(VENV)/.installed ## some figures of docs/performance.md
 	$(BIN)/python benchmarks/bench_scheduler.py
 	$(BIN)/python benchmarks/bench_step.py
 	$(BIN)/vllm bench throughput --num-prompts 64 --input-len 32 --output-len 64

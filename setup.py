@@ -179,13 +179,22 @@ def build_identity() -> str:
     return f"{version} {source_hash['hash_sources'](ROOT)}"
 
 
+def requires_kernels() -> bool:
+    """Return whether REQUIRE_CPU_KERNELS is 1: a wheel for other machines must have all kernels."""
+    value = os.environ.get("REQUIRE_CPU_KERNELS", "0")
+    if value not in ("0", "1"):
+        raise SystemExit(f"REQUIRE_CPU_KERNELS={value!r}: it must be 0 or 1")
+    return value == "1"
+
+
 def build_kernels(objects_dir: Path, library: Path) -> None:
     """Compile csrc/cpu and link it.
 
-    An instruction set that the compiler does not know is left out.
+    An instruction set that the compiler does not know is left out, unless all are required.
 
     Raises:
-        BuildError: there is no compiler, or the portable kernels do not compile.
+        BuildError: there is no compiler, or the portable kernels do not compile, or
+            REQUIRE_CPU_KERNELS is 1 and the compiler does not know an instruction set.
     """
     compiler = find_compiler()
     objects_dir.mkdir(parents=True, exist_ok=True)
@@ -216,6 +225,8 @@ def build_kernels(objects_dir: Path, library: Path) -> None:
             objects.append(compiled.result())
             rows[isa.is_for_tests].append(f"ISA({isa.name}, {isa.runs_here})")
         except BuildError as error:
+            if requires_kernels():
+                raise
             print(f"left out the {isa.name} kernels: {error}", file=sys.stderr, flush=True)
     defines = [
         f"-DVLLM_ISAS={' '.join(rows[False])}",
@@ -245,13 +256,18 @@ def fallback_notice(reason: str) -> str:
 
 
 class BuildKernels(build_ext):
-    """Builds `vllm/ops/_cpu_kernels.so`. Never fails: without the library torch serves."""
+    """Builds `vllm/ops/_cpu_kernels.so`.
+
+    Without a compiler it builds nothing, and torch serves; with REQUIRE_CPU_KERNELS=1 it fails.
+    """
 
     def build_extension(self, ext: Extension) -> None:
         library = Path(self.get_ext_fullpath(ext.name)).resolve()
         try:
             build_kernels(Path(self.build_temp).resolve() / "cpu_kernels", library)
         except BuildError as error:
+            if requires_kernels():
+                raise SystemExit(f"REQUIRE_CPU_KERNELS=1: {error}") from None
             library.unlink(missing_ok=True)  # of an earlier build, perhaps of other sources
             print(fallback_notice(str(error)), file=sys.stderr, flush=True)
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen3NextConfig
 
 from vllm import LLM
 from vllm.attention import LaunchContext, RaggedMetadata, share_context
-from vllm.attention.state import RaggedStates
+from vllm.attention.ragged_states import RaggedStates
 from vllm.model_executor.layers.delta_net import GatedDeltaNet
 
 

@@ -1,6 +1,6 @@
 """Images on the CPU: time to the first token, the tower, caches, and what texts pay for them.
 
-    python benchmarks/bench_multimodal.py [--layers 16 --hidden-size 2048] [--no-peer]
+    python -m benchmarks.bench_multimodal [--layers 16 --hidden-size 2048] [--no-peer]
 
 The model is a LLaVA with random weights: CLIP ViT-L/14 of 336 pixels in front of a Llama of about
 1.2 billion parameters, bfloat16. Nothing is downloaded. Images are drawn, and are sent as JPEG
@@ -36,7 +36,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import fixed_length, report
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -46,6 +45,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from benchmarks.common import fixed_length, report
 from vllm import LLM
 from vllm.ops.cpu.library import load_cpu_kernels
 

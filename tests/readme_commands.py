@@ -1,4 +1,4 @@
-"""The shell commands of README.md and README_GAUDI.md."""
+"""The shell commands of the READMEs and of the pages about Gaudi."""
 
 import re
 import shlex
@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "README_GAUDI.md")
+PAGES = ("README.md", "README_GAUDI.md", "docs/gaudi_buckets.md", "docs/tuning_gaudi.md")
 
 _IMAGE = "vllm-hpu-env"
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*=")

@@ -5,16 +5,20 @@ import shutil
 import subprocess
 import sys
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tools import generate_docs
+from tools.messages_page import parts_of
 from vllm.env.compat import COMPAT_VARIABLES
 from vllm.env.others import OTHER_READERS
 from vllm.envs import Envs
 
 ROOT = Path(__file__).resolve().parents[1]
+DESIGN_PAGES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/design/*.md"))
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
 
 
 def test_the_committed_pages_are_up_to_date():
@@ -45,36 +49,63 @@ def test_a_page_that_differs_is_named(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().err == message
 
 
-def files_of_tree() -> list[str]:
-    """Return the files and folders that pages may name, relative to the repository."""
+@cache
+def files_of_tree() -> str:
+    """Return the files and folders that pages may name, relative to the repository, one a line."""
     folders = ("vllm", "gaudi_sim", "csrc", "tests", "docs", "tools", "benchmarks")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*")]
-    return [*folders, *(str(path.relative_to(ROOT)) for path in found)]
+    return "\n".join([*folders, *(str(path.relative_to(ROOT)) for path in found)])
 
 
-def wrong_paths(text: str, files: list[str]) -> list[str]:
+def wrong_paths(text: str) -> list[str]:
     """Return the paths in backticks that no file has. A path may leave out its beginning and the
     ending .py, have `<name>` or `*` for a name, or end with a name of its module: `a/b.Name`."""
     wrong = []
     for path in set(re.findall(r"`([\w.<>*-]+/[\w.<>*/-]*)`", text)):
-        pattern = re.sub(r"<\w+>|\\\*", "[^/]*", re.escape(path.rstrip("/")))
-        if any(re.search(rf"(^|/){pattern}(\.\w+)?$", file) for file in files):
+        pattern = re.sub(r"<\w+>|\\\*", "[^/\n]*", re.escape(path.rstrip("/")))
+        if re.search(rf"(^|/){pattern}(\.\w+)?$", files_of_tree(), re.MULTILINE):
             continue
         module, _, name = path.rpartition(".")
-        places = [file for file in files if f"/{file}".endswith(f"/{module}.py")]
-        if not any(re.search(rf"(class|def) {name}\b", (ROOT / p).read_text()) for p in places):
+        files = re.findall(rf"^(?:.*/)?{re.escape(module)}\.py$", files_of_tree(), re.MULTILINE)
+        if not any(re.search(rf"(class|def) {name}\b", (ROOT / f).read_text()) for f in files):
             wrong.append(path)
     return wrong
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md", *DESIGN_PAGES])
 def test_paths_that_a_page_names_exist(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     of_users = "`HF_HOME/gguf-metadata`"  # on the machine of a user
-    files = files_of_tree()
-    assert wrong_paths(text.replace(of_users, ""), files) == []
+    assert wrong_paths(text.replace(of_users, "")) == []
     gone = "`vllm/no_file.py` `core/plan.no_name` `vllm/<no>_file/*.py` `sample/sampler`"
-    assert sorted(wrong_paths(gone, files)) == sorted(re.findall("`(.*?)`", gone)[:3])
+    assert sorted(wrong_paths(gone)) == sorted(re.findall("`(.*?)`", gone)[:3])
+
+
+def anchors_of(page: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Return the links of a page to files or headings that do not exist."""
+    broken = []
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\((?!https?:|mailto:)([^()\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        is_known = target.exists() and (not anchor or anchor in anchors_of(target.read_text()))
+        if not is_known:
+            broken.append(link)
+    return broken
+
+
+def test_links_of_pages_have_a_target(tmp_path):
+    assert {str(page): found for page in PAGES if (found := broken_links(page))} == {}
+    page = tmp_path / "page.md"
+    page.write_text("# A: b\n[1](#a-b) [2](#c) [3](page.md#a-b) [4](no.md) [5](https://x.org/y)")
+    assert broken_links(page) == ["#c", "no.md"]
 
 
 def strings_of_package() -> str:
@@ -89,8 +120,7 @@ def unknown_messages(page: str, known: str) -> list[str]:
     unknown = []
     for cell in re.findall(r"^\| ([^|]*`[^|]*) \|", page, re.MULTILINE):
         for message in re.findall(r"`([^`]+)`", cell):
-            parts = re.split(r"\.\.\.|'x'|--[xy]\b|\b[A-Z]+\b(?!_)", message)
-            if not all(part.strip(" '") in known for part in parts if len(part) > 8):
+            if not all(part.strip(" '") in known for part in parts_of(message) if len(part) > 8):
                 unknown.append(message)
     return unknown
 

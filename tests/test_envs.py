@@ -197,7 +197,9 @@ def test_the_new_name_of_a_variable_is_read_as_its_old_one(environ):
 
 
 def test_two_names_of_one_variable_have_one_value():
-    with pytest.raises(ConfigError, match=rf"{_SEQ}=128 and {_QUERY}=256 are one setting"):
+    with pytest.raises(
+        ConfigError, match=rf"{_SEQ}=128 and {_QUERY}=256 are two names of one setting"
+    ):
         Envs.load({_QUERY: "256", _SEQ: "128"})
     with pytest.raises(ConfigError, match=rf"^{_QUERY}='many': expected an integer"):
         Envs.load({_QUERY: "many"})

@@ -1,4 +1,4 @@
-"""Every command of README.md and README_GAUDI.md is planned, run, or listed with why it is not.
+"""Every command of the READMEs and the pages about Gaudi is planned, run, or listed as not run.
 
 `make test` plans what starts an engine: for a simulated card, with the variables and flags as they
 stand there. `make test-exhaustive` runs what can run here, word for word. Counts on the pages are
@@ -31,9 +31,9 @@ from vllm.entrypoints.cli.main import _create_parser
 from vllm.entrypoints.openai.cli_args import read_args
 from vllm.worker.hpu.memory.memory import divide_memory, make_ledger
 
-README, GAUDI = PAGES
+README, GAUDI, BUCKETS, TUNING = PAGES
 COMMANDS = [command for page in PAGES for command in read_commands(page)]
-TEXT = " ".join((ROOT / GAUDI).read_text().split())
+TEXT = " ".join(" ".join((ROOT / page).read_text() for page in PAGES[1:]).split())
 GIB, MIB = 2**30, 2**20
 
 _LLAMA = {
@@ -123,8 +123,8 @@ class Run:
     """A pattern that its standard output has, or the file that it writes."""
     code: int = 0
     stdin: str = ""
-    log: str = ""
-    """The heading of the page below which its log stands."""
+    log: tuple[str, str] | None = None
+    """The page and the heading below which its log is."""
     shape: str = ""
     """The model that a placeholder stands for, if not the bundled one."""
 
@@ -155,7 +155,7 @@ RUNS = {
     (GAUDI, "vllm collect-env"): Run(r"(?i)torch"),
     (GAUDI, "VLLM_HPU_SIM=gaudi2 vllm hpu-check"): Run(r"passed, 0 failed"),
     (GAUDI, f"{SIMULATED}{GENERATE} --max-tokens 16"): Run(
-        "16 output tokens", log="## Warm-up and graphs"
+        "16 output tokens", log=(BUCKETS, "## Warm-up and graphs")
     ),
     (
         GAUDI,
@@ -163,18 +163,18 @@ RUNS = {
         "--max-tokens 16 --max-model-len 256 --max-num-seqs 2",
     ): Run("16 output tokens"),
     (
-        GAUDI,
+        BUCKETS,
         f"{SIMULATED}VLLM_CONTIGUOUS_PA=0 VLLM_DECODE_BLOCK_BUCKET_MIN=2 "
         f"VLLM_DECODE_BLOCK_BUCKET_STEP=2 VLLM_DECODE_BLOCK_BUCKET_MAX=32 {GENERATE} "
         "--max-tokens 16 --max-num-seqs 4 --max-model-len 1024 "
         "--no-enable-prefix-caching --no-enable-chunked-prefill",
-    ): Run("16 output tokens", log="## Buckets"),
+    ): Run("16 output tokens", log=(BUCKETS, "## Buckets")),
     (
-        GAUDI,
+        TUNING,
         "vllm plan path/to/model --device gaudi3 --num-cards 8 --max-model-len 16384",
     ): Run("on 8 gaudi3 cards", shape="meta-llama/Llama-3.1-8B-Instruct"),
 }
-"""Commands that run and end. Those of README_GAUDI.md run on a simulated card."""
+"""Commands that run and end. On the pages about Gaudi they run on a simulated card."""
 
 SERVERS = {
     (README, "vllm serve path/or/hub-name"): (),
@@ -299,8 +299,8 @@ def test_every_recipe_is_in_the_table():
 
 def table_of_recipes() -> dict[str, list[str]]:
     """The cells of each recipe by its name."""
-    rows = read_tables(GAUDI, "## Recipes")
-    assert rows[0][3] == "launches, assumed GiB"
+    rows = read_tables(TUNING, "## Recipes")
+    assert rows[0][3] == "forward passes, assumed GiB"
     return {row[0]: row[1:] for row in rows[2:] if len(row) == len(rows[0])}
 
 
@@ -323,10 +323,10 @@ def test_counts_in_the_text_are_those_of_the_plans(models):
     usual = buckets(planned(RECIPES[0], models))
     few = buckets(planned(command_of(f"{eight} --max-num-seqs 16"), models))
     fine = buckets(planned(command_of(f"VLLM_DECODE_BS_BUCKET_STEP=8 {eight}"), models))
-    assert f"with 16 in place of 128: {few} buckets in place of {usual}" in TEXT
-    assert f"8 in place of 32 makes it {fine}" in TEXT
+    assert f"with 16 instead of 128: {few} buckets instead of {usual}" in TEXT
+    assert f"8 instead of 32 makes it {fine}" in TEXT
     dense, fp8 = (table_of_recipes()[title][6].split()[0] for title in ("8B", "8B, FP8"))
-    assert f"{fp8} of the longest in place of {dense}" in TEXT
+    assert f"{fp8} of the longest instead of {dense}" in TEXT
     long = planned(command_of(eight.replace("8192", "131072")), models)
     more = long["prompt_buckets"] - int(usual.split()[0])
     assert f"a model of 131,072 tokens has {more} more than one of 8192" in TEXT
@@ -344,7 +344,8 @@ def test_counts_in_the_text_are_those_of_the_plans(models):
 
 
 def test_the_table_of_strategies_is_generated():
-    rows = [row for row in read_tables(GAUDI, "## Buckets") if re.fullmatch(r"\d+ \+ \d+", row[-1])]
+    tables = read_tables(BUCKETS, "## Strategies and variables")
+    rows = [row for row in tables if re.fullmatch(r"\d+ \+ \d+", row[-1])]
     assert len(rows) == 4
     for strategy, _, stated in rows:
         variables = {"VLLM_BUCKETING_STRATEGY": strategy.split("`")[0]}
@@ -383,9 +384,9 @@ def test_the_example_of_memory_is_computed(models):
 # ---- logs ---------------------------------------------------------------------------------
 
 
-def log_block(heading: str) -> list[str]:
+def log_block(page: str, heading: str) -> list[str]:
     """The lines of the first log below a heading, as patterns; none for lines that are left out."""
-    text = (ROOT / GAUDI).read_text().partition(f"\n{heading}\n")[2]
+    text = (ROOT / page).read_text().partition(f"\n{heading}\n")[2]
     (block,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)[:1]
     lines = [line for line in block.splitlines() if line != "..."]
     return [re.escape(line).replace(r"\.\.\.", ".*") for line in lines]
@@ -399,9 +400,11 @@ def assert_in_order(patterns: list[str], lines: list[str]) -> None:
 
 @pytest.mark.parametrize("each", [each for each, run in RUNS.items() if run.log], ids=str)
 def test_the_buckets_of_a_log_are_those_that_are_planned(each, models):
-    patterns = [line for line in log_block(RUNS[each].log) if re.match(LOGGED_BY_A_PLAN, line)]
+    log = RUNS[each].log
+    assert log is not None
+    patterns = [line for line in log_block(*log) if re.match(LOGGED_BY_A_PLAN, line)]
     assert len(patterns) >= 4
-    (blocks,) = re.findall(r"# HPU blocks: (\d+)", (ROOT / GAUDI).read_text())
+    (blocks,) = re.findall(r"# HPU blocks: (\d+)", (ROOT / BUCKETS).read_text())
     command = Command(*each)
     num_blocks = 33 if "--no-enable-prefix-caching" in command.text else int(blocks)
     with engine_of(command, models) as config:
@@ -424,12 +427,12 @@ def folder(tmp_path) -> Path:
 
 
 def environment(command: Command, folder: Path) -> dict[str, str]:
-    """As on a new machine; one with a card, simulated, for the page about Gaudi."""
+    """As on a new machine; one with a card, simulated, for the pages about Gaudi."""
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("VLLM_", "PT_HPU"))}
     kept["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), kept["PATH"]))
     kept["PYTHONPATH"] = str(ROOT)
     kept["TMPDIR"] = str(folder)
-    if command.page == GAUDI and "VLLM_HPU_SIM" not in command.variables:
+    if command.page != README and "VLLM_HPU_SIM" not in command.variables:
         kept |= {"VLLM_HPU_SIM": "gaudi2", "PT_HPU_LAZY_MODE": "1"}
     return kept
 
@@ -453,7 +456,7 @@ def check_run(command: Command, run: Run, folder: Path, models: dict[str, Path])
     assert re.search(run.output, output), f"{output}\n{result.stderr}"
     if run.log:
         lines = [re.sub(r"^INFO \S+ \S+ \S+\] ", "", line) for line in result.stderr.splitlines()]
-        assert_in_order(log_block(run.log), lines)
+        assert_in_order(log_block(*run.log), lines)
 
 
 def needs_a_server(each: tuple[str, str]) -> bool:

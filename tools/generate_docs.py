@@ -22,6 +22,8 @@ from tests.seeds.table import compatibility as compatibility_lines  # noqa: E402
 from tests.tested_families import architectures_with  # noqa: E402
 from tools.check_prose import GLOSSARY, Glossary  # noqa: E402
 from tools.layers import Layers, module_name, read_layers  # noqa: E402
+from tools.messages_page import messages_page  # noqa: E402
+from tools.results import read_machines, result_picture, result_tables  # noqa: E402
 from tools.structure import imports_between, parse, read_sources  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
 from vllm.config.fields import ConfigField, config_fields, config_sections  # noqa: E402
@@ -327,9 +329,25 @@ def glossary() -> Iterator[str]:
         yield _row(term["use"], term["private"], term.get("means", ""), kinds)
 
 
-def design() -> Iterator[str]:
-    """Write the page about the design as it is, with the layers of pyproject.toml."""
-    yield from _page_with_part("design.md", "layers", _layers_of_package())
+def layers() -> Iterator[str]:
+    """Write the page about folders as it is, with the layers of pyproject.toml."""
+    yield from _page_with_part("design/layers.md", "layers", _layers_of_package())
+
+
+def messages() -> Iterator[str]:
+    """Write the page of all errors and log lines."""
+    yield _NOTE
+    yield from messages_page(ROOT)
+
+
+def performance() -> Iterator[str]:
+    """Write the page about speed as it is, with the tables of benchmarks/results.json."""
+    yield from _page_with_part("performance.md", "results", result_tables(read_machines(ROOT)))
+
+
+def performance_picture() -> Iterator[str]:
+    """Draw the results of benchmarks/results.json."""
+    yield from result_picture(read_machines(ROOT))
 
 
 def quantization() -> Iterator[str]:
@@ -404,10 +422,13 @@ def _first_sentence(module: str) -> str:
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "compatibility.md": compatibility,
-    "design.md": design,
+    "design/layers.md": layers,
     "env_variables.md": env_variables,
     "engine_arguments.md": engine_arguments,
     "glossary.md": glossary,
+    "messages.md": messages,
+    "performance.md": performance,
+    "performance.svg": performance_picture,
     "quantization.md": quantization,
     "server_arguments.md": server_arguments,
     "supported_models.md": supported_models,

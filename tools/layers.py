@@ -1,6 +1,7 @@
 """Layers of the package: the contracts of the type "layers" in pyproject.toml.
 
-import-linter checks them; tests and docs/design.md read them here. Names of modules are dotted.
+import-linter checks them; tests and docs/design/layers.md read them here. Names of modules are
+dotted.
 """
 
 import sys

@@ -84,7 +84,7 @@ def make_text(kind: str, role: str, path: str, lines: Iterable[tuple[int, str]])
 
 def source_files(root: Path) -> list[Path]:
     """List the files of the tree that have English of this project, sorted."""
-    found = [*root.glob("*.py"), *root.glob("*.md"), *root.glob("docs/*.md")]
+    found = [*root.glob("*.py"), *root.glob("*.md"), *root.glob("docs/**/*.md")]
     for folder in PYTHON_FOLDERS:
         found += (root / folder).rglob("*.py")
     found += (path for path in (root / "csrc").rglob("*") if path.suffix in (".cpp", ".h"))

@@ -42,13 +42,13 @@ _SEQ_PREFIX, _QUERY_PREFIX = "VLLM_PROMPT_SEQ_BUCKET_", "VLLM_PROMPT_QUERY_BUCKE
 
 
 def _linear(what: str, default: str) -> Any:
-    """One of the twelve variables of linear bucketing."""
-    return _buckets(None, f"Linear buckets: {what}. Not set: {default}.", at_least=1)
+    """Define one of the twelve variables of linear bucketing."""
+    return _buckets(None, f"Linear buckets: {what}. Default: {default}.", at_least=1)
 
 
 def _padding(what: str, default: str, at_least: int = 0) -> Any:
-    """One of the variables that padding-aware bucketing alone reads."""
-    return _buckets(None, f"pad buckets: {what}. Not set: {default}.", at_least=at_least)
+    """Define one of the variables that only padding-aware bucketing reads."""
+    return _buckets(None, f"pad buckets: {what}. Default: {default}.", at_least=at_least)
 
 
 _pad_max = partial(_padding, default="a quarter of the largest")
@@ -61,7 +61,7 @@ class Envs:
 
     VLLM_TARGET_DEVICE: str | None = _general(
         None,
-        "Device to install and run for. Not set: hpu when a card is there, else cpu.",
+        "Device to install and run for. Default: hpu when a card is there, else cpu.",
         ("hpu", "cpu"),
     )
     VLLM_LOGGING_LEVEL: str = _general(
@@ -69,12 +69,12 @@ class Envs:
     )
     VLLM_LOGGING_PREFIX: str = _general("", "Text at the start of every log line.")
     VLLM_CONFIGURE_LOGGING: bool = _general(
-        True, "0 leaves handlers and level of the 'vllm' logger to the application."
+        True, "0: the application sets handlers and level of the 'vllm' logger."
     )
     VLLM_LOGGING_CONFIG_PATH: str | None = _general(
         None,
-        "JSON file for `logging.config.dictConfig`, in place of the handler and the level of "
-        "this package.",
+        "JSON file for `logging.config.dictConfig`, instead of the handler and the level of this "
+        "package.",
     )
     VLLM_LOGGING_FORMAT: str = _general("text", "Format of the log lines.", ("text", "json"))
     VLLM_ALLOW_LONG_MAX_MODEL_LEN: bool = _general(
@@ -83,7 +83,7 @@ class Envs:
         "rotary positions; output beyond that length may be of poor quality.",
     )
     VLLM_ASSETS_CACHE: str | None = _general(
-        None, "Folder with pictures, sounds and videos for the examples (`vllm.assets`)."
+        None, "Folder with images, sounds and videos for the examples (`vllm.assets`)."
     )
     VLLM_IMAGE_FETCH_TIMEOUT: int = _general(
         5, "Seconds to fetch an image from a URL, with its redirects.", at_least=1
@@ -99,26 +99,26 @@ class Envs:
         "Follow the redirects of a URL of an image, sound or video; each is checked like the URL.",
     )
     VLLM_MAX_IMAGE_PIXELS: int = _general(
-        178956970, "Limit of width x height of an image and of a frame of a video.", at_least=1
+        178956970, "Maximum width x height of an image and of a frame of a video.", at_least=1
     )
     VLLM_MAX_AUDIO_DECODE_DURATION_S: int = _general(
-        600, "Limit of the seconds of a sound.", at_least=1
+        600, "Maximum length of a sound in seconds.", at_least=1
     )
     VLLM_PLUGINS: str | None = _general(
         None,
-        "Names of the plug-ins of other packages to run, with commas between them. Empty: none; "
-        "not set: all that are installed.",
+        "Names of the plug-ins of other packages to run, separated by commas. Empty: none. "
+        "Default: all that are installed.",
         may_be_empty=True,
     )
     VLLM_PP_LAYER_PARTITION: str | None = _general(
         None,
         "Layers of each stage of --pipeline-parallel-size, from the first to the last, such as "
-        "12,10,10. Not set: as even as possible, the last stage with the fewest.",
+        "12,10,10. Default: as even as possible, the last stage with the fewest.",
     )
     VLLM_HOST_IP: str | None = _general(
         None,
         "Address of this machine for workers on other machines, with the executor ray; each "
-        "machine has its own. Not set: the address by which Ray knows the machine.",
+        "machine has its own. Default: the address by which Ray knows the machine.",
     )
     QUANT_CONFIG: str | None = _general(
         None,
@@ -130,54 +130,56 @@ class Envs:
     )
     VLLM_ALLOW_RUNTIME_LORA_UPDATING: bool = _server(
         False,
-        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter: everyone who can reach the "
-        "server may then add and remove adapters, which are folders of the server.",
+        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter. Everyone who can reach the "
+        "server can then add and remove adapters, which are folders of the server.",
     )
     VLLM_LORA_RESOLVER_CACHE_DIR: str | None = _server(
         None,
-        "A folder of LoRA adapters: with --enable-lora, each folder in it is a model that requests "
-        "may name, and is read when one first does.",
+        "Folder of LoRA adapters: with --enable-lora, each folder in it is a model that requests "
+        "may name. It is loaded at its first use.",
     )
     VLLM_SERVER_DEV_MODE: bool = _server(
         False,
-        "Serve the routes for development too: /server_info, /reset_prefix_cache, /reset_mm_cache, "
-        "/collective_rpc, /sleep, /wake_up, /is_sleeping.",
+        "Also serve the routes for development: /server_info, /reset_prefix_cache, "
+        "/reset_mm_cache, /collective_rpc, /sleep, /wake_up, /is_sleeping.",
     )
     VLLM_MAX_AUDIO_CLIP_FILESIZE_MB: int = _server(
         25,
-        "Limit of a file that is sent to /v1/audio/transcriptions or /v1/audio/translations, in "
-        "units of 1024 x 1024 bytes.",
+        "Maximum size of a file that is sent to /v1/audio/transcriptions or "
+        "/v1/audio/translations, in units of 1024 x 1024 bytes.",
         at_least=1,
     )
     VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int | None = _server(
         None,
-        "Seconds that a connection without a request stays open; keep_alive_timeout comes first.",
+        "Seconds that a connection without a request stays open, unless --keep-alive-timeout is "
+        "given.",
         at_least=1,
     )
     VLLM_CPU_KVCACHE_SPACE: float | None = _cpu(
         None,
         "KV cache of the CPU device in GiB, divided among the replicas of --data-parallel-size, "
-        "unless --kv-cache-memory-bytes says it. Not set, or 0: a share of the free memory.",
+        "unless --kv-cache-memory-bytes is given. Default, or 0: a fraction of the free memory.",
         at_least=0,
     )
     VLLM_CPU_OMP_THREADS_BIND: str = _cpu(
         "auto",
         "Cores of the threads of the CPU device, one thread each, such as 0-3 or 0,2,4. Several "
-        "workers have one list for all or one for each: 0-1|2-3; replicas of "
-        "--data-parallel-size divide one list, or have one each, or one for each worker. auto: as "
-        "many threads as suit the cores of the process, its share of the container's time and "
-        "the model, on any core, or for several workers on several NUMA nodes each on a part of "
-        "the cores; all or nobind: OpenMP decides.",
+        "workers have one list for all or one for each: 0-1|2-3; replicas of --data-parallel-size "
+        "divide one list, or have one each, or one for each worker. auto: the number of threads "
+        "is chosen for the cores of the process, the CPU limit of the container and the model; "
+        "they run on any core, but several workers on several NUMA nodes each use a part of the "
+        "cores. all or nobind: OpenMP decides.",
     )
     OMP_NUM_THREADS: str | None = _cpu(
-        None, "Read by OpenMP: threads of the CPU device. Not set: as VLLM_CPU_OMP_THREADS_BIND."
+        None,
+        "Read by OpenMP: threads of the CPU device. Default: chosen by VLLM_CPU_OMP_THREADS_BIND.",
     )
     VLLM_CPU_KERNELS: bool = _cpu(True, "Use the compiled kernels on the CPU; 0 runs plain torch.")
     VLLM_CPU_ISA: str | None = _cpu(
         None,
         "Instruction set of the compiled kernels, for comparisons: amx, avx512_bf16, avx512_vnni, "
-        "avx512, avx_vnni, avx2, arm_bf16 or base; amx_portable computes as amx does without its "
-        "instructions, slowly, for tests. Not set: the best that the processor has.",
+        "avx512, avx_vnni, avx2, arm_bf16 or base; amx_portable computes like amx without its "
+        "instructions, slowly, for tests. Default: the best that the processor has.",
     )
     VLLM_BUCKETING_STRATEGY: str = _buckets(
         "linear",
@@ -191,10 +193,10 @@ class Envs:
     )
     VLLM_EXPONENTIAL_BUCKETING: bool | None = _buckets(
         None,
-        "1 spaces buckets exponentially, 0 linearly. Not set: as VLLM_BUCKETING_STRATEGY.",
+        "1 spaces buckets exponentially, 0 linearly. Default: chosen by VLLM_BUCKETING_STRATEGY.",
     )
     VLLM_BUCKETING_FROM_FILE: str | None = _buckets(
-        None, "File with the buckets, in place of a strategy."
+        None, "File with the buckets, which replaces the strategy."
     )
     VLLM_PROMPT_BS_BUCKET_MIN: int | None = _linear("smallest prompt batch", "1")
     VLLM_PROMPT_BS_BUCKET_STEP: int | None = _linear(
@@ -227,14 +229,14 @@ class Envs:
         "step of KV blocks of context", "2", at_least=1
     )
     VLLM_PROMPT_CTX_BUCKET_MAX: int | None = _padding(
-        "most KV blocks of context", "those of the longest request"
+        "most KV blocks of context", "the context of the longest request"
     )
     VLLM_PROMPT_BS_BUCKET_PAD_MAX: int | None = _pad_max("most prompts added to a batch")
     VLLM_PROMPT_BS_BUCKET_PAD_PERCENT: int | None = _pad_percent("the same in percent, up to 50")
     VLLM_PROMPT_SEQ_BUCKET_PAD_MAX: int | None = _pad_max("most tokens added to a prompt")
     VLLM_PROMPT_SEQ_BUCKET_PAD_PERCENT: int | None = _pad_percent("the same in percent, up to 50")
     VLLM_PROMPT_CTX_BUCKET_PAD_MAX: int | None = _padding(
-        "most KV blocks added to the context", "those of max_num_batched_tokens"
+        "most KV blocks added to the context", "the blocks of max_num_batched_tokens"
     )
     VLLM_PROMPT_CTX_BUCKET_PAD_PERCENT: int | None = _pad_percent("the same in percent, up to 50")
     VLLM_DECODE_BS_BUCKET_PAD_MAX: int | None = _pad_max("most sequences added to a decode batch")
@@ -243,13 +245,13 @@ class Envs:
     VLLM_DECODE_BLOCK_BUCKET_PAD_PERCENT: int | None = _pad_percent("the same in percent, up to 50")
     VLLM_MULTIMODAL_BUCKETS: str | None = _buckets(
         None,
-        "Padded sizes of forward passes of an encoder of images, with commas between: numbers of "
+        "Padded sizes of forward passes of an image encoder, separated by commas: numbers of "
         "images or tiles for encoders of one image size, else numbers of patches. Sizes are "
         "rounded up to multiples of 16 patches, and sizes for the largest image are added. None: "
-        "by the model, each size a quarter larger than the last.",
+        "chosen by the model, each size a quarter larger than the last.",
     )
     VLLM_MERGED_PREFILL: bool = _buckets(
-        False, "Lay the prompts of a launch end to end in one row."
+        False, "Concatenate the prompts of a prefill batch into one padded sequence."
     )
     VLLM_SKIP_WARMUP: bool = _warmup(
         False,
@@ -257,13 +259,15 @@ class Envs:
         "warms up, unless this is set to 0 or it is given --warmup.",
     )
     VLLM_FULL_WARMUP: bool = _warmup(
-        False, "Nothing may compile after the warm-up; torch.compile skips its guards then."
+        False,
+        "Make a compilation after the warm-up an error. torch.compile then skips its guards, "
+        "which is faster.",
     )
     VLLM_GRAPH_RESERVED_MEM: float = _warmup(
-        0.1, "Share of the usable memory that is kept for HPU graphs.", at_least=0, at_most=1
+        0.1, "Fraction of the usable memory that is kept for HPU graphs.", at_least=0, at_most=1
     )
     VLLM_GRAPH_PROMPT_RATIO: float = _warmup(
-        0.3, "Share of the graph memory for prompt graphs.", at_least=0, at_most=1
+        0.3, "Fraction of the graph memory for prompt graphs.", at_least=0, at_most=1
     )
     VLLM_GRAPH_PROMPT_STRATEGY: str = _warmup(
         "min_tokens", "Order in which prompt graphs are captured.", ("min_tokens", "max_bs")
@@ -273,101 +277,103 @@ class Envs:
     )
     PT_HPU_RECIPE_CACHE_CONFIG: str | None = _warmup(
         None,
-        "Read by the Habana bridge: `path,delete at start,size in MB` of the folder where compiled "
-        "recipes outlive the process. A simulated card keeps its own there.",
+        "Read by the Habana bridge: `path,delete at start,size in MB` of the folder where "
+        "compiled recipes are kept between runs. A simulated card keeps its own there.",
     )
     PT_HPU_LAZY_MODE: bool | None = _execution(
         None,
-        "Read by the Habana bridge: 1 is lazy (HPU graphs), 0 is eager (torch.compile). "
-        "Not set: the default of the bridge; of a simulated card 0.",
+        "Read by the Habana bridge: 1 is lazy mode (HPU graphs), 0 is eager mode (torch.compile). "
+        "Default: the default of the bridge; 0 on a simulated card.",
     )
     PT_HPUGRAPH_DISABLE_TENSOR_CACHE: bool | None = _execution(
         None,
-        "Read by the Habana bridge, in place of what the engine asks for: 0 lets every HPU graph "
-        "keep its inputs and intermediate tensors, which takes far more memory, so that fewer "
-        "graphs fit. Not set, 1: graphs keep only their outputs. The bridge knows 1 alone; true is "
-        "passed on as 1.",
+        "Read by the Habana bridge. 0: every HPU graph keeps its inputs and intermediate tensors, "
+        "which takes far more memory, so that fewer graphs fit. Default, or 1: graphs keep only "
+        "their outputs. The bridge accepts only 1; true is passed on as 1.",
     )
     PT_HPU_ENABLE_LAZY_COLLECTIVES: bool | None = _execution(
         None,
-        "Read by the Habana bridge: collectives are recorded as part of graphs. With several "
-        "processes the engine sets it to true, whatever it says.",
+        "Read by the Habana bridge: record collectives as part of graphs. With several processes "
+        "the engine always sets it to true.",
     )
     WORLD_SIZE: int = _execution(
         1,
-        "Processes that share the cards, as launchers such as torchrun set it. Above 1, the "
-        "bridge takes the card of this process from LOCAL_RANK.",
+        "Number of processes that share the cards, as launchers such as torchrun set it. Above 1, "
+        "the bridge takes the card of this process from LOCAL_RANK.",
         at_least=1,
     )
     VLLM_CONTIGUOUS_PA: bool | None = _execution(
         None,
-        "Decode reads the KV cache as one slice, where that costs less than to gather blocks. A "
-        "decode bucket then has up to three graphs with prefix caching, and two without. Not set: "
-        "on, except with prefix caching and a draft model or a KV connector.",
+        "1: decode attention reads the KV cache as one contiguous slice if that costs less than "
+        "gathering the blocks. A decode bucket then has up to three graphs with prefix caching, "
+        "and two without. 0: it gathers the blocks. Default: 1; 0 with prefix caching together "
+        "with a draft model or a KV connector.",
     )
     VLLM_PROMPT_USE_FUSEDSDPA: bool = _execution(
-        True, "Fused attention for prompts; 0 runs plain matrix products."
+        True, "Use fused attention for prompts; 0 uses plain matmuls."
     )
     VLLM_PROMPT_USE_FLEX_ATTENTION: bool = _execution(
         False,
-        "torch's flex_attention for prompts; needs VLLM_PROMPT_USE_FUSEDSDPA=0. Not on a simulated "
-        "card, and never tried on a real one.",
+        "Use torch's flex_attention for prompts; needs VLLM_PROMPT_USE_FUSEDSDPA=0. Not available "
+        "on a simulated card, and never tried on a real one.",
     )
     VLLM_PROMPT_USE_FP8_FUSEDSDPA: bool = _execution(
         False,
-        "Fused attention of prompts in FP8, with --quantization inc, --kv-cache-dtype fp8_inc and "
-        "files of `vllm calibrate` with ranges of queries. Layers with windows or sinks, and cards "
-        "whose kernel does not pass its trial, use bfloat16.",
+        "Use fused attention in FP8 for prompts, with --quantization inc, --kv-cache-dtype "
+        "fp8_inc and files of `vllm calibrate` with ranges of queries. Layers with windows or "
+        "sinks use bfloat16, and so do cards whose kernel fails its check at the start.",
     )
     VLLM_HPU_FSDPA_SLICE_ENABLED: bool | None = _execution(
         None,
-        "Fused attention of long prompts runs over slices of their queries. Each slice has a mask "
-        "of its own, which takes less memory than one for all queries. Not set: on with "
+        "Run fused attention of long prompts over slices of their queries. Each slice has a mask "
+        "of its own, which takes less memory than one for all queries. Default: on with "
         "VLLM_BUCKETING_STRATEGY=pad, unless prompts are merged.",
     )
     VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD: int | None = _execution(
         None,
-        "Padded tokens of a prompt, with its context, above which it is sliced. Not set: "
+        "Padded tokens of a prompt, with its context, above which it is sliced. Default: "
         "max_num_batched_tokens, at most 8192.",
         at_least=1,
     )
     VLLM_HPU_FSDPA_SLICE_CHUNK_SIZE: int | None = _execution(
         None,
-        "Queries of a slice. Not set: half of VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD, rounded up to a "
-        "multiple of 1024.",
+        "Number of queries in a slice. Default: half of VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD, "
+        "rounded up to a multiple of 1024.",
         at_least=1,
     )
     VLLM_SOFTMAX_CONST_NORM: bool = _execution(
         False,
-        "Decode subtracts a constant from all scores before the exponential, not the largest one: "
-        "faster, and exact only while scores stay near it.",
+        "Decode attention: subtract VLLM_SOFTMAX_CONST_NORM_VALUE instead of the maximum in the "
+        "softmax. Faster, but inaccurate if scores are far from that value.",
     )
     VLLM_SOFTMAX_CONST_NORM_VALUE: float = _execution(
-        10.0, "That constant, for VLLM_SOFTMAX_CONST_NORM=1."
+        10.0, "The constant for VLLM_SOFTMAX_CONST_NORM=1."
     )
     VLLM_PA_SOFTMAX_IMPL: str | None = _execution(
         None,
-        "What decode subtracts from scores, as a comma-separated list of amax, head_amax, wsum, "
-        "wsum_head_amax, index_reduce and scatter_reduce. Not set: the largest score of each "
-        "block, which is exact.",
+        "Values that decode attention subtracts from scores, as a comma-separated list of amax, "
+        "head_amax, wsum, wsum_head_amax, index_reduce and scatter_reduce. Default: the largest "
+        "score of each block, which is exact.",
     )
     VLLM_FUSED_BLOCK_SOFTMAX: bool = _execution(
         False,
-        "Decode computes the softmax of each block with a kernel of the card (Gaudi 3, software "
-        "1.22); needs VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT.",
+        "Decode attention: compute the softmax of each block with a kernel of the card (Gaudi 3, "
+        "software 1.22); needs VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT.",
     )
     VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT: bool = _execution(
         True,
-        "Decode brings the blocks of a request to one maximum with a kernel of the card, where it "
-        "has one (Gaudi 3, software 1.22); 0 uses torch operators.",
+        "Decode attention: bring the blocks of a request to one maximum with a kernel of the "
+        "card, if it has one (Gaudi 3, software 1.22); 0 uses torch operators.",
     )
     VLLM_CONFIG_HIDDEN_LAYERS: int = _execution(
-        1, "Lazy mode: decoder layers in one recorded graph.", at_least=1
+        1, "Lazy mode: number of decoder layers in one recorded graph.", at_least=1
     )
     VLLM_REGIONAL_COMPILATION: bool = _execution(
         True, "torch.compile: compile decoder layers one by one, not the model as a whole."
     )
-    VLLM_T_COMPILE_FULLGRAPH: bool = _execution(False, "torch.compile: a graph break is an error.")
+    VLLM_T_COMPILE_FULLGRAPH: bool = _execution(
+        False, "torch.compile: make a graph break an error."
+    )
     VLLM_T_COMPILE_DYNAMIC_SHAPES: bool = _execution(
         False,
         "torch.compile: let torch choose dynamic shapes. The bridge still compiles a static "
@@ -388,32 +394,32 @@ class Envs:
         at_least=1,
     )
     VLLM_PROFILER_ENABLED: bool = _diagnostics(
-        False, "Write a trace of scheduler, launches and counters that Perfetto opens."
+        False, "Write a trace of scheduler, forward passes and counters that Perfetto opens."
     )
     VLLM_TORCH_PROFILER_DIR: str | None = _diagnostics(
         None,
-        "Folder for traces of torch's profiler, begun and ended by start_profile and stop_profile "
-        "of the engine, or by POST /start_profile and /stop_profile of the server.",
+        "Folder for traces of torch's profiler, started and stopped by start_profile and "
+        "stop_profile of the engine, or by POST /start_profile and /stop_profile of the server.",
     )
     VLLM_PROFILE_STEPS: str | None = _diagnostics(
         None,
         "Steps of the engine that torch's profiler traces, counted from 1: first,last, such as "
-        "3,5. The trace is in VLLM_TORCH_PROFILER_DIR, or in the working directory.",
+        "3,5. The trace is written to VLLM_TORCH_PROFILER_DIR, or to the working directory.",
     )
     VLLM_PT_PROFILE: str | None = _diagnostics(
         None,
-        "Profile one launch with torch's profiler, and end: prompt_BATCH_LENGTH_t or "
-        "decode_BATCH_BLOCKS_t; with f at the end, not as an HPU graph. The trace is in "
-        "VLLM_TORCH_PROFILER_DIR, or in the working directory.",
+        "Profile one forward pass with torch's profiler, and exit: prompt_BATCH_LENGTH_t or "
+        "decode_BATCH_BLOCKS_t; f instead of t at the end runs without an HPU graph. The trace is "
+        "written to VLLM_TORCH_PROFILER_DIR, or to the working directory.",
     )
     VLLM_PROFILE_PROMPT: str | None = _diagnostics(
-        None, "The same for a prompt: batch,length,blocks of context, such as 1,512,0."
+        None, "Profile one prompt batch and exit: batch,length,blocks of context, such as 1,512,0."
     )
     VLLM_PROFILE_DECODE: str | None = _diagnostics(
-        None, "The same for a decode: batch,blocks, such as 4,128."
+        None, "Profile one decode batch and exit: batch,blocks, such as 4,128."
     )
     VLLM_HPU_LOG_STEP_GRAPH_COMPILATION: bool = _diagnostics(
-        False, "Log the graph compilations of every step that has some."
+        False, "Log the graph compilations of every step that has any."
     )
     VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL: bool = _diagnostics(
         False, "Log the graph compilations of every step."
@@ -424,7 +430,7 @@ class Envs:
         "VLLM_HPU_LOG_STEP_GRAPH_COMPILATION then logs those of the step.",
     )
     VLLM_HPU_LOG_STEP_CPU_FALLBACKS: bool = _diagnostics(
-        False, "Log the CPU fallbacks of every step that has some."
+        False, "Log the CPU fallbacks of every step that has any."
     )
     VLLM_HPU_LOG_STEP_CPU_FALLBACKS_ALL: bool = _diagnostics(
         False, "Log the CPU fallbacks of every step."
@@ -444,19 +450,21 @@ class Envs:
     )
     VLLM_HPU_SIM_ABSENT: str | None = _simulation(
         None,
-        "Comma-separated kernels that the simulated card lacks besides, such as "
+        "Comma-separated kernels that the simulated card additionally lacks, such as "
         "FusedSDPA,FusedRMSNorm; vllm hpu-check lists their names.",
     )
-    VLLM_USE_FAKE_HPU: bool = _simulation(False, "The same as VLLM_HPU_SIM=gaudi2.")
+    VLLM_USE_FAKE_HPU: bool = _simulation(
+        False, "Simulate a Gaudi 2 card, like VLLM_HPU_SIM=gaudi2."
+    )
     VLLM_HPU_SIM_STRICT: bool = _simulation(
         False,
-        "Fail on a compilation, host sync or dynamic shape in a warmed step, and anywhere on an "
-        "index out of range, inputs that a card would confuse with those of another graph, or a "
+        "Fail on a compilation, host sync or dynamic shape in a warmed-up step, and on any index "
+        "out of range, inputs that a card would confuse with the inputs of another graph, or a "
         "recorded collective without a mark_step before it.",
     )
     VLLM_HPU_SIM_VENDOR: bool = _simulation(
         False,
-        "Serve the card to other libraries as `habana_frameworks`, where that is not installed. "
+        "Provide the card to other libraries as `habana_frameworks`, if that is not installed. "
         "Libraries that look for it then behave as on Gaudi.",
     )
 
@@ -482,20 +490,21 @@ class Envs:
         for values in given.values():
             if len(set(values.values())) > 1:
                 settings = " and ".join(f"{name}={value}" for name, value in values.items())
-                raise ConfigError(f"{settings} are one setting under two names. Set one of them")
+                raise ConfigError(f"{settings} are two names of one setting. Set one of them")
         return cls(**{name: values.popitem()[1] for name, values in given.items() if values})
 
 
 @cache
 def get() -> Envs:
-    """The environment of this process, read at the first call."""
+    """Return the environment of this process, read at the first call."""
     return Envs.load()
 
 
 if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """A variable under its own name, as programs read it: `vllm.envs.VLLM_LOGGING_LEVEL`."""
+        """Return a variable under its own name, as programs read it:
+        `vllm.envs.VLLM_LOGGING_LEVEL`."""
         if name not in _declared():
             raise AttributeError(f"module 'vllm.envs' has no attribute {name!r}")
         return getattr(get(), name)
@@ -517,8 +526,8 @@ def export_default(name: str, value: str) -> None:
 
 
 BRIDGE_SETTINGS_MARK = "_VLLM_BRIDGE_SETTINGS"
-"""Names of the settings of the bridge that this package has made, with commas between them: child
-processes inherit them, and could not tell them from those of the user."""
+"""Names of the settings of the bridge that this package has made, separated by commas: child
+processes inherit them, and could not tell them from the user's."""
 
 
 def export_bridge_settings(is_lazy: bool | None = None) -> list[BridgeSetting]:
@@ -529,7 +538,7 @@ def export_bridge_settings(is_lazy: bool | None = None) -> list[BridgeSetting]:
             PT_HPU_LAZY_MODE says, if it is set.
 
     Returns:
-        Those that were set now.
+        The settings that were set now.
     """
     if is_lazy is None:
         is_lazy = _said_mode()
@@ -571,8 +580,8 @@ def _said_mode() -> bool | None:
 
 
 def of_launcher(name: str) -> str | None:
-    """A variable that a launcher such as torchrun or Ray sets for each process; None: it is not
-    set."""
+    """Return a variable that a launcher such as torchrun or Ray sets for each process; None: it is
+    not set."""
     return os.environ.get(name)
 
 
@@ -580,11 +589,11 @@ _CHILD_MARK = "_VLLM_CHILD"
 
 
 def child_environment(defaults: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a process of our own.
+    """Return the environment for a process of our own.
 
     Args:
         defaults: where this process's says nothing.
-        overrides: in place of what it says.
+        overrides: replace values of the environment.
     """
     return {**defaults, **os.environ, **overrides, _CHILD_MARK: "1"}
 
@@ -605,9 +614,9 @@ _OF_ONE_MACHINE = (
 
 
 def passed_on() -> dict[str, str]:
-    """The variables that workers on other machines get from this process: all of this package, of
-    the libraries that exchange tensors, of cards, of threads and of the hub; not those of one
-    machine, and no secrets: everyone who can see the cluster could read them."""
+    """Return the variables that workers on other machines get from this process: all of this
+    package, of the libraries that exchange tensors, of cards, of threads and of the hub; not
+    variables of one machine, and no secrets: everyone who can see the cluster could read them."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -618,7 +627,7 @@ def passed_on() -> dict[str, str]:
 
 
 def aliases_of(name: str) -> tuple[str, ...]:
-    """Return the other names of a variable: those that the plugin for Gaudi has given it since.
+    """Return the other names of a variable, which the plugin for Gaudi has given it since.
 
     >>> aliases_of("VLLM_PROMPT_SEQ_BUCKET_MIN"), aliases_of("VLLM_SKIP_WARMUP")
     (('VLLM_PROMPT_QUERY_BUCKET_MIN',), ())
@@ -629,7 +638,7 @@ def aliases_of(name: str) -> tuple[str, ...]:
 
 
 def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
-    """`VLLM_*` names that are set and unknown -> the nearest declared name, or None."""
+    """Return the nearest declared name, or None, for each `VLLM_*` name that is set and unknown."""
     environ = os.environ if environ is None else environ
     declared = _declared()
     known = declared | COMPAT_VARIABLES.keys()
@@ -639,7 +648,7 @@ def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
     nearest: dict[str, str | None] = {}
     for name in sorted(environ):
         if name.startswith(_PREFIX) and name not in known:
-            # Without the prefix, which alone would make any two names alike.
+            # Without the prefix, which would make any two names similar.
             short = name.removeprefix(_PREFIX)
             near = difflib.get_close_matches(short, candidates, n=1, cutoff=0.7)
             nearest[name] = _PREFIX + near[0] if near else None
@@ -647,12 +656,12 @@ def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
 
 
 def without_effect(environ: Mapping[str, str] | None = None) -> list[CompatVariable]:
-    """The variables of the fork that are set and ask for something that does not happen."""
+    """Return the variables of the fork that are set and ask for something that does not happen."""
     return [variable for variable in _asked(environ) if variable.available]
 
 
 def refused(environ: Mapping[str, str] | None = None) -> list[CompatVariable]:
-    """The variables of the fork that are set and without which an engine must not start."""
+    """Return the variables of the fork that are set and with which an engine must not start."""
     return [variable for variable in _asked(environ) if not variable.available]
 
 
@@ -671,7 +680,7 @@ _SECRET_ENDINGS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def reportable(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Every variable of this package, the fork or Habana that is set; secrets are masked."""
+    """Return every variable of this package, the fork or Habana that is set; secrets are masked."""
     environ = os.environ if environ is None else environ
     known = _declared() | COMPAT_VARIABLES.keys()
     return {

@@ -126,7 +126,8 @@ StructuredOutputsParams = GuidedDecodingParams
 def read_guided_decoding(
     guided_decoding: Any, structured_outputs: Any
 ) -> GuidedDecodingParams | None:
-    """The constraint, which was given under one of two names, as parameters or as a dict of them.
+    """Return the constraint, which was given under one of two names, as parameters or as a dict of
+    them.
 
     Raises:
         RequestError: both names are used, the type is wrong, or a key of the dict is not known.

@@ -1,4 +1,5 @@
-"""What the layers of a model keep of requests, and the layout of its memory. Imports no torch.
+"""Describes the data of requests that the layers of a model keep, and its layout in memory. Imports
+no torch.
 
 A layer says what it keeps as a `KVCacheSpec`. Layers that need the same blocks of a request form a
 `KVCacheGroup`, which has block tables of its own: layers with full attention need all blocks of a
@@ -17,7 +18,7 @@ from math import prod
 
 
 class CacheKind(Enum):
-    """What a layer keeps of which tokens of a request."""
+    """Kinds of data that a layer keeps of the tokens of a request."""
 
     FULL = "full attention"
     """Keys and values of all tokens."""
@@ -51,7 +52,7 @@ class CacheTensor:
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """What one layer keeps of each token, or of each request."""
+    """The data that one layer keeps of each token, or of each request."""
 
     kind: CacheKind
     tensors: tuple[CacheTensor, ...] = ()
@@ -63,9 +64,13 @@ class KVCacheSpec:
 
     def __post_init__(self) -> None:
         if (self.kind is CacheKind.NONE) == bool(self.tensors):
-            raise ValueError(f"a cache of kind {self.kind.value!r} has {len(self.tensors)} tensors")
+            raise ValueError(
+                f"a cache of kind {self.kind.value!r} cannot have {len(self.tensors)} tensors"
+            )
         if (self.kind is CacheKind.SLIDING_WINDOW) != (self.window is not None):
-            raise ValueError(f"a cache of kind {self.kind.value!r} has the window {self.window}")
+            raise ValueError(
+                f"a cache of kind {self.kind.value!r} cannot have the window {self.window}"
+            )
 
     @property
     def entry_bytes(self) -> int:
@@ -80,10 +85,10 @@ class KVCacheGroup:
     window: int | None = None
     """Most recent tokens that a query sees, itself included; None: all."""
     layers: tuple[int, ...] = ()
-    """Indices of the layers. The layers at one place of several groups share their memory."""
+    """Indices of the layers. Layers at the same position of several groups share their memory."""
 
     def first_block(self, position: int, block_size: int) -> int:
-        """Index of the first block that a query at `position`, or behind it, sees.
+        """Return the index of the first block that a query at `position`, or after it, sees.
 
         >>> [KVCacheGroup(window=5).first_block(position, 4) for position in (0, 7, 8, 11, 12)]
         [0, 0, 1, 1, 2]
@@ -99,7 +104,7 @@ FULL_GROUP = KVCacheGroup()
 
 @dataclass(frozen=True)
 class KVCacheLayout:
-    """How blocks are divided among the layers, and what a row of the batch has besides."""
+    """Division of blocks among the layers, and further data of each request of the batch."""
 
     block_size: int
     """Tokens per block."""
@@ -147,7 +152,7 @@ def plan_layout(
 def _plan_groups(
     specs: Mapping[int, KVCacheSpec], block_size: int, max_model_len: int, *, keeps_all: bool
 ) -> tuple[tuple[KVCacheGroup, ...], int]:
-    """The groups of layers with blocks, by their indices, and the bytes of a block."""
+    """Plan the groups of layers with blocks, by their indices, and the bytes of a block."""
     if not specs:
         return (FULL_GROUP,), 0
     by_window: dict[int | None, list[int]] = {}
@@ -172,7 +177,8 @@ def _plan_groups(
 
 
 def _group_size(counts: Sequence[int]) -> int:
-    """Number of layers per group: with the fewest unused places, then with the fewest groups.
+    """Return the number of layers per group: with the fewest unused positions, then with the fewest
+    groups.
 
     >>> [_group_size(counts) for counts in ([13, 13], [10, 52], [4, 22], [16, 17])]
     [13, 10, 4, 17]

@@ -53,7 +53,7 @@ class _JsonFormatter(logging.Formatter):
     cut in the middle."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """Format the line, without its end."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",
@@ -76,7 +76,7 @@ def use_format(log_format: str) -> None:
 
 
 def current_format() -> str:
-    """How lines are written: "text" or "json"."""
+    """Return the format of lines: "text" or "json"."""
     handlers = logging.getLogger("vllm").handlers
     return "json" if any(isinstance(h.formatter, _JsonFormatter) for h in handlers) else "text"
 
@@ -96,7 +96,7 @@ def _formatter(log_format: str) -> logging.Formatter:
 
 
 def init_logger(name: str) -> logging.Logger:
-    """The logger of a module; `name` is its `__name__`.
+    """Return the logger of a module; `name` is its `__name__`.
 
     Raises:
         ConfigError: an environment variable has a bad value, or the file it names cannot be used.
@@ -108,7 +108,7 @@ def init_logger(name: str) -> logging.Logger:
 @cache
 def _configure() -> None:
     """Set up the `vllm` logger and report variables without effect; once per process, and not in
-    those that a process of our own has started."""
+    child processes of our own."""
     _set_handlers()
     if envs.is_child():
         return
@@ -122,7 +122,7 @@ def _configure() -> None:
 
 def configure_again(log_format: str) -> None:
     """Set up the `vllm` logger in a copy of a process as a new process does: handlers of the
-    parent, and the files that they have open, are not those of the copy.
+    parent, and the files that they have open, must not be used by the copy.
 
     Args:
         log_format: see `use_format`.
@@ -133,7 +133,7 @@ def configure_again(log_format: str) -> None:
         each.handlers.clear()
     _set_handlers()
     use_format(log_format)
-    for each in enabled:  # the configuration of a file disables those that are there before it
+    for each in enabled:  # the configuration of a file disables earlier loggers
         each.disabled = False
 
 
@@ -161,7 +161,7 @@ def _configure_from_file(path: str, is_wanted: bool) -> None:
         if not isinstance(config, dict):
             raise ValueError("it must contain a JSON object")
         logging.config.dictConfig(config)
-    # What a wrong setting raises depends on the handler or formatter that it is for.
+    # The error of a wrong setting depends on its handler or formatter.
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ImportError) as error:
         cause = f" ({error.__cause__})" if error.__cause__ else ""
         raise ConfigError(f"VLLM_LOGGING_CONFIG_PATH={path!r}: {error}{cause}") from error

@@ -21,18 +21,18 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tr
 
 
 def encode_array(value: Any) -> Any:
-    """An array as what msgpack can hold; the `enc_hook` of an encoder.
+    """Encode an array for msgpack; the `enc_hook` of an encoder.
 
     Raises:
         TypeError: the value is something else, which msgpack cannot hold either.
     """
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
-    raise TypeError(f"{type(value).__name__} cannot be sent")
+    raise TypeError(f"{type(value).__name__} cannot be sent to another process")
 
 
 def decode_array(kind: Any, value: Any) -> Any:
-    """The array that `encode_array` was given; the `dec_hook` of a decoder.
+    """Return the array that `encode_array` was given; the `dec_hook` of a decoder.
 
     Args:
         kind: what the message declares, an `npt.NDArray` of some dtype.
@@ -43,7 +43,7 @@ def decode_array(kind: Any, value: Any) -> Any:
         TypeError: the message declares something other than an array.
     """
     if get_origin(kind) is not np.ndarray:
-        raise TypeError(f"{kind} cannot be received")
+        raise TypeError(f"{kind} cannot be received from another process")
     dtype, shape, data = value
     array = np.frombuffer(data, dtype).reshape(shape)
     (expected,) = get_args(get_args(kind)[1])
@@ -62,12 +62,12 @@ encode_into = _encoder.encode_into
 
 
 def decoder(kind: type[_Type]) -> msgspec.msgpack.Decoder[_Type]:
-    """What turns bytes into a message of one type; to be made once and kept."""
+    """Make a decoder of bytes to a message of one type; to be made once and kept."""
     return msgspec.msgpack.Decoder(kind, dec_hook=decode_array)
 
 
 class CallError(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Why a call has failed; the engine continues."""
+    """Reason why a call has failed; the engine continues."""
 
     message: str
     kind: Literal["request", "capacity", "worker"]
@@ -85,7 +85,7 @@ class CallError(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return cls(message=f"{type(error).__name__}: {error}", kind="worker")
 
     def exception(self) -> VllmError:
-        """The exception for the caller."""
+        """Make the exception for the caller."""
         if self.kind == "request":
             return RequestError(self.message)
         if self.kind == "capacity":
@@ -107,13 +107,13 @@ def encode_value(what: str, value: Any) -> bytes:
         return msgspec.msgpack.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RequestError(
-            f"{what} cannot be sent between processes ({error}); use None, numbers, text, bytes, "
-            f"and lists and dicts of these"
+            f"{what} cannot be sent between processes ({error}); use None, numbers, strings, "
+            "bytes, and lists and dicts of these"
         ) from None
 
 
 def encode_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Arguments of a call; raises as `encode_value`."""
+    """Encode arguments of a call; raises as `encode_value`."""
     return encode_value("arguments", [list(args), dict(kwargs)])
 
 
@@ -125,4 +125,4 @@ def decode_arguments(data: bytes) -> tuple[list[Any], dict[str, Any]]:
 _Arguments = tuple[list[Any], dict[str, Any]]
 
 decode_value = msgspec.msgpack.decode
-"""What `encode_value` has made."""
+"""Decode a value that `encode_value` has made."""

@@ -46,7 +46,7 @@ SLEEP_TAGS = ("weights", "kv_cache")
 
 
 class FinishReason(IntEnum):
-    """Why a request ended; `str()` gives the word of the API."""
+    """Reason why a request ended; `str()` returns the word of the API."""
 
     STOP = 0
     LENGTH = 1
@@ -149,7 +149,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheKey(msgspec.Struct, frozen=True, array_like=True):
-    """Something besides token ids that decides the content of the KV cache."""
+    """A key, in addition to token ids, for the content of the KV cache."""
 
     start: int
     """First position of the prompt whose keys and values depend on it; 0 for an adapter."""
@@ -170,7 +170,7 @@ class AdapterRef(msgspec.Struct, frozen=True):
 
 
 def number_of(adapter: AdapterRef | None) -> int | None:
-    """`lora_int_id` of the adapter of a request; None if it has none."""
+    """Return the `lora_int_id` of the adapter of a request; None if it has none."""
     return None if adapter is None else adapter.number
 
 
@@ -222,9 +222,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     grammar: Grammar | None = None
     """None while `sampling_params.guided_decoding` is not compiled, or not set."""
     cache_extra_keys: tuple[CacheKey, ...] = ()
-    """What decides the content of the KV cache besides token ids: adapters, media, embeddings.
-    Blocks before
-    the position of a key are shared with requests that do not have it."""
+    """Keys of data other than token ids that decides the content of the KV cache: adapters, media,
+    embeddings. Blocks before the position of a key are shared with requests that do not have it."""
     pooling_params: PoolingParams | None = None
     """Of a request to a pooling model, which samples nothing; None: it generates."""
     token_type_ids: list[int] | None = None
@@ -237,7 +236,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     media: tuple[MediaItem, ...] = ()
     """In order of their tokens. `cache_extra_keys` has a key of each."""
     adapter: AdapterRef | None = None
-    """`cache_extra_keys` has its key, too."""
+    """Adapter, whose key is also in `cache_extra_keys`."""
     output_rules: OutputRules | None = None
     """Rules of the model; None: it has none, or the request limits its tokens itself."""
 
@@ -260,8 +259,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def allows_several_decodes(self) -> bool:
-        """Whether a step may run several decodes of it. Where its log-probabilities or sampling
-        need the host after each token, it may not."""
+        """Return whether a step may run several decodes of it. It may not if its log-probabilities
+        or sampling need the host after each token."""
         return (
             self.pooling_params is None
             and self.sampling_params.logprobs is None
@@ -296,7 +295,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockMoves(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that change places before a step, so that those of running requests lie low."""
+    """Blocks that are moved before a step, so that blocks of running requests have low ids."""
 
     renamed: IntArray
     """[n, 2] (old, new) number of a block of running requests, in the tables that a runner has."""
@@ -327,7 +326,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Rows whose request has finished, was cancelled or preempted since the last step."""
     new_requests: list[NewRequest]
     rows: IntArray
-    """[n] rows that run: those with one token, then those with drafts, then prefills."""
+    """[n] batch indices that run: requests with one token, then requests with drafts, then
+    prefills."""
     num_computed_tokens: IntArray
     """[n] tokens whose KV is in the cache; the first scheduled token has this position."""
     num_scheduled_tokens: IntArray
@@ -336,7 +336,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """[m] rows that get one more block each, in the order of their tables. A row that gets several
     blocks occurs several times; its entries are adjacent."""
     block_ids: IntArray
-    """[m * groups] the blocks: one of each row for every group of layers in turn."""
+    """[m * groups] the blocks: one of each request for every group of layers, one group after
+    another."""
     passed_blocks: list[tuple[int, int, int]] = []
     """(row, group, n): the first n blocks of the row's table for this group of layers are freed;
     the null block replaces them."""
@@ -344,8 +345,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """[n] number of drafts among the scheduled tokens of each row, which are the last ones; None if
     no row has drafts."""
     draft_token_ids: IntArray | None = None
-    """[sum of `num_draft_tokens`] the drafts, row by row, or `DRAFT_OF_WORKER` in place of all of
-    them; None if there are none."""
+    """[sum of `num_draft_tokens`] the drafts, request by request, or `DRAFT_OF_WORKER` instead of
+    all of them; None if there are none."""
     shortened_tables: list[tuple[int, int]] = []
     """(row, n): the row keeps the first n blocks of its table; the others belonged to rejected
     drafts."""
@@ -366,8 +367,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """(row, n): encode item n of `EngineRequest.media` of the request of the row, and keep its
     embeddings, before tokens run."""
     num_decodes: int = 1
-    """How many decodes to run of all rows at most. If it is above 1, each row runs its newest
-    token, which is of its output, and has blocks for this many tokens."""
+    """Maximum number of decodes to run of all requests. If it is above 1, each request runs its
+    newest token, a token of its output, and has blocks for this many tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -387,10 +388,10 @@ class LogprobRows(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: FloatArray
     """[positions, 1 + k]"""
     ranks: IntArray
-    """[positions] rank of column 0 in the vocabulary, 1 is the likeliest."""
+    """[positions] rank of column 0 in the vocabulary, 1 is the most likely."""
 
     def first(self, count: int) -> "LogprobRows":
-        """The first `count` positions."""
+        """Return the first `count` positions."""
         if count >= len(self.ranks):
             return self
         return LogprobRows(
@@ -418,7 +419,8 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """row -> one entry per position p of this step's chunk, for prompt token p + 1; rows that
     asked."""
     errors: dict[int, str] = {}
-    """row -> why sampling failed for this row alone; its token ids are meaningless."""
+    """Batch index -> reason why sampling failed for this request only; its token ids are
+    meaningless."""
     pooled: dict[int, FloatArray] = {}
     """row -> result of a pooling model for a prompt that is computed now: [numbers], or
     [tokens, numbers] with one result per token. Such rows have no token id."""
@@ -440,7 +442,7 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, output: ModelRunnerOutput) -> "StepTokens":
-        """The part of an output."""
+        """Return the tokens of an output."""
         return cls(step_id=output.step_id, token_ids=output.token_ids, num_tokens=output.num_tokens)
 
 
@@ -452,7 +454,7 @@ NO_ALLOWED_TOKEN = "the grammar allows none of allowed_token_ids at this point o
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """How a request ended."""
+    """End of a request."""
 
     reason: FinishReason
     stop_reason: int | str | None = None
@@ -468,7 +470,7 @@ class RunnerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_useful_tokens: int = 0
     """Tokens of requests that went through the model."""
     num_padded_tokens: int = 0
-    """Tokens of padding that went through the model besides them."""
+    """Tokens of padding that the model additionally processed."""
     num_bucket_hits: int = 0
     """Launches whose shape had run before; 0 on a device without buckets."""
     num_bucket_misses: int = 0
@@ -484,8 +486,9 @@ class RunnerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_padded_blocks: int = 0
     """KV blocks of padding that decodes read as well."""
     recent_launches: tuple[int, ...] = ()
-    """Forward passes of the last two steps: how many there were since the start, and for each of
-    the last ones its phase, batch, query length and blocks, and these three sizes padded."""
+    """Forward passes of the last two steps that have ended: how many there were since the start,
+    and for each of the last ones its phase, batch, query length and blocks, these three sizes
+    padded, and its microseconds (0: unknown)."""
 
 
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -514,11 +517,12 @@ class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of drafts, which only grow."""
 
     num_drafts: int = 0
-    """How often a request had drafts in a step."""
+    """Number of times that a request had drafts in a step."""
     num_draft_tokens: int = 0
     """Drafts in all."""
     accepted: tuple[int, ...] = ()
-    """Right drafts, by place: the first drafts of all requests, the second ones, and so on."""
+    """Accepted drafts, by position: the first drafts of all requests, the second ones, and so
+    on."""
     num_declined_steps: int = 0
     """Steps of decodes without drafts because drafts would have cost more time than they save."""
 
@@ -557,7 +561,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     running_adapters: list[str] = []
     """Names of the LoRA adapters of running requests."""
     waiting_adapters: list[str] = []
-    """Names of those of requests that wait."""
+    """Names of the adapters of waiting requests."""
     drafts: DraftStats = DraftStats()
     transfer: TransferStats = TransferStats()
     media: MediaStats = MediaStats()
@@ -585,7 +589,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Results of a pooling model, [numbers] or [tokens, numbers], of requests in `finished`."""
 
     def split(self, ids: Container[str]) -> "tuple[EngineOutput, EngineOutput]":
-        """The output of the requests with these ids, and that of all others."""
+        """Split into the output of the requests with these ids, and the output of all others."""
         parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         for name in self.__struct_fields__:
             value = getattr(self, name)

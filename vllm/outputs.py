@@ -12,7 +12,7 @@ class Logprob:
 
     Attributes:
         logprob: natural logarithm, of the raw distribution of the model.
-        rank: 1 for the likeliest token of the vocabulary.
+        rank: 1 for the most likely token of the vocabulary.
         decoded_token: its text; None without a tokenizer, or with `detokenize=False`.
     """
 
@@ -50,7 +50,7 @@ class CompletionOutput:
     is_refused: bool = field(default=False, repr=False)
 
     def finished(self) -> bool:
-        """True when there is a finish reason."""
+        """Return True when there is a finish reason."""
         return self.finish_reason is not None
 
 
@@ -161,7 +161,7 @@ class PoolingOutput:
     data: Any
 
     def __eq__(self, other: object) -> bool:
-        """Whether shape and numbers are the same."""
+        """Whether shape and values are equal."""
         if not isinstance(other, PoolingOutput):
             return NotImplemented
         return np.array_equal(self.data, other.data)

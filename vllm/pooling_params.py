@@ -19,8 +19,8 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
     """
 
     dimensions: int | None = None
-    """Numbers of the embedding to keep, for models that were trained for it (Matryoshka). None:
-    all of them."""
+    """Number of elements of the embedding to keep, for models that were trained for it
+    (Matryoshka). None: all of them."""
     additional_data: Any = None
     """Accepted for the API; no model here reads it, and it is not sent to the engine."""
     truncate_prompt_tokens: int | None = None
@@ -46,5 +46,5 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
             )
 
     def clone(self) -> "PoolingParams":
-        """An independent copy."""
+        """Return an independent copy."""
         return msgspec.structs.replace(self)

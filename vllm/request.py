@@ -34,8 +34,8 @@ class Request:
             them agree with the place that they were copied from; 0: they are not copied.
         num_undrafted: decodes in a row that had no drafts although drafts were looked for, or were
             not looked for after many such.
-        draft_accuracy: share of its drafts that were right, 0 to 1, the last ones with more weight,
-            by evidence.
+        draft_accuracy: fraction of its drafts that were accepted, 0 to 1, the last ones with more
+            weight, by evidence.
         sort_key: requests with smaller keys go first.
         state_ends: the lengths of its beginnings whose recurrent states are still to be kept.
         num_kept_tokens: how many of its first tokens the recurrent state summarises that it owns in

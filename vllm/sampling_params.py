@@ -35,12 +35,12 @@ user's."""
 
 
 class RequestOutputKind(IntEnum):
-    """What each intermediate output of a request holds."""
+    """Content of each intermediate output of a request."""
 
     CUMULATIVE = 0
     """Everything so far."""
     DELTA = 1
-    """What is new since the last output."""
+    """Only the new text and tokens since the last output."""
     FINAL_ONLY = 2
     """Nothing until the request has finished."""
 
@@ -99,7 +99,7 @@ class Number:
 
 
 class SamplingType(IntEnum):
-    """How the next token is chosen."""
+    """Method of choosing the next token."""
 
     GREEDY = 0
     RANDOM = 1
@@ -138,7 +138,7 @@ class LogitsProcessorConstructor(msgspec.Struct, kw_only=True, forbid_unknown_fi
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
-    """How to sample one request.
+    """Parameters for sampling one request.
 
     Args:
         n: outputs per prompt.
@@ -156,9 +156,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         seed: makes the request reproducible whatever it is batched with; -1 is None.
         stop: strings that end the output; left out of the text unless
             `include_stop_str_in_output`.
-        stop_token_ids: token ids that end the output, beside the model's end tokens.
+        stop_token_ids: token ids that end the output, in addition to the model's end tokens.
         bad_words: words that may not be generated.
-        ignore_eos: go on after an end-of-sequence token.
+        ignore_eos: continue after an end-of-sequence token.
         max_tokens: output tokens at most; None is up to `max_model_len`.
         min_tokens: no end token before this many output tokens.
         logprobs: log-probabilities of this many likeliest tokens per position, besides the
@@ -297,7 +297,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
 
     @property
     def all_stop_token_ids(self) -> set[int]:
-        """The token ids that end the output: the user's, and those of the model that
+        """Return the token ids that end the output: the user's, and the model's, which
         `update_from_generation_config` has set."""
         of_model = () if self.ignore_eos else self.__dict__.get(_END_TOKENS, ())
         return {*(self.stop_token_ids or ()), *of_model}
@@ -326,7 +326,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         self.__dict__[_END_TOKENS] = frozenset(map(int, ids))
 
     def clone(self) -> "SamplingParams":
-        """A copy whose lists can be changed; logits processors are shared, not copied."""
+        """Return a copy whose lists can be changed; logits processors are shared, not copied."""
         memo = {id(p): p for p in self.logits_processors or ()}
         own = copy.deepcopy(self, memo)
         own.__dict__.update(self.__dict__)
@@ -445,7 +445,7 @@ _BOOLS = tuple(field.name for field in msgspec.structs.fields(SamplingParams) if
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How to search for the likeliest continuations of a prompt."""
+    """Parameters of a search for the most likely continuations of a prompt."""
 
     beam_width: int
     max_tokens: int
@@ -508,7 +508,7 @@ def _check_integer(
 
 
 def _as_bool(name: str, value: Any) -> bool:
-    """A Python bool; numpy's, 0 and 1 are accepted too."""
+    """Return a Python bool; numpy's, 0 and 1 are also accepted."""
     try:
         if not isinstance(value, (str, bytes)) and value in (0, 1):
             return bool(value)
@@ -518,7 +518,7 @@ def _as_bool(name: str, value: Any) -> bool:
 
 
 def _as_list(name: str, values: Any) -> list[Any] | None:
-    """A new list; None stays None."""
+    """Return a new list; None stays None."""
     if values is None:
         return None
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
@@ -527,7 +527,7 @@ def _as_list(name: str, values: Any) -> list[Any] | None:
 
 
 def _read_processor(value: Any) -> Any:
-    """A callable, a qualified name, or a `LogitsProcessorConstructor`."""
+    """Return a callable, a qualified name, or a `LogitsProcessorConstructor`."""
     if isinstance(value, str):
         _check_qualname(value)
         return value

@@ -19,7 +19,7 @@ constexpr int64_t kQueryRows = kRowVectors * kLanes;
 struct RowBlock {
   uint32_t* query;  // words of the head
   float* out;       // [padded value size]: sum(e^(score - largest) * value)
-  float* largest;   // [1]
+  float* largest;   // [1], times log2(e)
   float* total;     // [1]: sum(e^(score - largest))
   float* slopes;    // [1]
   float* sinks;     // [1]
@@ -146,19 +146,27 @@ VLLM_INLINE Ints sees(const RowBlock& block, int v, int64_t key) {
   return (first_keys <= at) & (last_keys >= at);
 }
 
-// Turns products into scores, and returns the largest of each row (-inf when it sees no key).
+// Turns products into scores, not scaled yet if options.scales_late(), and returns the largest of each row
+// (-inf when it sees no key).
 template <int kVectors>
 inline void finish_scores(const RowBlock& block, const ScoreOptions& options, int64_t begin,
                           int64_t num_keys, bool is_masked, float* scores,
                           Vec (&largest)[kVectors]) {
-  for (int v = 0; v < kVectors; ++v) largest[v] = splat(-__builtin_inff());
-  const bool is_plain = options.soft_cap == 0 && options.slopes == nullptr && !is_masked;
-  for (int64_t k = 0; k < num_keys; ++k) {
+  Vec most[kVectors];  // of its own: the compiler leaves what a reference names in memory
+  for (int v = 0; v < kVectors; ++v) most[v] = splat(-__builtin_inff());
+  const bool scales_late = options.scales_late();
+  if (scales_late && !is_masked) {
+    for (int64_t k = 0; k < num_keys; ++k, scores += kQueryRows) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      float* const at = scores + k * kQueryRows + v * kLanes;
-      Vec score = load(at) * options.scale;
-      if (!is_plain) {
+      for (int v = 0; v < kVectors; ++v) most[v] = max(most[v], load(scores + v * kLanes));
+    }
+  } else {
+    for (int64_t k = 0; k < num_keys; ++k) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        float* const at = scores + k * kQueryRows + v * kLanes;
+        Vec score = load(at);
+        if (!scales_late) score = score * options.scale;
         if (options.soft_cap != 0) score = options.soft_cap * tanh(score / options.soft_cap);
         if (options.slopes != nullptr) {
           score -= load(block.slopes + v * kLanes) *
@@ -167,11 +175,12 @@ inline void finish_scores(const RowBlock& block, const ScoreOptions& options, in
         if (is_masked) {
           score = sees(block, v, begin + k) ? score : splat(-__builtin_inff());
         }
+        store(at, score);
+        most[v] = max(most[v], score);
       }
-      store(at, score);
-      largest[v] = max(largest[v], score);
     }
   }
+  for (int v = 0; v < kVectors; ++v) largest[v] = most[v];
 }
 
 // Weights of one or two keys as words. first, second: those of key k and k + 1.
@@ -193,29 +202,34 @@ VLLM_INLINE void store_weights(uint32_t* to, Vec first, Vec second) {
   if constexpr (Dot::kInputs == 2) __builtin_memcpy(to + kQueryRows, &second, sizeof second);
 }
 
-// weights = e^(score - largest), zero where a row does not see the key. Adds them to total.
-template <class Dot, int kVectors>
-inline void weigh_scores(const RowBlock& block, int64_t begin, int64_t num_keys, bool is_masked,
+// weights = 2^(score * to_exponent - largest), zero where a row does not see the key. Adds them to total.
+// Rough where they are rounded to bf16.
+template <class Dot, int kVectors, bool kIsMasked>
+inline void weigh_scores(const RowBlock& block, float to_exponent, int64_t begin, int64_t num_keys,
                          const float* scores, const Vec (&largest)[kVectors],
                          Vec (&total)[kVectors], uint32_t* weights) {
   const auto weight_at = [&](int64_t k, int v) __attribute__((always_inline)) {
-    const Vec weight = exp(load(scores + k * kQueryRows + v * kLanes) - largest[v]);
-    if (!is_masked) return weight;
+    const Vec score = load(scores + k * kQueryRows + v * kLanes);
+    const Vec weight = exp2<Dot::kInputs == 2>(fma(score, splat(to_exponent), -largest[v]));
+    if (!kIsMasked) return weight;
     return sees(block, v, begin + k) ? weight : Vec{};
   };
+  Vec sums[kVectors];  // of its own, as in finish_scores
+  for (int v = 0; v < kVectors; ++v) sums[v] = total[v];
   for (int64_t k = 0; k < num_keys; k += Dot::kInputs, weights += kQueryRows) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       const Vec first = weight_at(k, v);
-      total[v] += first;
+      sums[v] += first;
       Vec second = {};
       if (Dot::kInputs == 2 && k + 1 < num_keys) {
         second = weight_at(k + 1, v);
-        total[v] += second;
+        sums[v] += second;
       }
       store_weights<Dot>(weights + v * kLanes, first, second);
     }
   }
+  for (int v = 0; v < kVectors; ++v) total[v] = sums[v];
   if constexpr (kAttendsOnTiles<Dot>) {  // all keys of a tile are multiplied
     const int64_t used = vllm_cpu::ceil_div(num_keys, int64_t{Dot::kInputs});
     __builtin_memset(weights, 0, (kPrefillKeys / Dot::kInputs - used) * kQueryRows * 4);
@@ -244,15 +258,16 @@ inline void attend_block(const RowBlock& block, const TileScratch& tile,
                              (head_size + Dot::kInputs - 1) / Dot::kInputs, num_keys, tile.scores);
   Vec largest[kVectors], total[kVectors], shrink[kVectors];
   finish_scores<kVectors>(block, options, begin, num_keys, is_masked, tile.scores, largest);
+  const float to_exponent = options.to_exponent();
   for (int v = 0; v < kVectors; ++v) {
     const Vec before = load(block.largest + v * kLanes);
-    largest[v] = max(before, largest[v]);
+    largest[v] = max(before, largest[v] * to_exponent);
     // Nothing new is larger: exactly one, also when nothing was seen yet (-inf - -inf is NaN).
-    shrink[v] = largest[v] == before ? splat(1.0f) : exp(before - largest[v]);
+    shrink[v] = largest[v] == before ? splat(1.0f) : exp2<false>(before - largest[v]);
     total[v] = load(block.total + v * kLanes) * shrink[v];
   }
-  weigh_scores<Dot, kVectors>(block, begin, num_keys, is_masked, tile.scores, largest, total,
-                              tile.weights);
+  const auto weigh = is_masked ? weigh_scores<Dot, kVectors, true> : weigh_scores<Dot, kVectors, false>;
+  weigh(block, to_exponent, begin, num_keys, tile.scores, largest, total, tile.weights);
   for (int v = 0; v < kVectors; ++v) {
     store(block.largest + v * kLanes, largest[v]);
     store(block.total + v * kLanes, total[v]);

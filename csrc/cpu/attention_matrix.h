@@ -58,7 +58,7 @@ inline void pack_values_transposed(int64_t num_keys, int64_t head_size, ValueAt 
         uint32_t words[kLanes] = {};
         if (k < num_keys) {
           const T* const second = k + 1 < num_keys ? value_at(k + 1) + i : nullptr;
-          const T* const values[] = {value_at(k) + i, second};
+          const T* values[] = {value_at(k) + i, second};
           const int64_t left = head_size - i;
           pack_values<Dot, T>(values, left < kLanes ? left : int64_t{kLanes}, words);
         }

@@ -147,9 +147,25 @@ VLLM_INLINE void pack_key(const T* key, int64_t head_size, uint32_t* to) {
 }
 
 // kInputs values as one row of words, each with the same element of all of them, to the next
-// multiple of kLanes. The second may be null: zeros.
+// multiple of kLanes. The second may be null: zeros. Changes `values`.
 template <class Dot, typename T>
-VLLM_INLINE void pack_values(const T* const* values, int64_t head_size, uint32_t* to) {
+VLLM_INLINE void pack_values(const T* (&values)[2], int64_t head_size, uint32_t* to) {
+#ifdef __AVX512BF16__
+  if constexpr (Dot::kInputs == 2) {
+    const __m512i lower = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,
+                                           8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i upper = _mm512_add_epi16(lower, _mm512_set1_epi16(16));
+    for (; head_size >= 2 * kLanes; head_size -= 2 * kLanes, to += 2 * kLanes) {
+      const __m512i first = _mm512_loadu_si512(values[0]);
+      const __m512i second =
+          values[1] != nullptr ? _mm512_loadu_si512(values[1]) : _mm512_setzero_si512();
+      _mm512_storeu_si512(to, _mm512_permutex2var_epi16(first, lower, second));
+      _mm512_storeu_si512(to + kLanes, _mm512_permutex2var_epi16(first, upper, second));
+      values[0] += 2 * kLanes;
+      if (values[1] != nullptr) values[1] += 2 * kLanes;
+    }
+  }
+#endif
   for_each_vector(head_size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
     Bits words = reinterpret_cast<Bits>(load(values[0] + i, count));
     if constexpr (Dot::kInputs == 2) {  // a bf16 is the upper half of its float

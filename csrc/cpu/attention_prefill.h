@@ -15,7 +15,7 @@
 namespace VLLM_ISA {
 
 constexpr int64_t kRowNumbers = 7;  // arrays of a block with one number per row
-constexpr int64_t kItemRows = 192;  // a multiple of kQueryRows for every instruction set
+constexpr int64_t kItemRows = 384;  // a multiple of kQueryRows for every instruction set
 
 template <typename T>
 struct PrefillCall : vllm_cpu::AttentionArgs<T> {
@@ -256,7 +256,7 @@ inline void pack_rows(int64_t num_keys, int64_t head_size, int64_t value_size, K
   }
 #endif
   for (int64_t k = 0; k < num_keys; k += Dot::kInputs) {
-    const T* const values[] = {value_at(k), k + 1 < num_keys ? value_at(k + 1) : nullptr};
+    const T* values[] = {value_at(k), k + 1 < num_keys ? value_at(k + 1) : nullptr};
     pack_values<Dot>(values, value_size, tile.values + k / Dot::kInputs * tile.value_stride);
   }
 }
@@ -297,7 +297,7 @@ inline void write_block(const PrefillCall<T>& call, const PrefillItem& item, int
   for (int64_t r = 0; r < block.num_rows; r += kLanes) {
     Vec factor = scale / load(block.total + r);
     if (call.sinks != nullptr) {
-      factor = scale * inverse_with_sink(load(block.largest + r), load(block.total + r),
+      factor = scale * inverse_with_sink(load(block.largest + r) / kLog2E, load(block.total + r),
                                          load(block.sinks + r));
     }
     const int64_t num_lanes = block.num_rows - r < kLanes ? block.num_rows - r : kLanes;

@@ -24,12 +24,19 @@ VLLM_INLINE float cache_scale(const float* scales, int64_t g) {
   return scales != nullptr ? scales[g] : 1.0f;
 }
 
+constexpr float kLog2E = 1.44269504f;
+
 // In this order.
 struct ScoreOptions {
   float scale;          // those of the keys in the cache included
   float soft_cap;       // cap * tanh(score / cap); 0: none
   const float* slopes;  // ALiBi: minus the slope of the head times the distance of the key, or null
   Sight sight;          // for prefill; for decode the caller leaves the other keys out
+
+  // Whether scores are multiplied by the scale only as the softmax takes their exponent.
+  bool scales_late() const { return soft_cap == 0 && slopes == nullptr && scale > 0; }
+  // Factor that makes exponents of two of finished scores.
+  float to_exponent() const { return kLog2E * (scales_late() ? scale : 1.0f); }
 };
 
 // 1 / (sum of the weights and of the sink's), relative to `largest`, which is the score that the

@@ -112,6 +112,7 @@ constexpr vllm_cpu::Type types[] = {
     CONSTANT(kMissing),
     ENUM(vllm_cpu::CacheType),
     ENUM(vllm_cpu::WeightFormat),
+    ENUM(vllm_cpu::Activation),
     ENUM(vllm_cpu::ExpertActivation),
     ENUM(vllm_cpu::Routing),
     ENUM(vllm_cpu::OperationKind),

@@ -5,6 +5,7 @@
 // inputs and the stretches added up, which also keeps rounding errors small.
 #pragma once
 
+#include "activation.h"
 #include "linear_input.h"
 #include "parallel.h"
 #include "workspace.h"
@@ -208,6 +209,7 @@ struct LinearCall {
   const T* bias;  // null: none
   T* out;         // [rows, out_features], rows out_stride elements apart
   int64_t rows, x_stride, out_stride;
+  Activation activation;
   int num_threads;
 
   // Writes `rows` rows of a panel; value_of(row, vector, output) are the 16, 8 or 4 results from
@@ -222,6 +224,7 @@ struct LinearCall {
       for_each_vector(width, [&](int64_t i, int64_t lanes) {
         Vec value = value_of(r, i / kLanes, begin + i);
         if (bias != nullptr) value = value + load(bias + begin + i, lanes);
+        if (activation != Activation::kNone) value = activate(activation, round_to<T>(value));
         store(to + i, value, lanes);
       });
     }
@@ -267,10 +270,11 @@ int64_t linear_slab(const LinearCall<T>& call) {
 
 // x: [rows, in_features], rows x_stride elements apart; bias: [out_features] or null;
 // out: [rows, out_features], dense; out_features with those of the weights behind this one. Returns 0,
-// or kNoMemory without scratch memory.
+// or kNoMemory without scratch memory. The result has the bits of a product that is stored, and then
+// activated.
 template <typename T>
-int64_t linear(const LinearWeight& weight, const T* x, const T* bias, T* out, int64_t rows,
-               int64_t x_stride, int num_threads) {
+int64_t activated_linear(const LinearWeight& weight, const T* x, const T* bias, T* out, int64_t rows,
+                         int64_t x_stride, Activation activation, int num_threads) {
   int64_t out_stride = 0, begin = 0;
   for (const LinearWeight* w = &weight; w != nullptr; w = w->next) out_stride += w->out_features;
   for (const LinearWeight* w = &weight; w != nullptr; begin += w->out_features, w = w->next) {
@@ -278,13 +282,19 @@ int64_t linear(const LinearWeight& weight, const T* x, const T* bias, T* out, in
     for (int64_t first = 0; first < rows; first += kSlabRows) {
       const int64_t count = rows - first < kSlabRows ? rows - first : kSlabRows;
       const LinearCall<T> call = {*w,    x + first * x_stride, part_bias, out + first * out_stride + begin,
-                                  count, x_stride,             out_stride, num_threads};
+                                  count, x_stride,             out_stride, activation, num_threads};
       const int64_t status =
           with_kind<T>(*w, [&](auto kind) { return linear_slab<decltype(kind)>(call); });
       if (status != 0) return status;
     }
   }
   return 0;
+}
+
+template <typename T>
+int64_t linear(const LinearWeight& weight, const T* x, const T* bias, T* out, int64_t rows,
+               int64_t x_stride, int num_threads) {
+  return activated_linear(weight, x, bias, out, rows, x_stride, Activation::kNone, num_threads);
 }
 
 }  // namespace VLLM_ISA

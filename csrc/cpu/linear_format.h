@@ -46,6 +46,9 @@ constexpr int kFactorWords = kPanel;     // 128 float16
 VLLM_ENUM(WeightFormat, kFloat, kBf16, kInt8, kInt4, kFp8, kUint8, kTable4, kMxfp4, kInt4Minimums,
           kInt5Minimums);
 
+// What becomes of the results of a linear layer.
+VLLM_ENUM(Activation, kNone, kGelu, kGeluTanh);
+
 // A packed weight [out_features, in_features].
 VLLM_STRUCT(LinearWeight,
   const uint32_t* panels;  // aligned to 64 bytes

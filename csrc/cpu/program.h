@@ -117,6 +117,10 @@ class ProgramPass {
         const int64_t position = launch_.positions[p * launch_.num_tokens + t];
         if (!is_below(position, program_.max_positions)) fail(ProgramStatus::kBadPosition, t);
       }
+      if (program_.num_types > 0 && launch_.token_types != nullptr &&
+          !is_below(launch_.token_types[t], program_.num_types)) {
+        fail(ProgramStatus::kBadType, t);
+      }
       if (program_.vocab_size > 0 && !is_below(launch_.input_ids[t], program_.vocab_size)) {
         fail(ProgramStatus::kBadToken, t);
       }
@@ -192,8 +196,8 @@ class ProgramPass {
                               num_threads);
       }
       if (op.packed->format == WeightFormat::kFloat) return multiply_floats(op, x, out, rows, num_threads);
-      return linear<T>(*op.packed, x.first, static_cast<const T*>(op.bias), out.first, rows.count,
-                       x.stride, num_threads);
+      return activated_linear<T>(*op.packed, x.first, static_cast<const T*>(op.bias), out.first,
+                                 rows.count, x.stride, Activation(op.option), num_threads);
     };
     if (status_of() != 0) fail(ProgramStatus::kNoMemory, 0);
   }
@@ -201,9 +205,10 @@ class ProgramPass {
   // A product of rows of floats, whatever T is.
   static int64_t multiply_floats(const Operation& op, const View<T>& x, const View<T>& out,
                                  const Rows& rows, int num_threads) {
-    return linear<float>(*op.packed, reinterpret_cast<const float*>(x.first),
-                         static_cast<const float*>(op.bias), reinterpret_cast<float*>(out.first),
-                         rows.count, x.stride * int64_t{sizeof(T)} / 4, num_threads);
+    return activated_linear<float>(
+        *op.packed, reinterpret_cast<const float*>(x.first), static_cast<const float*>(op.bias),
+        reinterpret_cast<float*>(out.first), rows.count, x.stride * int64_t{sizeof(T)} / 4,
+        Activation(op.option), num_threads);
   }
 
   // Adds to x what the adapters of its rows make of y.

@@ -49,7 +49,8 @@ VLLM_STRUCT(Operation,
                            // ranks and give zeros; 0: there are none
                            // of attend_items: slots of the caches
   int64_t option;          // lookup, lookup_position: what is added to an id; rotate: rot_dim;
-                           // gelu_and_mul: 1 for tanh; scale_rows: 1 for the sigmoid;
+                           // gelu_and_mul: 1 for tanh; linear: an Activation;
+                           // scale_rows: 1 for the sigmoid;
                            // layer_norm: 1 where each head has a weight of its own;
                            // rms_norm, add_rms_norm: what is added to the weight;
                            // route: a Routing; round_to_fp8: the largest number
@@ -80,7 +81,7 @@ VLLM_STRUCT(Program,
   int64_t given, out;  // buffers that the caller of a launch provides; given: -1 if there is none
   int64_t out_width;   // elements at the beginning of a row of out that are the result
   // Exclusive limits of what a launch holds; 0: not read.
-  int64_t vocab_size, max_positions, num_blocks;
+  int64_t vocab_size, max_positions, num_types, num_blocks;
   int64_t block_size, num_groups;  // groups of layers that share block tables
   int64_t largest_run_bytes;  // weights of the linear layers of a run (program.h)
   int64_t weight_bytes;       // of all linear layers
@@ -93,6 +94,7 @@ constexpr int64_t kMaxSectionedElements = 512;  // rot_dim of a rotation with se
 
 VLLM_STRUCT(ProgramLaunch,
   const int64_t* input_ids;        // [T]
+  const int64_t* token_types;      // [T]; null: all are 0
   const int64_t* positions;        // [P, T]; P is 1 where all positions of a token are the same
   const int64_t* slot_mapping;     // [G, T]; negative: nothing is written
   const int32_t* block_tables;     // [G, B, max_blocks], groups group_stride and requests
@@ -120,6 +122,7 @@ VLLM_ENUM(ProgramStatus,
   kDone,
   kBadToken,
   kBadPosition,
+  kBadType,
   kBadSlot,
   kBadRequest,  // its lengths or its block table
   kNoMemory,

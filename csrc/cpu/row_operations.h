@@ -19,6 +19,7 @@
 #define VLLM_ROW_OPERATIONS(X) \
   X(lookup, 10)                \
   X(lookup_position, 10)       \
+  X(lookup_type, 10)           \
   X(replace, 1)                \
   X(clear_unseeing, 1)         \
   X(rms_norm, 2)               \
@@ -119,9 +120,10 @@ struct RowCall {
   }
 
   // Writes row ids[begin + i] + option of a table to row i of out, or zeros for a row of another rank.
+  // ids: null where all are 0.
   void copy_rows(const int64_t* ids) const {
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t id = ids[begin + i] + op.option;
+      const int64_t id = (ids == nullptr ? 0 : ids[begin + i]) + op.option;
       if (op.num_rows != 0 && (id < 0 || id >= op.num_rows)) {
         __builtin_memset(out[i], 0, op.head_size * sizeof(T));
       } else if (op.weight != nullptr) {
@@ -141,6 +143,11 @@ void lookup(const RowCall<T>& rows) {
 template <typename T>
 void lookup_position(const RowCall<T>& rows) {
   rows.copy_rows(rows.launch.positions);
+}
+
+template <typename T>
+void lookup_type(const RowCall<T>& rows) {
+  rows.copy_rows(rows.launch.token_types);
 }
 
 // Zeros for tokens that see no image and no sound, in place.

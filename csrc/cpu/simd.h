@@ -53,9 +53,30 @@ VLLM_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-// b where either is NaN: put the constant first to let NaN through.
+// b where either is NaN: put the constant first to let NaN through. Compilers make a comparison and a choice
+// of what is one instruction with the same result.
+#if defined(__AVX512F__)
+VLLM_INLINE Vec max(Vec a, Vec b) {
+  return reinterpret_cast<Vec>(
+      _mm512_max_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
+}
+VLLM_INLINE Vec min(Vec a, Vec b) {
+  return reinterpret_cast<Vec>(
+      _mm512_min_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
+}
+#elif defined(__AVX2__)
+VLLM_INLINE Vec max(Vec a, Vec b) {
+  return reinterpret_cast<Vec>(
+      _mm256_max_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b)));
+}
+VLLM_INLINE Vec min(Vec a, Vec b) {
+  return reinterpret_cast<Vec>(
+      _mm256_min_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b)));
+}
+#else
 VLLM_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
 VLLM_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
+#endif
 
 // ---- element types ------------------------------------------------------------------------
 
@@ -218,6 +239,37 @@ VLLM_INLINE Vec exp(Vec x) {
   // 2^n: all but the low bits of `shifted` are shifted out. Added to the exponent of p, the low bits
   // of NaN would make a number of it.
   return p * reinterpret_cast<Vec>((reinterpret_cast<Bits>(shifted) << 23) + 0x3f800000u);
+}
+
+// 2^x for x <= 0, within 2e-7, or 3e-6 if kIsRough; at least 2^-125. x = n + r with |r| <= 1 / 2; the polynomials
+// were fitted on that range.
+template <bool kIsRough>
+VLLM_INLINE Vec exp2(Vec x) {
+  x = max(splat(-125.0f), x);
+#if defined(__AVX512F__)
+  const Vec n = reinterpret_cast<Vec>(_mm512_roundscale_ps(reinterpret_cast<__m512>(x), 8));
+#else
+  const float kRound = 12582912.0f;  // as for exp
+  const Vec shifted = x + kRound, n = shifted - kRound;
+#endif
+  const Vec r = x - n, square = r * r;
+  Vec p, first;
+  if constexpr (kIsRough) {
+    first = fma(r, splat(0.6931240751f), splat(1.0f));
+    p = fma(r, splat(0.0559064262f), splat(0.2402409911f));
+    p = fma(square, splat(0.0095828529f), p);
+  } else {
+    first = fma(r, splat(0.6931470037f), splat(1.0f));
+    p = fma(r, splat(0.0013264727f), splat(0.0096715130f));
+    p = fma(square, p, fma(r, splat(0.0555073359f), splat(0.2402224243f)));
+  }
+  p = fma(square, p, first);
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vec>(
+      _mm512_scalef_ps(reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(n)));
+#else
+  return p * reinterpret_cast<Vec>((reinterpret_cast<Bits>(shifted) << 23) + 0x3f800000u);
+#endif
 }
 
 // tanh within 3e-7. By its series near zero, where the difference from one would cancel.

@@ -6,18 +6,39 @@ import numpy as np
 import pytest
 import torch
 
-from vllm.attention import EncoderAttention, EncoderMetadata, LaunchContext
-from vllm.attention.backends.encoder_attn import _ends
+from vllm.attention import EncoderAttention, LaunchContext, bind_prompt_caches, whole_prompts
+from vllm.ops import get_ops, set_ops
+from vllm.ops.cpu.operators import CPUOps
+from vllm.ops.native.operators import NativeOps
+
+
+@pytest.fixture(params=[NativeOps, CPUOps], autouse=True)
+def operators(request):
+    before = get_ops()
+    set_ops(request.param())
+    yield
+    set_ops(before)
+
+
+def attend(lens, dtype):
+    """Queries, keys and values of prompts, and what attends to them together."""
+    torch.manual_seed(0)
+    layer, num_tokens = EncoderAttention(2, 8), sum(lens)
+    bind_prompt_caches(layer, num_tokens, len(lens), dtype)
+    qkv = torch.randn(3, num_tokens, 2, 8).to(dtype)
+
+    def run(q, k, v, counts):
+        context = LaunchContext(whole_prompts(counts), torch.arange(sum(counts)))
+        with layer.launch.running(context):
+            return layer(q, k, v)
+
+    return layer, qkv, run(*qkv, lens), run
 
 
 @pytest.mark.parametrize("lens", [[1], [5, 5, 5], [3, 1, 40, 7, 8, 1, 39], list(range(1, 30))])
 def test_a_launch_is_its_prompts_one_by_one(lens):
-    torch.manual_seed(0)
-    layer, starts = EncoderAttention(2, 8), np.concatenate([[0], np.cumsum(lens)])
-    q, k, v = torch.randn(3, sum(lens), 2, 8)
-    metadata = EncoderMetadata.build(starts, torch.device("cpu"))
-    with layer.launch.running(LaunchContext(metadata, torch.arange(sum(lens)))):
-        got = layer(q, k, v)
+    layer, (q, k, v), got, _ = attend(lens, torch.float32)
+    starts = np.concatenate([[0], np.cumsum(lens)])
     for first, last in itertools.pairwise(starts):
         part = slice(first, last)
         scores = torch.einsum("qhd,khd->hqk", q[part], k[part]) * layer.head_size**-0.5
@@ -26,9 +47,10 @@ def test_a_launch_is_its_prompts_one_by_one(lens):
         torch.testing.assert_close(layer(q[part], k[part], v[part]), want)
 
 
-@pytest.mark.parametrize(
-    ("lens", "ends"),
-    [([4], [1]), ([3, 8, 9, 9, 100], [1, 4, 5]), ([5] * 10, [10]), ([1, 2, 3, 4], [1, 3, 4])],
-)
-def test_groups_have_little_padding(lens, ends):
-    assert _ends(np.array(lens, np.int32)) == ends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bits_of_a_prompt_do_not_depend_on_the_others(dtype):
+    lens = [3, 1, 40, 7, 300, 17]
+    _, qkv, got, run = attend(lens, dtype)
+    for first, last in itertools.pairwise(np.concatenate([[0], np.cumsum(lens)])):
+        alone = run(*qkv[:, first:last], [int(last - first)])
+        assert torch.equal(got[first:last], alone)

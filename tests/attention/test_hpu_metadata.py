@@ -68,9 +68,9 @@ def test_contiguous_launch_without_room_for_shared_blocks_is_refused():
     tables, lengths = [[3, 1], [3, 2], [3, 4]], [6, 7, 8]
     counts = count_decode_blocks(tables, lengths, 4)
     assert (counts.references, counts.span, counts.shared) == (6, 5, 2)
-    with pytest.raises(ValueError, match="2 repeats of shared blocks in a contiguous launch"):
+    with pytest.raises(ValueError, match="2 extra references to shared blocks"):
         build_decode_metadata(tables, lengths, 4, 8, 4, padded_shared=1)
-    with pytest.raises(ValueError, match="blocks up to id 4"):
+    with pytest.raises(ValueError, match="block ids up to 4"):
         build_decode_metadata(tables, lengths, 4, 4, 4, padded_shared=2)
 
 
@@ -80,15 +80,15 @@ def test_slots_of_padded_rows_differ():
 
 
 def test_launch_that_is_too_small_is_refused():
-    with pytest.raises(ValueError, match="2 rows in a launch of 1"):
+    with pytest.raises(ValueError, match="2 requests does not fit a bucket of 1"):
         build_decode_metadata([[1], [2]], [1, 1], 1, 8, 4)
-    with pytest.raises(ValueError, match="3 block references in a launch of 2"):
+    with pytest.raises(ValueError, match="3 block references do not fit a bucket of 2"):
         build_decode_metadata([[3, 1], [2, 0]], [6, 4], 2, 2, 4)
-    with pytest.raises(ValueError, match="block tables are"):
+    with pytest.raises(ValueError, match="block_tables must be"):
         build_decode_metadata([[3, 1], [2, 0]], [9, 4], 2, 8, 4)
-    with pytest.raises(ValueError, match="1 rows of up to 5 new tokens and 1 context blocks"):
+    with pytest.raises(ValueError, match="1 requests with up to 5 new tokens and 1 context blocks"):
         build_prefill_metadata([[1, 2]], [3], [5], 1, 5, 0, 4)
-    with pytest.raises(ValueError, match="block tables are"):
+    with pytest.raises(ValueError, match="block_tables must be"):
         build_prefill_metadata([[1]], [3], [5], 1, 5, 1, 4)
 
 

@@ -133,9 +133,12 @@ def test_worked_example():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((1, 7, 1), "2 prompts of 7 new tokens and 1 context blocks in a launch of 1, 7 and 1"),
-        ((2, 6, 1), "in a launch of 2, 6 and 1"),
-        ((2, 7, 0), "in a launch of 2, 7 and 0"),
+        (
+            (1, 7, 1),
+            "2 prompts with 7 new tokens and 1 context blocks do not fit a bucket of 1 prompts",
+        ),
+        ((2, 6, 1), "a bucket of 2 prompts, 6 tokens and 1"),
+        ((2, 7, 0), "a bucket of 2 prompts, 7 tokens and 0"),
     ],
 )
 def test_launch_that_is_too_small_is_refused(sizes, message):
@@ -144,7 +147,7 @@ def test_launch_that_is_too_small_is_refused(sizes, message):
 
 
 def test_prompts_that_make_no_launch_are_refused():
-    with pytest.raises(ValueError, match="block tables are"):
+    with pytest.raises(ValueError, match="block_tables must be"):
         build_merged_prefill_metadata([[7, 3]], [4], [5], 1, 5, 1, 4)
     with pytest.raises(ValueError, match="needs at least one new token"):
         build_merged_prefill_metadata([[7, 3]], [4], [0], 1, 5, 1, 4)

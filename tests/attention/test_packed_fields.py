@@ -51,7 +51,7 @@ def test_views_share_the_memory_of_the_buffer():
 
 
 def test_an_array_that_does_not_fit_its_field_is_named():
-    with pytest.raises(ValueError, match=r"last is int32 \[2\]; this launch has int32 \[3\] \(C\)"):
+    with pytest.raises(ValueError, match=r"last must be int32 \[3\] \(C\) .*, got int32 \[2\]"):
         FIELDS.pack(given(last=np.int32([1, 2])), SIZES)
-    with pytest.raises(ValueError, match=r"ids is int64 \[2\]; this launch has int32 \[2\] \(B\)"):
+    with pytest.raises(ValueError, match=r"ids must be int32 \[2\] \(B\) .*, got int64 \[2\]"):
         FIELDS.pack(given(ids=np.int64([1, 2])), SIZES)

@@ -243,7 +243,9 @@ def test_launches_in_parts_bound_the_references():
         max_block_refs=4126,
     )
     assert bounded.max_blocks == 4126
-    with pytest.raises(ConfigError, match=r"max_block_refs \(100\) is less than the 256 blocks"):
+    with pytest.raises(
+        ConfigError, match=r"max_block_refs \(100\) must be at least 256, the blocks"
+    ):
         make_limits(
             max_model_len=32768, max_num_batched_tokens=32768, num_blocks=4127, max_block_refs=100
         )

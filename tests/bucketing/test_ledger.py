@@ -120,19 +120,21 @@ def test_budgets_cannot_exceed_the_device_or_drop_below_what_is_booked():
     ledger = MemoryLedger(100)
     ledger.assign(MemoryClass.WEIGHTS, 70)
     ledger.book(MemoryClass.WEIGHTS, 50)
-    with pytest.raises(ValueError, match="at least 0 B is booked, at most 30 B of 100 B"):
+    with pytest.raises(
+        ValueError, match=r"between 0 B \(in use\) and 30 B \(unassigned\), got .*; total 100 B"
+    ):
         ledger.assign(MemoryClass.KV_CACHE, 31)
-    with pytest.raises(ValueError, match="at least 50 B is booked"):
+    with pytest.raises(ValueError, match=r"between 50 B \(in use\)"):
         ledger.assign(MemoryClass.WEIGHTS, 49)
-    with pytest.raises(ValueError, match="21 B from weights, which has 20 B left"):
+    with pytest.raises(ValueError, match="21 B from weights: only 20 B are left"):
         ledger.move(MemoryClass.WEIGHTS, MemoryClass.KV_CACHE, 21)
-    with pytest.raises(ValueError, match="51 B released from weights, where 50 B is booked"):
+    with pytest.raises(ValueError, match="51 B of weights: only 50 B are in use"):
         ledger.release(MemoryClass.WEIGHTS, 51)
     with pytest.raises(ValueError, match="must not be negative"):
         ledger.book(MemoryClass.WEIGHTS, -1)
-    with pytest.raises(ValueError, match="shares must be 0 to 1"):
+    with pytest.raises(ValueError, match="must be fractions from 0 to 1"):
         split_memory(100, 1.1, 0.1)
-    with pytest.raises(ValueError, match="prompt_ratio must be 0 to 1"):
+    with pytest.raises(ValueError, match="prompt_ratio must be a fraction from 0 to 1"):
         split_graph_memory(100, -0.1)
 
 

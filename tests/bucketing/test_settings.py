@@ -14,7 +14,7 @@ from vllm.bucketing.settings import (
 from vllm.envs import Envs
 from vllm.errors import ConfigError
 
-DEFAULT = re.compile(r"Not set: ([^;]+)\.$")
+DEFAULT = re.compile(r"Default: ([^;]+)\.$")
 
 
 def ranges(settings: BucketSettings) -> list[str]:

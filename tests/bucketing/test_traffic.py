@@ -62,7 +62,9 @@ def test_a_file_gives_the_table_that_was_written(tmp_path: Path) -> None:
     merged = TrafficTable.load(path)
     merged.merge(make_table())
     assert [count for _, count, _ in merged] == [2, 6]
-    with pytest.raises(ConfigError, match="blocks of 16 tokens cannot be added"):
+    with pytest.raises(
+        ConfigError, match="cannot add traffic that was recorded with blocks of 16 tokens"
+    ):
         merged.merge(TrafficTable(16))
 
 

@@ -72,6 +72,12 @@ REFUSED = [
         "ready_when='first' contradicts VLLM_FULL_WARMUP=true, with which nothing is warmed up "
         "after the start: leave out one of them",
     ),
+    (
+        HPUConfig,
+        {"adapt_buckets": True, "skip_warmup": True},
+        "adapt_buckets=True contradicts VLLM_SKIP_WARMUP=true, with which nothing is warmed up "
+        "after the start: leave out one of them",
+    ),
     (CacheConfig, {"block_size": 0}, "block_size must be an integer of at least 1, got 0"),
     (CacheConfig, {"block_size": True}, "block_size must be an integer of at least 1, got True"),
     (CacheConfig, {"block_size": 24}, "block_size must be a power of two, got 24"),
@@ -202,6 +208,11 @@ RELATIONS = [
         {"long_prefill_token_threshold": 65},
         "long_prefill_token_threshold (65) must not exceed max_model_len (64)",
     ),
+    (
+        {"max_step_ms": 100, "enable_chunked_prefill": False, "max_num_batched_tokens": 64},
+        "max_step_ms must be 0 with enable_chunked_prefill=False, got 100",
+    ),
+    ({"max_step_ms": -1}, "max_step_ms must be an integer of at least 0, got -1"),
 ]
 
 

@@ -118,7 +118,7 @@ def test_values_are_held_in_the_type_of_the_field(name, given, held):
         ("size", "8k", "size must be an integer, got '8k'"),
         ("size", 5.0, "size must be an integer, got 5.0"),
         ("size", True, "size must be an integer, got True"),
-        ("max_model_len", "0.0001k", "max_model_len must be a whole number, got '0.0001k'"),
+        ("max_model_len", "0.0001k", "max_model_len must be an integer, got '0.0001k'"),
         ("max_model_len", "8kb", "max_model_len must be an integer, got '8kb'"),
         ("share", "half", "share must be a number, got 'half'"),
         ("share", True, "share must be a number, got True"),

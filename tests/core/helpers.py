@@ -2,9 +2,10 @@
 
 import copy
 import random
+import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -21,6 +22,7 @@ from vllm.core.kv.cache_events import CacheEventLog
 from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.kv.state_cache import StateCache
 from vllm.core.media import EncoderCache
+from vllm.core.pacing.step_bound import StepBound
 from vllm.core.scheduler import Scheduler
 from vllm.kv_cache_spec import KVCacheGroup
 from vllm.messages import (
@@ -109,6 +111,8 @@ def make_scheduler(
     is_dense: bool = False,
     num_kept_states: int | None = None,
     media: EncoderCache | None = None,
+    step_bound: StepBound | None = None,
+    clock: Callable[[], float] = time.perf_counter,
     **limits: Any,
 ) -> Scheduler:
     """A scheduler; `num_blocks` counts the usable ones, `windows` are those of
@@ -125,7 +129,17 @@ def make_scheduler(
     num_blocks += 1  # the null block
     cache = KVCacheManager(num_blocks, block_size, enable_caching, events, groups, is_dense, states)
     num_steps = num_stages if num_pipelined_steps is None else num_pipelined_steps
-    return Scheduler(config, cache, draft_source, draft_control, num_stages, num_steps, media)
+    return Scheduler(
+        config,
+        cache,
+        draft_source,
+        draft_control,
+        num_stages,
+        num_steps,
+        media,
+        step_bound,
+        clock,
+    )
 
 
 def num_scheduled(scheduler: Scheduler, step: SchedulerOutput) -> dict[str, int]:

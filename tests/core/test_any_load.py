@@ -2,6 +2,7 @@
 the tokens it would get alone, and nothing leaks. `Loop` and `FakeRunner` check each step.
 """
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from tests.exhaustive import seeds
 from vllm.core.drafting.draft_control import DraftControl
 from vllm.core.drafts import DraftSource
 from vllm.core.media import EncoderCache
+from vllm.core.pacing.step_bound import StepBound
 from vllm.errors import CapacityError
 from vllm.messages import END_OF_REQUEST, EngineRequest, Finished, FinishReason
 
@@ -54,6 +56,8 @@ class Setup:
     """For random guesses, as FakeRunner makes them."""
     media: tuple[int, int, bool] | None = None
     """Arguments of EncoderCache; None: requests have no images."""
+    max_step_s: float | None = None
+    """Bound for the time of a step, by a clock that advances by a second at each reading."""
 
     def loop(self) -> Loop:
         scheduler = make_scheduler(
@@ -69,6 +73,8 @@ class Setup:
             is_dense=self.is_dense,
             num_kept_states=self.num_kept_states,
             media=None if self.media is None else make_media(*self.media),
+            step_bound=None if self.max_step_s is None else StepBound(self.max_step_s, 1, 1),
+            clock=itertools.count(1.0).__next__,
             **self.limits,
         )
         return Loop(
@@ -122,6 +128,7 @@ def setups(draw: st.DrawFn) -> Setup:
         is_dense=draw(st.booleans()),
         num_kept_states=draw(st.sampled_from([None, None, 0, 1, 2, 3, 8])),
         reads_tokens=draw(st.booleans()),
+        max_step_s=draw(st.sampled_from([None, 0.5, 3.0])) if is_chunked else None,
     )
 
 
@@ -253,6 +260,7 @@ def random_setup(rng: random.Random) -> Setup:
         windows=rng.choice(WINDOWS),
         is_dense=rng.random() < 0.5,
         num_kept_states=rng.choice([None, None, 0, 1, 2, 3, 8, 30]),
+        max_step_s=rng.choice([None, 0.5, 3.0]) if is_chunked else None,
     )
 
 

@@ -35,7 +35,7 @@ def test_hashes_are_the_same_in_every_process_and_release():
     root = root_hash(make_request())
     assert root.hex() == "275e5c8ef8465995b755333fc1cf4ad7d628b86603742602a0d9fae2baddc97d"
     (block,) = block_hashes(root, [1, 2, 3, 4], 4)
-    assert block.hex() == "435ca1e8959809c658d0d7c7674c1503ed68ff815b769ffe760d16fb7ffbf011"
+    assert block.hex() == "99f74ee66783974a1ff813346413e7719aee4cf973d7c51cd9f6de6de57d049a"
 
 
 def test_hashes_differ_by_salt_extra_keys_parent_tokens_and_order():

@@ -58,7 +58,7 @@ GOOD = {"version": 1, "card": "gaudi2", "rates": {"launch_s": 1e-4}}
         ("{", "must be a file of measured rates, version 1"),
         ("[]", "must be a file of measured rates"),
         (json.dumps(GOOD | {"version": 2}), "must be a file of measured rates"),
-        (json.dumps(GOOD | {"card": "gaudi3"}), "has the rates of a gaudi3, and the plan is for"),
+        (json.dumps(GOOD | {"card": "gaudi3"}), "has the rates of a gaudi3, but the plan is for"),
         (json.dumps(GOOD | {"rates": {}}), "has no rates"),
         (json.dumps(GOOD | {"rates": {"speed": 1}}), "'speed' is not a rate; accepted: matmul"),
         (json.dumps(GOOD | {"rates": {"launch_s": 0}}), "launch_s is 0, and must be a number"),

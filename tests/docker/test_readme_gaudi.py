@@ -1,4 +1,4 @@
-"""README_GAUDI.md names only what there is."""
+"""The pages about Gaudi name only what there is."""
 
 import re
 from dataclasses import fields
@@ -9,6 +9,7 @@ from vllm.envs import Envs
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README_GAUDI.md").read_text()
+OTHER_PAGES = [ROOT / "docs" / "gaudi_buckets.md", ROOT / "docs" / "tuning_gaudi.md"]
 
 
 def test_links_lead_somewhere():
@@ -31,7 +32,8 @@ def test_variables_that_are_recommended_have_an_effect():
     """Ours are declared; those of other software are on the page of variables."""
     declared = {field.name for field in fields(Envs)}
     page = (ROOT / "docs" / "env_variables.md").read_text()
-    names = set(re.findall(r"\b(?:VLLM|PT_HPU|FUSER|HABANA|HF)_[A-Z0-9_]*[A-Z0-9]\b(?!_)", TEXT))
+    text = "\n".join([TEXT, *(other.read_text() for other in OTHER_PAGES)])
+    names = set(re.findall(r"\b(?:VLLM|PT_HPU|FUSER|HABANA|HF)_[A-Z0-9_]*[A-Z0-9]\b(?!_)", text))
     assert {"VLLM_GRAPH_RESERVED_MEM", "PT_HPU_LAZY_MODE"} <= names
     ours = {name for name in names if name.startswith("VLLM_")}
     assert not ours - declared

@@ -134,5 +134,5 @@ def test_what_cannot_make_drafts_is_refused(models, tmp_path):
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ConfigError, match="has another tokenizer than the model"):
+    with pytest.raises(ConfigError, match="does not have the tokenizer of the model"):
         with_draft(tmp_path)

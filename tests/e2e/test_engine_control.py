@@ -140,7 +140,7 @@ def test_level_1_notices_a_checkpoint_that_has_changed(llm, expected, folder):
     data = file.read_bytes()
     llm.sleep(1)
     file.write_bytes(data[:-4000] + bytes(4000))
-    with pytest.raises(WeightLoadError, match=r"are not those that were loaded.*level 2"):
+    with pytest.raises(WeightLoadError, match=r"differ from the weights that were loaded.*level 2"):
         llm.wake_up()
     assert llm.llm_engine.is_sleeping()
     file.write_bytes(data)

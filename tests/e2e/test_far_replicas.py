@@ -90,12 +90,12 @@ def test_a_server_has_replicas_on_another_machine_which_may_be_lost_and_return(t
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--headless"], "headless runs some of the replicas"),
+        (["--headless"], "--headless needs "),
         (["-dp", "2", "--data-parallel-start-rank", "1", "--data-parallel-size-local", "1"],
-         "--data-parallel-start-rank 1 is for machines without a server"),
-        (["-dp", "2", "--data-parallel-size-local", "3"], "size-local is 3; accepted"),
+         "--data-parallel-start-rank 1 needs --headless"),
+        (["-dp", "2", "--data-parallel-size-local", "3"], "size-local must be from 0 to "),
         (["-dp", "2", "--headless", "--data-parallel-size-local", "1",
-          "--data-parallel-start-rank", "2"], "--data-parallel-start-rank is 2; accepted: 0 to 1"),
+          "--data-parallel-start-rank", "2"], "--data-parallel-start-rank must be from 0 to 1"),
         (["-dp", "2", "--data-parallel-size-local", "1", "--data-parallel-rpc-port", "0"],
          "--data-parallel-rpc-port must be from 1 to 65535"),
     ],

@@ -176,7 +176,7 @@ def test_on_a_card_embeddings_of_requests_add_nothing_to_hidden_states(tmp_path)
 
 def test_values_for_the_first_layers_need_these_layers_on_the_first_stage(tmp_path):
     folder = make_tiny_images("qwen3_vl", tmp_path, num_hidden_layers=2)
-    with pytest.raises(ConfigError, match="values for the first 2 layers, and the language model"):
+    with pytest.raises(ConfigError, match="values to the first 2 layers, so the language model"):
         LLM(str(folder), **ENGINE)
     folder = make_tiny_images("qwen3_vl", tmp_path / "three", num_hidden_layers=3)
     config = resolve(model=str(folder), device="cpu", dtype="float32")

@@ -198,13 +198,13 @@ def broken(folder: Path, kind: str) -> Path:
         ("not JSON", "adapter_config.json is not JSON"),
         ("nested", "adapter_config.json is nested too deeply"),
         ("pipe", "must be plain files"),
-        ('init_lora_weights="pissa_niter_4"', "belongs to changed weights of the model"),
+        ('init_lora_weights="pissa_niter_4"', "was trained against modified base weights"),
         ('use_rslora="no"', "use_rslora must be true or false, got 'no'"),
         ('arrow_config={"top_k": 2}', "adapters that choose among adapters are not supported"),
         ('rank_pattern={"(a+)+x": 4}', "is too complex: at most 256 characters, 2 repeats"),
         ('alpha_pattern={"a.*b.*c.*d": 4}', "is too complex"),
         ("r=64", "the rank r is 64, and max_lora_rank is 16"),
-        ('r="8"', "r must be a whole number above 0, got '8'"),
+        ('r="8"', "r must be an integer above 0, got '8'"),
         ("lora_alpha=null", "lora_alpha must be a number between -1e6 and 1e6, got None"),
         ("use_dora=true", "use_dora is True; DoRA"),
         ('peft_type="IA3"', "peft_type is 'IA3'"),
@@ -212,8 +212,11 @@ def broken(folder: Path, kind: str) -> Path:
             'target_parameters=["mlp.bias"]',
             "only weights, and gate_up_proj, up_proj and down_proj of experts",
         ),
-        ('rank_pattern={"(": 4}', "no regular expression"),
-        ('rank_pattern={"a{99999999999999999999}": 4}', "no regular expression: .* too large"),
+        ('rank_pattern={"(": 4}', "is not a regular expression"),
+        (
+            'rank_pattern={"a{99999999999999999999}": 4}',
+            "is not a regular expression: .* too large",
+        ),
         ('rank_pattern=["q_proj"]', "rank_pattern and alpha_pattern must be objects"),
         ("many patterns", "have 3000 entries, and 2048 are accepted"),
         ("long config", r"adapter_config.json has more than 1048576 bytes$"),
@@ -242,13 +245,13 @@ def test_a_wrong_folder_is_refused_at_once(llm, tmp_path, kind, message):
         ("code", "contains objects other than tensors, which are not loaded for security"),
         ("numbers", "is not a dict of names and dense tensors"),
         ("sparse", "is not a dict of names and dense tensors"),
-        ("many", "are more than enough for this model"),
+        ("many", "an adapter of this model needs at most"),
         ("integers", "has the dtype torch.int8; accepted are torch.float32"),
-        ("lines", r"q\nproj.lora_A.weight' is the name of no tensor of an adapter"),
-        ("twice", "are the same tensor of model.layers.0.self_attn.q_proj"),
+        ("lines", r"q\nproj.lora_A.weight' is not the name of an adapter's tensor"),
+        ("twice", "name the same tensor of model.layers.0.self_attn.q_proj"),
         ("link", "is damaged"),
-        ("norm", "does not belong to a layer that adapters can change here"),
-        ("tokens", "an adapter with changed tokens is not supported"),
+        ("norm", "does not belong to a layer that adapters can change in this engine"),
+        ("tokens", "an adapter that changes the vocabulary is not supported"),
     ],
 )
 def test_wrong_weights_fail_their_request_and_no_other(llm, adapters, tmp_path, kind, message):
@@ -375,7 +378,9 @@ def test_adapters_are_loaded_ahead_pinned_and_dropped(adapters, tmp_path):
     for adapter in (two, three):  # the second of them takes the place of the first
         assert engine.add_lora(adapter)
     assert engine.list_loras() == {1, 3}
-    with pytest.raises(RequestError, match=r"pin_lora: the adapter 3 .* as many are pinned as"):
+    with pytest.raises(
+        RequestError, match=r"pin_lora: the adapter 3 .* no more adapters can be pinned"
+    ):
         engine.pin_lora(3)
     with pytest.raises(RequestError, match="the adapter 9 is not loaded"):
         engine.pin_lora(9)

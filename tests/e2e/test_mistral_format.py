@@ -115,7 +115,7 @@ def test_a_folder_with_a_config_may_be_read_in_that_format(published, tmp_path):
     ("params", "message"),
     [
         ({"dim": None}, "has no 'dim'. Download the file again"),
-        ({"n_heads": 2**40}, "'num_attention_heads' must be a whole number from 1 to 65536"),
+        ({"n_heads": 2**40}, "'num_attention_heads' must be an integer from 1 to 65536"),
         ({"vision_encoder": {}}, "has 'vision_encoder', and models with it are not read from this"),
         ({"quantization": {"qformat_weight": "fp8_e4m3"}}, "has 'quantization', and models with"),
     ],

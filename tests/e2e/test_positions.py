@@ -414,5 +414,5 @@ def test_a_request_whose_positions_do_not_fit_is_refused(folders, models):
     run(llm, [Given(prompt, flat, limit - 30)])
 
     text = LLM(str(models("llama")), **ENGINE)
-    with pytest.raises(RequestError, match=r"must be \[0, 10\], as this model takes 0"):
+    with pytest.raises(RequestError, match=r"positions must have the shape \[0, 10\]"):
         run(text, [Given(prompt, flat)])

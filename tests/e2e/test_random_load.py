@@ -110,7 +110,15 @@ def is_ahead(request, monkeypatch):
     ("settings", "preempts"),
     [
         ({"max_num_seqs": 16, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 48}, True),
-        exhaustive({"max_num_seqs": 64, "num_gpu_blocks_override": 400, "block_size": 8}, False),
+        exhaustive(
+            {
+                "max_num_seqs": 64,
+                "num_gpu_blocks_override": 400,
+                "block_size": 8,
+                "max_step_ms": 1,
+            },
+            False,
+        ),
         ({"max_num_seqs": 8, "num_gpu_blocks_override": 200, "num_scheduler_steps": 6}, False),
     ],
 )

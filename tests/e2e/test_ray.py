@@ -137,7 +137,7 @@ def test_resources_that_others_keep_are_refused(cluster):
 def test_another_version_on_a_machine_is_refused(cluster, folder, monkeypatch):
     monkeypatch.setattr(ray_executor, "__version__", "0.0.9")
     with pytest.raises(
-        ConfigError, match=r"rank 0 has version \S+ of vllm, and the engine is 0.0.9"
+        ConfigError, match=r"rank 0 has version \S+ of vllm, but the engine has 0.0.9"
     ):
         LLM(folder, tensor_parallel_size=2, **RAY)
 
@@ -176,7 +176,7 @@ def test_a_worker_that_ends_while_idle_is_noticed_and_one_that_is_stopped_is_nam
     os.kill(first, signal.SIGKILL)
     readable, _, _ = select.select([core.executor.failure_fd], [], [], 60.0)
     assert readable
-    with pytest.raises(RankError, match=r"rank 0 \(an actor of Ray\) has ended"):
+    with pytest.raises(RankError, match=r"rank 0 \(a Ray actor\) has exited"):
         core.executor.check_health()
     core.shutdown()
 
@@ -198,7 +198,7 @@ def test_a_replica_whose_node_is_lost_is_started_again_when_there_is_another(clu
             answers_around(server, [{**LONG, "max_tokens": 200}] * 8, lose_a_node)
         )
         lost = [text for status, text in answers if status == 500]
-        assert len(lost) == 4 and all("(an actor of Ray) has ended" in text for text in lost)
+        assert len(lost) == 4 and all("(a Ray actor) has exited" in text for text in lost)
         assert server.request("POST", "/v1/completions", SHORT)[0] == 200  # the other replica
         cluster.add_node(**NODE)
         wait_until(lambda: server.replica_states() == ["ready", "ready"])
@@ -216,7 +216,7 @@ def test_a_node_that_is_lost_ends_its_requests_with_an_error(cluster, folder, wa
     node = next(node for node in cluster.worker_nodes if node.node_id in nodes_of(llm))
     rank = nodes_of(llm).index(node.node_id)
     cluster.remove_node(node, allow_graceful=False)
-    with pytest.raises(EngineDeadError, match=rf"rank {rank} \(an actor of Ray\) has ended"):
+    with pytest.raises(EngineDeadError, match=rf"rank {rank} \(a Ray actor\) has exited"):
         for number in range(2000):  # the actor may live on for a moment
             engine.add_request(str(number), {"prompt_token_ids": PROMPTS[0]}, PARAMS[0])
             while engine.has_unfinished_requests():

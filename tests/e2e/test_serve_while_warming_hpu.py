@@ -174,6 +174,13 @@ def want():
     return serve(LLM(device="cpu", **ENGINE), load())[0]
 
 
+OTHERS = [
+    *((0, 1, length, 0) for length in (16, 48, 64)),
+    *((1, batch, length, blocks) for batch in (1, 2, 4) for length in (1, 3) for blocks in (6, 20)),
+]
+"""Buckets that an engine is to use instead, for phase, batch, query length and blocks."""
+
+
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
 
@@ -213,6 +220,9 @@ def test_requests_from_the_first_second_get_the_tokens_of_the_cpu(
         is_alone = "tensor_parallel_size" not in settings  # another rank would not compute
         with computing_all() if is_alone else nullcontext():
             rounds = serve(llm, load(), 12, until=lambda: all_are_warm(core))
+            before = {*executor.collective_rpc("warmed_buckets")[0]}
+            assert core.replace_buckets(OTHERS) and not core.replace_buckets(OTHERS)
+            rounds += serve(llm, load(), 12, until=lambda: core._warm_up.is_done)
         stats = core.stats()
         assert set(executor.collective_rpc("late_compilations")) == {0}
         warmed, *others = executor.collective_rpc("warmed_buckets")
@@ -224,6 +234,9 @@ def test_requests_from_the_first_second_get_the_tokens_of_the_cpu(
     assert stats.runner.num_bucket_misses == 0
     assert len(warmed) == stats.warm_up.num_wanted and others == [warmed] * len(others)
     assert all(line.endswith("True") for line in warmed)
+    assert before.difference(warmed) and set(warmed).difference(before)
+    [line] = {line for line in log if "taken out of use" in line}
+    assert line.startswith(f"buckets: {len(warmed)} are in use now, ")
     # A part of a new kind may take longer than expected; the next ones wait for it.
     assert all(spent <= 0.5 * now + PART_S for spent, now in clock.spent)
     assert clock.spent[-1][0] <= 0.5 * clock.spent[-1][1] + 1e-9
@@ -288,3 +301,52 @@ def test_a_bucket_that_is_given_up_halfway_gives_back_the_memory_of_its_graphs(m
     assert launches.execution.shapes == in_use
     assert ledger.booked(MemoryClass.DECODE_GRAPHS) == before
     assert launches.traffic is None  # nobody asks any more
+
+
+def test_other_buckets_replace_those_in_use_within_the_memory_of_graphs(want, monkeypatch):
+    clock = Clock(monkeypatch)
+    with (
+        simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **BUCKETS) as bridge,
+        computing_all(),
+    ):
+        llm = LLM(enable_sleep_mode=True, **ENGINE | WARMING)
+        core, launches, ledger = core_of(llm), runner_of(llm).launches, worker_of(llm).ledger
+        assert not core.replace_buckets(OTHERS), "its first buckets are still being warmed up"
+        while core.has_idle_work():
+            core.idle_step()
+        present = launches.planner.catalog
+        graphs = MemoryClass.PREFILL_GRAPHS, MemoryClass.DECODE_GRAPHS
+        for cls in graphs:  # there is no memory for more
+            ledger.assign(cls, ledger.booked(cls))
+        budgets = [ledger.budget(cls) for cls in graphs]
+        num_graphs = len(launches.execution.shapes)
+        assert core.replace_buckets(OTHERS)
+        while core.stats().warm_up.num_warm < 6:
+            core.idle_step()
+        assert launches.planner.catalog.is_warmed(present.decode[0]), "until all others are"
+        booked = [ledger.booked(cls) for cls in graphs]
+        llm.sleep(level=1)
+        llm.wake_up()
+        assert [ledger.booked(cls) for cls in graphs] == booked
+        assert_same(serve(llm, load()[:8])[0], want[:7])
+        released = set()
+        while core.has_idle_work():
+            if core.stats().warm_up.num_warm < core.stats().warm_up.num_wanted:
+                with_graphs = {shape.bucket for shape in launches.execution.shapes}
+                released |= present.warmed - with_graphs
+            core.idle_step()
+            assert [ledger.budget(cls) for cls in graphs] == budgets
+        assert released, "for the memory of others"
+        catalog = launches.planner.catalog
+        assert len(launches.execution.shapes) <= num_graphs
+        assert {shape.bucket for shape in launches.execution.shapes} <= catalog.warmed
+        assert catalog.warmed.difference(present.warmed)
+        assert present.warmed.difference(catalog.warmed)
+        assert core.stats().warm_up.num_wanted == len(catalog) == len(catalog.warmed)
+        assert_same(serve(llm, load()[:8])[0], want[:7])
+        assert core.stats().runner.num_late_compilations == 0
+        assert not core.replace_buckets(OTHERS), "they are in use"
+        assert not core.has_idle_work()
+        in_use = sum(ledger.booked(cls) for cls in MemoryClass)
+        assert bridge.memory_info().free_bytes >= ledger.total_bytes - in_use
+    assert not clock.problems

@@ -217,19 +217,19 @@ def test_the_fused_program_hands_over_what_modules_do(method, made):
 
 
 WRONG = [
-    ("eagle", {"hidden_size": 32, "head_dim": 8}, {}, "hidden_size is 32, and the model"),
-    ("eagle", {"num_hidden_layers": 2}, {"method": "eagle"}, "num_hidden_layers is 2, and a"),
-    ("eagle3", {"draft_vocab_size": 99}, {}, "draft_vocab_size is 99, more than the 16 tokens"),
+    ("eagle", {"hidden_size": 32, "head_dim": 8}, {}, "hidden_size is 32, but the model"),
+    ("eagle", {"num_hidden_layers": 2}, {"method": "eagle"}, "must be 1 for EAGLE, got 2"),
+    ("eagle3", {"draft_vocab_size": 99}, {}, "99, more than the vocabulary of 16 tokens"),
     ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 5]}}, {},
-     r"layers \[0, 3, 5\] .* numbers from 0 to 4"),
+     r"layers \[0, 3, 5\] .* layer indices from 0 to 4"),
     ("medusa", {"vocab_size": 99}, {}, "vocab_size is 99"),
     ("medusa", {"medusa_num_heads": "3"}, {}, "medusa_num_heads or num_heads must be 1 or more"),
-    ("medusa", {}, {"num_speculative_tokens": 4}, "has 3 heads; accepted: 1 to 3"),
+    ("medusa", {}, {"num_speculative_tokens": 4}, "must be from 1 to 3, the number of heads"),
     ("medusa", {"medusa_num_heads": 4}, {}, "tensors missing from the checkpoint: heads.3"),
-    ("mlp_speculator", {"emb_dim": 32}, {}, "emb_dim is 32, and the model"),
+    ("mlp_speculator", {"emb_dim": 32}, {}, "emb_dim is 32, but the model"),
     ("mlp_speculator", {"n_predict": None}, {}, "n_predict must be 1 or more, got None"),
     ("mlp_speculator", {"inner_dim": 40}, {}, "has shape"),
-    ("eagle", {}, {"method": "mtp"}, "needs a model with layers that guess further tokens"),
+    ("eagle", {}, {"method": "mtp"}, "needs a model with multi-token prediction layers"),
     ("eagle", {}, {"method": "eagle3"}, r"fc.weight has shape \[64, 128\]"),
 ]  # fmt: skip
 
@@ -250,7 +250,7 @@ def test_what_does_not_fit_the_model_is_refused(method, changes, given, message,
 
 def test_what_a_speculator_cannot_be_combined_with(made):
     transfer = {"kv_connector": "OffloadingConnector"}
-    with pytest.raises(ConfigError, match="kv_transfer_config cannot be used together"):
+    with pytest.raises(ConfigError, match="cannot be used together with kv_transfer_config"):
         with_speculator(made["eagle"], kv_transfer_config=transfer)
 
 

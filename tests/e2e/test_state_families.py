@@ -33,7 +33,9 @@ def test_states_are_not_transferred(models, tmp_path):
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
     }
-    with pytest.raises(ConfigError, match="a model that has recurrent states: blocks are"):
+    with pytest.raises(
+        ConfigError, match=r"a model that has recurrent \(Mamba or DeltaNet\) layers"
+    ):
         LLM(model=str(models("mamba")), **SETTINGS, kv_transfer_config=transfer)
 
 

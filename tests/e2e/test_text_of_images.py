@@ -1,6 +1,7 @@
 """Models with a part for images or sounds serve text: tokens of transformers, with all names."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from tests.tiny_models import (
     randomize,
 )
 from vllm import LLM, SamplingParams
-from vllm.config.families import TEXT_TYPES, text_types_of
+from vllm.config.families import TEXT_TYPES, text_types_of, usual_architecture
 from vllm.errors import ConfigError, WeightLoadError
 
 MAX_TOKENS = 5
@@ -292,31 +293,90 @@ def without_levels(config: dict[str, Any]) -> dict[str, Any]:
     return text | config | {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
 
 
+@dataclass(frozen=True)
+class _PutTogether:
+    """A checkpoint of a language model alone, and the names around it."""
+
+    model_type: str
+    text: str
+    """Name of the tiny model."""
+    prefix: str
+    """Of the names of the language model, in place of `model.`."""
+    parts: tuple[str, ...]
+
+
+_PUT_TOGETHER = {
+    "Gemma3nForConditionalGeneration": _PutTogether(
+        "gemma3n",
+        "gemma3n",
+        "model.language_model.",
+        tuple(
+            f"model.{part}"
+            for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+        ),
+    ),
+    "KimiK25ForConditionalGeneration": _PutTogether(
+        "kimi_k25", "deepseek_v3", "language_model.model.", ("vision_tower", "mm_projector")
+    ),
+    "KimiVLForConditionalGeneration": _PutTogether(
+        "kimi_vl", "deepseek_v3", "language_model.model.", ("vision_tower", "multi_modal_projector")
+    ),
+}
+"""Architectures whose part for images is of another package (timm, with Gemma 3n), is larger than a
+test needs, or comes as code with the checkpoint."""
+
+
 def test_every_architecture_is_in_the_table():
-    assert {*_WHOLE, "Gemma3nForConditionalGeneration"} == set(TEXT_TYPES)
+    assert {*_WHOLE, *_PUT_TOGETHER} == set(map(usual_architecture, TEXT_TYPES))
     others = {kind for name in TEXT_TYPES for kind in text_types_of(name)[1:]}
-    assert others <= {more.get("model_type") for _, more in _OTHER_TEXTS.values()}
+    tested = {more.get("model_type") for _, more in _OTHER_TEXTS.values()}
+    assert others <= {*tested, "kimi_k2"}
 
 
-def test_gemma_3n_gives_the_tokens_of_its_language_model(tmp_path):
-    """The part for images is of another package, timm, so the checkpoint is put together here."""
-    alone, whole = make_tiny_model("gemma3n", tmp_path / "alone"), tmp_path / "whole"
+@pytest.mark.parametrize("name", _PUT_TOGETHER)
+def test_a_checkpoint_gives_the_tokens_of_its_language_model(name, tmp_path):
+    given, whole = _PUT_TOGETHER[name], tmp_path / "whole"
+    alone = make_tiny_model(given.text, tmp_path / "alone")
     whole.mkdir()
     text = json.loads((alone / "config.json").read_text())
-    name = "Gemma3nForConditionalGeneration"
-    config = {"model_type": "gemma3n", "architectures": [name], "text_config": text}
+    if name == "KimiK25ForConditionalGeneration":
+        text["model_type"] = "kimi_k2"  # as it is published
+    config = {"model_type": given.model_type, "architectures": [name], "text_config": text}
     (whole / "config.json").write_text(json.dumps(config))
-    tensors = {
-        name.replace("model.", "model.language_model.", 1): tensor
-        for name, tensor in load_file(alone / "model.safetensors").items()
-    }
-    for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio"):
-        tensors[f"model.{part}.weight"] = torch.zeros(2)
+    tensors = {f"{part}.weight": torch.zeros(2) for part in given.parts}
+    for key, tensor in load_file(alone / "model.safetensors").items():
+        if key.startswith("model."):
+            key = given.prefix + key.removeprefix("model.")
+        elif given.prefix.startswith("language_model."):
+            key = f"language_model.{key}"
+        tensors[key] = tensor
     save_file(tensors, whole / "model.safetensors")
     prompts = random_prompts(8, 64 - MAX_TOKENS, vocab_size=4096)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
     outputs = LLM(model=str(whole), **SETTINGS).generate(prompts, params, use_tqdm=False)
     assert_all_greedy(outputs, prompts, params, TransformersReference(alone))
+
+
+def test_kimi_k25_as_transformers_saves_it(tmp_path):
+    """With the name of its class, which differs from the published one."""
+    alone = json.loads(
+        (make_tiny_model("deepseek_v3", tmp_path / "alone") / "config.json").read_text()
+    )
+    vision = _VISION | {"pos_emb_height": 4, "pos_emb_width": 4}
+    config = transformers.AutoConfig.for_model(
+        "kimi_k25",
+        text_config=alone,
+        vision_config=vision,
+        projection_hidden_size=16,
+        tie_word_embeddings=False,
+    )
+    model = transformers.Kimi_K25ForConditionalGeneration(config)
+    randomize(model, 0)
+    model.save_pretrained(tmp_path / "whole")
+    prompts = random_prompts(4, 64 - MAX_TOKENS, vocab_size=4096)
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
+    outputs = LLM(str(tmp_path / "whole"), **SETTINGS).generate(prompts, params, use_tqdm=False)
+    assert_all_greedy(outputs, prompts, params, TransformersReference(tmp_path / "whole"))
 
 
 BY_TRANSFORMERS = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
@@ -382,7 +442,7 @@ def test_only_the_part_for_images_is_left_out(whole, tmp_path):
             {"model_type": "ministral"},
             "must be of model_type 'mistral' or 'ministral3', got 'ministral'",
         ),
-        ({"num_hidden_layers": 2**40}, "'num_hidden_layers' must be a whole number from 1 to 1024"),
+        ({"num_hidden_layers": 2**40}, "'num_hidden_layers' must be an integer from 1 to 1024"),
     ],
 )
 def test_a_language_model_that_cannot_run_is_named(text, message, whole, tmp_path):

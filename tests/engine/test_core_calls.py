@@ -11,7 +11,7 @@ from vllm.engine.engine_core import EngineCore
 from vllm.engine.llm_engine import LLMEngine
 from vllm.utils.methods import passed_on
 
-FOR_USERS = sorted(CORE_CALLS - {"call_workers"})
+FOR_USERS = sorted(CORE_CALLS - {"call_workers", "replace_buckets"})
 
 
 def arguments(cls, name):

@@ -135,7 +135,7 @@ def test_the_caller_may_name_the_replica(run):
             async for _ in engine.generate([n], params(), f"r{n}", data_parallel_rank=1):
                 pass
         assert added(*clients) == [0, 3]
-        with pytest.raises(RequestError, match="data_parallel_rank=2: there is no such replica"):
+        with pytest.raises(RequestError, match="data_parallel_rank=2: this replica does not exist"):
             async for _ in engine.generate([1], params(), "r", data_parallel_rank=2):
                 pass
 
@@ -379,7 +379,7 @@ def test_a_dead_replica_can_be_restarted_and_a_drained_one_resumed(run):
         await engine.resume_replica(0)
         assert engine.refusal is None
         assert (await collect(engine, "taken"))[-1].finished
-        with pytest.raises(RequestError, match=r"replica=2: there is no such replica.* has 2"):
+        with pytest.raises(RequestError, match=r"replica=2: this replica does not exist.* has 2"):
             await engine.drain_replica(2)
 
     run(check, num_clients=3)

@@ -163,8 +163,11 @@ def test_without_a_tokenizer_the_end_token_is_that_of_config_json():
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"logprobs": 21}, "logprobs must be at most 20, got 21"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs must be at most 20, got 21"),
+        ({"logprobs": 21}, "logprobs must be at most 20 (max_logprobs of the engine), got 21"),
+        (
+            {"prompt_logprobs": 21},
+            "prompt_logprobs must be at most 20 (max_logprobs of the engine), got 21",
+        ),
         ({"allowed_token_ids": [1, 4096]}, "allowed_token_ids has token id 4096"),
         ({"logit_bias": {4096: 1.0}}, "logit_bias has token id 4096"),
         ({"stop_token_ids": [4096]}, "stop_token_ids has token id 4096"),
@@ -186,7 +189,7 @@ def test_the_limit_of_logprobs_is_the_engines():
 
 
 def test_something_else_than_sampling_params_is_refused():
-    with pytest.raises(RequestError, match="expected SamplingParams, got dict"):
+    with pytest.raises(RequestError, match="the parameters must be SamplingParams, got dict"):
         make_processor().process("r", "a", {"temperature": 0})
 
 

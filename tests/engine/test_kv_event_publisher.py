@@ -196,8 +196,8 @@ def test_an_address_that_is_taken_is_told_before_the_model_is_loaded():
         ({"buffer_steps": -1}, "buffer_steps must be an integer of at least 0, got -1"),
         ({"hwm": "x"}, "hwm must be an integer"),
         ({"max_queue_size": 0}, "max_queue_size must be an integer of at least 1"),
-        ({"topic": 5}, "topic must be a str"),
-        ({"enable_kv_cache_events": "yes"}, "enable_kv_cache_events must be a bool"),
+        ({"topic": 5}, "topic must be of the type str"),
+        ({"enable_kv_cache_events": "yes"}, "enable_kv_cache_events must be of the type bool"),
     ],
 )
 def test_a_wrong_config_is_refused_by_name(value, message):

@@ -468,6 +468,6 @@ def test_it_is_refused_for_a_model_with_windows_whose_workers_are_shut_down():
         ),
         _close_connections=lambda: ended.append("connector"),
     )
-    with pytest.raises(ConfigError, match="sliding windows"):
+    with pytest.raises(ConfigError, match="sliding-window"):
         EngineCore._make_transfer(core, None)
     assert ended == ["workers", "connector"]

@@ -125,7 +125,7 @@ ONE = sent(0)
         (b"", 0, "ended early"),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", 0, "not an engine of this version"),
         (answer_of(end=frame(REQUEST, b"")), 0, "not an engine of this version"),
-        (answer_of(ONE, end=frame(OTHER_NAMESPACE, b"")), 1, "differ from those here"),
+        (answer_of(ONE, end=frame(OTHER_NAMESPACE, b"")), 1, "differ from this engine's"),
         (answer_of(ONE, end=b""), 1, "ended early"),
         (answer_of(ONE, end=b"")[:-1], 0, "ended early"),
         (answer_of(ONE), 1, None),
@@ -154,7 +154,7 @@ def test_a_block_that_is_larger_than_those_here_is_not_received(block_bytes, num
     with consumer(port) as made:
         made.block_bytes = block_bytes
         assert len(fetched(made, KEYS[:3])) == num_blocks
-    assert ("a block of another size" in capsys.readouterr().err) == (num_blocks == 1)
+    assert ("a block of an unexpected size" in capsys.readouterr().err) == (num_blocks == 1)
     thread.join()
 
 
@@ -173,7 +173,7 @@ def test_a_peer_that_fails_is_left_alone_for_a_while_and_then_asked_again(capsys
         one.save(KEYS[:1], BLOCKS[:1])
         assert peer.fetch("model", KEYS, 30.0) == [(KEYS[0], BLOCKS[0])]
     log = capsys.readouterr().err
-    assert log.count("differ from those here") == 1 and log.count("sends KV blocks again") == 1
+    assert log.count("differ from this engine's") == 1 and log.count("are available again") == 1
     assert peer.fetch("model", KEYS, 30.0) == [] and not peer.is_asked
     assert "no KV blocks from the engine at 127.0.0.1:" in capsys.readouterr().err
 

@@ -81,7 +81,7 @@ def test_names_cross_the_socket_and_code_does_not():
 @pytest.mark.parametrize(
     ("pattern", "processor", "message"),
     [
-        (None, f"{HERE}.only_five", "start it with --logits-processor-pattern"),
+        (None, f"{HERE}.only_five", "Start it with --logits-processor-pattern"),
         (r"tests\.engine", f"{HERE}.only_five", "the whole name must match"),
         (r".*\.Only", f"{HERE}.Only2", "the whole name must match"),
         (ALL, "no_such_module.f", "cannot be imported: ModuleNotFoundError"),

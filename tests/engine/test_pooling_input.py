@@ -84,7 +84,11 @@ def test_minus_one_is_as_long_as_the_model_takes(tokenizer):
         ({"prompt": "", "add_special_tokens": False}, {}, "prompt is empty, and no special"),
         ([], {}, "no tokens"),
         ("w7", {"dimensions": 8}, "embeddings of this model cannot be shortened"),
-        ({"prompt_token_ids": [5, 6], "token_type_ids": [0]}, {}, "1 entries for 2 tokens"),
+        (
+            {"prompt_token_ids": [5, 6], "token_type_ids": [0]},
+            {},
+            "each of the 2 tokens of the prompt, got 1",
+        ),
         ({"prompt_token_ids": [5], "token_type_ids": [2]}, {}, "integers from 0 to 1"),
         ({"prompt_token_ids": [5], "token_type_ids": "a"}, {}, "integers from 0 to 1"),
     ],

@@ -373,7 +373,7 @@ def test_without_its_windows_a_model_is_as_long_as_the_smallest(tmp_path):
     assert shorter.scheduler.max_model_len == 32
     with pytest.raises(ConfigError) as failure:
         resolve(model=model, disable_sliding_window=True, max_model_len=65)
-    assert str(failure.value).startswith("max_model_len (65) is more than the 64 tokens of the")
+    assert str(failure.value).startswith("max_model_len (65) must be at most 64, the size of the")
     assert str(failure.value).endswith("to 64, or leave disable_sliding_window out")
 
 
@@ -480,6 +480,31 @@ def test_it_is_said_once_that_sparse_attention_runs_as_dense(tmp_path, caplog, m
     resolve(model=write_model(tmp_path, **changes))
     lines = [r.getMessage() for r in caplog.records if "dense attention" in r.getMessage()]
     assert lines == [
-        f"{name} runs with dense attention: in texts of more than index_topk (512) tokens the "
-        f"original attends to some of the tokens only, so that its outputs differ there"
+        f"{name} runs with dense attention: with more than index_topk tokens (512) the original "
+        f"model attends to some of them only, so its outputs differ there"
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "most_ms"),
+    [
+        ({}, 300),
+        ({"max_step_ms": 0}, 0),
+        ({"max_step_ms": 80}, 80),
+        ({"enable_chunked_prefill": False}, 0),
+        ({"distributed_executor_backend": "external_launcher"}, 0),
+    ],
+)
+def test_the_time_of_a_step_is_bounded_on_a_cpu_where_prompts_may_be_divided(settings, most_ms):
+    assert resolve(**settings).scheduler.max_step_ms == most_ms
+
+
+def test_the_buckets_of_a_card_decide_the_time_of_a_step():
+    with simulated_hpu():
+        assert resolve(device="hpu").scheduler.max_step_ms == 0
+        assert resolve(device="hpu", max_step_ms=500).scheduler.max_step_ms == 500
+
+
+def test_processes_of_an_external_launcher_must_not_schedule_by_their_clocks():
+    with pytest.raises(ConfigError, match="max_step_ms must be 0 with distributed"):
+        resolve(distributed_executor_backend="external_launcher", max_step_ms=100)

@@ -116,7 +116,7 @@ def test_a_prompt_has_one_kind_of_attention(resolve):
 @pytest.mark.parametrize("is_lazy", [True, False])
 def test_flex_attention_is_refused_on_a_simulated_card(is_lazy):
     switches = {"VLLM_PROMPT_USE_FUSEDSDPA": 0, "VLLM_PROMPT_USE_FLEX_ATTENTION": 1}
-    message = r"cannot run on a simulated card.* Unset it\. VLLM_PROMPT_USE_FUSEDSDPA=0 alone"
+    message = r"cannot run on a simulated card.* Unset it\. VLLM_PROMPT_USE_FUSEDSDPA=0 then"
     with simulated_hpu(PT_HPU_LAZY_MODE=is_lazy, **switches):
         with pytest.raises(ConfigError, match=message):
             EngineArgs(device="hpu").create_engine_config()

@@ -1,9 +1,11 @@
 """Sizes of forward passes: counted once each, in metrics, in a table and in a file."""
 
+import json
 import logging
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.engine.fakes import make_config
@@ -12,14 +14,16 @@ from tests.hpu import captured_log
 from vllm.bucketing.bucket import decode, prefill
 from vllm.bucketing.traffic import TrafficTable
 from vllm.cost_model.padded import forward_seconds
+from vllm.cost_model.run_times import RunEngine, parse_run_times
+from vllm.cost_model.throughput import ModelFigures
 from vllm.engine.metrics.engine_metrics import EngineMetrics
 from vllm.engine.metrics.replica_metrics import ReplicaMetrics, sum_stats
 from vllm.engine.metrics.traffic_metrics import BucketAdvice, TrafficFile
 from vllm.errors import ConfigError
 from vllm.messages import RunnerStats, SchedulerStats, WarmUpStats
 
-PREFILL = (0, 1, 100, 0, 1, 128, 0)
-DECODE = (1, 3, 1, 20, 4, 1, 32)
+PREFILL = (0, 1, 100, 0, 1, 128, 0, 3000)
+DECODE = (1, 3, 1, 20, 4, 1, 32, 1000)
 
 
 def make_metrics() -> EngineMetrics:
@@ -111,7 +115,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
     older = metrics.traffic_table.copy()
     report(metrics, 3, *DECODE)
     file.write()
-    file._write(older)  # by a thread that was late
+    file._write(older, {})  # by a thread that was late
     assert TrafficTable.load(path).num_launches == 3
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
@@ -136,12 +140,45 @@ def test_a_file_of_something_else_is_not_overwritten(
     assert path.read_text() == before
 
 
+def test_a_file_has_the_seconds_of_its_engine_by_bucket(tmp_path: Path) -> None:
+    path = tmp_path / "traffic.json"
+    figures = ModelFigures(
+        dense_params=1e6,
+        vocab_size=512,
+        hidden_size=64,
+        num_layers=2,
+        attention=(),
+        weight_bytes=2,
+        kv_bytes=2,
+        is_fp8=False,
+    )
+    for card, (count, seconds) in (
+        ("gaudi2", (2, 0.002)),
+        ("gaudi2", (4, 0.004)),  # the same engine again
+        ("gaudi3", (2, 0.002)),  # another one
+    ):
+        metrics = make_metrics()
+        file = TrafficFile(path, metrics)
+        engine = RunEngine(
+            card=card, is_simulated=True, num_cards=1, block_size=16, figures=figures
+        )
+        file.note_engine(msgspec.to_builtins(engine))
+        unknown = (*DECODE[:-1], 0)
+        report(metrics, 4, *DECODE, *DECODE, *unknown, *PREFILL)
+        file.write()
+        found = parse_run_times(json.loads(path.read_text()), "it")
+        assert found is not None and found.engine == engine
+        assert found.times[1, 4, 1, 32] == (count, pytest.approx(seconds))
+        assert found.times[0, 1, 128, 0] == (count / 2, pytest.approx(0.003 * count / 2))
+    assert TrafficTable.load(path).num_launches == 12
+
+
 def test_poor_buckets_are_said_at_most_once_a_day() -> None:
     metrics, now = make_metrics(), [0.0]
     advice = BucketAdvice(metrics, metrics.config, clock=lambda: now[0])
     report(metrics, 1, *DECODE)
     assert not advice.is_due(), "one forward pass is no traffic"
-    poor = (1, 3, 1, 20, 16, 1, 2000)
+    poor = (1, 3, 1, 20, 16, 1, 2000, 0)
     for number in range(2, 10_002):
         report(metrics, number, *poor)
     assert advice.is_due()
@@ -158,14 +195,14 @@ def test_poor_buckets_are_said_at_most_once_a_day() -> None:
 def test_padding_during_the_warm_up_is_no_reason_to_choose_other_buckets() -> None:
     metrics, warming = make_metrics(), WarmUpStats(is_warming=True, num_warm=16, num_wanted=33)
     advice = BucketAdvice(metrics, metrics.config)
-    poor = (1, 3, 1, 20, 16, 1, 2000)
+    poor = (1, 3, 1, 20, 16, 1, 2000, 0)
     for number in range(1, 10_002):
         report(metrics, number, *poor, warm_up=warming)
     assert not advice.is_due()
     warm = WarmUpStats(num_warm=33, num_wanted=33)
     report(metrics, 10_002, *poor, warm_up=warm)  # since the last look
     assert not advice.is_due()
-    report(metrics, 10_003, 1, 3, 1, 20, 3, 1, 20, warm_up=warm)
+    report(metrics, 10_003, 1, 3, 1, 20, 3, 1, 20, 0, warm_up=warm)
     assert not advice.is_due()
     report(metrics, 10_004, *poor, warm_up=warm)
     assert advice.is_due()
@@ -174,7 +211,7 @@ def test_padding_during_the_warm_up_is_no_reason_to_choose_other_buckets() -> No
 def test_buckets_that_fit_their_traffic_are_not_spoken_of() -> None:
     metrics = make_metrics()
     for number in range(1, 10_002):
-        report(metrics, number, 1, 3, 1, 20, 3, 1, 20)
+        report(metrics, number, 1, 3, 1, 20, 3, 1, 20, 0)
     advice = BucketAdvice(metrics, metrics.config)
     assert not advice.is_due()
     with captured_log() as log:

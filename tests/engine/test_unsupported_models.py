@@ -128,7 +128,10 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (_named("SDARForCausalLM", "sdar", auto_map=_AUTO_MAP), _UNKNOWN),
     # No language model.
     (_named("ViTForImageClassification", "vit"), _UNKNOWN),
-    ({"_class_name": "UNet2DConditionModel"}, "describes UNet2DConditionModel, a part of a model"),
+    (
+        {"_class_name": "UNet2DConditionModel"},
+        "describes UNet2DConditionModel, a part of a diffusers model",
+    ),
     ({"model_type": "timm_wrapper"}, "has no 'architectures'.*; its model_type is 'timm_wrapper'"),
 ]
 """Values of config.json, and what the message says."""

@@ -41,7 +41,7 @@ def test_a_command_without_more_shows_its_help(args, capsys):
         (["bench", "srve"], "invalid choice: 'srve'. Did you mean 'serve'? Choose from serve, "),
         (["serve", "--dtype", "bf16"], "invalid choice: 'bf16'. Did you mean 'bfloat16'?"),
         (["serve", "--max-num-seqs", "x"], "argument --max-num-seqs: must be an integer, got 'x'"),
-        (["serve", "--limit-mm-per-prompt", "x"], "must be numbers by name, such as image=4"),
+        (["serve", "--limit-mm-per-prompt", "x"], "must be integers by name, such as image=4"),
     ],
 )
 def test_a_wrong_word_is_answered_with_the_right_one(args, text, capsys):

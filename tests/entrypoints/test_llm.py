@@ -112,8 +112,11 @@ def test_a_prompt_that_never_fits_takes_those_before_it_back():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sampling_params": [SamplingParams()] * 3}, "sampling_params has 3 entries for 2"),
-        ({"priority": [1]}, "priority has 1 entries for 2"),
+        (
+            {"sampling_params": [SamplingParams()] * 3},
+            "sampling_params must have one entry for each of the 2",
+        ),
+        ({"priority": [1]}, "priority must have one entry for each of the 2"),
         ({"sampling_params": {"n": 1}}, "must be SamplingParams, got dict"),
         ({"sampling_params": [1, 2]}, "must be SamplingParams, got int"),
         ({"lora_request": LoRARequest("sql", 1, "/sql")}, "lora_request: the engine was started"),
@@ -180,7 +183,11 @@ def test_the_old_argument_for_the_form_of_the_output_works_and_warns(options, pa
         ({"guided_jsn": {}}, None, "has no option 'guided_jsn'; accepted: guided_json, "),
         ({"guided_json": {}, "guided_regex": "a"}, None, "one kind of constraint"),
         ("[0-9]", None, "guided_options_request must be a dict, got str"),
-        (OPTIONS, SamplingParams(guided_decoding=GuidedDecodingParams(regex="a")), "both given"),
+        (
+            OPTIONS,
+            SamplingParams(guided_decoding=GuidedDecodingParams(regex="a")),
+            "cannot be used together",
+        ),
     ],
 )
 def test_wrong_options_of_the_old_argument_are_refused(options, params, message):
@@ -207,7 +214,7 @@ def test_deprecated_arguments_are_shown_where_they_are_asked_for_though_python_h
 def test_as_many_texts_as_token_lists_are_needed():
     with (
         pytest.warns(DeprecationWarning),
-        pytest.raises(ValueError, match="1 entries for 2 prompts"),
+        pytest.raises(ValueError, match="one entry for each of the 2 prompts, got 1"),
     ):
         make_llm().generate(["a", "b"], prompt_token_ids=[[5]], use_tqdm=False)
 

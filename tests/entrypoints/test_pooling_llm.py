@@ -49,7 +49,7 @@ def test_rewards_are_encodings_of_a_reward_model(rewarder, embedder):
     (encoded,) = rewarder.encode("w7 w8 w9", use_tqdm=False)
     assert torch.equal(reward.outputs.data, encoded.outputs.data)
     assert len(reward.outputs.data) == len(reward.prompt_token_ids)
-    with pytest.raises(ValueError, match="run with task 'reward'; this one is run with"):
+    with pytest.raises(ValueError, match="runs with task 'reward', but this one runs with"):
         embedder.reward("w7", use_tqdm=False)
 
 
@@ -74,7 +74,9 @@ def test_each_prompt_may_have_parameters_of_its_own(embedder):
     params = [PoolingParams(dimensions=16), PoolingParams(), PoolingParams(dimensions=32)]
     outputs = embedder.embed(["w7", "w8", "w9"], pooling_params=params, use_tqdm=False)
     assert [output.outputs.hidden_size for output in outputs] == [16, 64, 32]
-    with pytest.raises(ValueError, match="pooling_params has 3 entries for 1 prompts"):
+    with pytest.raises(
+        ValueError, match="pooling_params must have one entry for each of the 1 prompts, got 3"
+    ):
         embedder.embed("w7", pooling_params=params)
 
 
@@ -111,9 +113,9 @@ def test_long_pairs_are_cut(scorer):
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (["w7", "w8"], ["w9"], "2 texts and text_2 has 1"),
-        ([], ["w9"], "text_1 has no texts"),
-        ("w7", [], "text_2 has no texts"),
+        (["w7", "w8"], ["w9"], r"as many as text_2 \(1\), got 2"),
+        ([], ["w9"], "text_1 must have at least one text"),
+        ("w7", [], "text_2 must have at least one text"),
         ("w7", [7], "text_2 must be"),
         ("w7", "w8 " * 70, "maximum context length is 64"),
     ],
@@ -128,9 +130,9 @@ def test_texts_that_do_not_pair_are_refused(first, second, message, scorer, embe
     ("model", "method", "message"),
     [
         ("embedder", "generate", r"does not generate.*'embed'.*LLM\.embed"),
-        ("embedder", "classify", r"'classify' or 'score'; this one is run with task 'embed'"),
+        ("embedder", "classify", r"'classify' or 'score', but this one runs with task 'embed'"),
         ("scorer", "generate", r"does not generate.*'score'.*LLM\.score"),
-        ("scorer", "embed", r"run with task 'embed'; this one is run with task 'score'"),
+        ("scorer", "embed", r"runs with task 'embed', but this one runs with task 'score'"),
         ("generator", "embed", r"this model generates.*LLM\.generate.*start it with task='embed'"),
         ("generator", "classify", r"this model generates.*start it with task='classify'"),
         ("generator", "encode", r"this model generates.*task='embed'"),

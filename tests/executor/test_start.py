@@ -170,7 +170,7 @@ def test_a_failed_start_reports_its_first_error_and_calls_every_clean_up():
     ended = []
     with captured_log() as log, pytest.raises(ConfigError, match="the first error"):
         BrokenExecutor([]).start()
-    assert log == ["another error, while what had started is ended:"]
+    assert log == ["another error while cleaning up after a failed start:"]
     clean_ups = BrokenExecutor([]).shutdown, lambda: ended.append("second")
     with captured_log(), pytest.raises(KeyboardInterrupt), on_failure(*clean_ups):
         raise KeyboardInterrupt

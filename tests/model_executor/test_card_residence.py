@@ -1,5 +1,5 @@
-"""What quantized weights are in the memory of a simulated card, and which operators multiply them,
-against the table of docs/quantization.md. Each format is a tiny model, all in one process."""
+"""What quantized weights are in the memory of a simulated card, and which operators multiply
+them, against the table of docs/quantization_tables.md. Formats are tiny models, in one process."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ from vllm.ops.stored_weight import GroupedWeight
 from vllm.platforms.habana.operators import QuantizedKernels
 from vllm.transformers_utils.gguf.folder import unpack
 
-PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"
+PAGE = Path(__file__).parents[2] / "docs" / "quantization_tables.md"
 OPERATORS = {
     "cast_to_fp8": "cast_to_fp8_v2",
     "fp8_gemm": "fp8_gemm_v2",
@@ -338,7 +338,7 @@ def test_a_cache_in_fp8_is_cast_by_the_card_and_the_log_says_what_is_widened(
         assert bridge.counters().compilations == compilations
         assert llm.collective_rpc(cache_dtypes) == [{dtype}]
     assert called == {"cast_to_fp8", "cast_from_fp8"}
-    (line,) = (message for message in messages if "widens" in message)
+    (line,) = (message for message in messages if "forward pass converts" in message)
     assert line.endswith(f"the KV cache in {str(dtype).removeprefix('torch.')}")
     assert ("8 quantized weights" in line) == (name in FORMATS)
 
@@ -366,8 +366,8 @@ def test_a_layer_that_no_card_has_a_form_for_is_named_in_the_log(make_card):
     with captured_log() as messages:
         log_dequantized(model)
     assert messages == [
-        "1 quantized layers are dense in memory, as this device has no kernel for how they are "
-        "stored: layer. They take as much memory as unquantized ones; docs/quantization.md says "
+        "1 quantized layers are dequantized in memory, as this device has no kernel for their "
+        "format: layer. They take as much memory as unquantized layers; docs/quantization.md says "
         "which formats stay small"
     ]
     in_order = replace(weight, groups=None)  # as bytes

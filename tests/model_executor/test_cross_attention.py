@@ -128,9 +128,11 @@ def test_a_program_reads_the_slots_of_each_token_and_refuses_others():
     torch.testing.assert_close(run(items.by_token()), expected.flatten(1))
     assert not run(None).any()
     wrong = SeenRun(2, 3, np.array([NUM_SLOTS], np.int32))
-    with pytest.raises(IndexError, match="token 2 sees a slot"):
+    with pytest.raises(IndexError, match="token 2 refers to a slot"):
         run(RaggedItems(NUM_TOKENS, (wrong,)).by_token())
-    with pytest.raises(ValueError, match=f"items must be of {NUM_TOKENS} tokens, got 1"):
+    with pytest.raises(
+        ValueError, match=f"items must have one count for each of the {NUM_TOKENS} tokens, got 1"
+    ):
         run(ItemSlots.empty(1))
 
 

@@ -40,7 +40,10 @@ def test_a_pattern_says_the_kinds_of_layers():
             {"hybrid_override_pattern": "M-X"},
             "hybrid_override_pattern .* has 'X'; supported: 'M', ",
         ),
-        ({"num_hidden_layers": 6}, "layer_types names 5 layers, num_hidden_layers is 6"),
+        (
+            {"num_hidden_layers": 6},
+            r"layer_types has 5 entries; it must have num_hidden_layers \(6\)",
+        ),
     ],
 )
 def test_a_pattern_that_says_too_little_is_refused(changes, message):
@@ -60,7 +63,7 @@ def test_layers_of_jamba_attend_by_their_period():
         ("falcon_h1", {"mlp_multipliers": [1.0]}, "mlp_multipliers .* must be 2 numbers, got"),
         ("falcon_h1", {"ssm_multipliers": [0.5] * 4}, "ssm_multipliers .* must be 5 numbers, got"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' .* supported: relu2"),
-        ("jamba", {"attn_layer_period": 0}, "'attn_layer_period' must be a whole number from 1"),
+        ("jamba", {"attn_layer_period": 0}, "'attn_layer_period' must be an integer from 1"),
         ("lfm2", {"conv_L_cache": 0}, "conv_L_cache in config.json must be a positive number"),
     ],
 )

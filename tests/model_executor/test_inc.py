@@ -316,14 +316,17 @@ O_PROJ = "model.layers.1.self_attn.o_proj"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: None, "inc_output_hooks_maxabs_0_1.json is not there. Measure the model"),
+        (lambda c: None, "inc_output_hooks_maxabs_0_1.json does not exist. Measure the model"),
         (lambda c: "{", "the measurement file is not valid JSON"),
         (lambda c: {**c, "Nodes": {}}, "Nodes must be an object with the modules of the model"),
-        (lambda c: {**c, "Mode": "Scale"}, "Mode is 'Scale', not 'DynamicRange'"),
-        (lambda c: without(c, O_PROJ), f"Nodes.{O_PROJ} is not there: the file is of another mod"),
+        (lambda c: {**c, "Mode": "Scale"}, "Mode must be 'DynamicRange', got 'Scale'"),
+        (
+            lambda c: without(c, O_PROJ),
+            f"Nodes.{O_PROJ} is missing: the file is for a different mod",
+        ),
         (
             lambda c: without(c, "model.layers.0.self_attn.attn.impl.k_cache"),
-            "Nodes.model.layers.0.self_attn.attn.impl.k_cache is not there",
+            "Nodes.model.layers.0.self_attn.attn.impl.k_cache is missing",
         ),
         (
             lambda c: at(c, "Nodes", O_PROJ).update(inputs=[[[float("nan")]]]) or c,
@@ -339,7 +342,7 @@ O_PROJ = "model.layers.1.self_attn.o_proj"
         ),
         (
             lambda c: at(c, "Nodes", O_PROJ).update(inputs=[[[1e-300]]]) or c,
-            f"Nodes.{O_PROJ}.inputs\\[0\\] is 1e-300: float32 has no scale for it",
+            f"Nodes.{O_PROJ}.inputs\\[0\\] is 1e-300: a float32 scale can represent",
         ),
         (
             lambda c: at(c, "Nodes", O_PROJ).update(inputs=[[["1"]]]) or c,
@@ -355,7 +358,7 @@ O_PROJ = "model.layers.1.self_attn.o_proj"
         ),
         (
             lambda c: at(c, "Nodes", O_PROJ).update(params={"weight": [[9.0]]}) or c,
-            f"Nodes.{O_PROJ}.params.weight is 9, and the largest weight .*: the file is of anoth",
+            f"Nodes.{O_PROJ}.params.weight is 9, but the largest weight .*: the file is for a diff",
         ),
     ],
 )
@@ -376,10 +379,10 @@ def test_wrong_measurements_are_one_line_with_file_and_key(measured, tmp_path, c
     [
         ([0.0], 0.5, f"Nodes.{O_PROJ}.inputs\\[0\\] is 0.0: a scale must be above 0"),
         ([0.5], float("inf"), f"Nodes.{O_PROJ}.params.weight is inf"),
-        ([0.5], 1e-6, "params.weight is 1e-06, and the largest weight .* fp8 does not reach"),
-        ([0.5], 1e6, "params.weight is 1e\\+06, and the largest weight .* fp8 does not reach"),
-        ([1e38], 0.5, f"Nodes.{O_PROJ}.inputs\\[0\\] is 1e\\+38: float32 has no scale for it"),
-        ([0.5], [0.5, 0.5], f"Nodes.{O_PROJ}.params.weight has 2 numbers, the layer needs 1"),
+        ([0.5], 1e-6, "params.weight is 1e-06, but the largest weight .* fp8 cannot represent"),
+        ([0.5], 1e6, "params.weight is 1e\\+06, but the largest weight .* fp8 cannot represent"),
+        ([1e38], 0.5, f"Nodes.{O_PROJ}.inputs\\[0\\] is 1e\\+38: a float32 scale can represent"),
+        ([0.5], [0.5, 0.5], f"Nodes.{O_PROJ}.params.weight has 2 values, but the layer needs 1"),
     ],
 )
 def test_wrong_scales_are_one_line_with_file_and_key(measured, tmp_path, inputs, weight, message):
@@ -407,7 +410,7 @@ def test_files_of_more_ranks_are_not_taken_for_one(measured, tmp_path):
 def test_scales_of_a_wider_range_than_the_device_has_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(NativeOps, "fp8_max", 240.0)
     config = IncConfig(path="quant.json", mode="QUANTIZE", device_for_scales="GAUDI3")
-    with pytest.raises(ConfigError, match="reaches 448; that of this device ends at 240"):
+    with pytest.raises(ConfigError, match="ends at 448, but e4m3 of this device ends at 240"):
         Inc(config).start(TPGroup())
 
 
@@ -426,14 +429,14 @@ def test_ranks_are_unified_by_their_largest_values_in_neighbours(tmp_path):
     for target in (3, 4, 0):
         with pytest.raises(ConfigError, match=f"--unify-ranks {target}: it must be less than"):
             folder.unify(4, target)
-    with pytest.raises(ConfigError, match=r"0_8.json is not there. There are files for 2 and 4"):
+    with pytest.raises(ConfigError, match=r"0_8.json does not exist. There are files for 2 and 4"):
         folder.unify(8, 2)
 
 
 def test_measurements_of_two_models_are_not_merged(tmp_path):
     path = tmp_path / "m.json"
     write_file(path, {"a": Node([[1.0]])}, "DynamicRange")
-    with pytest.raises(ConfigError, match=r"Nodes.b is not in both measurements"):
+    with pytest.raises(ConfigError, match=r"Nodes.b is missing from one of the two measurements"):
         merged({"b": Node([[1.0]])}, read_file(path, "DynamicRange"))
     assert merged({"model.a": Node([[0.5]])}, read_file(path, "DynamicRange")) == {
         "model.a": Node([[1.0]])
@@ -461,8 +464,8 @@ def test_products_of_attention_follow_from_the_caches():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.pkl", "x", "pickle files run code"),
-        ("a.txt", " \n", "there is no text in it"),
+        ("a.pkl", "x", "pickle files are not read"),
+        ("a.txt", " \n", "the file contains no text"),
         ("a.jsonl", '{"text": 3}\n', "line 1 must be a text, or an object with one of text, "),
         ("a.jsonl", '"fine"\n{\n', "line 2 is not valid JSON"),
         ("a.json", '{"text": "x"}', "it must be a list of texts"),
@@ -483,5 +486,5 @@ def test_samples_are_short_and_some_are_held_out(tmp_path):
     assert max(map(len, measured + held_out)) <= 10
     only = split_samples(["x" * 5], lambda text: list(text.encode()), 10, 4)
     assert only == ([[120] * 5], [[120] * 5])
-    with pytest.raises(ConfigError, match="shorter than two tokens"):
+    with pytest.raises(ConfigError, match="fewer than two tokens"):
         split_samples(["x"], lambda text: list(text.encode()), 10, 4)

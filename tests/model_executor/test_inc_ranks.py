@@ -53,7 +53,9 @@ def test_expanding_shares_the_experts_out():
     assert f"{OP}.w13_list.2" not in second
     again = unify([Measurements(PATH, part) for part in (first, second)], shares_experts=True)
     assert again == rank_of_experts(0, 4).nodes
-    with pytest.raises(ConfigError, match=r"has 4 experts, which 3 ranks cannot share evenly"):
+    with pytest.raises(
+        ConfigError, match=r"has 4 experts, which cannot be divided evenly among 3 ranks"
+    ):
         expand(rank_of_experts(0, 4), 3)
 
 
@@ -79,9 +81,9 @@ def test_a_rank_that_was_expanded_may_have_smaller_weights(tiny_model, tmp_path)
         if node.weight:
             node.weight = [node.weight[0] / 4]
     write_file(target, measured.nodes, "DynamicRange", is_part=True)
-    with pytest.raises(ConfigError, match="the file is of another model"):
+    with pytest.raises(ConfigError, match="the file is for a different model"):
         quantize(model, place, recalculates=True)
-    with pytest.raises(ConfigError, match=r"--expand-ranks 3: it must be a multiple of the 2"):
+    with pytest.raises(ConfigError, match=r"--expand-ranks 3 must be a multiple of the 2"):
         folder.expand(2, 3)
 
 
@@ -101,7 +103,7 @@ def test_stages_have_files_of_their_own_or_use_those_of_the_whole_model(tiny_mod
         Path(f"{files}_MAXABS_HW_{index}_2.json").unlink()
     whole = Measurements(PATH, read_file(Path(f"{files}_0_1.json"), "DynamicRange").nodes)
     Path(f"{files}_0_1.json").unlink()
-    with pytest.raises(ConfigError, match=r"maxabs_1_2.json is not there. Measure the model"):
+    with pytest.raises(ConfigError, match=r"maxabs_1_2.json does not exist. Measure the model"):
         quantize(model, tmp_path, stages[1])
     own = {name: node for name, node in whole.nodes.items() if layer_of(name) >= num_layers // 2}
     write_file(Path(f"{files}_1_2.json"), own, "DynamicRange")

@@ -236,10 +236,10 @@ def test_ranks_that_share_a_head_have_its_scale():
 @pytest.mark.parametrize(
     ("scale", "message"),
     [
-        *((x, "must have numbers above 0") for x in (0.0, -1.0, float("nan"), float("inf"))),
-        ([1.0, 0.0], "must have numbers above 0 alone, got 0.0"),
-        ([1.0, 2.0, 3.0], "has 3 numbers; it must have one for the layer, or one for each of its"),
-        ([], "has 0 numbers; it must"),
+        *((x, "must have values above 0") for x in (0.0, -1.0, float("nan"), float("inf"))),
+        ([1.0, 0.0], "must have values above 0 only, got 0.0"),
+        ([1.0, 2.0, 3.0], r"must have one value for the layer, or one for each .*\), got 3"),
+        ([], r"must have one value .*, got 0"),
     ],
 )
 def test_a_scale_that_cannot_be_one_is_named(llama, scale, message):
@@ -340,10 +340,10 @@ def test_a_missing_shard_is_named(llama):
         ('{"weight_map": {"a": 5}}', "has no 'weight_map' of names"),
         (
             '{"weight_map": {"a": "../../b"}}',
-            r"names '\.\./\.\./b', which is no file of its folder",
+            r"names '\.\./\.\./b', which is not a file of its folder",
         ),
-        ('{"weight_map": {"a": "/etc/passwd"}}', "names '/etc/passwd', which is no file"),
-        ('{"weight_map": {"a": "b\\u0000"}}', "names .*, which is no file of its folder"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "names '/etc/passwd', which is not a file"),
+        ('{"weight_map": {"a": "b\\u0000"}}', "names .*, which is not a file of its folder"),
     ],
 )
 def test_a_damaged_index_is_named(llama, text, message):
@@ -370,9 +370,9 @@ def test_a_folder_without_weights_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("family", "values", "experts"),
     [
-        ("mixtral", {"num_local_experts": 0}, "0 experts .* and 2 for each token"),
-        ("gpt_oss", {"num_experts_per_tok": 7}, "6 experts .* and 7 for each token"),
-        ("deepseek_v3", {"num_experts_per_tok": 9}, "8 experts .* and 9 for each token"),
+        ("mixtral", {"num_local_experts": 0}, "got 2 of 0"),
+        ("gpt_oss", {"num_experts_per_tok": 7}, "got 7 of 6"),
+        ("deepseek_v3", {"num_experts_per_tok": 9}, "got 9 of 8"),
     ],
 )
 def test_experts_that_a_layer_does_not_have_are_a_config_error(
@@ -380,9 +380,7 @@ def test_experts_that_a_layer_does_not_have_are_a_config_error(
 ):
     config = json.loads((tiny_model(family) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | values))
-    with pytest.raises(
-        ConfigError, match=f"from 1 to all experts of a layer, and it has {experts}"
-    ):
+    with pytest.raises(ConfigError, match=f"from 1 to the number of experts .*, {experts}"):
         build_model(read_arch(tmp_path), TPGroup(), torch.float32)
 
 

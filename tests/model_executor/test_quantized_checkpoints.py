@@ -103,7 +103,7 @@ def test_deepseek_in_blocks_of_fp8(tiny_model, tmp_path, ops):
 
 
 def test_words_on_several_ranks_are_refused(checkpoint):
-    message = "3 bits: 16 features of .*o_proj do not fill words of 32 bits"
+    message = "3 bits: 16 features of .*o_proj do not fill whole 32-bit words"
     with pytest.raises((ConfigError, WeightLoadError), match=message):
         load(checkpoint("gptq-3")[0], TPGroup(0, 4))
 
@@ -273,7 +273,7 @@ HQQ = ("quant_config", "weight_quant_params")
 PARAMS = "quant_config.weight_quant_params"
 AO = ("quant_type", "default")
 AO_DATA = (*AO, "_data")
-ZERO = "the scales of .*gate_up_proj .* are 0, but not the numbers"
+ZERO = "the scales of .*gate_up_proj .* are 0, but its values are not"
 WEIGHTS = ("config_groups", "group_0", "weights")
 INPUTS = ("config_groups", "group_0", "input_activations")
 
@@ -307,7 +307,7 @@ WRONG = [
     (
         "nvfp4",
         reshaped("weight_scale", -1, 2),
-        r"weight_scale has shape \[384, 2\] .* needs \[192, 4\]: a number for each 16 of its 64",
+        r"weight_scale has shape \[384, 2\] .* needs \[192, 4\]: a value for each 16 of its 64",
     ),
     ("nvfp4", changed("quant_algo", to="MXFP4"), "group_size is 16; supported: 32"),
     ("nvfp4", changed("quant_algo", to="MIXED_PRECISION"), "quantized_layers is None; supported"),
@@ -329,16 +329,16 @@ WRONG = [
     (
         "bnb-nf4",
         filled("weight.quant_state.bitsandbytes__nf4", 65),
-        "bitsandbytes__nf4 is no JSON object",
+        "bitsandbytes__nf4 is not a JSON object",
     ),
-    ("bnb-nf4", other_state, "says .*'blocksize': 96.* needs .*'blocksize': 64"),
+    ("bnb-nf4", other_state, "describes .*'blocksize': 96.* needs .*'blocksize': 64"),
     ("bnb-int8", filled("SCB", float("inf")), f"{GATE}.SCB contains inf"),
     ("bnb-int8", replaced("weight_format", torch.tensor(1, dtype=torch.uint8)), "another layout"),
     ("ct-nvfp4", without("weight_global_scale"), f"missing .*{GATE}.weight_global_scale"),
     ("gptq-4", changed("bits", to=5), CONFIG + "bits is 5; supported: 2, 3, 4, 8"),
     ("gptq-4", changed("bits", to=True), "bits is True"),
     ("gptq-4", changed("bits", to=8), r"qweight has shape \[24, 64\] .* needs \[48, 64\]"),
-    ("gptq-4", changed("group_size", to=64), r"g_idx .* from 0 to 5: .* each of 3 groups 64 times"),
+    ("gptq-4", changed("group_size", to=64), r"g_idx .* from 0 to 5; .* each of 3 groups 64 times"),
     ("awq", changed("group_size", to=64), r"qzeros has shape \[6, 8\] .* needs \[3, 8\]"),
     ("gptq-4", changed("group_size", to=48), "group_size is 48, which does not divide the 64"),
     ("gptq-4", changed("group_size", to=0), "group_size is 0"),
@@ -347,8 +347,8 @@ WRONG = [
     ("gptq-4", changed("dynamic", to={"(": {}}), "dynamic is '\\('"),
     ("gptq-4", changed("dynamic", to={"+:a{" + "9" * 30 + "}": {}}), "dynamic is .* too large"),
     ("gptq-4", filled("scales", float("inf")), f"tensor {GATE}.scales contains inf"),
-    ("gptq-4-order", filled("g_idx", 9), f"{GATE}.g_idx has .* to 9: .* each of 2 groups 32 times"),
-    ("gptq-4-order", filled("g_idx", -1), f"{GATE}.g_idx has numbers from -1 to 1"),
+    ("gptq-4-order", filled("g_idx", 9), f"{GATE}.g_idx has .* to 9; .* each of 2 groups 32 times"),
+    ("gptq-4-order", filled("g_idx", -1), f"{GATE}.g_idx has group indices from -1 to 1"),
     ("gptq-4-order", without("g_idx"), f"missing from the checkpoint: {GATE}.g_idx"),
     ("gptq-4-order", rolled("g_idx"), "gate_up_proj have different g_idx"),
     (
@@ -359,8 +359,16 @@ WRONG = [
     ("gptq-4", without("qzeros"), f"missing from the checkpoint: {GATE}.qzeros"),
     ("gptq-4", filled("scales", 0.0), ZERO),
     ("gptq-4", filled("scales", -1.0), f"tensor {GATE}.scales contains -1.0: scales are positive"),
-    ("gptq-4", filled("qzeros", 0), r"zero points of .* from 1 to 8, but 8 by .*config.sym"),
-    ("gptq-4", changed("checkpoint_format", to="gptq_v2"), "from 7 to 7, but 8 .* or checkpoint_f"),
+    (
+        "gptq-4",
+        filled("qzeros", 0),
+        r"zero points of .* from 1 to 8, but must be 8 by .*config.sym",
+    ),
+    (
+        "gptq-4",
+        changed("checkpoint_format", to="gptq_v2"),
+        "from 7 to 7, but must be 8 .* or checkpoint_f",
+    ),
     ("gptq-4", changed("sym", to="yes"), CONFIG + "sym is 'yes'; supported: True, False"),
     ("gptq-4", cast("qweight", torch.float32), "qweight has the dtype float32 .* must be int32"),
     ("gptq-4", cast("scales", torch.int32), "scales has the dtype int32 .* must be float32 or"),
@@ -380,9 +388,13 @@ WRONG = [
     ("ct-w4a16", filled("weight_scale", 0.0), ZERO),
     ("awq", changed("version", to="gemv_fast"), "version is 'gemv_fast'; supported: gemm, gemv"),
     ("awq", changed("version", to="gemv"), r"qweight has shape .* needs \["),
-    ("awq-gemv", one_number("scales"), "scales has values of .1. groups .* needs 2 for an out"),
+    ("awq-gemv", one_number("scales"), "scales has values of .1. groups .* needs 2 for each out"),
     ("awq-gemv", filled("scales", 0.0), ZERO),
-    ("awq-gemv", changed("zero_point", to=False), "zero points .* from 1 to 15, but 8 .*zero_poi"),
+    (
+        "awq-gemv",
+        changed("zero_point", to=False),
+        "zero points .* from 1 to 15, but must be 8 .*zero_poi",
+    ),
     (
         "hqq-4",
         changed(*HQQ, "axis", to=2),
@@ -412,7 +424,7 @@ WRONG = [
     (
         "hqq-4",
         changed(*HQQ, "nbits", to=8),
-        "W_q has shape .* 2 elements|1 elements in each",
+        "W_q has shape .* 2 values|1 values in each",
     ),
     ("hqq-4", without("zero"), f"missing .*{GATE}.zero"),
     ("hqq-4", filled("scale", float("nan")), "scale contains NaN or infinity"),
@@ -460,7 +472,7 @@ WRONG = [
     ("ct-sparse-fp8", changed("format", to="nvfp4-pack-quantized"), "num_bits is 8; supported: 4"),
     ("mlx-4", changed("bits", to=7), CONFIG + "bits is 7; supported: 2, 3, 4, 5, 6, 8"),
     ("mlx-4", changed("bits", to=8), r"weight has shape \[64, 24\] .* needs \[64, 48\]"),
-    ("mlx-4", changed("group_size", to=64), "64, 6. .* needs .64, 3.: a number for each 64 of"),
+    ("mlx-4", changed("group_size", to=64), "64, 6. .* needs .64, 3.: a value for each 64 of"),
     ("mlx-4", changed("group_size", to=128), "groups of 128 inputs, which do not divide the 64"),
     ("mlx-4", changed("group_size", to=0), CONFIG + "group_size is 0; supported: 16, 32"),
     ("mlx-4", changed("mode", to="nf4"), "mode is 'nf4'; supported: affine, mxfp4"),
@@ -491,7 +503,11 @@ WRONG = [
     ("quark-int8", changed(*QUARK, "symmetric", to=False), "symmetric is False; supported: True"),
     ("quark-int8", filled("weight_scale", 0.0), ZERO),
     ("awq", changed("zero_point", to=0), "zero_point is 0; supported: True, False"),
-    ("awq", changed("zero_point", to=False), "zero points .* from 1 to 15, but 8 .*zero_point in"),
+    (
+        "awq",
+        changed("zero_point", to=False),
+        "zero points .* from 1 to 15, but must be 8 .*zero_point in",
+    ),
     (
         "awq-symmetric",
         changed("zero_point", to=True),

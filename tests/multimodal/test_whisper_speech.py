@@ -96,9 +96,9 @@ def test_a_model_of_one_other_language_need_not_be_told():
     ("rules", "asked", "message"),
     [
         (RULES, {"language": None}, "needs the language"),
-        (RULES, {"language": "fr"}, "'fr': this model does not know it. It knows de, en"),
-        (RULES, {"language": "klingon"}, "does not know it"),
-        (ENGLISH, {"language": "de"}, "It knows en"),
+        (RULES, {"language": "fr"}, "'fr' is not supported by this model; supported: de, en"),
+        (RULES, {"language": "klingon"}, "is not supported by this model"),
+        (ENGLISH, {"language": "de"}, "supported: en"),
         (ENGLISH, {"language": None, "task": "translate"}, "does not translate"),
     ],
 )

@@ -393,16 +393,19 @@ def test_what_does_not_fit_is_refused(ops):
 
     assert not prefill().isnan().any()
     for changes, message in [
-        ({"seq_lens": [20, 19]}, "request 1 has 20 new tokens of 19 in all"),
-        ({"seq_lens": [33, 20]}, "request 0 .* table of 2 blocks of 16"),
-        ({"query_start_loc": [0, 10, 31], "seq_lens": [20, 31]}, "request 1 has rows 10 to 31"),
-        ({"query_start_loc": [0, 10, 9]}, "request 1 has rows 10 to 9 of 30"),
-        ({"query_start_loc": [2, 10, 30]}, "query_start_loc begins with 2"),
-        ({"query_start_loc": [0, 10]}, "query_start_loc has 2 numbers and seq_lens 2"),
+        (
+            {"seq_lens": [20, 19]},
+            r"request 1 must have at most as many new tokens as tokens \(19\)",
+        ),
+        ({"seq_lens": [33, 20]}, "request 0 .* 2 blocks of 16"),
+        ({"query_start_loc": [0, 10, 31], "seq_lens": [20, 31]}, "tokens 10 to 31 of request 1"),
+        ({"query_start_loc": [0, 10, 9]}, "tokens 10 to 9 of request 1 must be within the 30"),
+        ({"query_start_loc": [2, 10, 30]}, "query_start_loc must begin with 0, got 2"),
+        ({"query_start_loc": [0, 10]}, "query_start_loc must have one entry more than seq_lens"),
         ({"block_tables": prompts.tables.long()}, "block_tables is torch.int64"),
         ({"query": torch.randn(30, 64, 4).transpose(1, 2)}, "query is not dense"),
         ({"logits_soft_cap": 0.0}, "logits_soft_cap is 0.0; it must be positive"),
-        ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes is torch.float32 \[3\]"),
+        ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes must be .*, got torch.float32 \[3\]"),
         ({"sliding_window": 0}, "sliding_window is 0"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -294,8 +294,8 @@ def test_a_row_whose_logits_hold_nan_has_no_token_and_harms_no_other():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("token_ids", VOCAB_SIZE, "BadToken: row 5 has the token 50"),
-        ("block_tables", NUM_BLOCKS, r"row 5 .* and the blocks \[90, 90, 90, 90\]"),
+        ("token_ids", VOCAB_SIZE, "BadToken: request 5 has the token 50"),
+        ("block_tables", NUM_BLOCKS, r"request 5 .* and the blocks \[90, 90, 90, 90\]"),
     ],
 )
 def test_numbers_out_of_range_are_refused_and_no_token_is_noted(name, value, message):
@@ -320,9 +320,11 @@ def test_what_does_not_fit_is_refused():
             arrays = dataclasses.replace(setting.arrays, **{name: wrong})
             with pytest.raises(ValueError, match=f"^{name} "):
                 dataclasses.replace(setting, arrays=arrays).step()
-    with pytest.raises(ValueError, match="does not fit a decoder"):
+    with pytest.raises(ValueError, match="must have the dtype and hidden size of the decoder"):
         dataclasses.replace(setting, head=packed(VOCAB_SIZE, HIDDEN * 2)).step()
-    with pytest.raises(ValueError, match="3 rows, 1 and 1 numbers"):
+    with pytest.raises(
+        ValueError, match=r"num_computed \(1\) and num_scheduled \(1\) must have .* \(3\)"
+    ):
         setting.step().run(*(x[:1] if i else x for i, x in enumerate(setting.launch([3, 5, 6]))))
 
 
@@ -353,5 +355,5 @@ def test_positions_end_with_the_table_of_rotations():
     setting = make_setting()
     model = dataclasses.replace(setting.model, cos_sin=torch.rand(5, HEAD_SIZE))
     assert MAX_POSITIONS > 5
-    with pytest.raises(IndexError, match="BadPosition: row 3"):
+    with pytest.raises(IndexError, match="BadPosition: request 3"):
         dataclasses.replace(setting, model=model).step().run(*setting.launch([3]))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.attention_options import AttentionOptions
-from vllm.ops.cpu.operators import load_cpu_kernels
+from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 from vllm.ops.cpu.operators.program import Program
 from vllm.ops.cpu.operators.recorder import Recorder
 from vllm.ops.cpu.symbols import Ids, NotFusibleError, Rows
@@ -153,10 +153,15 @@ def changed(x: Tensor, index: int, value: int) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "index", "value", "message"),
     [
-        ("inputs", 4, VOCAB_SIZE, r"input_ids\[4\] is 50 of 50 rows"),
-        ("inputs", 0, -1, r"input_ids\[0\] is -1"),
+        ("inputs", 4, VOCAB_SIZE, r"input_ids\[4\] must be .* of 50, got 50"),
+        ("inputs", 0, -1, r"input_ids\[0\] must be .*, got -1"),
         ("positions", 3, MAX_POSITIONS, r"positions\[:, 3\] must be below 40, .* got \[40\]"),
-        ("slot_mapping", 1, NUM_BLOCKS * BLOCK_SIZE, r"slot_mapping\[1\] is 720 of 720 slots"),
+        (
+            "slot_mapping",
+            1,
+            NUM_BLOCKS * BLOCK_SIZE,
+            r"slot_mapping\[1\] must be one of the 720 slots of the KV cache, got 720",
+        ),
         ("seq_lens", 1, 17, "request 1 has 17 tokens"),
         ("seq_lens", 2, 2, "request 2 has 2 tokens"),
         ("block_tables", 3, NUM_BLOCKS, r"request 1 has 10 tokens and the blocks \[3, 90\]"),
@@ -279,3 +284,45 @@ def test_a_token_without_a_slot_is_computed_and_not_kept():
 
 def test_a_launch_without_tokens_gives_no_rows():
     assert program_of(make_model()).forward(**launch_of(0, 0)).shape == (0, HIDDEN)
+
+
+def program_of_types(dtype: torch.dtype, is_tanh: bool, quantized: bool, keeps: bool):
+    """Return a program of embeddings, a matmul and GELU, and the same by operators."""
+    torch.manual_seed(1)
+    tokens, types = (torch.randn(n, HIDDEN).to(dtype) for n in (VOCAB_SIZE, 3))
+    weight, bias = torch.randn(70, HIDDEN).to(dtype), torch.randn(70).to(dtype)
+    made = PackedWeight.quantize(weight, WeightFormat.INT8) if quantized else None
+    made = made or PackedWeight.pack(weight.clone())
+    recorder = Recorder(dtype)
+
+    def compute(ops, tokens_of, types_of) -> Any:
+        linear = made.linear(tokens_of + types_of, bias)
+        activated = ops.gelu(linear, is_tanh)
+        return activated + linear if keeps else activated
+
+    rows = recorder.lookup(Ids(recorder, is_position=False), tokens)
+    of_type = recorder.lookup(Ids(recorder, is_position=False, is_type=True), types)
+    program = Program(recorder, compute(recorder, rows, of_type))
+    return program, lambda ids, of: compute(CPUOps(), tokens[ids], types[of])
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("is_tanh", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "quantized"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+)
+def test_an_activated_matmul_has_the_bits_of_both(dtype, quantized, is_tanh, keeps, isa):
+    program, compute = program_of_types(dtype, is_tanh, quantized, keeps)
+    launch, types = launch_of(), torch.tensor([0, 2, 1, 1, 0])
+    got = program.forward(**launch, token_types=types)
+    assert torch.equal(got, compute(launch["inputs"], types))
+    assert torch.equal(program.forward(**launch), compute(launch["inputs"], types * 0))
+
+
+def test_types_of_tokens_out_of_range_are_refused():
+    program, _ = program_of_types(torch.float32, False, False, False)
+    with pytest.raises(IndexError, match=r"token_types\[1\] is 3, it must be below 3"):
+        program.forward(**launch_of(), token_types=torch.tensor([0, 3, 1, 1, 0]))
+    with pytest.raises(ValueError, match="token_types"):
+        program.forward(**launch_of(), token_types=torch.tensor([0]))

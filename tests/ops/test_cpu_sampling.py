@@ -34,20 +34,26 @@ def changes(**of):
     [
         ({"out": tokens(torch.int64)}, "out must be dense torch.int32 [3]"),
         ({"params": PARAMS[:, :2]}, "params must be dense torch.float32 [8, 3]"),
-        ({"params": PARAMS}, "draw keys or exponentials are required"),
-        ({"rows": np.array([0, 3])}, "row 3 of 3"),
-        ({"rows": np.array([2, -1])}, "row -1 of 3"),
+        ({"params": PARAMS}, "random sampling needs keys"),
+        ({"rows": np.array([0, 3])}, "request index 3 must be below 3"),
+        ({"rows": np.array([2, -1])}, "request index -1 must be below 3"),
         ({"rows": np.array([0], np.int32)}, "rows must be a dense vector of int64"),
         ({"numbers": RowNumbers(KEYS)}, "random numbers need keys and positions"),
-        ({"numbers": RowNumbers(KEYS, POSITIONS[:2])}, "3 keys, 2 positions, 3 rows"),
+        ({"numbers": RowNumbers(KEYS, POSITIONS[:2])}, "keys (3) and positions (2)"),
         ({"numbers": RowNumbers(KEYS, KEYS)}, "positions must be a dense vector of int64"),
-        ({"numbers": RowNumbers(exponentials=torch.ones(N, 130))}, "for a row, 131 are needed"),
-        ({"changes": RowChanges(CHANGED[:2])}, "changed has 2 rows of 3"),
+        (
+            {"numbers": RowNumbers(exponentials=torch.ones(N, 130))},
+            "needs at least 131 random numbers, got 130",
+        ),
+        (
+            {"changes": RowChanges(CHANGED[:2])},
+            "changed must have one entry for each of the 3 requests, got 2",
+        ),
         (changes(edits=(IDS, VALUES[:, :1])), "values of edits must be dense torch.float32 [3, 2]"),
         (changes(penalties=(IDS.long(), VALUES)), "token_ids of penalties must be dense"),
         ({"changes": RowChanges(CHANGED, penalties=(IDS, VALUES))}, "penalties need params"),
-        (changes(masks=(MASK_OF, WORDS[:, :9])), "9 words mask 300 tokens"),
-        (changes(masks=(MASK_OF + 1, WORDS)), "3 rows and 1 masks"),
+        (changes(masks=(MASK_OF, WORDS[:, :9])), "a mask of 9 words is too short for 300 tokens"),
+        (changes(masks=(MASK_OF + 1, WORDS)), "3 requests, got 3 for 1 masks"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments, message):
@@ -72,16 +78,16 @@ def test_logits_that_cannot_be_read_are_refused(logits):
 
 def test_no_row_of_an_empty_launch_can_be_sampled():
     out = tokens()[0][:0], tokens()[1][:0]
-    with pytest.raises(ValueError, match="row 0 of 0"):
+    with pytest.raises(ValueError, match="request index 0 must be below 0"):
         load_sampling_kernels().sample(LOGITS[:0], out, rows=np.array([0]))
 
 
 def test_log_probabilities_of_what_is_not_there_are_refused():
     kernels, token_ids = load_sampling_kernels(), torch.tensor([0, 1, 2])
     for row in (-1, N):
-        with pytest.raises(ValueError, match=f"row {row} of 3"):
+        with pytest.raises(ValueError, match=f"request index {row} must be below 3"):
             kernels.gather_logprobs(LOGITS, token_ids, 2, np.array([0, row]))
-    with pytest.raises(ValueError, match="num_logprobs is -1"):
+    with pytest.raises(ValueError, match="num_logprobs must not be negative, got -1"):
         kernels.gather_logprobs(LOGITS, token_ids, -1)
     with pytest.raises(ValueError, match="token_ids must be dense"):
         kernels.gather_logprobs(LOGITS, token_ids[:2], 2)
@@ -93,12 +99,15 @@ def test_a_given_token_outside_the_vocabulary_is_refused():
         *((torch.int64, token) for token in (VOCAB_SIZE, -1, 2**32 + 1, -(2**32))),
     ]:
         token_ids = torch.tensor([0, token, 0], dtype=dtype)
-        with pytest.raises(IndexError, match=rf"token_ids\[1\] is {token} of 300 tokens"):
+        with pytest.raises(
+            IndexError,
+            match=rf"token_ids\[1\] must be a token of the vocabulary of 300, got {token}",
+        ):
             load_sampling_kernels().gather_logprobs(LOGITS, token_ids, 2)
 
 
 def test_random_numbers_need_a_position_for_each_key():
-    with pytest.raises(ValueError, match="3 keys, 2 positions"):
+    with pytest.raises(ValueError, match=r"keys \(3\) and positions \(2\)"):
         load_sampling_kernels().exponentials(KEYS, POSITIONS[:2], 4)
 
 

@@ -69,10 +69,7 @@ def shares(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[tuple[str
         lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         found[num_threads] = {}
         for line in map(json.loads, lines.splitlines()):
-            ranges = -(-line["units"] // line["range"])
-            most = min(line["units"], -(-ranges // line["threads"]) * line["range"])
-            of = (line["name"], line["rows"])
-            found[num_threads][of] = most * num_threads / line["units"]
+            found[num_threads][line["name"], line["rows"]] = line["largest_over_mean"]
     return found
 
 

@@ -157,9 +157,9 @@ def test_inputs_of_a_group_may_come_from_everywhere(isa, dtype):
 def test_tensors_that_the_kernels_cannot_read_are_refused():
     q, z, s = torch.zeros(8, 16).int(), torch.zeros(2, 16).byte(), torch.ones(2, 16)
     for message, words, scales, zeros in [
-        (r"qweight is torch.int64 \[8, 16\]", q.long(), s, z),
+        (r"qweight must be .*, got torch.int64 \[8, 16\]", q.long(), s, z),
         (r"strides \[1, 8\]", torch.zeros(16, 8).int().T, s, z),
-        (r"scales are \[2, 8\] and zero points \[2, 16\] for 16", q, s[:, :8], z),
+        (r"must fit 16 outputs, got \[2, 8\] and \[2, 16\]", q, s[:, :8], z),
         (r"scales are \[2, 16\] and zero points \[1, 16\]", q, s, z[:1]),
         ("64 inputs cannot be divided into 3", q, torch.ones(3, 16), torch.zeros(3, 16)),
         ("multiple of 8 .* got groups of 4", q, torch.ones(16, 16), torch.zeros(16, 16)),

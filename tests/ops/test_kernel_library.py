@@ -57,7 +57,7 @@ def test_without_sources_the_version_of_the_library_decides(copy_with, monkeypat
     assert CPUKernels(LIBRARY_PATH).isa == load_cpu_kernels().isa
     build = f"{__version__} {hash_sources(ROOT)}"
     path = copy_with(build, "9" + build[1:])
-    with pytest.raises(ConfigError, match=f"9.* this is {__version__}. Install vllm again"):
+    with pytest.raises(ConfigError, match=f"9.* but this is {__version__}. Install vllm again"):
         CPUKernels(path)
 
 
@@ -85,7 +85,7 @@ def test_the_instruction_set_of_the_variable_runs_or_is_refused(monkeypatch, isa
             assert library_module._load.__wrapped__().isa == "base"
         else:
             with pytest.raises(
-                ConfigError, match=f"VLLM_CPU_ISA='mmx': .*best set here is '{best}'"
+                ConfigError, match=f"VLLM_CPU_ISA='mmx': .*best set on this machine is '{best}'"
             ):
                 library_module._load.__wrapped__()
     finally:

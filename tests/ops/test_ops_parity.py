@@ -162,7 +162,7 @@ def test_a_layer_norm_may_have_weights_of_each_head(ops, dtype):
             want = NATIVE.layer_norm(heads, weight, given, 1e-5)
             assert_close(ops.layer_norm(heads, weight, given, 1e-5), want)
     for each in (ops, NATIVE):
-        with pytest.raises(ValueError, match=r"is .*\[3, 20\].* x is .*\[9, 4, 20\]"):
+        with pytest.raises(ValueError, match=r"\[3, 20\].* x .*\[9, 4, 20\]"):
             each.layer_norm(heads, weight[1:], None, 1e-5)
 
 
@@ -286,7 +286,7 @@ def test_route_from_groups_and_with_a_bias_agrees_with_reference(ops, routing, d
     with pytest.raises(ValueError, match="24 experts cannot be chosen from"):
         ops.route(torch.randn(2, 24), replace(options, groups=ExpertGroups(5, 2)))
     for table in (ops, NATIVE):
-        with pytest.raises(ValueError, match=r"the scales of choices is .*float32 \[19\].* \[20\]"):
+        with pytest.raises(ValueError, match=r"the scales .* \[20\], got .*float32 \[19\]"):
             table.route(logits, options, None, torch.rand(19))
 
 
@@ -506,11 +506,11 @@ def test_shapes_that_do_not_fit_are_named(ops, implementation):
         ops.silu_and_mul(torch.randn(3, 7))
     with pytest.raises(ValueError, match="7"):
         ops.gelu_and_mul(torch.randn(3, 7), True)
-    with pytest.raises(ValueError, match=r"rot_dim is 10.*head size 8"):
+    with pytest.raises(ValueError, match=r"rot_dim .* head size 8, got 10"):
         q = torch.randn(3, 2, 8)
         ops.rotary_embedding(torch.arange(3), q, q.clone(), torch.zeros(9, 10), True)
     cache = PagedCache([20], 2, 16, 16, torch.float32)
-    with pytest.raises(ValueError, match="3 query heads is not a multiple of 2"):
+    with pytest.raises(ValueError, match=r"query heads \(3\) must be a multiple of .* \(2\)"):
         cache.decode(ops, torch.randn(1, 3, 16), None)
     with pytest.raises(ValueError, match=r"float64.*float32"):
         cache.decode(ops, torch.randn(1, 2, 16).double(), None)
@@ -551,7 +551,7 @@ def test_indices_out_of_range_are_refused_before_memory_is_touched(ops):
     q = torch.randn(3, 2, 8)
     before = q.clone()
     for bad in (9, -1):
-        with pytest.raises(IndexError, match=rf"positions\[2\] is {bad}.*9 rows"):
+        with pytest.raises(IndexError, match=rf"positions\[2\] .* below 9, .*got {bad}"):
             positions = torch.tensor([0, 8, bad])
             ops.rotary_embedding(positions, q, q.clone(), torch.zeros(9, 8), True)
     assert torch.equal(q, before)
@@ -559,7 +559,10 @@ def test_indices_out_of_range_are_refused_before_memory_is_touched(ops):
     cache = PagedCache([20, 20], 2, 16, 16, torch.float32)
     new = torch.randn(2, 2, 16)
     num_slots = cache.keys.shape[0] * 16
-    with pytest.raises(IndexError, match=rf"slot_mapping\[1\] is {num_slots} of {num_slots} slots"):
+    with pytest.raises(
+        IndexError,
+        match=rf"slot_mapping\[1\] .* the {num_slots} slots of the cache, got {num_slots}",
+    ):
         slots = torch.tensor([16, num_slots])
         ops.reshape_and_cache(new, new, cache.keys, cache.values, slots)
 

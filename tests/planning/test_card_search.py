@@ -11,10 +11,10 @@ from vllm.errors import ConfigError
 from vllm.planning.card_search import found_lines, found_object, search_cards, serve_command
 from vllm.planning.engine_plan import EnginePlan, make_engine_plan
 from vllm.planning.engine_throughput import most_requests, serving_cost, throughput_grid
-from vllm.planning.model_figures import model_figures
 from vllm.planning.throughput.goals import Goals
 from vllm.planning.throughput.prediction import Lengths
 from vllm.planning.throughput.table import as_lines, as_objects
+from vllm.worker.hpu.model_figures import model_figures
 
 DENSE = {
     "architectures": ["LlamaForCausalLM"],
@@ -58,6 +58,10 @@ def make_plan(folder: str, num_cards: int, max_num_seqs: int | None = None, **fl
     return make_engine_plan(args, "gaudi2", num_cards)
 
 
+def figures_of(plan: EnginePlan) -> ModelFigures:
+    return model_figures(plan.worker.model, plan.config)
+
+
 @pytest.fixture(scope="module")
 def dense_folder(tmp_path_factory) -> str:
     return write_model(tmp_path_factory.mktemp("models") / "dense", DENSE)
@@ -69,7 +73,7 @@ def dense(dense_folder) -> EnginePlan:
 
 
 def test_figures_of_a_dense_model_are_the_same_on_any_number_of_cards(dense, dense_folder):
-    figures = model_figures(dense)
+    figures = figures_of(dense)
     assert figures == ModelFigures(
         dense_params=DENSE_PARAMS,
         vocab_size=512,
@@ -82,11 +86,11 @@ def test_figures_of_a_dense_model_are_the_same_on_any_number_of_cards(dense, den
         kv_bytes=2,
         is_fp8=False,
     )
-    assert model_figures(make_plan(dense_folder, 2)) == figures
+    assert figures_of(make_plan(dense_folder, 2)) == figures
 
 
 def test_figures_of_a_mixture_have_the_parameters_of_an_expert(tmp_path):
-    figures = model_figures(make_plan(write_model(tmp_path / "mixture", MIXTURE), 2))
+    figures = figures_of(make_plan(write_model(tmp_path / "mixture", MIXTURE), 2))
     assert (figures.num_experts, figures.experts_per_token) == (4, 2)
     assert figures.expert_params == 2 * 3 * 128 * 256
     routers = 2 * 2 * 4 * 128  # each rank has them

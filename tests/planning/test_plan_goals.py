@@ -84,7 +84,7 @@ def test_pipeline_stages_have_no_throughput(flags, capsys):
         (["--goal-ttft", "0"], "--goal-ttft is 0, and must be a number above 0, in ms"),
         (["--goal-tpot", "-3"], "--goal-tpot is -3, and must be a number above 0, in ms"),
         (["--goal-tokens-per-s", "nan"], "--goal-tokens-per-s is nan, and must be a number"),
-        (["--goal-ttft", "5", "--input-len", "0"], "--input-len is 0, and must be at least 1"),
+        (["--goal-ttft", "5", "--input-len", "0"], "--input-len must be at least 1, got 0"),
         (["--goal-ttft", "5", "--output-len", "2000"], "1024 + 2000 tokens are longer than"),
         (
             ["--goal-ttft", "5", "-pp", "2", "--input-len", "9"],
@@ -95,7 +95,10 @@ def test_pipeline_stages_have_no_throughput(flags, capsys):
         (["--goal-ttft", "5", "--device", "cpu"], "goals need a card whose speed is known"),
         (["--measured", "/no/file"], "/no/file cannot be read: No such file or directory"),
         (["--measured", "/no/file", "--device", "cpu"], "--measured needs a card, one of gaudi2"),
-        (["--goal-ttft", "5", "--num-cards", "8"], "the engine runs on no number of cards; on 8"),
+        (
+            ["--goal-ttft", "5", "--num-cards", "8"],
+            "the engine does not fit on any number of cards; on 8",
+        ),
     ],
 )
 def test_wrong_goals_are_one_line(flags, given, message, capsys):

@@ -268,7 +268,7 @@ DAMAGED = [
     ({**CONFIG, **OWN_CODE}, "model_type 'own' of .*: the model has its own code"),
     (
         {**CONFIG, "hidden_size": "wide"},
-        "'hidden_size' must be a whole number from 1 to 1048576, got 'wide'",
+        "'hidden_size' must be an integer from 1 to 1048576, got 'wide'",
     ),
     ({**CONFIG, "rope_scaling": {"rope_type": "linear"}}, "Missing required keys"),
 ]
@@ -285,7 +285,7 @@ OF_ANOTHER_KIND = [
     ({"mlp_layer_types": [1]}, r"'mlp_layer_types' must be a list of texts, or null, got \[1\]"),
     (
         {"moe_intermediate_size": [64, 0.5]},
-        r"'moe_intermediate_size' must be a whole number .*, got \[64, 0\.5\]",
+        r"'moe_intermediate_size' must be an integer .*, got \[64, 0\.5\]",
     ),
     ({"rope_scaling": {"type": "dynamic", "alpha": -1}}, "'rope_scaling.alpha' must be a number"),
     (
@@ -308,14 +308,14 @@ OF_ANOTHER_KIND = [
     ({"rope_scaling": {"beta_fast": -1}}, "'rope_scaling.beta_fast' must be a number above 0"),
     (
         {"linear_attn_config": {"head_dim": 2**40}},
-        "'linear_attn_config.head_dim' must be a whole number from 1 to",
+        "'linear_attn_config.head_dim' must be an integer from 1 to",
     ),
-    ({"linear_num_value_heads": -1}, "'linear_num_value_heads' must be a whole number from 1 to"),
+    ({"linear_num_value_heads": -1}, "'linear_num_value_heads' must be an integer from 1 to"),
     (
         {"rope_scaling": {"original_max_position_embeddings": 1}},
         "'rope_scaling.original_max_position_embeddings' must be a number of tokens",
     ),
-    ({"attention_chunk_size": -1}, "'attention_chunk_size' must be a whole number from 1 to"),
+    ({"attention_chunk_size": -1}, "'attention_chunk_size' must be an integer from 1 to"),
     ({"rms_norm_eps": -1e-5}, "'rms_norm_eps' must be a number of 0 or more"),
     ({"layer_norm_eps": True}, "'layer_norm_eps' must be a number of 0 or more"),
     ({"rope_theta": INFINITY}, "'rope_theta' must be a number above 0, or null, got inf"),

@@ -199,7 +199,7 @@ def test_adapters_are_downloaded_without_what_else_there_is(endpoint, tmp_path):
     assert resolve("org/adapter", HF_HUB_OFFLINE="1") == want
     pickled = resolve("org/pickled-adapter", HF_ENDPOINT=endpoint)
     assert pickled == "adapter_config.json adapter_model.bin"
-    with pytest.raises(ConfigError, match=r"^/no/such/folder is no folder$"):
+    with pytest.raises(ConfigError, match=r"^/no/such/folder is not a folder$"):
         resolve_adapter_folder("/no/such/folder")
 
 

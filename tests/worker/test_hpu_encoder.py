@@ -11,9 +11,10 @@ import torch
 
 from tests.engine.test_resolve_config import resolve
 from tests.hpu import FEW_BUCKETS, captured_log, simulated_hpu
-from tests.reach import runner_of
+from tests.reach import runner_of, worker_of
 from tests.tiny_images import FAMILIES, draw_image, make_tiny_images
 from vllm import LLM, SamplingParams
+from vllm.bucketing import MemoryClass
 from vllm.distributed import TPGroup
 from vllm.errors import CapacityError, RequestError
 from vllm.model_executor.loader.model_loader import load_model
@@ -189,13 +190,41 @@ def test_an_encoder_that_has_slept_encodes_as_before_and_compiles_nothing(level,
         llm = LLM(qwen, **ENGINE, enable_sleep_mode=True)
         config, encoder = llm.llm_engine.vllm_config, runner_of(llm).encoder
         items = items_of(config, [(64, 80), (200, 30)])
+        assert encoder.graph_sizes == list(encoder.sizes)
         before = encoder.encode(items)
         compilations = bridge.counters().compilations
         llm.sleep(level)
+        assert encoder.graph_sizes == []
         llm.wake_up()
+        replays = bridge.counters().graph_replays
+        for own, other in zip(before, encoder.encode(items), strict=True):
+            assert torch.equal(own, other)
+        assert bridge.counters().graph_replays > replays
+        assert bridge.counters().compilations == compilations
+        for size in encoder.sizes:
+            encoder.release(size)
         for own, other in zip(before, encoder.encode(items), strict=True):
             assert torch.equal(own, other)
         assert bridge.counters().compilations == compilations
+
+
+def test_graphs_of_the_encoder_take_what_the_language_model_has_left(qwen):
+    # Of what the card has for graphs, the language model takes 5 MiB, and all sizes would take 25.
+    with simulated_hpu(**LAZY, pool_bytes=24 * MIB) as bridge, captured_log(logging.INFO) as log:
+        llm = LLM(qwen, **ENGINE)
+        encoder, ledger = runner_of(llm).encoder, worker_of(llm).ledger
+        some = encoder.graph_sizes
+        assert len(some) > 2 and ledger.left(MemoryClass.PREFILL_GRAPHS) >= 0
+        items = items_of(llm.llm_engine.vllm_config, [(56, 56), (280, 224)])
+        compilations, replays = bridge.counters().compilations, bridge.counters().graph_replays
+        encoder.encode(items[:1])
+        assert bridge.counters().graph_replays == replays + 1
+        encoder.encode(items[1:])  # runs without a graph
+        assert bridge.counters().graph_replays == replays + 1
+        assert bridge.counters().compilations == compilations
+    assert some == list(encoder.sizes[: len(some)]) and len(some) < len(encoder.sizes)
+    (line,) = [line for line in log if line.startswith("Graph/Encoder captured:")]
+    assert f"captured:{len(some)} (" in line and f"patches:{some}" in line
 
 
 @pytest.mark.parametrize("is_lazy", [1, pytest.param(0, marks=pytest.mark.exhaustive)])

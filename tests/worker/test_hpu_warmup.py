@@ -136,8 +136,8 @@ def test_a_slice_of_the_cache_that_needs_too_much_is_given_up_with_its_cost():
         planner = warm_up._launches.planner
     lost = [line for line in log if "is not used" in line]
     assert re.fullmatch(
-        r"decode \(64, 1, 2000\) is not used: a launch takes [\d.]+ MiB, there are 16 MiB for "
-        "launches",
+        r"The bucket decode \(64, 1, 2000\) is not used: a launch takes [\d.]+ MiB, there are "
+        "16 MiB for launches",
         lost[0],
     )
     assert not planner.limits.contiguous_pa
@@ -148,9 +148,7 @@ def test_a_slice_of_the_cache_that_needs_too_much_is_given_up_with_its_cost():
 def test_without_memory_for_the_smallest_launch_the_error_names_what_to_lower():
     with simulated_hpu(**FEW_BUCKETS | LAZY) as bridge, captured_log():
         warm_up = make_warm_up(bridge, workspace=5 * MIB)
-        with pytest.raises(
-            ConfigError, match=r"no memory for any prefill.*--max-model-len \(128\)"
-        ):
+        with pytest.raises(ConfigError, match=r"no prefill bucket fits.*--max-model-len \(128\)"):
             run_warm_up(warm_up)
 
 

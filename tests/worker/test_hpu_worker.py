@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from gaudi_sim.card.memory import Lease
+from gaudi_sim.card.memory import Allocation
 from tests.engine.fakes import make_config
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, captured_log, simulated_hpu
 from tests.worker.hpu_helpers import run_warm_up
@@ -32,10 +32,10 @@ def loaded_worker(**settings) -> HPUWorker:
     return worker
 
 
-def take_up_to(bridge, num_bytes: int) -> Lease:
+def take_up_to(bridge, num_bytes: int) -> Allocation:
     """Let so many bytes of the card be in use, as if a large model were loaded."""
     pool = bridge.card.memory
-    return Lease(pool, num_bytes - pool.in_use_bytes)
+    return Allocation(pool, num_bytes - pool.in_use_bytes)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_the_memory_is_divided_as_in_the_published_logs(free_gib, utilization, r
                 block_bytes=BLOCK_BYTES,
             )
             ledger = make_ledger(worker.config, report, total, report.num_blocks)
-            cache = Lease(bridge.card.memory, report.num_blocks * BLOCK_BYTES)
+            cache = Allocation(bridge.card.memory, report.num_blocks * BLOCK_BYTES)
             ledger.book(MemoryClass.KV_CACHE, cache.num_bytes)
             limits = step_limits(worker.config, report.num_blocks)
             no_buckets = Catalog((), ())

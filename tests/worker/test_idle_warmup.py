@@ -139,4 +139,7 @@ def test_without_memory_it_gives_up_with_one_line(monkeypatch):
         while server.core.has_idle_work():
             server.loop.turn()
     assert len(server.warmed) == 1
-    assert sum("The idle warm-up of sampling ends: a launch takes" in line for line in log) == 1
+    assert (
+        sum("stopped compiling sampling graphs while idle: a launch takes" in line for line in log)
+        == 1
+    )

@@ -1,4 +1,4 @@
-"""Files that come with the package."""
+"""Files that are part of the package."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Where the files of examples are: in the folder of the user, or in the package."""
+"""Finds the files of examples: in the folder of the user, or in the package."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from vllm.errors import RequestError
 
 
 def find_asset(name: str, suffixes: Sequence[str], packaged: Path | None = None) -> Path:
-    """The file of an asset.
+    """Return the file of an asset.
 
     Args:
         name: of the file, without its suffix.

@@ -17,7 +17,7 @@ _PACKAGED = Path(__file__).parent / "images"
 
 @dataclass(frozen=True)
 class ImageAsset:
-    """A picture: "stop_sign" or "cherry_blossom" of the package, or one of your own.
+    """An image: "stop_sign" or "cherry_blossom" of the package, or one of your own.
 
     Those of the package are drawings of 256 x 256 pixels. Photographs of your own, in the folder
     that `VLLM_ASSETS_CACHE` names, come first.

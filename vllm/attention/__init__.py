@@ -1,6 +1,6 @@
 """Attention over the paged KV cache: layers, metadata of a forward pass, and backends."""
 
-from vllm.attention.backends.encoder_attn import EncoderMetadata
+from vllm.attention.backends.encoder_attn import whole_prompts
 from vllm.attention.backends.metadata import AttentionMetadata
 from vllm.attention.backends.native_attn import RaggedMetadata
 from vllm.attention.cached_layer import CachedLayer, layers_with_cache
@@ -17,7 +17,7 @@ from vllm.attention.context import (
     text_positions,
 )
 from vllm.attention.cross import RaggedItems, SeenItems, SeenRun
-from vllm.attention.encoder import EncoderAttention
+from vllm.attention.encoder import EncoderAttention, bind_prompt_caches
 from vllm.attention.latent import LatentAttention
 from vllm.attention.layer import Attention
 from vllm.attention.ragged_states import RaggedStates, StateCopies, StateLaunch
@@ -30,7 +30,6 @@ __all__ = [
     "CachedLayer",
     "ContextHolder",
     "EncoderAttention",
-    "EncoderMetadata",
     "LatentAttention",
     "LaunchAdapters",
     "LaunchContext",
@@ -50,7 +49,9 @@ __all__ = [
     "StateRows",
     "States",
     "TableEmbeddings",
+    "bind_prompt_caches",
     "layers_with_cache",
     "share_context",
     "text_positions",
+    "whole_prompts",
 ]

@@ -1,4 +1,4 @@
-"""What one launch carries to the layers of a model, besides token ids and positions.
+"""The data of one launch for the layers of a model, in addition to token ids and positions.
 
 Models see flattened tokens, and their files know no requests, no devices and no phases. What a
 layer has to know of the launch that runs is in one frozen object. A runner sets it once per launch;
@@ -25,11 +25,11 @@ from vllm.ops.prepared import SingleExperts
 
 
 class GivenEmbeddings(Protocol):
-    """Embeddings that a launch brings in the place of those of tokens."""
+    """Embeddings that a launch provides instead of looked-up ones."""
 
     def put_into(self, rows: Tensor) -> Tensor:
-        """Return the embeddings [T, embedding_dim] that were looked up, with these in their
-        places."""
+        """Return the embeddings [T, embedding_dim] that were looked up, some of them replaced by
+        these."""
         ...
 
 
@@ -57,7 +57,8 @@ class ReplacedTokens:
     """[m, embedding_dim] in any floating type."""
 
     def put_into(self, rows: Tensor) -> Tensor:
-        """The embeddings [T, embedding_dim] that were looked up, with these in their places."""
+        """Return the embeddings [T, embedding_dim] that were looked up, some of them replaced by
+        these."""
         return rows.index_copy(0, self.indices, self.embeddings.to(rows.dtype))
 
 
@@ -81,8 +82,8 @@ class AddedStates:
 
 @dataclass(frozen=True)
 class TableEmbeddings:
-    """Embeddings that a launch brings in a table, and values that it adds to hidden states: shapes
-    depend on the size of the table alone. See `GivenEmbeddings` and `GivenStates`."""
+    """Embeddings that a launch provides in a table, and values that it adds to hidden states:
+    shapes depend only on the size of the table. See `GivenEmbeddings` and `GivenStates`."""
 
     index: Tensor
     """[T] int32: entry of the table for each token; negative: its embedding is looked up."""
@@ -111,7 +112,7 @@ class LaunchAdapters(Protocol):
     """The LoRA adapters of the tokens of a launch."""
 
     def adapt(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
-        """What a layer returns for its tokens.
+        """Return the output of a layer with the adapters of its tokens.
 
         Args:
             layer: which one.
@@ -121,7 +122,7 @@ class LaunchAdapters(Protocol):
         ...
 
     def adapt_heads(self, layer: LoRAHeads, x: Tensor, y: Tensor) -> Tensor:
-        """What the matrices of H heads return for its tokens.
+        """Return the outputs of the matrices of H heads with the adapters of its tokens.
 
         Args:
             layer: which ones.
@@ -132,7 +133,7 @@ class LaunchAdapters(Protocol):
         ...
 
     def adapt_embeddings(self, table: AdaptedLayer, ids: Tensor, y: Tensor) -> Tensor:
-        """What the input embedding returns for its tokens.
+        """Return the output of the input embedding with the adapters of its tokens.
 
         Args:
             table: whose inputs are the tokens of the vocabulary.
@@ -150,7 +151,7 @@ class LaunchAdapters(Protocol):
         weights: Tensor,
         y: Tensor,
     ) -> Tensor:
-        """What a layer of experts returns for its tokens.
+        """Return the output of a layer of experts with the adapters of its tokens.
 
         Args:
             layer: which one.
@@ -163,12 +164,12 @@ class LaunchAdapters(Protocol):
         ...
 
     def select(self, tokens: Tensor) -> "LaunchAdapters":
-        """Those of some of the tokens, by their indices [n]."""
+        """Select the adapters of some of the tokens, by their indices [n]."""
         ...
 
 
 class LaunchParts(TypedDict, total=False):
-    """What requests bring to the tokens of a launch: fields of `LaunchContext`."""
+    """Data of requests for the tokens of a launch: fields of `LaunchContext`."""
 
     positions: Tensor
     replaced: GivenEmbeddings
@@ -198,22 +199,23 @@ class LaunchContext:
     """One launch of T tokens, as the layers of the model know it."""
 
     attention: AttentionMetadata | None
-    """How its tokens attend; None: all of them are one prompt, and there is no KV cache."""
+    """Attention metadata of its tokens; None: all of them are one prompt, and there is no KV
+    cache."""
     positions: Tensor
     """[P, T] positions of the tokens, by which queries and keys rotate. P is 1, or the number of
     positions that the model takes (3 for M-RoPE); there P of 1 means that all positions of a token
     are the same. Masks depend on the index of a token in its request, which `attention` knows."""
     replaced: GivenEmbeddings | None = None
-    """Embeddings that take the place of tokens; None: all embeddings are looked up."""
+    """Embeddings that replace looked-up ones; None: all embeddings are looked up."""
     added: GivenStates | None = None
     """Values to add to hidden states after the first layers; None: there are none."""
     rotary_angles: Sequence[tuple[Tensor, Tensor]] | None = None
-    """What `Ops.rotate` takes, of each table of the model: the tables at `RotaryEmbedding.index`.
-    None: every layer looks them up."""
+    """Angles for `Ops.rotate` from each table of the model, by `RotaryEmbedding.index`. None: every
+    layer looks them up."""
     adapters: LaunchAdapters | None = None
     """LoRA adapters of the tokens; None: no token has one."""
     states: StateMetadata | None = None
-    """Which states its tokens belong to; None: no layer of the model has states."""
+    """Recurrent states of its tokens; None: no layer of the model has any."""
     items: SeenItems | None = None
     """Items that its tokens see by cross-attention; None: no token sees one."""
 
@@ -238,11 +240,11 @@ class ReadsContext:
     """A layer that reads the launch; a second base of its module."""
 
     launch: ContextHolder
-    """Its own until `share_context` gives it that of its model."""
+    """A holder of its own until `share_context` gives it the holder of its model."""
 
 
 def share_context(model: nn.Module) -> ContextHolder:
-    """The holder that all layers of a model read, which the first call gives to them.
+    """Give all layers of a model one holder in the first call, and return it.
 
     Args:
         model: a model or a single layer, complete.
@@ -258,7 +260,7 @@ def share_context(model: nn.Module) -> ContextHolder:
 
 
 def text_positions(positions: Tensor) -> Tensor:
-    """The positions [T] of tokens that have one each, given as [T] or [1, T].
+    """Return the positions [T] of tokens that have one each, given as [T] or [1, T].
 
     Raises:
         ValueError: the tokens have several positions each, which the calling layer does not take.

@@ -1,10 +1,10 @@
 """The attention layer of encoders: every token sees all of its prompt, and nothing is kept."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm.attention.backends.cache_scales import CacheScales, PromptScales
-from vllm.attention.backends.encoder_attn import full_attention
+from vllm.attention.backends.encoder_attn import full_attention, make_prompt_caches
 from vllm.attention.cached_layer import CachedLayer
 from vllm.attention.context import ContextHolder, ReadsContext
 from vllm.kv_cache_spec import CacheKind, KVCacheSpec
@@ -26,8 +26,9 @@ class EncoderAttention(CachedLayer, ReadsContext):
     cache_names = ()
 
     key_cache: Tensor | None = None
-    """Never there; makes this an `AttentionLayer` like the others."""
+    """Keys of a ragged launch, for as long as this layer runs; None: the device keeps none."""
     value_cache: Tensor | int | None = None
+    """Values of such a launch."""
     options = PLAIN_ATTENTION
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
@@ -43,7 +44,7 @@ class EncoderAttention(CachedLayer, ReadsContext):
         self.head_size = head_size
 
     def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
-        """Nothing."""
+        """Return an empty spec: nothing is cached."""
         return KVCacheSpec(CacheKind.NONE)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -53,3 +54,23 @@ class EncoderAttention(CachedLayer, ReadsContext):
             scale = self.options.scale_of(self.head_size)
             return full_attention(query[None], key[None], value[None], None, scale)[0]
         return context.attention.attend(self, query, key, value)
+
+
+def bind_prompt_caches(
+    model: nn.Module, num_tokens: int, num_prompts: int, dtype: torch.dtype
+) -> None:
+    """Give the layers of an encoder memory for ragged launches; all use the same.
+
+    Args:
+        model: with layers of one shape.
+        num_tokens: the most tokens of a launch.
+        num_prompts: the most prompts of a launch.
+        dtype: of keys and values.
+    """
+    layers = [module for module in model.modules() if isinstance(module, EncoderAttention)]
+    if not layers:
+        return
+    shape = layers[0].num_heads, layers[0].head_size
+    keys, values = make_prompt_caches(num_tokens, num_prompts, *shape, dtype)
+    for layer in layers:
+        layer.key_cache, layer.value_cache = keys, values

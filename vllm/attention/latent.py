@@ -38,7 +38,7 @@ class LatentAttention(Attention):
         self.value_cache = latent_size
 
     def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
-        """One vector of V + R numbers for each token."""
+        """Return a spec of one vector of V + R elements for each token."""
         shape, name = (1, self.head_size), str(dtype).removeprefix("torch.")
         tensor = CacheTensor(shape, name, dtype.itemsize)
         return KVCacheSpec(CacheKind.LATENT, (tensor,))

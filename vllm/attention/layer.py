@@ -84,7 +84,7 @@ class Attention(CachedLayer, ReadsContext):
         self.value_cache = None
 
     def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
-        """Keys and values of all tokens, or of those in the window."""
+        """Return a spec of keys and values of all tokens, or of the tokens in the window."""
         shape, name = (self.num_kv_heads, self.head_size), str(dtype).removeprefix("torch.")
         window = self.options.sliding_window
         kind = CacheKind.FULL if window is None else CacheKind.SLIDING_WINDOW
@@ -92,7 +92,7 @@ class Attention(CachedLayer, ReadsContext):
         return KVCacheSpec(kind, (tensor, tensor), window)
 
     def bind_kv_cache(self, *tensors: Tensor) -> None:
-        """See `CachedLayer.bind_kv_cache`."""
+        """Bind the KV cache, and make the scales of prompts; see `CachedLayer.bind_kv_cache`."""
         super().bind_kv_cache(*tensors)
         self.cache_scales = self.prompt_scales = None
         if tensors[0].dtype in FP8_DTYPES:

@@ -114,7 +114,7 @@ class StateLayer(CachedLayer, ReadsContext):
         return out
 
     def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
-        """The states; their dtypes do not depend on that of the KV cache."""
+        """Return a spec of the states; their dtypes do not depend on the dtype of the KV cache."""
         tensors, inputs = (
             tuple(
                 CacheTensor(shape, str(dtype).removeprefix("torch."), dtype.itemsize)
@@ -136,7 +136,7 @@ class StateLayer(CachedLayer, ReadsContext):
 
     @contextmanager
     def of_tokens(self, tokens: slice | Tensor) -> Iterator[None]:
-        """While only these tokens of the launch run, layers find the adapters of these."""
+        """Limit the adapters to some tokens of the launch while layers run only these."""
         whole = self.launch.context
         if whole is None or whole.adapters is None:
             yield
@@ -242,7 +242,8 @@ class PaddedStates:
 
 
 def load_states(caches: States, rows: Tensor, is_new: Tensor) -> States:
-    """The states of some rows [B]; zeros for a new request, whatever an earlier one has left."""
+    """Return the states of some rows [B]; zeros for a new request, whatever an earlier one has
+    left."""
     found = (cache.index_select(0, rows) for cache in caches)
     return tuple(
         state.masked_fill(is_new.view(-1, *[1] * (state.dim() - 1)), 0.0) for state in found

@@ -35,7 +35,7 @@ class Bucket:
     def __post_init__(self) -> None:
         if self.batch < 1 or self.query_len < 1 or self.blocks < 0:
             raise ValueError(
-                f"batch and query_len must be at least 1 and blocks at least 0, got {self}"
+                f"batch and query_len must be at least 1, and blocks at least 0, got {self}"
             )
 
     @property
@@ -54,10 +54,10 @@ class Bucket:
 
 
 def prefill(batch: int, query_len: int, blocks: int = 0) -> Bucket:
-    """A prefill bucket."""
+    """Make a prefill bucket."""
     return Bucket(Phase.PREFILL, batch, query_len, blocks)
 
 
 def decode(batch: int, blocks: int, query_len: int = 1) -> Bucket:
-    """A decode bucket."""
+    """Make a decode bucket."""
     return Bucket(Phase.DECODE, batch, query_len, blocks)

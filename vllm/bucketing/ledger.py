@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 
 class MemoryClass(Enum):
-    """What memory is used for."""
+    """Uses of memory."""
 
     WEIGHTS = "weights"
     WORKSPACE = "workspace"
@@ -58,20 +58,23 @@ class MemorySplit:
     kv_bytes: int
 
     def num_blocks(self, block_bytes: int) -> int:
-        """Whole KV blocks."""
+        """Return the number of whole KV blocks."""
         return max(0, self.kv_bytes // block_bytes)
 
 
 def split_memory(free_bytes: int, utilization: float, graph_reserved: float) -> MemorySplit:
-    """Divide what is free after the profiling run.
+    """Divide the memory that is free after the profiling run.
 
     Args:
         free_bytes: free device memory.
-        utilization: share of it to use, 0 to 1.
-        graph_reserved: share of the usable part for graphs; 0 when none are captured.
+        utilization: fraction of it to use, 0 to 1.
+        graph_reserved: fraction of the usable part for graphs; 0 when none are captured.
     """
     if not (0 <= utilization <= 1 and 0 <= graph_reserved <= 1):
-        raise ValueError(f"shares must be 0 to 1, got {utilization} and {graph_reserved}")
+        raise ValueError(
+            f"utilization and graph_reserved must be fractions from 0 to 1, got {utilization} and "
+            f"{graph_reserved}"
+        )
     usable = int(free_bytes * utilization)
     graphs = int(usable * graph_reserved)
     return MemorySplit(
@@ -84,9 +87,9 @@ def split_memory(free_bytes: int, utilization: float, graph_reserved: float) -> 
 
 
 def split_graph_memory(graph_bytes: int, prompt_ratio: float) -> tuple[int, int]:
-    """Bytes for prompt graphs and for decode graphs."""
+    """Return the bytes for prompt graphs and for decode graphs."""
     if not 0 <= prompt_ratio <= 1:
-        raise ValueError(f"prompt_ratio must be 0 to 1, got {prompt_ratio}")
+        raise ValueError(f"prompt_ratio must be a fraction from 0 to 1, got {prompt_ratio}")
     prompt = int(graph_bytes * prompt_ratio)
     return prompt, graph_bytes - prompt
 
@@ -112,15 +115,15 @@ class MemoryLedger:
         return self.total_bytes - sum(self._budget.values())
 
     def budget(self, cls: MemoryClass) -> int:
-        """Budget of the class in bytes."""
+        """Return the budget of the class in bytes."""
         return self._budget[cls]
 
     def booked(self, cls: MemoryClass) -> int:
-        """Bytes in use by the class."""
+        """Return the bytes in use by the class."""
         return self._booked[cls]
 
     def left(self, cls: MemoryClass) -> int:
-        """Bytes that the class may still use."""
+        """Return the bytes that the class may still use."""
         return self._budget[cls] - self._booked[cls]
 
     def assign(self, cls: MemoryClass, budget_bytes: int) -> None:
@@ -133,9 +136,9 @@ class MemoryLedger:
         most = self.unassigned_bytes + self._budget[cls]
         if not self._booked[cls] <= _checked(budget_bytes) <= most:
             raise ValueError(
-                f"budget of {format_bytes(budget_bytes)} for {cls}: at least "
-                f"{format_bytes(self._booked[cls])} is booked, at most {format_bytes(most)} of "
-                f"{format_bytes(self.total_bytes)} is not assigned to others"
+                f"the budget for {cls} must be between {format_bytes(self._booked[cls])} (in use) "
+                f"and {format_bytes(most)} (unassigned), got {format_bytes(budget_bytes)}; total "
+                f"{format_bytes(self.total_bytes)}"
             )
         self._budget[cls] = budget_bytes
 
@@ -147,14 +150,14 @@ class MemoryLedger:
         """
         if _checked(num_bytes) > self.left(source):
             raise ValueError(
-                f"{format_bytes(num_bytes)} from {source}, which has "
-                f"{format_bytes(self.left(source))} left"
+                f"cannot take {format_bytes(num_bytes)} from {source}: only "
+                f"{format_bytes(self.left(source))} are left"
             )
         self._budget[source] -= num_bytes
         self._budget[target] += num_bytes
 
     def book(self, cls: MemoryClass, num_bytes: int) -> bool:
-        """Book bytes of a class. Returns False and books nothing if it has fewer left."""
+        """Book bytes of a class. Return False and book nothing if it has fewer left."""
         if _checked(num_bytes) > self.left(cls):
             return False
         self._booked[cls] += num_bytes
@@ -168,8 +171,8 @@ class MemoryLedger:
         """
         if _checked(num_bytes) > self._booked[cls]:
             raise ValueError(
-                f"{format_bytes(num_bytes)} released from {cls}, where "
-                f"{format_bytes(self._booked[cls])} is booked"
+                f"cannot release {format_bytes(num_bytes)} of {cls}: only "
+                f"{format_bytes(self._booked[cls])} are in use"
             )
         self._booked[cls] -= num_bytes
 
@@ -183,7 +186,7 @@ def open_ledger(
     prompt_ratio: float,
     block_bytes: int,
 ) -> MemoryLedger:
-    """A ledger as it is before the KV cache is allocated and the first graph captured.
+    """Make a ledger as it is before the KV cache is allocated and the first graph captured.
 
     Weights, workspace and margin are booked: they are facts. The KV budget is whole blocks; what
     is left of the last one belongs to no class.
@@ -209,7 +212,7 @@ def open_ledger(
 
 def _checked(num_bytes: int) -> int:
     if num_bytes < 0:
-        raise ValueError(f"bytes must not be negative, got {num_bytes}")
+        raise ValueError(f"a number of bytes must not be negative, got {num_bytes}")
     return num_bytes
 
 

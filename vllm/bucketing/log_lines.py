@@ -21,7 +21,7 @@ def bucket_config_line(
     context: object = None,
     parts: Sequence[str] = ("min", "step", "max_warmup"),
 ) -> str:
-    """`Prompt bucket config (min, step, max_warmup) bs:[1, 32, 4], seq:[128, 128, 1024]`
+    """Return `Prompt bucket config (min, step, max_warmup) bs:[1, 32, 4], seq:[128, 128, 1024]`.
 
     Args:
         phase: whose ranges they are.
@@ -37,7 +37,7 @@ def bucket_config_line(
 
 
 def generated_line(phase: Phase, buckets: Sequence[Bucket]) -> str:
-    """`Generated 24 prompt buckets: [(1, 128), ...]`, in ascending order.
+    """Return `Generated 24 prompt buckets: [(1, 128), ...]`, in ascending order.
 
     Pairs are (batch, length) and (batch, total blocks). Once a prompt has context, or a decode has
     drafts, its buckets are triples and the line says of what.
@@ -48,7 +48,8 @@ def generated_line(phase: Phase, buckets: Sequence[Bucket]) -> str:
 
 
 def omitted_line(buckets: Sequence[Bucket], max_num_batched_tokens: int) -> str:
-    """`Omitted 7 prompt buckets due to exceeded token budget (max_num_batched_tokens=2048)`"""
+    """Return `Omitted 7 prompt buckets due to exceeded token budget
+    (max_num_batched_tokens=2048)`."""
     return (
         f"Omitted {len(buckets)} prompt buckets due to exceeded token budget "
         f"(max_num_batched_tokens={max_num_batched_tokens})"
@@ -58,7 +59,7 @@ def omitted_line(buckets: Sequence[Bucket], max_num_batched_tokens: int) -> str:
 def warmup_line(
     phase: Phase, index: int, total: int, bucket: Bucket, free_bytes: int, *, graph: bool = False
 ) -> str:
-    """`[Warmup][Prompt][1/24] batch_size:4 seq_len:1024 free_mem:79.16 GiB`
+    """Return `[Warmup][Prompt][1/24] batch_size:4 seq_len:1024 free_mem:79.16 GiB`.
 
     `index` counts from 1. The size of a decode is its number of blocks.
     """
@@ -74,8 +75,17 @@ def encoder_line(index: int, total: int, name: str, free_bytes: int) -> str:
     return f"[Warmup][Encoder][{index}/{total}] {name} free_mem:{format_bytes(free_bytes)}"
 
 
+def encoder_graphs_line(captured: Sequence[int], total: int, unit: str, used_bytes: int) -> str:
+    """Return `Graph/Encoder captured:2 (50.0%) used_mem:64 KiB patches:[64, 80]`."""
+    percent = 100 * len(captured) / total if total else 100.0
+    return (
+        f"Graph/Encoder captured:{len(captured)} ({percent:.1f}%) "
+        f"used_mem:{format_bytes(used_bytes)} {unit}:{list(captured)}"
+    )
+
+
 def captured_line(phase: Phase, captured: Sequence[Bucket], total: int, used_bytes: int) -> str:
-    """`Graph/Decode captured:1 (100.0%) used_mem:64 KiB buckets:[(4, 128)]`"""
+    """Return `Graph/Decode captured:1 (100.0%) used_mem:64 KiB buckets:[(4, 128)]`."""
     percent = 100 * len(captured) / total if total else 100.0
     return (
         f"Graph/{_PHASE_NAMES[phase].capitalize()} captured:{len(captured)} ({percent:.1f}%) "
@@ -86,7 +96,7 @@ def captured_line(phase: Phase, captured: Sequence[Bucket], total: int, used_byt
 def graph_memory_line(
     graph_bytes: int, free_bytes: int, prompt_bytes: int, decode_bytes: int, prompt_ratio: float
 ) -> str:
-    """What phase 2 of the warm-up may use, before it starts."""
+    """Return the line about the memory of phase 2 of the warm-up, before it starts."""
     return (
         f"Using {format_bytes(graph_bytes)}/{format_bytes(free_bytes)} of free device memory for "
         f"HPUGraphs, {format_bytes(prompt_bytes)} for prompt and {format_bytes(decode_bytes)} for "
@@ -95,7 +105,7 @@ def graph_memory_line(
 
 
 def memory_split_line(split: MemorySplit, utilization: float, graph_reserved: float) -> str:
-    """How the memory that is left after the profiling run is divided."""
+    """Return the line about the division of the memory that is free after the profiling run."""
     return (
         f"Free device memory: {format_bytes(split.free_bytes)}, "
         f"{format_bytes(split.usable_bytes)} usable (gpu_memory_utilization={utilization}), "
@@ -106,12 +116,12 @@ def memory_split_line(split: MemorySplit, utilization: float, graph_reserved: fl
 
 
 def num_blocks_line(num_device_blocks: int, num_cpu_blocks: int) -> str:
-    """`# HPU blocks: 4107, # CPU blocks: 256`"""
+    """Return `# HPU blocks: 4107, # CPU blocks: 256`."""
     return f"# HPU blocks: {num_device_blocks}, # CPU blocks: {num_cpu_blocks}"
 
 
 def warmup_finished_line(seconds: float, allocated_bytes: int) -> str:
-    """`Warmup finished in 32 secs, allocated 92.77 MiB of device memory`"""
+    """Return `Warmup finished in 32 secs, allocated 92.77 MiB of device memory`."""
     return (
         f"Warmup finished in {seconds:.0f} secs, "
         f"allocated {format_bytes(allocated_bytes)} of device memory"

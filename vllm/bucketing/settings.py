@@ -46,7 +46,7 @@ class BucketRange:
         return f"[{self.min}, {self.step}, {self.max}]"
 
     def as_tuple(self) -> tuple[int, int, int]:
-        """(min, step, max)"""
+        """Return (min, step, max)."""
         return (self.min, self.step, self.max)
 
 
@@ -67,7 +67,7 @@ class BucketSettings:
     def resolve(
         cls, limits: StepLimits, given: Mapping[str, int | None] | None = None
     ) -> "BucketSettings":
-        """Settings from the variables that are set, by name (None: not set), and defaults.
+        """Make settings from the variables that are set, by name (None: not set), and defaults.
 
         Raises:
             ConfigError: a name is not one of the twelve, a value is below 1, or a minimum that
@@ -78,7 +78,7 @@ class BucketSettings:
         for name, value in values.items():
             if name not in BUCKET_VARIABLES:
                 names = ", ".join(BUCKET_VARIABLES)
-                raise ConfigError(f"{name} is not a bucket variable; those are {names}")
+                raise ConfigError(f"{name} is not a bucket variable; accepted: {names}")
             if value < BUCKET_VARIABLES[name]:
                 raise ConfigError(
                     f"{name}={value} must be an integer of at least {BUCKET_VARIABLES[name]}"
@@ -125,7 +125,7 @@ def _with_step(settings: BucketSettings, key: str, sizes: BucketRange, step: int
 def merge_prompts(
     settings: BucketSettings, limits: StepLimits
 ) -> tuple[BucketSettings, tuple[str, ...]]:
-    """Settings for merged prefill, and the log lines that say so.
+    """Return settings for merged prefill, and log lines about the change.
 
     All prompts of a launch are laid end to end in one row, so only the length varies.
     """

@@ -78,9 +78,10 @@ class StepLimits:
         _check_at_least("max_draft_batch", self.max_draft_batch, 1)
         if self.max_block_refs is not None and self.max_block_refs < self.max_blocks_per_seq:
             raise ConfigError(
-                f"max_block_refs ({self.max_block_refs}) is less than the "
-                f"{self.max_blocks_per_seq} blocks of one sequence of {self.max_seq_len} tokens, "
-                f"which cannot be launched in parts. Raise the first or lower max_model_len."
+                f"max_block_refs ({self.max_block_refs}) must be at least "
+                f"{self.max_blocks_per_seq}, the blocks of one sequence of {self.max_seq_len} "
+                "tokens, because a sequence cannot be split over several forward passes. Raise "
+                "max_block_refs or lower max_model_len."
             )
         check_longest_prompt(self)
 
@@ -115,7 +116,7 @@ class StepLimits:
         return longest
 
     def max_context_blocks(self, query_len: int) -> int:
-        """Blocks of context before a chunk of `query_len` tokens."""
+        """Return the blocks of context before a chunk of `query_len` tokens."""
         if not self.has_context or query_len >= self.max_seq_len:
             return 0
         rest = self.max_seq_len - query_len
@@ -145,7 +146,7 @@ class StepLimits:
         return (1, 1 + self.max_draft_tokens) if self.max_draft_tokens else (1,)
 
     def max_batch_of(self, query_len: int) -> int:
-        """Sequences that can decode together, with so many tokens each."""
+        """Return how many sequences can decode together, with so many tokens each."""
         if query_len == 1 or self.max_draft_batch is None:
             return self.max_decode_batch
         return min(self.max_decode_batch, self.max_draft_batch)
@@ -172,21 +173,22 @@ class StepLimits:
         return min(self.max_prefill_batch, self.max_decode_batch)
 
     def max_prefill_query(self, batch: int) -> int:
-        """Longest query of a launch of `batch` prompts that has to have a bucket."""
+        """Return the longest query of a launch of `batch` prompts that has to have a bucket."""
         return min(self.max_query_len, self.max_num_batched_tokens // batch)
 
     def max_prefill_context(self, batch: int, query_len: int) -> int:
-        """Most context of such a launch; in a batch another row than the longest may have it."""
+        """Return the most context of such a launch; in a batch another request than the longest may
+        have it."""
         return self.max_context_blocks(query_len if batch == 1 else 1)
 
 
 def ceil_div(value: int, divisor: int) -> int:
-    """Quotient of two positive integers, rounded up."""
+    """Divide two positive integers, rounded up."""
     return -(-value // divisor)
 
 
 def round_up(value: int, step: int) -> int:
-    """The next multiple of `step`."""
+    """Return the next multiple of `step`."""
     return ceil_div(value, step) * step
 
 

@@ -7,7 +7,7 @@ sizes up to 32 are exact. It knows no text, no requests and no devices.
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,17 @@ _MAX_SIZE = 2**31 - 1
 _MAX_COUNT = 10**15
 _EVEN_STEPS = 12
 """Sizes of each dimension in an even traffic, at most."""
+
+
+def rounded(phase: int, batch: int, query_len: int, blocks: int) -> tuple[int, int, int, int]:
+    """Return phase and sizes of the cell that counts a forward pass."""
+    if (shift := batch.bit_length() - 5) > 0:
+        batch = -(-batch >> shift) << shift
+    if (shift := query_len.bit_length() - 5) > 0:
+        query_len = -(-query_len >> shift) << shift
+    if (shift := blocks.bit_length() - 5) > 0:
+        blocks = -(-blocks >> shift) << shift
+    return phase, batch, query_len, blocks
 
 
 class TrafficTable:
@@ -82,14 +93,7 @@ class TrafficTable:
             seconds: time that they took together; 0: not known.
             count: how many they were.
         """
-        # `_rounded` of each size, without a call.
-        if (shift := batch.bit_length() - 5) > 0:
-            batch = -(-batch >> shift) << shift
-        if (shift := query_len.bit_length() - 5) > 0:
-            query_len = -(-query_len >> shift) << shift
-        if (shift := blocks.bit_length() - 5) > 0:
-            blocks = -(-blocks >> shift) << shift
-        key = (phase, batch, query_len, blocks)
+        key = rounded(phase, batch, query_len, blocks)
         cell = self._cells.get(key)
         if cell is None:
             if len(self._cells) >= MAX_CELLS:
@@ -106,9 +110,9 @@ class TrafficTable:
         """
         if other.block_size != self.block_size:
             raise ConfigError(
-                f"traffic of blocks of {other.block_size} tokens cannot be added to traffic of "
-                f"blocks of {self.block_size} tokens. Record it again with --block-size "
-                f"{self.block_size}."
+                f"cannot add traffic that was recorded with blocks of {other.block_size} tokens "
+                f"to traffic with blocks of {self.block_size} tokens. Record it again with "
+                f"--block-size {self.block_size}."
             )
         self.num_forgotten += other.num_forgotten
         for key, (count, seconds) in list(other._cells.items()):
@@ -119,6 +123,18 @@ class TrafficTable:
         table = TrafficTable(self.block_size)
         table.num_forgotten = self.num_forgotten
         table._cells = {key: list(cell) for key, cell in self._cells.items()}
+        return table
+
+    def since(self, earlier: "TrafficTable") -> "TrafficTable":
+        """Return a table of what was counted since an earlier copy of this one.
+
+        Shapes that were forgotten meanwhile are missing.
+        """
+        table = TrafficTable(self.block_size)
+        for key, (count, seconds) in list(self._cells.items()):
+            before = earlier._cells.get(key, (0.0, 0.0))
+            if count > before[0]:
+                table._cells[key] = [count - before[0], max(0.0, seconds - before[1])]
         return table
 
     # ---- what it has ----------------------------------------------------------------------
@@ -214,15 +230,20 @@ class TrafficTable:
         table.num_forgotten += forgotten
         return table
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, more: Mapping[str, Any] | None = None) -> None:
         """Write the file whole, and rename it: who reads it sees the old one or the new one.
+
+        Args:
+            path: of the file.
+            more: further fields, which `load` does not read.
 
         Raises:
             OSError: the folder cannot be written, or is full.
         """
         part = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            part.write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
+            content = self.to_json() | dict(more or {})
+            part.write_text(json.dumps(content) + "\n", encoding="utf-8")
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)

@@ -15,41 +15,42 @@ class CacheConfig:
     """Blocks and memory of the KV cache."""
 
     block_size: int = field(metadata={"auto": True})
-    """Tokens per KV block. Not set: 128 on hpu, 16 on cpu."""
+    """Tokens per KV block. Default: 128 on hpu, 16 on cpu."""
 
     gpu_memory_utilization: float = 0.9
-    """Fraction of the device memory that is free after loading the model to use, 0 to 1."""
+    """Fraction (0 to 1) that the engine may use of the device memory that is free after the model
+    is loaded. KV cache and HPU graphs come out of it."""
 
     num_gpu_blocks_override: int | None = None
-    """Number of KV blocks, in place of what the memory budget gives."""
+    """Number of KV blocks, instead of the number that fits into the memory budget."""
 
     kv_cache_memory_bytes: int | None = None
-    """Bytes of the KV cache, the states of requests included, in place of
-    gpu_memory_utilization; on each card, if there are several. Not set: VLLM_CPU_KVCACHE_SPACE on
-    cpu, else the share."""
+    """Size of the KV cache per device in bytes, recurrent (Mamba) states included. Replaces
+    gpu_memory_utilization. Default: VLLM_CPU_KVCACHE_SPACE on cpu; otherwise derived from
+    gpu_memory_utilization."""
 
     kv_cache_dtype: CacheDType = "auto"
     """Data type of the KV cache. auto: the model's. fp8 and fp8_inc are fp8_e4m3: half the memory
-    of bfloat16. Scales are those of the checkpoint, or those measured for QUANT_CONFIG, or 1; see
-    calculate_kv_scales."""
+    of bfloat16. Its scales are read from the checkpoint or from the files of QUANT_CONFIG, else
+    they are 1; see calculate_kv_scales."""
 
     calculate_kv_scales: bool = False
-    """Calculate the scales of an fp8 cache when the engine starts, in one forward pass over random
-    tokens, which are the same at every start; a scale for each key/value head. Layers whose scales
-    are in the checkpoint or in QUANT_CONFIG keep those."""
+    """Calculate the scales of an fp8 cache when the engine starts, one for each key/value head, in
+    one forward pass over random tokens, which are the same at every start. Layers whose scales are
+    in the checkpoint or in QUANT_CONFIG keep them."""
 
     enable_prefix_caching: bool = True
     """Keep the KV cache of finished requests, and reuse it for requests with the same prefix."""
 
     prefix_caching_hash_algo: Literal["sha256", "builtin"] = "sha256"
-    """Hash of the prefix cache. builtin is accepted and means sha256 too: Python's hash can be
-    made to collide."""
+    """Hash of the prefix cache. builtin is accepted and also means sha256, because Python's hash
+    can be made to collide."""
 
     num_kept_states: int = 16
-    """How many recurrent states the prefix cache keeps, for models with Mamba, DeltaNet or short
-    convolution layers. It keeps fewer where they would take more than a quarter of the memory of
-    the cache. 0: no prefix caching of these models. On a card each of them takes one more
-    forward pass of its prompt."""
+    """Number of recurrent states that the prefix cache keeps, for models with Mamba, DeltaNet or
+    short convolution layers. It keeps fewer if they would take more than a quarter of the memory of
+    the cache. 0: no prefix caching of these models. On a card each of them takes one more forward
+    pass of its prompt."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "block_size")

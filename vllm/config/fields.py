@@ -43,16 +43,16 @@ class ConfigField:
     str_or_bool: true where the flag has no value; counts: a mapping that may be written as numbers
     by name."""
     default: object
-    """None, too, if the platform decides."""
+    """Default value; None also if the platform decides."""
     help: str
     choices: tuple[str, ...] = ()
     """All accepted values, or empty."""
     auto: bool = False
-    """The platform decides if the value is not given."""
+    """Whether the platform decides if the value is not given."""
     aliases: tuple[str, ...] = ()
-    """Further flags."""
+    """Names of further flags."""
     is_shown: bool = True
-    """False: a secret, which is not printed with the settings."""
+    """Whether the value may be printed with the settings. False: it is a secret."""
 
     @property
     def flag(self) -> str:
@@ -60,7 +60,7 @@ class ConfigField:
         return flag_of(self.name)
 
     def convert(self, value: object) -> object:
-        """A value given in Python or as text, in the type of the field; None is the default.
+        """Convert a value given in Python or as text to the type of the field; None is the default.
 
         Raises:
             ConfigError: the value has another type. Ranges are checked by the config class.
@@ -76,14 +76,14 @@ class ConfigField:
 
 @cache
 def config_sections(config_class: type) -> dict[str, type]:
-    """The config classes of a composed config, by attribute name."""
+    """Return the config classes of a composed config, by attribute name."""
     hints = typing.get_type_hints(config_class)
     return {f.name: hints[f.name] for f in fields(config_class)}
 
 
 @cache
 def config_fields(config_class: type) -> tuple[ConfigField, ...]:
-    """The settings of one config class, in the order of the source."""
+    """Return the settings of one config class, in the order of the source."""
     docs = _attribute_docs(config_class)
     hints = typing.get_type_hints(config_class)
     return tuple(
@@ -131,7 +131,7 @@ def _read_type(annotation: object) -> tuple[FieldKind, tuple[str, ...]]:
 
 
 def _attribute_docs(config_class: type) -> dict[str, str]:
-    """The docstring of each field, which Python does not keep, on one line."""
+    """Return the docstring of each field, which Python does not keep, on one line."""
     (class_def,) = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body
     assert isinstance(class_def, ast.ClassDef)
     docs = {}
@@ -161,7 +161,8 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30
 
 
 def _to_size(value: object) -> int:
-    """An integer; as text also with k (1000), K (1024), m (1000^2), M (1024^2), g or G."""
+    """Convert to an integer; text may also have k (1000), K (1024), m (1000^2), M (1024^2), g or
+    G."""
     match = (
         re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG])", value.strip()) if type(value) is str else None
     )
@@ -169,7 +170,7 @@ def _to_size(value: object) -> int:
         return _to_int(value)
     number = float(match[1]) * _UNITS[match[2]]
     if number != int(number):
-        raise ValueError(f"must be a whole number, got {value!r}")
+        raise ValueError(f"must be an integer, got {value!r}")
     return int(number)
 
 
@@ -205,7 +206,7 @@ def _to_strings(value: object) -> tuple[str, ...]:
 
 
 def _to_mapping(value: object) -> Mapping[str, object]:
-    """A mapping, or the text of a JSON object."""
+    """Convert to a mapping, from a mapping or the text of a JSON object."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -231,7 +232,7 @@ def _to_counts(value: object) -> Mapping[str, object]:
     else:
         return _to_mapping(value)
     raise ValueError(
-        'must be numbers by name, such as image=4,video=0 or {"image": 4}, or the number of '
+        'must be integers by name, such as image=4,video=0 or {"image": 4}, or the number of '
         f"images; got {value!r}"
     )
 
@@ -266,7 +267,7 @@ def check_one_of(config: object, name: str, choices: tuple[Any, ...]) -> None:
 
 
 class _StepBudget(Protocol):
-    """How many tokens a step and a request may have."""
+    """The limits of tokens of a step and of a request."""
 
     @property
     def max_num_batched_tokens(self) -> int: ...

@@ -49,9 +49,9 @@ class PromptSlicing:
     does."""
 
     max_keys: int | None = None
-    """Keys up to which all queries run at once."""
+    """Maximum number of keys for which all queries run at once."""
     num_queries: int = 1
-    """Of a slice."""
+    """Number of queries in a slice."""
 
     def queries_at_once(self, num_queries: int, num_keys: int) -> int:
         """Return for how many queries of a row there is a mask at a time."""
@@ -68,93 +68,104 @@ class HPUConfig:
     """Settings of the Gaudi path."""
 
     max_seq_len_to_capture: int = 8192
-    """Longest sequence that has prompt buckets at every step of the linear strategy. Beyond it
-    there are fewer, and the end of a prompt is launched with more padding."""
+    """Longest sequence that has prompt buckets at every step of the linear strategy. Longer
+    sequences have fewer buckets, and the end of a prompt runs with more padding."""
     bucketing_strategy: BucketingStrategy = field(default="linear", metadata=_NO_FLAG)
     bucketing_file: str | None = _variable("VLLM_BUCKETING_FROM_FILE")
-    """Path of a file with the buckets, in place of a strategy."""
+    """Path of a file with the buckets, which replaces the strategy."""
     traffic: str | None = None
-    """File that --record-traffic has written. Buckets are chosen for this traffic, so that padding
-    takes the least device time; the log says how much that is, and what no other set is below."""
+    """Choose the buckets for this traffic, so that padding takes the least device time: a file that
+    --record-traffic has written, or lengths of requests as CSV or JSON Lines with input_tokens,
+    output_tokens and optionally timestamp. The log shows the padding, and the least that any other
+    set could have."""
     num_buckets: int = 32
-    """Buckets of prompts, and as many of decodes, that are chosen for the traffic of --traffic.
-    More buckets pad less, and take longer to warm up."""
+    """Number of prompt buckets, and of decode buckets, that are chosen for the traffic of
+    --traffic. More buckets pad less, but take longer to warm up."""
     chosen_buckets: tuple[tuple[int, int, int, int], ...] = field(default=(), metadata=_NO_FLAG)
     """Buckets of the strategy optimal: phase, batch, query length and blocks."""
     chosen_lines: tuple[str, ...] = field(default=(), metadata=_NO_FLAG)
     """The certificates of the chosen buckets, for the log."""
     bucket_variables: tuple[tuple[str, int], ...] = field(default=(), metadata=_NO_FLAG)
-    """The variables of linear bucketing that are set: name and value."""
+    """Name and value of each variable of linear bucketing that is set."""
     merged_prefill: bool = _variable("VLLM_MERGED_PREFILL")
-    """Prompts of a launch are laid end to end in one row."""
+    """Whether the prompts of a prefill batch are concatenated into one padded sequence."""
     skip_warmup: bool = _variable("VLLM_SKIP_WARMUP")
     full_warmup: bool = _variable("VLLM_FULL_WARMUP")
-    """A compilation after the warm-up is an error."""
+    """Whether a compilation after the warm-up is an error."""
     sampling_warmup: SamplingWarmUp = "basic"
     """Kinds of sampling that the start compiles: basic is greedy and random, all is everything that
     a request can ask for. With basic, a server compiles the others while it has no requests, one
-    launch at a time. What is not compiled yet (offline, all of the others) compiles at its first
-    use, once for each padded batch size, with a line in the log; the batch waits for it.
-    VLLM_FULL_WARMUP compiles all."""
+    graph at a time. Anything else compiles at its first use, once for each padded batch size, with
+    a line in the log, while the batch waits. VLLM_FULL_WARMUP compiles all."""
     ready_when: ReadyWhen | None = None
-    """When an engine on a card takes requests: first is after the buckets that every request fits
-    into and a few more (first_buckets); the others are warmed up while it serves, and until then
-    forward passes are padded more. all is after all of them. Not set: first for `vllm serve`, but
-    all with VLLM_FULL_WARMUP or --sampling-warmup all; all for programs that use `LLM`."""
+    """When an engine on a card accepts requests. first: when the buckets that every request fits
+    into and a few more (first_buckets) are warmed up; the others are warmed up while it serves, and
+    until then forward passes are padded more. all: when all buckets are. Default: first for `vllm
+    serve`, but all with VLLM_FULL_WARMUP or --sampling-warmup all; all for programs that use
+    `LLM`."""
     first_buckets: int = 8
-    """How many buckets for prompts, and how many for decodes, are warmed up before the first
-    request; more where every request needs more."""
+    """Number of prompt buckets, and of decode buckets, that are warmed up before the first request;
+    more if requests need more."""
     warm_up_share: float = 0.1
-    """Fraction of the time of a busy server for the rest of the warm-up, 0 to 1, between two steps;
-    0: buckets are warmed up only while there are no requests."""
+    """Fraction (0 to 1) of the time of a busy server for the rest of the warm-up, which runs
+    between two steps. 0: buckets are warmed up only while there are no requests."""
     warm_up_max_delay: float = 1.0
-    """Seconds that one part of the warm-up may delay a step of a busy server. Parts that take
-    longer, by prediction and by what others like it have taken, wait until there are no
-    requests."""
+    """Seconds that one part of the warm-up may delay a step of a busy server. Parts that are
+    predicted to take longer wait until there are no requests."""
+    adapt_buckets: bool = False
+    """Let a server follow its traffic: when other buckets, --num-buckets of prompts and as many of
+    decodes, would have saved more than 3 % of the device time of an hour, they are warmed up
+    between steps (within --warm-up-share and --warm-up-max-delay), and then replace the present
+    ones. A log line says so before, and another one after."""
     recipe_cache: str | None = _variable("PT_HPU_RECIPE_CACHE_CONFIG")
-    """Folder of compiled recipes, and what the bridge does with it."""
+    """Folder of compiled recipes, and settings of the bridge for it."""
     graph_reserved_mem: float = _variable("VLLM_GRAPH_RESERVED_MEM")
-    """Share of the usable memory for HPU graphs."""
+    """Fraction of the usable memory for HPU graphs."""
     graph_prompt_ratio: float = _variable("VLLM_GRAPH_PROMPT_RATIO")
-    """Share of the graph memory for prompt graphs."""
+    """Fraction of the graph memory for prompt graphs."""
     graph_prompt_strategy: GraphOrder = _variable("VLLM_GRAPH_PROMPT_STRATEGY")
     graph_decode_strategy: GraphOrder = _variable("VLLM_GRAPH_DECODE_STRATEGY")
     contiguous_pa: bool = field(default=False, metadata=_NO_FLAG)
-    """Decode reads the KV cache as one slice; with prefix caching, where that costs less."""
+    """Whether decodes read the KV cache as one slice; with prefix caching, only if that costs
+    less."""
     prompt_attention: PromptAttention = field(default="fused", metadata=_NO_FLAG)
     fp8_prompts: bool = _variable("VLLM_PROMPT_USE_FP8_FUSEDSDPA")
-    """Fused attention of prompts in fp8, in layers that have measured scales and an fp8 cache."""
+    """Whether prompts use fused attention in FP8, in layers that have measured scales and an fp8
+    cache."""
     slices_prompts: bool | None = _variable("VLLM_HPU_FSDPA_SLICE_ENABLED")
-    """Fused attention of long prompts runs over slices of their queries; None: with padding-aware
-    buckets, unless prompts are merged."""
+    """Whether fused attention of long prompts runs over slices of their queries. None: with
+    padding-aware buckets, unless prompts are merged."""
     max_unsliced_keys: int | None = _variable("VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD")
-    """Tokens of a prompt, with its context, above which it does; None: the budget of a step."""
+    """Tokens of a prompt, with its context, above which it is sliced. None:
+    max_num_batched_tokens."""
     queries_of_slice: int | None = _variable("VLLM_HPU_FSDPA_SLICE_CHUNK_SIZE")
     softmax_const_norm: float | None = field(default=None, metadata=_NO_FLAG)
-    """Decode subtracts this from all scores; None: what `pa_softmax_impl` says."""
+    """Constant that decodes subtract from all scores. None: `pa_softmax_impl` decides."""
     pa_softmax_impl: str | None = _variable("VLLM_PA_SOFTMAX_IMPL")
-    """Names of what decode subtracts from scores; None: the largest score of each block."""
+    """Names of the values that decodes subtract from scores. None: the largest score of each
+    block."""
     fused_block_softmax: bool = _variable("VLLM_FUSED_BLOCK_SOFTMAX")
-    """Decode computes the softmax of a block with a kernel of the card, where it has one."""
+    """Whether decodes compute the softmax of a block with a kernel of the card, if it has one."""
     fused_block_softmax_adjustment: bool = _variable("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT")
-    """Decode brings blocks to the maximum of their request with a kernel of the card, where it has
-    one."""
+    """Whether decodes bring the blocks of a request to one maximum with a kernel of the card, if it
+    has one."""
     hidden_layers_per_graph: int = _variable("VLLM_CONFIG_HIDDEN_LAYERS")
-    """Decoder layers after which lazy mode ends a recorded graph."""
+    """Number of decoder layers after which lazy mode ends a recorded graph."""
     regional_compilation: bool = _variable("VLLM_REGIONAL_COMPILATION")
     compile_fullgraph: bool = _variable("VLLM_T_COMPILE_FULLGRAPH")
     compile_dynamic_shapes: bool = _variable("VLLM_T_COMPILE_DYNAMIC_SHAPES")
     gc_thresholds: tuple[int, ...] = field(default=_GC_THRESHOLDS, metadata=_NO_FLAG)
-    """For `gc.set_threshold` in the worker: by default 16 times those of Python, because a step
-    makes many objects and hardly ever a cycle."""
+    """Thresholds for `gc.set_threshold` in the worker. Default: 16 times Python's own, because a
+    step makes many objects and hardly ever a cycle."""
     encoder_sizes: str | None = _variable("VLLM_MULTIMODAL_BUCKETS")
-    """Padded sizes of forward passes of an encoder of images, as its variable says; see
+    """Padded sizes of forward passes of an image encoder, as its variable gives them; see
     `multimodal_buckets`."""
     profiled_launch: str | None = field(default=None, metadata=_NO_FLAG)
-    """The launch that is profiled in place of a start; see `vllm.bucketing.strategies.profiled`."""
+    """The forward pass that is profiled instead of starting the engine; see
+    `vllm.bucketing.strategies.profiled`."""
     log_compilations: StepLog = field(default="off", metadata=_NO_FLAG)
     log_recipes: bool = _variable("PT_HPU_METRICS_GC_DETAILS")
-    """A report of compilations lists the recipes, with their times."""
+    """Whether a report of compilations lists the recipes, with their times."""
     log_cpu_fallbacks: StepLog = field(default="off", metadata=_NO_FLAG)
 
     def __post_init__(self) -> None:
@@ -175,6 +186,15 @@ class HPUConfig:
                 "ready_when='first' contradicts VLLM_FULL_WARMUP=true, with which nothing is "
                 "warmed up after the start: leave out one of them"
             )
+        for name, is_set in (
+            ("VLLM_FULL_WARMUP", self.full_warmup),
+            ("VLLM_SKIP_WARMUP", self.skip_warmup),
+        ):
+            if self.adapt_buckets and is_set:
+                raise ConfigError(
+                    f"adapt_buckets=True contradicts {name}=true, with which nothing is warmed up "
+                    f"after the start: leave out one of them"
+                )
         _ = self.multimodal_buckets
 
     @property
@@ -195,7 +215,7 @@ class HPUConfig:
         parts = [part.strip() for part in text.split(",")]
         if not all(part.isdecimal() and int(part) > 0 for part in parts):
             raise ConfigError(
-                f"VLLM_MULTIMODAL_BUCKETS must be positive integers with commas between, such as "
+                "VLLM_MULTIMODAL_BUCKETS must be positive integers separated by commas, such as "
                 f"1600,3136,4096, or None, got {text!r}"
             )
         return tuple(sorted({int(part) for part in parts}))

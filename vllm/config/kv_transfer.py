@@ -1,4 +1,4 @@
-"""Where KV blocks are kept besides the KV cache, and who shares them."""
+"""Settings for keeping KV blocks outside of the KV cache, and for sharing them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -29,15 +29,16 @@ class KVTransferConfig:
     """The value of `kv_transfer_config`."""
 
     kv_connector: str
-    """OffloadingConnector: host memory and a folder; SharedStorageConnector: a folder that several
-    engines share; TCPConnector: the memory of other engines; or a class of
-    `kv_connector_module_path`."""
+    """Where KV blocks are kept. OffloadingConnector: host memory and a folder;
+    SharedStorageConnector: a folder that several engines share; TCPConnector: the memory of other
+    engines; or a class of `kv_connector_module_path`."""
 
     kv_role: KVRole = "kv_both"
-    """kv_producer: saves blocks and loads none; kv_consumer: loads and saves none."""
+    """Direction. kv_producer: only saves blocks; kv_consumer: only loads blocks; kv_both: saves and
+    loads."""
 
     kv_buffer_device: str = "cpu"
-    """Only cpu: blocks are buffered in host memory."""
+    """Device of the buffer; only cpu: blocks are buffered in host memory."""
 
     kv_buffer_size: float = 1e9
     """Bytes of host memory for blocks."""
@@ -47,30 +48,31 @@ class KVTransferConfig:
     timeout_s."""
 
     kv_connector_module_path: str | None = None
-    """Module of a connector class that is not one of ours."""
+    """Module of a connector class that is not part of this package."""
 
     kv_ip: str = "127.0.0.1"
-    """TCPConnector: the address that an engine that saves listens on; a kv_consumer asks there,
-    unless it has `peers`."""
+    """TCPConnector: the address at which an engine that saves listens; a kv_consumer connects to
+    it, unless it has `peers`."""
 
     kv_port: int = 14579
-    """The port to `kv_ip`. With several replicas, replica n listens on this port + n."""
+    """Port of `kv_ip`. With several replicas, replica n listens on this port + n."""
 
     engine_id: str | None = None
-    """Accepted without effect, as the two below: engines find each other by address."""
+    """Accepted without effect, like kv_rank and kv_parallel_size: engines find each other by
+    address."""
 
     kv_rank: int | None = None
     kv_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv_connector, str):
-            raise ConfigError(f"kv_connector must be a name, got {self.kv_connector!r}")
+            raise ConfigError(f"kv_connector must be a string, got {self.kv_connector!r}")
         check_one_of(self, "kv_role", ("kv_producer", "kv_consumer", "kv_both"))
         check_one_of(self, "kv_buffer_device", ("cpu",))
         size = self.kv_buffer_size
         is_number = isinstance(size, int | float) and not isinstance(size, bool)
         if not is_number or not 0 <= size < inf:
-            raise ConfigError(f"kv_buffer_size must be a number of bytes, got {size!r}")
+            raise ConfigError(f"kv_buffer_size must be a positive number of bytes, got {size!r}")
         if not isinstance(self.kv_connector_extra_config, Mapping):
             raise ConfigError(
                 f"kv_connector_extra_config must be an object, got "
@@ -125,7 +127,7 @@ class KVTransferConfig:
                 '{"shared_storage_path": "/path"}'
             )
         if folder is not None and (not isinstance(folder, str) or not folder):
-            raise ConfigError(f"kv_connector_extra_config: {key} must be a path")
+            raise ConfigError(f"kv_connector_extra_config: {key} must be a path (a string)")
         size = self.folder_bytes
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(
@@ -135,7 +137,7 @@ class KVTransferConfig:
 
     @property
     def folder(self) -> str | None:
-        """The folder for blocks; None: they are kept in host memory alone."""
+        """Return the folder for blocks; None: they are kept only in host memory."""
         extra = self.kv_connector_extra_config
         folder: str | None = extra.get("shared_storage_path", extra.get("folder"))
         return folder
@@ -174,7 +176,7 @@ class KVTransferConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "KVTransferConfig":
-        """The value of `kv_transfer_config`.
+        """Read the value of `kv_transfer_config`.
 
         Raises:
             ConfigError: a key is not known or is missing, or its value is wrong.
@@ -196,7 +198,7 @@ class KVTransferConfig:
 
 
 def _parse_address(text: str) -> tuple[str, int]:
-    """HOST:PORT, [IPv6]:PORT; tcp:// may be before it."""
+    """Parse HOST:PORT or [IPv6]:PORT; tcp:// may be before it."""
     host, colon, port = text.removeprefix("tcp://").rpartition(":")
     is_port = port.isascii() and port.isdigit() and 0 < int(port) <= _MAX_PORT
     if not (colon and is_port and _is_host(host)):

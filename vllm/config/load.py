@@ -14,7 +14,7 @@ LoadFormat = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig:
-    """Where weights come from, and in which format."""
+    """Source and format of the weights."""
 
     load_format: LoadFormat = "auto"
     """Format of the weights. auto: safetensors, else .bin (read with weights_only), else GGUF,
@@ -24,11 +24,11 @@ class LoadConfig:
     quantization=bitsandbytes."""
 
     download_dir: str | None = None
-    """Folder for downloaded models. Not set: the Hugging Face cache."""
+    """Folder for downloaded models. Default: the Hugging Face cache."""
 
     hf_token: str | bool | None = field(default=None, repr=False)
     """Token for private or gated models of the Hugging Face hub. Without a value, or true: the
-    token of `hf auth login`. Not set: HF_TOKEN, or the token of `hf auth login`."""
+    token of `hf auth login`. Default: HF_TOKEN, or the token of `hf auth login`."""
 
     ignore_patterns: tuple[str, ...] = ("original/**/*",)
     """Files of a repository that are not downloaded."""
@@ -37,8 +37,8 @@ class LoadConfig:
     """Show a progress bar while loading weights."""
 
     cpu_offload_gb: float = 0.0
-    """GiB of weights to keep in host memory, for a model larger than the card: whole layers stay
-    there, and each step copies them to the card. Needs enforce_eager. No effect on cpu."""
+    """GiB of weights to keep in host memory, for a model larger than the card: whole layers are
+    kept there, and each step copies them to the card. Needs enforce_eager. No effect on cpu."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.cpu_offload_gb) and self.cpu_offload_gb >= 0):

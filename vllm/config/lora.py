@@ -17,7 +17,7 @@ class LoRAConfig:
     """Accept requests with a LoRA adapter."""
 
     max_loras: int | None = None
-    """Maximum number of different adapters in one step. Requests with further ones wait. Not set:
+    """Maximum number of different adapters in one step. Requests with further ones wait. Default:
     4, or max_cpu_loras where that is less."""
 
     max_lora_rank: int = 16
@@ -25,14 +25,14 @@ class LoRAConfig:
 
     max_cpu_loras: int | None = None
     """Maximum number of adapters in host memory; the one that was used least recently is dropped.
-    Not set: four times max_loras."""
+    Default: four times max_loras."""
 
     lora_target_modules: tuple[str, ...] | None = None
-    """Names of the modules that adapters may change, such as q_proj, lm_head or experts. Others
-    take no memory and no time for adapters. Not set: all; on a card all but experts."""
+    """Names of the modules that adapters may change, such as q_proj, lm_head or experts. Other
+    modules take no memory and no time for adapters. Default: all; on a card all but experts."""
 
     lora_dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
-    """Type of adapter weights. auto: that of the model."""
+    """Data type of adapter weights. auto: the data type of the model."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_lora_rank")

@@ -24,30 +24,30 @@ class ModelConfig:
     """The model and its tokenizer as the engine runs them."""
 
     model: str = ""
-    """Folder or Hugging Face name of the model. Not set: the bundled demonstration model."""
+    """Folder or Hugging Face name of the model. Default: the bundled demonstration model."""
 
     model_impl: ModelImpl = "auto"
-    """Modules that run the model. vllm: those of this package; transformers: those of the
-    transformers library, with the attention and linear layers of this package; auto: transformers
-    for architectures that this package has no modules for."""
+    """Code that runs the model. vllm: the model classes of this package; transformers: the classes
+    of the transformers library, with the attention and linear layers of this package; auto:
+    transformers for architectures that this package does not have."""
 
     task: ModelTask = "auto"
-    """Task of the model: generate, embed (or embedding), classify, score or reward. auto: by its
-    architecture and files. A generative model can embed, too."""
+    """Task of the model: generate, embed (or embedding), classify, score or reward. auto: chosen by
+    its architecture and files. A generative model can also embed."""
 
     served_model_name: tuple[str, ...] = ()
-    """Names of the model in requests; answers have the first one. Not set: as `model`."""
+    """Names of the model in requests; answers have the first one. Default: the value of --model."""
 
     hf_config_path: str | None = None
-    """Folder or Hugging Face name whose config.json and generation_config.json are read in place
-    of the model's. Not set: the files of `model`."""
+    """Folder or Hugging Face name whose config.json and generation_config.json are read instead of
+    the model's. Default: the files of --model."""
 
     tokenizer: str | None = None
-    """Folder or name of the tokenizer. Not set: as `model`."""
+    """Folder or name of the tokenizer. Default: the value of --model."""
 
     tokenizer_mode: TokenizerMode = "auto"
-    """auto: the fast tokenizer when there is one, tekken.json where it is the only file; slow:
-    always the Python one; mistral: tekken.json."""
+    """auto: the fast tokenizer if there is one, or tekken.json if it is the only file; slow: always
+    the Python one; mistral: tekken.json."""
 
     skip_tokenizer_init: bool = False
     """Run without a tokenizer: prompts and outputs are token ids."""
@@ -66,44 +66,44 @@ class ModelConfig:
     """Branch, tag or commit of the tokenizer."""
 
     dtype: ModelDType = "auto"
-    """Data type of weights and activations. auto: that of the checkpoint."""
+    """Data type of weights and activations. auto: the data type of the checkpoint."""
 
     quantization: str | None = field(default=None, metadata={"aliases": ("-q",)})
     """Quantize the weights of an unquantized checkpoint: int8, int4, bitsandbytes (4 bits), fp8, or
     inc with the file of `quant_config`. A quantized checkpoint may be named by its own format: fp8,
-    gptq, awq, compressed-tensors. Not set: as in the checkpoint."""
+    gptq, awq, compressed-tensors. Default: as in the checkpoint."""
 
     lm_head_quantization: HeadQuantization = "auto"
-    """Weights of the output head, and of the token embeddings where they have the same weights.
-    auto: as the checkpoint stores them, or as `quantization` makes them; int8: rounded to int8
-    while they are loaded, on the CPU, where they would be dense otherwise. Also those of a draft
+    """Format of the output head's weights, and of the token embeddings if they are tied. auto: as
+    the checkpoint stores them, or as `quantization` makes them; int8: rounded to int8 while they
+    are loaded, on the CPU, if they would be unquantized otherwise. Also applies to a draft
     model."""
 
     quant_config: str | None = None
     """JSON file of Intel Neural Compressor, which `vllm calibrate` writes: what to measure, or the
-    scales of FP8 to use. Means quantization=inc. Not set: that of QUANT_CONFIG."""
+    FP8 scales to use. Implies quantization=inc. Default: the value of QUANT_CONFIG."""
 
     seed: int = 0
     """Seed for requests without a seed."""
 
     max_model_len: int | None = None
-    """Maximum number of tokens of a request, prompt and output together. Not set: the model's
+    """Maximum number of tokens of a request, prompt and output together. Default: the model's
     maximum."""
 
     disable_sliding_window: bool = False
     """Use full attention in every layer of a model with sliding windows; max_model_len is then at
-    most the length of the window."""
+    most the size of the window."""
 
     max_logprobs: int = 20
     """Maximum number of log-probabilities per token that a request may ask for."""
 
     enable_prompt_embeds: bool = False
-    """Accept embeddings as prompts in place of tokens (`prompt_embeds`)."""
+    """Accept embeddings as prompts instead of tokens (`prompt_embeds`)."""
 
     logits_processor_pattern: str | None = None
     """Regular expression that the whole qualified name of a logits processor must match for
     requests to use it by name. Clients can call everything that it matches, with any arguments, so
-    it should only match logits processors. Not set: requests cannot name any."""
+    it should only match logits processors. Default: requests cannot name any."""
 
     generation_config: str = "auto"
     """Source of default sampling parameters. auto: generation_config.json of the model; vllm: none;
@@ -117,10 +117,10 @@ class ModelConfig:
     step_tag_id, returned_token_ids."""
 
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Values (JSON) that override those in config.json."""
+    """Values (JSON) that override the values in config.json."""
 
     enforce_eager: bool = False
-    """Neither compile the model nor record graphs."""
+    """Do not compile the model and do not record graphs."""
 
     enable_sleep_mode: bool = False
     """Allow sleep mode: `sleep` releases the memory of weights and KV cache until `wake_up`."""

@@ -27,7 +27,7 @@ class ItemLimit:
     """Maximum number of items of one kind in a request, and their expected size."""
 
     count: int
-    """Maximum number in one request."""
+    """Maximum number of items in one request."""
     width: int | None = None
     """Largest expected width in pixels; None: any."""
     height: int | None = None
@@ -55,7 +55,7 @@ class MultiModalConfig:
     {"image": 4} or {"image": {"count": 4, "width": 1024, "height": 768},
     "video": {"count": 1, "num_frames": 16}}. Width and height are the largest image to expect:
     images that become more embeddings are refused, and a card prepares for no others. num_frames
-    limits the frames of a video. A number without a name limits the images. Not set: 16 images, 16
+    limits the frames of a video. A number without a name limits the images. Default: 16 images, 16
     sounds, 4 videos; with image=0 no videos."""
 
     enable_mm_embeds: bool = False
@@ -68,26 +68,26 @@ class MultiModalConfig:
     media_io_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """How files are decoded (JSON). {"image": {"rgba_background_color": [0, 0, 0]}} is the
     background color of transparent images. {"video": {"num_frames": 32, "fps": 2}} takes at most
-    32 frames of a video and at most 2 for each second; -1 is no limit. Not set: white, and 32
+    32 frames of a video and at most 2 for each second; -1 is no limit. Default: white, and 32
     frames of a video."""
 
     allowed_local_media_path: str = ""
-    """Folder of this machine with files that requests may name by file: URLs. Not set: none."""
+    """Folder of this machine with files that requests may name by file: URLs. Default: none."""
 
     allowed_media_domains: tuple[str, ...] = ()
-    """The only hosts that requests may name in URLs. Their addresses may be private. Not set: all
-    hosts of the public internet."""
+    """Host names that requests may use in URLs; all others are refused. Their addresses may be
+    private. Default: all hosts of the public internet."""
 
     mm_processor_cache_gb: float = 4.0
-    """Memory in GiB for processed media, so that an image, sound or video that comes again is not
+    """Memory in GiB for processed media, so that an image, sound or video that is sent again is not
     processed again. 0: none are kept."""
 
     disable_mm_preprocessor_cache: bool = False
     """Keep no processed media, whatever mm_processor_cache_gb is."""
 
     skip_mm_profiling: bool = False
-    """Do not measure at the start how much memory the largest image takes: a card runs it, the CPU
-    counts its tensors. Then gpu_memory_utilization has to leave room for it."""
+    """Do not measure at the start how much memory the largest image takes (a card runs it, the CPU
+    counts its tensors). gpu_memory_utilization must then leave room for it."""
 
     disable_chunked_mm_input: bool = False
     """Never divide the tokens of an image, sound or video between two steps."""

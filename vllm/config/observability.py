@@ -26,7 +26,7 @@ class KVEventsConfig:
     inproc addresses; it connects to any other address."""
 
     replay_endpoint: str | None = None
-    """Address of a ROUTER socket that sends earlier events again. Not set: none."""
+    """Address of a ROUTER socket that sends earlier events again. Default: none."""
 
     buffer_steps: int = 10_000
     """Number of batches to keep for replay."""
@@ -48,7 +48,9 @@ class KVEventsConfig:
         check_at_least(self, 1, "max_queue_size")
         for name, kind in (("enable_kv_cache_events", bool), ("topic", str)):
             if not isinstance(getattr(self, name), kind):
-                raise ConfigError(f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
+                raise ConfigError(
+                    f"{name} must be of the type {kind.__name__}, got {getattr(self, name)!r}"
+                )
         for name in ("endpoint", "replay_endpoint"):
             value = getattr(self, name)
             if name == "replay_endpoint" and value is None:
@@ -61,7 +63,7 @@ class KVEventsConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "KVEventsConfig":
-        """The value of `kv_events_config`.
+        """Read the value of `kv_events_config`.
 
         Raises:
             ConfigError: a key is not known, or its value is wrong.
@@ -97,17 +99,17 @@ class ObservabilityConfig:
 
     record_traffic: str | None = None
     """File for the sizes of forward passes before padding, from which `--traffic` chooses buckets.
-    It is continued, and written at most once a minute and at the end; it has no text and no ids.
-    Only devices with buckets have such sizes."""
+    An existing file is continued. It is written at most once a minute and at the end, and contains
+    no text and no ids. Only devices with buckets have such sizes."""
 
     profiler_enabled: bool = field(default=False, metadata={"cli": False})
     """Write a trace that Perfetto opens (VLLM_PROFILER_ENABLED)."""
 
     torch_profiler_dir: str | None = field(default=None, metadata={"cli": False})
-    """Folder for traces of torch's profiler (VLLM_TORCH_PROFILER_DIR); None: there are none."""
+    """Folder for traces of torch's profiler (VLLM_TORCH_PROFILER_DIR). None: no traces."""
 
     profiled_steps: tuple[int, int] | None = field(default=None, metadata={"cli": False})
-    """First and last step of a trace that begins and ends by itself (VLLM_PROFILE_STEPS)."""
+    """First and last step of a trace that starts and stops automatically (VLLM_PROFILE_STEPS)."""
 
     def __post_init__(self) -> None:
         KVEventsConfig.from_mapping(self.kv_events_config)  # raises

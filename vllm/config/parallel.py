@@ -1,4 +1,4 @@
-"""How the model is split over devices."""
+"""Settings for splitting the model over devices."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,16 +18,16 @@ class ParallelConfig:
     """Sizes of the parallel groups and who runs the workers."""
 
     tensor_parallel_size: int = field(default=1, metadata={"aliases": ("-tp",)})
-    """Devices that share every layer."""
+    """Number of devices over which each layer is split."""
 
     pipeline_parallel_size: int = field(default=1, metadata={"aliases": ("-pp",)})
-    """Groups of devices that run consecutive layers: stages, which work on different requests at
-    the same time."""
+    """Number of pipeline stages: groups of devices that run consecutive layers, and work on
+    different requests at the same time."""
 
     pipeline_steps_in_flight: int | None = None
-    """Steps that the stages of a pipeline run at the same time, each with its share of the
-    requests; 1: the stages take turns. Not set: as many as stages, but 1 where the stages are on
-    the cores of one CPU, all of which each stage then uses in its turn."""
+    """Number of steps that the stages of a pipeline run at the same time, each with a part of the
+    requests. 1: the stages run one after another. Default: the number of stages, but 1 if the
+    stages share the cores of one CPU, because then each stage uses all of the cores."""
 
     enable_expert_parallel: bool = False
     """Divide the experts of a mixture among the devices of tensor_parallel_size. False: split every
@@ -39,7 +39,7 @@ class ParallelConfig:
 
     data_parallel_size_local: int | None = field(default=None, metadata={"aliases": ("-dpl",)})
     """Replicas on this machine. The others run on machines where `vllm serve --headless` has the
-    same flags; see docs/data_parallel.md. Not set: all of them."""
+    same flags; see docs/data_parallel.md. Default: all of them."""
 
     data_parallel_start_rank: int = field(default=0, metadata={"aliases": ("-dpr",)})
     """Index of the first replica of this machine, with --headless."""
@@ -48,32 +48,32 @@ class ParallelConfig:
     """Address of the machine with the server, where the other machines connect."""
 
     data_parallel_rpc_port: int = field(default=29550, metadata={"aliases": ("-dpp",)})
-    """Port there. Neither encrypted nor authenticated: choose an address of a private network."""
+    """Port of data_parallel_address. It is neither encrypted nor authenticated: choose an address
+    of a private network."""
 
     data_parallel_rank: int = field(default=0, metadata={"cli": False})
-    """Which of the replicas this is, from 0."""
+    """Index of this replica, from 0."""
 
     pipeline_layer_partition: tuple[int, ...] | None = field(default=None, metadata={"cli": False})
-    """Number of layers of each stage (VLLM_PP_LAYER_PARTITION); None: as even as possible."""
+    """Number of layers of each stage (VLLM_PP_LAYER_PARTITION). None: as even as possible."""
 
     distributed_executor_backend: ExecutorBackend | None = None
-    """Who runs the workers. uni: the engine's own process, for one device. mp: one process for each
-    device on this machine, the engine's own among them. ray: actors of a Ray cluster, on one
-    machine or several; needs the extra vllm[ray]. external_launcher: each process of a program that
-    torchrun, for example, starts once for each device; for LLM only. Not set: uni for one device,
-    else mp."""
+    """How worker processes are started. uni: in the engine's process, for one device. mp: one
+    process per device on this machine. ray: Ray actors, on one or more machines; needs the extra
+    vllm[ray]. external_launcher: by torchrun or similar, one process per device; for LLM only.
+    Default: uni for one device, else mp."""
 
     distributed_timeout_s: float = 300.0
-    """Seconds that one worker waits for the others in an exchange of tensors. Longer means that one
-    of them hangs, and the engine stops. Also how long a signal may stop the engine's process
-    (SIGSTOP) before the server ends it."""
+    """Seconds that one worker waits for the others in an exchange of tensors; then the engine
+    stops, because one of them hangs. Also how long a signal may stop the engine's process (SIGSTOP)
+    before the server kills it."""
 
     worker_cls: str = "auto"
     """Class of the workers, as package.module.Class. auto: the one of the device."""
 
     worker_extension_cls: str = ""
     """Class whose methods are added to the workers, as package.module.Class; call them with
-    collective_rpc. Not set: none."""
+    collective_rpc. Default: none."""
 
     def __post_init__(self) -> None:
         check_at_least(
@@ -82,8 +82,8 @@ class ParallelConfig:
         steps = self.pipeline_steps_in_flight
         if steps is not None and not 1 <= steps <= self.pipeline_parallel_size:
             raise ConfigError(
-                f"pipeline_steps_in_flight is {steps}; accepted: 1 to pipeline_parallel_size="
-                f"{self.pipeline_parallel_size}, as a stage runs one step at a time"
+                "pipeline_steps_in_flight must be from 1 to pipeline_parallel_size "
+                f"({self.pipeline_parallel_size}), got {steps}: a stage runs one step at a time"
             )
         self._check_replicas()
         if not self.distributed_timeout_s > 0:
@@ -96,24 +96,24 @@ class ParallelConfig:
             self._check_external()
         if self.distributed_executor_backend == "uni" and self.world_size > 1:
             raise ConfigError(
-                f"distributed_executor_backend='uni' runs one worker, and "
-                f"tensor_parallel_size * pipeline_parallel_size is {self.world_size}. Leave "
-                f"distributed_executor_backend out, or use 'mp' or 'ray'"
+                "distributed_executor_backend='uni' runs one worker, but tensor_parallel_size * "
+                f"pipeline_parallel_size is {self.world_size}. Leave distributed_executor_backend "
+                "out, or use 'mp' or 'ray'"
             )
 
     def _check_replicas(self) -> None:
         size, local = self.data_parallel_size, self.data_parallel_size_local
         if local is not None and not 0 <= local <= size:
             raise ConfigError(
-                f"data_parallel_size_local is {local}; accepted: 0 to data_parallel_size={size}, "
-                f"the replicas on all machines together"
+                f"data_parallel_size_local must be from 0 to data_parallel_size ({size}), the "
+                f"number of replicas on all machines, got {local}"
             )
         most = size - self.num_local_replicas
         if not 0 <= self.data_parallel_start_rank <= most:
             raise ConfigError(
-                f"data_parallel_start_rank is {self.data_parallel_start_rank}; accepted: 0 to "
-                f"{most}, as {self.num_local_replicas} of {size} replicas are on this machine. Set "
-                f"data_parallel_size_local to the number of replicas on it"
+                f"data_parallel_start_rank must be from 0 to {most}, as {self.num_local_replicas} "
+                f"of {size} replicas are on this machine, got {self.data_parallel_start_rank}. "
+                "Set data_parallel_size_local to the number of replicas on it"
             )
         if not 1 <= self.data_parallel_rpc_port <= 65535:
             raise ConfigError(
@@ -135,7 +135,7 @@ class ParallelConfig:
 
     @property
     def local_replica(self) -> int:
-        """Which of the replicas on this machine this is, from 0."""
+        """Return the index of this replica among the replicas on this machine, from 0."""
         return self.data_parallel_rank - self.data_parallel_start_rank
 
     @property
@@ -207,8 +207,8 @@ def sizes_that_fit(fits: Callable[[int], bool], most: int) -> str:
 
 
 def even_partition(num_layers: int, num_stages: int) -> list[int]:
-    """Number of layers of each stage. Those that are left over go to the stages in the middle, then
-    to the first one: the last one computes logits and samples besides.
+    """Return the number of layers of each stage. Remaining layers are assigned to the stages in the
+    middle, then to the first one: the last one also computes logits and samples.
 
     >>> even_partition(8, 3), even_partition(32, 2), even_partition(3, 2)
     ([3, 3, 2], [16, 16], [2, 1])
@@ -219,7 +219,7 @@ def even_partition(num_layers: int, num_stages: int) -> list[int]:
     if num_layers < num_stages:
         raise ConfigError(
             f"pipeline_parallel_size={num_stages}: the model has {num_layers} layers, and each "
-            f"stage needs one. Lower pipeline_parallel_size to {num_layers} or less"
+            f"stage needs at least one. Lower pipeline_parallel_size to {num_layers} or less"
         )
     size, num_left = divmod(num_layers, num_stages)
     sizes = [size] * num_stages

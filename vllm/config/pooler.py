@@ -17,8 +17,8 @@ class PoolerConfig:
     """Pooling of one model, resolved from its files and the user's settings."""
 
     task: PoolingTask
-    """embed: a vector; classify: a probability per label; score: one number for a pair; reward:
-    numbers per token."""
+    """Kind of result. embed: a vector; classify: a probability per label; score: one value for a
+    pair; reward: values per token."""
 
     pooling_type: PoolingType
     """Tokens whose hidden states count: the first (CLS), the last, the mean of all, each on its
@@ -28,22 +28,23 @@ class PoolerConfig:
     """Activation function of the result. normalize: scale to length 1."""
 
     is_causal: bool = True
-    """The model is a decoder. Otherwise every token sees all others, and there is no KV cache."""
+    """Whether the model is a decoder. Otherwise every token sees all others, and there is no KV
+    cache."""
 
     step_tag_id: int | None = None
-    """STEP: the token that ends a step."""
+    """STEP: the token at the end of a step."""
 
     returned_token_ids: tuple[int, ...] = ()
-    """Indices of the numbers to return; empty: all."""
+    """Indices of the values to return; empty: all."""
 
     labels: tuple[str, ...] = ()
-    """Names of the numbers that a classifier gives, in order; empty when it has no head."""
+    """Names of the values that a classifier returns, in order; empty if it has no head."""
 
     matryoshka_dimensions: tuple[int, ...] = ()
     """Sizes to which embeddings may be shortened; empty with `is_matryoshka`: any size."""
 
     is_matryoshka: bool = False
-    """Embeddings may be shortened to fewer dimensions."""
+    """Whether embeddings may be shortened to fewer dimensions."""
 
     def __post_init__(self) -> None:
         check_one_of(self, "pooling_type", ("CLS", "LAST", "MEAN", "ALL", "STEP"))

@@ -24,22 +24,30 @@ class SchedulerConfig:
     """Maximum number of tokens of a request, prompt and output together (flag: see ModelConfig)."""
 
     max_num_seqs: int = field(metadata={"auto": True})
-    """Maximum number of requests in one step. Not set: 256 on cpu, 128 on hpu; 32 for a
-    model with states (Mamba or DeltaNet layers)."""
+    """Maximum number of requests in one step. Default: 256 on cpu, 128 on hpu; 32 for a model with
+    recurrent states (Mamba or DeltaNet layers)."""
 
     max_num_batched_tokens: int = field(metadata={"auto": True})
-    """Maximum number of tokens in one step, over all requests. All streams wait for a step: where
-    prompts are slow, as large models on few cores, a smaller value gives first tokens earlier. Not
-    set: 2048 on cpu and 8192 on hpu, or max_model_len when chunked prefill is off."""
+    """Maximum number of tokens in one step, over all requests. All streams wait for a step: if
+    prompts are slow, as for large models on few cores, a smaller value gives earlier first tokens.
+    Default: 2048 on cpu and 8192 on hpu, or max_model_len when chunked prefill is off."""
+
+    max_step_ms: int | None = field(default=None, metadata={"auto": True})
+    """While requests generate, plan each step with prompt tokens to take at most so many
+    milliseconds, by the measured times of earlier steps: no request waits much longer for its next
+    token. Prompts run at full speed while no request generates. 0: no bound. Not set: 300 on cpu;
+    0 on hpu, where the buckets decide how long a step is, without chunked prefill, and with
+    distributed_executor_backend=external_launcher."""
 
     enable_chunked_prefill: bool = True
-    """Split a prompt over several steps if the token budget of a step is used up."""
+    """Split a prompt over several steps if it does not fit into the token budget of a step."""
 
     max_num_partial_prefills: int = 1
     """Maximum number of prompts that are partly computed at the same time."""
 
     max_long_partial_prefills: int = 1
-    """The same for prompts longer than long_prefill_token_threshold."""
+    """Maximum number of prompts longer than --long-prefill-token-threshold that are partly computed
+    at the same time."""
 
     long_prefill_token_threshold: int = 0
     """Maximum number of prompt tokens of one request in one step; 0: no limit, or 4 % of
@@ -47,17 +55,17 @@ class SchedulerConfig:
     max_num_partial_prefills is above 1."""
 
     async_scheduling: bool = True
-    """Schedule the next step while the current one is computed, if that saves time. Outputs are the
-    same."""
+    """Schedule the next step while the current one is computed, if that saves time. Outputs do not
+    change."""
 
     num_scheduler_steps: int = field(default=1, metadata={"aliases": ("--num-scheduler-seqs",)})
-    """How many decodes of a steady batch run at most before the host is needed; above 1 it saves
-    time where steps are short. Outputs are the same. Tokens come in groups, and a new request waits
-    for the group to end. With drafts or stages of a pipeline it has no effect."""
+    """Maximum number of decode steps of a steady batch that run before the host is needed. Above 1
+    it saves time if steps are short. Outputs do not change, but tokens arrive in groups, and a new
+    request waits for the group to finish. No effect with draft tokens or pipeline stages."""
 
     max_draft_tokens: int = field(default=0, metadata={"cli": False})
     """Maximum number of draft tokens that a step verifies for each request; 0: none. A device with
-    static shapes prepares launches with this many more tokens."""
+    static shapes prepares batches with this many more tokens."""
 
     max_loras: int = field(default=0, metadata={"cli": False})
     """Maximum number of different LoRA adapters in one step (flag: see LoRAConfig)."""
@@ -77,6 +85,14 @@ class SchedulerConfig:
             "num_scheduler_steps",
         )
         check_at_least(self, 0, "long_prefill_token_threshold", "max_draft_tokens", "max_loras")
+        if self.max_step_ms is not None:
+            check_at_least(self, 0, "max_step_ms")
+        if self.max_step_ms and not self.enable_chunked_prefill:
+            raise ConfigError(
+                f"max_step_ms must be 0 with enable_chunked_prefill=False, got "
+                f"{self.max_step_ms}: a step can be kept short only if prompts may be divided. "
+                f"Leave max_step_ms out, or turn chunked prefill on"
+            )
         check_one_of(self, "scheduling_policy", ("fcfs", "priority"))
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(

@@ -39,38 +39,39 @@ _OTHER_NAMES = {"deepseek_mtp": "mtp"}
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions:
-    """Whose drafts a step verifies, and how many."""
+    """Source and number of the drafts that a step verifies."""
 
     method: DraftMethod
-    """ngram: drafts follow the latest place of the same text where the last tokens occurred before;
-    suffix: also in the outputs of earlier requests; draft_model: a smaller model makes them; the
-    others: a network that reads hidden states of the model."""
+    """Source of draft tokens. ngram: the tokens that followed the latest occurrence of the last
+    tokens in the same request; suffix: also in the outputs of earlier requests; draft_model: a
+    smaller model; the others: a network that reads hidden states of the model."""
 
     num_speculative_tokens: int = 0
-    """Maximum number of drafts of a request in one step. 0: 32 for ngram and suffix (7 to 16 on a
-    Gaudi, by max_num_seqs), 2 for mtp, as many as there are heads for mlp_speculator and medusa,
-    4 for the others."""
+    """Maximum number of draft tokens of a request in one step. 0: 32 for ngram and suffix (7 to 16
+    on a Gaudi, by max_num_seqs), 2 for mtp, the number of heads for mlp_speculator and medusa, 4
+    for the others."""
 
     prompt_lookup_min: int = 0
     """Number of last tokens that must have occurred before. 0: the smaller of 2 and
     prompt_lookup_max."""
 
     prompt_lookup_max: int = 0
-    """Number of last tokens that are compared; the place where most of them agree is taken.
-    0: the larger of 8 and prompt_lookup_min."""
+    """Number of last tokens that are compared; the occurrence where most of them agree is used. 0:
+    the larger of 8 and prompt_lookup_min."""
 
     suffix_cache_tokens: int = 1_000_000
     """Tokens of outputs that `suffix` remembers; about 200 bytes of memory each."""
 
     disable_by_batch_size: int = 0
-    """No drafts while more requests than this run. 0: no limit."""
+    """Number of running requests above which no draft tokens are made. 0: no limit."""
 
     adaptive: bool = True
-    """Make fewer drafts, or none, for a request whose drafts are often wrong, and when the step has
-    so many tokens that a draft costs more time than it saves."""
+    """Make fewer draft tokens, or none, for a request whose drafts are often rejected, and when the
+    step has so many tokens that a draft costs more time than it saves."""
 
     model: str | None = None
-    """Folder or hub name of the draft model or speculator; for these only, like the keys below."""
+    """Folder or hub name of the draft model or speculator; only the methods that need one have this
+    key and the ones below."""
 
     revision: str | None = None
     """Branch, tag or commit of the draft model on the hub."""
@@ -79,7 +80,8 @@ class DraftOptions:
     """Format that the weights of the draft model are rounded to, as in the flag --quantization."""
 
     max_model_len: int = 0
-    """Requests get no drafts beyond so many tokens. 0: as many as the draft model can process."""
+    """Number of tokens of a request after which it gets no more drafts. 0: as many as the draft
+    model can process."""
 
     def __post_init__(self) -> None:
         check_one_of(self, "method", _METHODS)
@@ -131,14 +133,13 @@ class SpeculativeConfig:
     """Speculative decoding."""
 
     speculative_config: Mapping[str, Any] = field(default_factory=dict)
-    """Drafts of next tokens, which a step verifies together (JSON): method (ngram, suffix,
-    draft_model, eagle, eagle3, mtp, mlp_speculator or medusa), num_speculative_tokens, model,
-    revision, quantization, max_model_len, prompt_lookup_min, prompt_lookup_max,
-    suffix_cache_tokens, disable_by_batch_size, adaptive; see docs/speculative_decoding.md. Outputs
-    are the same with and without."""
+    """Speculative decoding settings (JSON): method (ngram, suffix, draft_model, eagle, eagle3, mtp,
+    mlp_speculator or medusa), num_speculative_tokens, model, revision, quantization, max_model_len,
+    prompt_lookup_min, prompt_lookup_max, suffix_cache_tokens, disable_by_batch_size, adaptive; see
+    docs/speculative_decoding.md. Outputs do not change."""
 
     draft_model: ModelConfig | None = field(default=None, metadata={"cli": False})
-    """The model or speculator that makes drafts, resolved; None: there is none."""
+    """The resolved model or speculator that makes draft tokens. None: there is none."""
 
     def __post_init__(self) -> None:
         _ = self.drafts  # raises
@@ -155,9 +156,10 @@ class SpeculativeConfig:
             return "ngram" if model in ("ngram", "[ngram]") else "draft_model"
         if method is None:
             raise ConfigError(
-                f"speculative_config, which --num-speculative-tokens and --ngram-prompt-lookup-max "
-                f"are parts of, needs the key 'method': {', '.join(_METHODS)}; for example "
-                '{"method": "ngram", "num_speculative_tokens": 5}, or --speculative-model [ngram]'
+                "speculative_config (also --num-speculative-tokens and "
+                f"--ngram-prompt-lookup-max) needs the key 'method': {', '.join(_METHODS)}; for "
+                'example {"method": "ngram", "num_speculative_tokens": 5}, or '
+                "--speculative-model [ngram]"
             )
         return _OTHER_NAMES.get(str(method), str(method))
 

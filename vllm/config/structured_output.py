@@ -21,17 +21,18 @@ class StructuredOutputConfig:
     choose another one."""
 
     guided_decoding_disable_fallback: bool = False
-    """Refuse requests that the chosen library does not enforce, instead of using the other one."""
+    """Refuse requests whose constraint the chosen library does not enforce, instead of using the
+    other library."""
 
     guided_decoding_disable_any_whitespace: bool = False
-    """JSON without whitespace that it does not need."""
+    """Generate JSON without optional whitespace."""
 
     guided_decoding_disable_additional_properties: bool = False
     """JSON objects have only the properties that their schema names, unless it sets
     additionalProperties."""
 
     grammar_compile_timeout: float = 10.0
-    """Seconds for compiling the grammar of a request; after them the request is refused."""
+    """Seconds for compiling the grammar of a request; then the request is refused."""
 
     grammar_cache_bytes: int = 64 * 2**20
     """Size in bytes of the cache of compiled grammars."""

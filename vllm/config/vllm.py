@@ -28,15 +28,16 @@ class DeviceConfig:
     """Device to run on. auto: hpu when a card is there, else cpu."""
 
     bound_cores: tuple[tuple[int, ...], ...] | None = field(default=None, metadata={"cli": False})
-    """For each worker on the CPU the cores to which its threads are bound, one thread each; None:
+    """For each worker on the CPU, the cores to which its threads are bound, one thread each. None:
     any."""
 
     core_share: tuple[int, ...] | None = field(default=None, metadata={"cli": False})
-    """Cores that the threads of this replica may use, any thread on any of them; None: all."""
+    """Cores that the threads of this replica may use; each thread may run on any of them. None:
+    all."""
 
     memory_share_bytes: int | None = field(default=None, metadata={"cli": False})
-    """Memory of the machine for the weights and the KV cache of this replica; None: what is
-    free."""
+    """Memory of the machine for the weights and the KV cache of this replica. None: the free
+    memory."""
 
     replica_cores: tuple[tuple[tuple[int, ...], ...], ...] = field(
         default=(), metadata={"cli": False}
@@ -44,10 +45,10 @@ class DeviceConfig:
     """`bound_cores` of each replica; empty: the cores are divided equally."""
 
     counts_threads: bool = field(default=True, metadata={"cli": False})
-    """The CPU device chooses the number of its threads; False: OpenMP's settings do."""
+    """Whether the CPU device chooses the number of its threads. False: OpenMP's settings do."""
 
     is_beside_server: bool = field(default=False, metadata={"cli": False})
-    """The engine runs in its own process, next to a server process on the same cores."""
+    """Whether the engine runs in its own process, next to a server process on the same cores."""
 
     def __post_init__(self) -> None:
         check_one_of(self, "device", ("auto", "cpu", "hpu"))
@@ -83,9 +84,9 @@ class VllmConfig:
 
     @property
     def has_dense_cache(self) -> bool:
-        """Blocks of running requests are kept at the low end of the cache: a decode of a card reads
-        slices, cached blocks would lie in between, and no connector or draft model keeps numbers of
-        blocks."""
+        """Return whether blocks of running requests are kept at the low end of the cache: a decode
+        of a card reads slices, cached blocks would be in between, and no connector or draft model
+        keeps block ids."""
         return (
             self.device.device == "hpu"
             and self.hpu.contiguous_pa
@@ -101,7 +102,7 @@ class VllmConfig:
 
     @property
     def of_draft_model(self) -> "VllmConfig | None":
-        """The config of the draft model beside the model; None if there is none."""
+        """Return the config of the draft model; None if there is none."""
         draft = self.speculative.draft_model
         if draft is None:
             return None

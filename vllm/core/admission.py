@@ -11,22 +11,22 @@ from vllm.messages import NewRequest
 from vllm.request import Request
 
 _MAX_PASSED_OVER = 16
-"""How many waiting requests a step may skip to find one that can begin: long prompts, and requests
-whose adapter has no slot."""
+"""Maximum number of waiting requests that a step may skip to find one that can begin: long prompts,
+and requests whose adapter has no slot."""
 
 
 class Admission:
     """Moves requests from the queue to the running batch.
 
     First come, first served: a request for which rows, blocks or tokens are lacking holds up those
-    behind it.
+    after it.
 
     Args:
         config: limits of a step.
         waiting: the queue.
         running: the running requests.
         cache: the KV cache.
-        preemption: which request fits, and which ones give it their place.
+        preemption: which request fits, and which ones are preempted for it.
         num_pipelined_steps: that run at the same time.
         media: the embeddings of images; None: requests have none.
 
@@ -54,7 +54,7 @@ class Admission:
         self._cache = cache
         self._preemption = preemption
         self._max_pooled = -(-config.max_num_seqs // num_pipelined_steps)
-        """Requests of a pooling model that a step admits: each has its share of the rows."""
+        """Number of requests of a pooling model that a step admits, its part of the batch."""
         self._lacks_room: Request | None = None
         """The request that could not be admitted for lack of a row or blocks; it may preempt
         others."""
@@ -65,7 +65,7 @@ class Admission:
         return bool(self._waiting) and self._preemption.has_row_for(self._waiting.peek())
 
     def take_preempted(self) -> list[Request]:
-        """The running requests to preempt for the one that had no room in the last step."""
+        """Return the running requests to preempt for the one that had no room in the last step."""
         request, self._lacks_room = self._lacks_room, None
         return [] if request is None else self._preemption.victims(request)
 
@@ -96,13 +96,16 @@ class Admission:
                 continue
             shared = self._cache.find_prefix(request)
             want = len(request.token_ids) - self._cache.num_tokens_in(shared)
-            num_tokens = min(want, plan.budget, chunk_limit)
+            start = len(request.token_ids) - want
+            most = num_tokens = min(want, plan.budget, chunk_limit)
+            if plan.prompt_budget is not None:
+                num_tokens = plan.prompt_budget.most(start, most)
             media = MediaPlan()
             if request.spec.media and self._media is not None:
-                start = len(request.token_ids) - want
+                num_tokens = self._media.with_whole_item(request, start, num_tokens, most)
                 num_tokens = self._media.limit(request, start, num_tokens, media)
-                if not num_tokens:
-                    break
+            if not num_tokens:
+                break
             is_partial = num_tokens < want
             is_long = is_partial and len(request.token_ids) > chunk_limit
             if is_partial and not (
@@ -126,6 +129,8 @@ class Admission:
             num_partial += is_partial
             num_long += is_long
             plan.budget -= num_tokens
+            if plan.prompt_budget is not None:
+                plan.prompt_budget.spend(start, num_tokens)
             counts.append(num_tokens)
             self._enter(waiting.pop(), shared, num_tokens, plan)
         for request in passed_over:
@@ -162,7 +167,7 @@ class Admission:
         )
 
     def _count_partial(self, plan: Plan, chunk_limit: int) -> tuple[int, int]:
-        """The number of running prompts that this step does not complete, and how many of them are
+        """Count the running prompts that this step does not complete, and how many of them are
         long."""
         num_tokens = self._running.num_tokens[plan.rows]
         rest = num_tokens - self._running.num_computed[plan.rows]

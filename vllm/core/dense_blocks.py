@@ -2,7 +2,7 @@
 
 A device that reads the cache as one slice reads it up to the highest block of a running request.
 The contents of a block of a running request that lies too high and of a low block that nobody
-holds change places: what is cached goes up and stays findable, and as old as it was.
+holds are exchanged: cached content moves up, stays findable, and keeps its age.
 """
 
 from collections.abc import Collection
@@ -16,18 +16,19 @@ from vllm.core.running_batch import RunningBatch
 from vllm.messages import BlockMoves
 
 _SLACK = 32
-"""One block of so many may lie idle below the highest one: a block that moves costs as much as
+"""One block of so many may be unused below the highest one, because moving a block costs as much as
 reading it four times."""
 
 
 def compact_blocks(
     plan: Plan, running: RunningBatch, cache: KVCacheManager, has_freed: bool
 ) -> BlockMoves | None:
-    """Move blocks of running requests to low places, in their tables and in the plan of this step.
+    """Move blocks of running requests to low block ids, in their tables and in the plan of this
+    step.
 
     Args:
         plan: of a step, complete.
-        running: those that hold blocks, the new ones included.
+        running: requests that hold blocks, the new ones included.
         cache: of them; nothing moves in one that is not dense.
         has_freed: blocks were freed since the last step.
 
@@ -47,7 +48,7 @@ def compact_blocks(
     is_held[held[:first_high]] = True
     pool = cache.pool
     low = [b for b in np.flatnonzero(~is_held).tolist() if pool.is_free(b)]
-    low.sort(key=pool.has_content)  # nothing is to be saved of those without
+    low.sort(key=pool.has_content)  # blocks without content need no copy
     pairs = list(zip(held[first_high:].tolist(), low, strict=False))
     if not pairs:
         return None
@@ -62,7 +63,7 @@ def compact_blocks(
 
 
 def _new_blocks(plan: Plan, running: RunningBatch, block_size: int) -> set[int]:
-    """The blocks that have no content before this step."""
+    """Return the blocks that have no content before this step."""
     new = set(plan.block_ids)
     for request in plan.new_requests:
         new.update(request.block_ids[running.num_computed[request.row] // block_size :])
@@ -72,8 +73,8 @@ def _new_blocks(plan: Plan, running: RunningBatch, block_size: int) -> set[int]:
 def _copies(
     pairs: list[tuple[int, int]], new_blocks: Collection[int], cache: KVCacheManager
 ) -> list[tuple[int, int]]:
-    """(source, target) of the contents to keep. The two of an exchange are neighbours, and all
-    exchanges are before what moves one way."""
+    """Return (source, target) of each content to keep. The two copies of an exchange are
+    neighbours, and all exchanges precede the one-way moves."""
     exchanges: list[tuple[int, int]] = []
     others: list[tuple[int, int]] = []
     for high, low in pairs:

@@ -1,4 +1,4 @@
-"""Where drafts come from, as the settings say."""
+"""Makes the source of draft tokens that the settings ask for."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from vllm.request import Request
 
 
 class ModelDrafts:
-    """Drafts of a model beside the model: only their number is decided here, the worker makes them.
+    """Draft tokens of a model that runs in the worker: only their number is decided here.
 
     Args:
         max_drafts: of a request in one step.
@@ -23,18 +23,20 @@ class ModelDrafts:
         self._max_model_len = max_model_len
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
-        """See `DraftSource`; the tokens are not known yet."""
+        """Return placeholders for as many drafts as each request may have; the worker makes the
+        tokens."""
         rooms = (self._max_model_len - len(request.token_ids) for request in requests)
         return [[DRAFT_OF_WORKER] * max(0, min(room, self.max_drafts)) for room in rooms]
 
     def leave(self, request: Request) -> None:
-        """See `DraftSource`."""
+        """Do nothing: this source keeps no data of a request."""
 
 
 def make_drafts(
     speculative: SpeculativeConfig,
 ) -> tuple[DraftSource, DraftControl] | tuple[None, None]:
-    """The source and the limits that the settings ask for; None if they ask for no drafts.
+    """Return the source and the limits of drafts that the settings ask for; None if they ask for no
+    drafts.
 
     Args:
         speculative: the settings.

@@ -1,10 +1,9 @@
-"""Drafts: guesses of the next tokens of requests, which one step verifies together.
+"""Drafts: proposed next tokens of requests, which one step verifies together.
 
 A step samples after each draft; what was sampled is the output, up to the first token that is not
-the draft in its place. So a wrong guess costs time and never changes an output.
+its draft. So a wrong draft costs time and never changes an output.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -23,8 +22,8 @@ from vllm.request import Request
 BoolArray = npt.NDArray[np.bool_]
 
 _FEW, _PERIOD = 8, 8
-"""Where there were no drafts in so many steps, they are looked for in one step of so many. Where
-texts repeat nothing, to look for those of a large batch takes a few per cent of a step."""
+"""If there were no drafts in so many steps, they are looked for in one step of so many. In texts
+without repetitions, looking for the drafts of a large batch takes a few per cent of a step."""
 
 
 class DraftSource(Protocol):
@@ -45,7 +44,7 @@ class DraftSource(Protocol):
         ...
 
     def leave(self, request: Request) -> None:
-        """The request has ended or was aborted, and is not asked for again."""
+        """Drop what is kept of a request that has finished or was aborted."""
         ...
 
 
@@ -70,18 +69,16 @@ class DraftPlanner:
         self._source = source
         self._running = running
         self._cache = cache
-        self._clock = time.perf_counter
-        self._last_result = 0.0
         self._num_fruitless = 0
         """Steps in a row for which nobody had drafts, or nobody was asked."""
         self._is_declined = False
         """The step that is planned has no drafts because they would not pay."""
         self._were_declined = False
-        """The same of the last step for which drafts were looked for. It holds for those after it,
-        for which nobody was asked."""
-        self._started: dict[int, tuple[int, int, bool, float]] = {}
-        """Steps of decodes in flight: step id -> numbers of tokens and rows, whether some are
-        replayed, and when it was started."""
+        """Whether the last step for which drafts were looked for had none. It also applies to the
+        following steps, for which no drafts are looked for."""
+        self._started: dict[int, tuple[int, int, bool]] = {}
+        """Steps of decodes in flight: step id -> numbers of tokens and rows, and whether some are
+        replayed."""
 
     def add(self, plan: Plan, num_reserved: int) -> None:
         """Add drafts to the decodes of a plan, within the budget and the free blocks that are left:
@@ -89,7 +86,7 @@ class DraftPlanner:
 
         Args:
             plan: of the running requests; its budget and blocks are used up.
-            num_reserved: free blocks to leave alone.
+            num_reserved: free blocks that drafts must not use.
         """
         running, rows = self._running, plan.rows
         self._is_declined = self.control.pauses(len(rows))
@@ -108,7 +105,7 @@ class DraftPlanner:
         if not self._asks():
             return
         known, rooms = num_tokens[places].tolist(), room[places].tolist()
-        # Those of which no token is in flight.
+        # Requests without a token in flight.
         free = [
             (request, most)
             for request, count, most in zip(running.at(rows[places]), known, rooms, strict=True)
@@ -178,7 +175,7 @@ class DraftPlanner:
         return replace(tokens, num_replayed=replayed) if replayed.any() else tokens
 
     def begin(self, step_id: int, tokens: RowTokens, plan: Plan) -> None:
-        """A step starts.
+        """Count the drafts of a step that starts.
 
         Args:
             step_id: of the step.
@@ -188,25 +185,20 @@ class DraftPlanner:
         num_rows, total = len(tokens.num_scheduled), int(tokens.num_scheduled.sum())
         if total == num_rows + sum(map(len, plan.drafts.values())):
             has_replays = tokens.num_replayed is not None
-            self._started[step_id] = total, num_rows, has_replays, self._clock()
+            self._started[step_id] = total, num_rows, has_replays
             self.control.num_declined_steps += self._is_declined
 
-    def record(self, step: Step, counts: IntArray | None) -> None:
+    def record(self, step: Step, counts: IntArray | None, seconds: float) -> None:
         """Count the result of a step.
 
         Args:
             step: n rows.
             counts: [n] tokens of each; None: one each, and none had drafts.
+            seconds: that it took.
         """
-        now = self._clock()
-        num_tokens, num_rows, has_replays, started = self._started.pop(
-            step.step_id, (0, 0, False, 0.0)
-        )
+        num_tokens, num_rows, has_replays = self._started.pop(step.step_id, (0, 0, False))
         if num_tokens:
-            # A step that was started ahead waits for the one before it.
-            seconds = now - max(started, self._last_result)
             self.control.record_time(num_tokens, num_rows, seconds, has_replays=has_replays)
-        self._last_result = now
         if counts is not None and step.num_drafts is not None:
             self.control.record(step.requests, step.num_drafts, counts)
 
@@ -231,7 +223,8 @@ class DraftPlanner:
 
 
 def _is_asked(request: Request) -> bool:
-    """The same for a request."""
+    """Count the steps without drafts of a request, and return whether drafts are looked for in this
+    one."""
     request.num_undrafted += 1
     return _is_due(request.num_undrafted)
 

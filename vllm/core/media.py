@@ -75,6 +75,7 @@ class EncoderCache:
         self._num_encoded = 0
         """Embeddings that the step makes which is being planned."""
         self._dropped: list[str] = []
+        self._step_budget = budget
 
     def stats(self) -> MediaStats:
         """Return the counters."""
@@ -97,20 +98,21 @@ class EncoderCache:
             self._check_together(spec)
         elif largest > self.capacity:
             raise CapacityError(
-                f"{one} must become at most {self.capacity} embeddings, which the encoder cache "
-                f"holds, got {largest}. Send a smaller one"
+                f"{one} must become at most {self.capacity} embeddings, the size of the encoder "
+                f"cache, got {largest}. Send a smaller one"
             )
         longest = max(0 if item.num_states else item.end - item.start for item in spec.media)
         if self._most_whole is not None and longest > self._most_whole:
             raise CapacityError(
-                f"{one} must have at most {self._most_whole} tokens, as they are computed in one "
-                f"step (the model or --disable-chunked-mm-input asks for it), got {longest}. Send "
-                f"a smaller one, or start the engine with a larger --max-num-batched-tokens"
+                f"{one} must have at most {self._most_whole} tokens, as all of them are computed "
+                "in one step (required by the model or --disable-chunked-mm-input), got "
+                f"{longest}. Send a smaller one, or start the engine with a larger "
+                "--max-num-batched-tokens"
             )
         if self._largest is not None and largest > self._largest:
             raise CapacityError(
-                f"{one} must become at most {self._largest} embeddings, which is what the encoder "
-                f"has memory for, got {largest}. Send a smaller one"
+                f"{one} must become at most {self._largest} embeddings, as the encoder has no "
+                f"memory for more, got {largest}. Send a smaller one"
             )
 
     def _check_together(self, spec: EngineRequest) -> None:
@@ -118,9 +120,34 @@ class EncoderCache:
         if total > self.capacity:
             raise CapacityError(
                 f"the images and sounds of a request must have at most {self.capacity} hidden "
-                f"states together, for which there is memory, got {total}. Send fewer or smaller "
-                f"ones, or start the engine with more memory"
+                f"states in total, the size of the cross-attention cache, got {total}. Send fewer "
+                "or smaller ones, or start the engine with more memory"
             )
+
+    def begin_step(self) -> None:
+        """Begin to plan a step."""
+        self._step_budget = self.budget
+
+    def limit_to_one(self) -> None:
+        """Let the step that is planned encode one image, or what one request brings, and no more:
+        streams wait for it."""
+        self._step_budget = 0
+
+    def with_whole_item(self, request: Request, start: int, num_tokens: int, most: int) -> int:
+        """Return how many tokens of a prompt run where one item has to run whole: at least the
+        rest of the item at their beginning.
+
+        Args:
+            request: whose prompt it is.
+            start: index of the first token.
+            num_tokens: that run if no item is cut.
+            most: tokens that may run for the sake of an item.
+        """
+        if self._most_whole is None or not 0 < num_tokens < most:
+            return num_tokens
+        for _, item in _items_between(request, start, start + 1):
+            num_tokens = max(num_tokens, min(item.end - start, most))
+        return num_tokens
 
     def limit(self, request: Request, start: int, num_tokens: int, plan: MediaPlan) -> int:
         """Return how many of some tokens can run in this step, and add the images that they need to
@@ -160,7 +187,7 @@ class EncoderCache:
         if self._num_held + num_kept + num_encoded + size > self.capacity:
             return False
         num_encoded += self._num_encoded
-        return entry is not None or not num_encoded or num_encoded + size <= self.budget
+        return entry is not None or not num_encoded or num_encoded + size <= self._step_budget
 
     def _may_hold(self, request: Request, start: int, plan: MediaPlan) -> bool:
         """Return whether a request that is to be admitted can hold all items that its tokens from
@@ -175,7 +202,7 @@ class EncoderCache:
         num_new = sum(new.values())
         if num_held > self.capacity:
             return False
-        if num_new and self._num_encoded and self._num_encoded + num_new > self.budget:
+        if num_new and self._num_encoded and self._num_encoded + num_new > self._step_budget:
             return False
         plan.encoded.update(new)
         return True

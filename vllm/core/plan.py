@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vllm.core.pacing.step_bound import PromptBudget
 from vllm.messages import IntArray, NewRequest
 from vllm.request import Request
 
@@ -26,19 +27,21 @@ class Plan:
     admitted."""
     has_idle: bool
     """Some of `num_tokens` may be 0."""
+    prompt_budget: PromptBudget | None = None
+    """Prompt tokens that the step may still run within its time; None: as many as `budget`."""
     new_requests: list[NewRequest] = field(default_factory=list)
     passed_blocks: list[tuple[int, int, int]] = field(default_factory=list)
-    """See `SchedulerOutput`."""
+    """Blocks that windows have passed, as in `SchedulerOutput`."""
     first_admitted: list[Request] = field(default_factory=list)
     """Admitted requests that were never admitted before."""
     restored_states: list[tuple[int, int]] = field(default_factory=list)
     """Requests that begin with a kept recurrent state, as in `SchedulerOutput`."""
     num_decodes: int = 1
-    """See `SchedulerOutput`."""
+    """Number of decodes of each request, as in `SchedulerOutput`."""
     drafts: dict[int, list[int]] = field(default_factory=dict)
     """row -> guesses of its next tokens, which `num_tokens` includes."""
     num_drafts: IntArray | None = None
-    """How many each row has; None: none has any."""
+    """Number of drafts of each request. None: no request has any."""
 
     def add_blocks(self, row: int, count: int, block_ids: list[int]) -> None:
         """Append `count` more blocks per group to a running row, after those that it already
@@ -61,7 +64,8 @@ class Plan:
         self.only_decodes = False
 
     def drafts_of(self, rows: IntArray) -> IntArray | None:
-        """The drafts of all given rows, concatenated; None if no row of the step has drafts."""
+        """Return the drafts of the given requests, concatenated; None if no request of the step has
+        drafts."""
         if not self.drafts:
             return None
         drafts = [token for row in rows.tolist() for token in self.drafts.get(row, ())]
@@ -76,8 +80,8 @@ class Plan:
         self.only_decodes = False
 
     def decodes_first(self) -> tuple[IntArray, IntArray, IntArray | None]:
-        """Rows with tokens to run, their numbers of tokens, and of drafts if there are any: rows
-        with one token first, then rows with drafts, then the others."""
+        """Return the requests with tokens to run, their numbers of tokens, and of drafts if there
+        are any: requests with one token first, then requests with drafts, then the others."""
         rows, num_tokens, num_drafts = self.rows, self.num_tokens, self.num_drafts
         if self.has_idle and not (runs := num_tokens > 0).all():
             rows, num_tokens = rows[runs], num_tokens[runs]
@@ -114,8 +118,8 @@ def share_budget(want: IntArray, budget: int) -> IntArray:
 
 
 def share_of_step(want: IntArray, num_steps: int) -> IntArray:
-    """The tokens of one of the steps that run in the stages of a pipeline at the same time: each
-    step has its share of the rows that want one token, so that no stage is idle.
+    """Return the tokens of one of the steps that run in the stages of a pipeline at the same time:
+    each step has an equal part of the requests that want one token, so that no stage is idle.
 
     >>> share_of_step(np.array([1, 0, 9, 1, 1], np.int32), 2).tolist()
     [1, 0, 9, 1, 1]

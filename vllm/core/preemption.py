@@ -32,7 +32,7 @@ class PreemptionPolicy:
         return not running.is_full or self.has_higher_priority(request, running.last)
 
     def num_lacking(self, request: Request, shared: list[int]) -> int:
-        """How many blocks are lacking for a waiting request; 0 or less: it fits.
+        """Return how many blocks a waiting request lacks; 0 or less: it fits.
 
         Half as many blocks as requests run stay free: the running requests will need them soon, and
         admitting into the last free block means preempting right afterwards. In simulated loads
@@ -47,7 +47,7 @@ class PreemptionPolicy:
         return (len(self._running) + 1) // 2 * self._cache.num_groups
 
     def victims(self, request: Request) -> list[Request]:
-        """The running requests to preempt for a waiting one, the least important first.
+        """Return the running requests to preempt for a waiting one, the least important first.
 
         Empty if the request fits already or no longer waits, and if preempting all that it outranks
         would not be enough.

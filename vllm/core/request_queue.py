@@ -11,7 +11,7 @@ from vllm.request import Request, RequestStatus
 
 
 class RequestQueue:
-    """A heap. A cancelled request stays in it and is dropped when it reaches the head."""
+    """A heap of requests. A cancelled request is dropped when it reaches the head."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, ...], Request]] = []
@@ -21,7 +21,7 @@ class RequestQueue:
         return self._num_waiting
 
     def __iter__(self) -> Iterator[Request]:
-        """The waiting requests, in no particular order."""
+        """Iterate over the waiting requests, in no particular order."""
         return (r for _, r in self._heap if r.status is RequestStatus.WAITING)
 
     def push(self, request: Request) -> None:
@@ -30,13 +30,14 @@ class RequestQueue:
         self._num_waiting += 1
 
     def peek(self) -> Request:
-        """The request to admit next; the queue is not empty."""
+        """Return the request to admit next; the queue is not empty."""
         while self._heap[0][1].status is not RequestStatus.WAITING:
             heapq.heappop(self._heap)
         return self._heap[0][1]
 
     def in_order(self) -> Iterator[Request]:
-        """The waiting requests, the next one to admit first. The queue must not change meanwhile.
+        """Iterate over the waiting requests, the next one to admit first. The queue must not change
+        meanwhile.
 
         The first k of them cost O(k log k), however many wait.
         """

@@ -28,7 +28,7 @@ class StepResult:
     were freed."""
 
     def logprobs(self, step: Step, output: ModelRunnerOutput) -> dict[str, LogprobRows]:
-        """Log-probabilities of the tokens, by request id."""
+        """Return the log-probabilities of the tokens, by request id."""
         if not output.logprobs:
             return {}
         counts = self.num_tokens or [1] * len(self.request_ids)
@@ -101,7 +101,7 @@ def _ends(
     num_tokens: IntArray,
     running: RunningBatch,
 ) -> list[tuple[int, Finished]]:
-    """Which of t tokens end their requests, and how, in their order.
+    """Return which of t tokens finish their requests, and how, in their order.
 
     Args:
         step: has the requests.

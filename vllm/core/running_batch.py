@@ -18,7 +18,7 @@ _sort_key = attrgetter("sort_key")
 
 
 class RunningBatch:
-    """The rows, their requests, and the numbers that scheduling needs.
+    """The running requests by batch index, and the values that scheduling needs.
 
     Attributes:
         num_tokens: per row, known tokens plus those that a step in flight will sample.
@@ -106,12 +106,13 @@ class RunningBatch:
         return bool(self.awaits_result[self.order].all())
 
     def at(self, rows: IntArray) -> list[Request]:
-        """The requests of these rows, which are in use."""
+        """Return the requests of these batch indices, which are in use."""
         requests = self._requests
         return [requests[row] for row in rows.tolist()]
 
     def named(self, rows: IntArray) -> tuple[list[Request], list[str]]:
-        """The requests of these rows and their ids. Cached while the same whole batch decodes."""
+        """Return the requests of these batch indices and their ids. Cached while the same whole
+        batch decodes."""
         known_rows, requests, ids = self._full_batch
         if rows is not known_rows:
             requests = self.at(rows)
@@ -123,7 +124,8 @@ class RunningBatch:
     def prompt_chunks(
         self, rows: IntArray, num_computed: IntArray
     ) -> dict[int, tuple[Request, int]]:
-        """row -> request and first position, where a prompt's log-probabilities are wanted."""
+        """Return the request and the first position of each prompt chunk whose log-probabilities
+        are wanted, by batch index."""
         if not self.num_prompt_logprobs:
             return {}
         in_prompt = num_computed < self.num_prompt[rows]
@@ -155,8 +157,8 @@ class RunningBatch:
         return adapter.key in self.adapters or len(self.adapters) < max_loras
 
     def num_decodes(self, rows: IntArray, most: int) -> int:
-        """How many decodes of these rows, which have one token to run each, can run one after the
-        other before the host is needed: at least 1, at most `most`.
+        """Return how many decodes of these requests, which have one token to run each, can run one
+        after the other before the host is needed: at least 1, at most `most`.
 
         Args:
             rows: of all running requests.
@@ -207,7 +209,7 @@ class RunningBatch:
             self._free_rows.append(request.row)
             if (adapter := request.spec.adapter) is not None:
                 self.adapters[adapter.key] -= 1
-                self.adapters += Counter()  # without those that nobody uses
+                self.adapters += Counter()  # drops adapters that no request uses
             self.num_with_media -= bool(_media_end(request.spec))
             self.num_prompt_logprobs -= request.wants_prompt_logprobs
             self.num_with_stop_tokens -= bool(request.spec.stop_token_ids)

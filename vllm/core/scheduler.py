@@ -1,4 +1,4 @@
-"""The scheduler: which requests run in the next step, and the bookkeeping of its result.
+"""The scheduler: decides which requests run in the next step, and processes its result.
 
 A request is tokens computed so far out of tokens wanted. Prefill, chunked prefill, prefix hits,
 decode and the return after preemption are all "schedule n more tokens of this request".
@@ -13,7 +13,7 @@ decodes of a steady batch as done, and its rows wait for the result, which may h
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from vllm.core.drafting.draft_control import DraftControl
 from vllm.core.drafts import DraftPlanner, DraftSource
 from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.media import EncoderCache, MediaPlan
+from vllm.core.pacing.step_bound import PromptBudget, StepBound, num_pairs
+from vllm.core.pacing.step_time import ONLY_DECODES, StepWork
 from vllm.core.plan import Plan, share_budget, share_of_step
 from vllm.core.preemption import PreemptionPolicy
 from vllm.core.request_queue import RequestQueue
@@ -71,6 +73,9 @@ class Scheduler:
         num_pipelined_steps: steps that the stages run at the same time. Each has its share of the
             requests.
         media: the embeddings of images; None: requests have none.
+        step_bound: limits the time of steps for which streams wait; None: only the token budget
+            does.
+        clock: seconds.
     """
 
     def __init__(
@@ -82,6 +87,8 @@ class Scheduler:
         num_stages: int = 1,
         num_pipelined_steps: int = 1,
         media: EncoderCache | None = None,
+        step_bound: StepBound | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
         self.cache = cache
@@ -97,6 +104,9 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()
+        self._step_bound, self._clock = step_bound, clock
+        self._last_result = 0.0
+        """When the newest result came, by the clock."""
         self._in_flight: deque[Step] = deque()
         self._freed_rows: list[int] = []
         self._drafts: DraftPlanner | None = None
@@ -180,10 +190,9 @@ class Scheduler:
 
     @property
     def may_schedule(self) -> bool:
-        """False: `schedule` would find nothing to run, as there are no requests, or all run and
-        wait for a step in flight, or a step now would run only those that do not wait for their
-        drafts, and parts of the batch would take turns from then on. This is much cheaper to
-        ask."""
+        """Whether a step may be scheduled; cheap to ask. False if `schedule` would find nothing to
+        run: there are no requests, or all wait for a step in flight, or a step now would run only
+        requests that do not wait for their drafts, and split the batch from then on."""
         if self._in_flight and self._keeps_together and self.running.some_await_results:
             return False
         if not self._in_flight or self.waiting:
@@ -199,6 +208,7 @@ class Scheduler:
         for victim in self._admission.take_preempted():
             self._preempt(victim)
         if self.media is not None:
+            self.media.begin_step()
             for request in self.media.holders:
                 self.media.pass_items(request, int(self.running.num_computed[request.row]))
         plan = self._plan_running()
@@ -210,6 +220,8 @@ class Scheduler:
         if self._drafts is not None:
             self._drafts.add(plan, self._preemption.num_reserved)
         if self._admission.may_admit:
+            if plan.prompt_budget is None:
+                plan.prompt_budget = self._prompt_budget()
             self._admission.admit(plan)
         rows, num_scheduled, num_drafts = plan.decodes_first()
         num_computed = self.running.num_computed[rows]
@@ -229,7 +241,8 @@ class Scheduler:
                 kept_states = self._state_keeper.keep(rows, tokens)
             has_freed = bool(self._freed_rows or self._shortened)
             moves = compact_blocks(plan, self.running, self.cache, has_freed)
-            self._launch(step_id, rows, tokens, plan)
+            work = self._work_of(tokens, plan, is_measured=not encoded)
+            self._launch(step_id, rows, tokens, plan, work)
             freed_rows, self._freed_rows = self._freed_rows, []
             if self._shortened:
                 shortened, self._shortened = list(self._shortened.items()), {}
@@ -259,6 +272,12 @@ class Scheduler:
         """Process the result of the oldest step in flight."""
         step = self._in_flight.popleft()
         assert step.step_id == output.step_id, f"step {output.step_id} is out of order"
+        now = self._clock()
+        # A step that was started ahead waits for the one before it.
+        seconds = now - max(step.begun_at, self._last_result)
+        self._last_result = now
+        if self._step_bound is not None and step.work is not None:
+            self._step_bound.record(step.work, seconds / step.num_decodes)
         if output.pooled:
             return self._finish_pooled(step, output)
         num_cached_tokens = step.num_cached_tokens()
@@ -273,7 +292,7 @@ class Scheduler:
             token_ids, counts = select_tokens(token_ids, counts, kept)
         self.running.awaits_result[step.rows] = False
         if self._drafts is not None:
-            self._drafts.record(step, counts)
+            self._drafts.record(step, counts, seconds)
         for later in self._in_flight:
             self._mark_waiting(later)
         result = apply_tokens(step, token_ids, counts, self.running, self.cache)
@@ -294,7 +313,8 @@ class Scheduler:
         )
 
     def stats(self) -> SchedulerStats:
-        """Numbers of requests, use of the KV cache, and counters; without those of the runner."""
+        """Return numbers of requests, use of the KV cache, and counters; without the counters of
+        the runner."""
         pool = self.cache.pool
         num_running = len(self.running)
         return SchedulerStats(
@@ -327,9 +347,13 @@ class Scheduler:
                 want[running.awaits_result[rows]] = 0
             want = share_of_step(want, self._num_pipelined_steps)
             only_decodes = len(rows) <= budget and int(want.max(initial=0)) <= 1
-            num_tokens = want
+            num_tokens, prompt_budget = want, None
             if not only_decodes:
-                num_tokens = share_budget(np.minimum(want, self.config.prefill_chunk_limit), budget)
+                want = np.minimum(want, self.config.prefill_chunk_limit)
+                num_tokens = share_budget(want, budget)
+                prompt_budget = self._prompt_budget()
+                if prompt_budget is not None:
+                    num_tokens = self._limit_by_time(rows, computed, num_tokens, prompt_budget)
             media = MediaPlan()
             if running.num_with_media:
                 num_tokens = self._limit_by_media(rows, computed, num_tokens, media)
@@ -360,7 +384,54 @@ class Scheduler:
             block_ids=block_ids,
             only_decodes=only_decodes,
             has_idle=bool(self._in_flight) or not only_decodes or self._num_pipelined_steps > 1,
+            prompt_budget=prompt_budget,
             num_decodes=num_decodes,
+        )
+
+    def _prompt_budget(self) -> PromptBudget | None:
+        """Return what limits the prompt tokens of the step that is planned; None: nothing does, as
+        no request waits for its next token."""
+        running, rows = self.running, self.running.order
+        if (
+            self._step_bound is None
+            or not (running.num_computed[rows] >= running.num_prompt[rows]).any()
+        ):
+            return None
+        if self.media is not None:
+            self.media.limit_to_one()
+        return self._step_bound.budget()
+
+    def _limit_by_time(
+        self, rows: IntArray, computed: IntArray, num_tokens: IntArray, budget: PromptBudget
+    ) -> IntArray:
+        """Return how many tokens of each row can run in this step, given the time of prompts."""
+        found: IntArray = num_tokens.copy()
+        for index in np.flatnonzero(num_tokens > 1).tolist():
+            start, most = int(computed[index]), int(num_tokens[index])
+            count = budget.most(start, most)
+            if self.media is not None:
+                request = self.running.at(rows[index : index + 1])[0]
+                count = self.media.with_whole_item(request, start, count, most)
+            budget.spend(start, count)
+            found[index] = count
+        return found
+
+    def _work_of(self, tokens: RowTokens, plan: Plan, *, is_measured: bool) -> StepWork | None:
+        """Return what a step computes; None: its time would say nothing about further steps."""
+        if self._step_bound is None or not is_measured:
+            return None
+        if plan.only_decodes:
+            return ONLY_DECODES
+        counts = tokens.num_scheduled
+        num_new = counts if tokens.num_drafts is None else counts - tokens.num_drafts
+        is_prompt = num_new > 1
+        prompts = zip(
+            tokens.num_computed[is_prompt].tolist(), counts[is_prompt].tolist(), strict=True
+        )
+        return StepWork(
+            num_prompt_tokens=int(counts[is_prompt].sum()),
+            num_pairs=sum(num_pairs(start, count) for start, count in prompts),
+            has_decodes=not is_prompt.all(),
         )
 
     def _limit_by_media(
@@ -390,8 +461,10 @@ class Scheduler:
 
     # ---- booking --------------------------------------------------------------------------
 
-    def _launch(self, step_id: int, rows: IntArray, tokens: RowTokens, plan: Plan) -> None:
-        """Book a step: count its tokens as computed, and the tokens that it will sample as
+    def _launch(
+        self, step_id: int, rows: IntArray, tokens: RowTokens, plan: Plan, work: StepWork | None
+    ) -> None:
+        """Record a step: count its tokens as computed, and the tokens that it will sample as
         known."""
         running, num_drafts = self.running, tokens.num_drafts
         prompt_chunks = running.prompt_chunks(rows, tokens.num_computed)
@@ -420,6 +493,8 @@ class Scheduler:
             admitted=plan.first_admitted,
             started_at=time.time() if plan.first_admitted else 0.0,
             prompt_chunks=prompt_chunks,
+            begun_at=self._clock(),
+            work=work,
         )
         self._mark_waiting(step)
         self._in_flight.append(step)

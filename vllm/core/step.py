@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from vllm.core.pacing.step_time import StepWork
 from vllm.messages import IntArray, LogprobRows, ModelRunnerOutput
 from vllm.request import Request, RequestStatus
 
@@ -39,18 +40,22 @@ class Step:
     requests: list[Request]
     request_ids: list[str]
     num_tokens: IntArray
-    """Tokens of each request, counting the sampled tokens, those of all decodes, and all drafts as
-    if they were right."""
+    """Tokens of each request, including the sampled tokens of all decodes, and all drafts as if
+    they were accepted."""
     num_drafts: IntArray | None
     """Number of drafts of each request; None if no request has drafts."""
     num_decodes: int
-    """See `SchedulerOutput`."""
+    """Number of decodes of each request, as in `SchedulerOutput`."""
     admitted: list[Request]
     """Requests that are admitted for the first time in this step."""
     started_at: float
     """When it was scheduled, in seconds of `time.time()`; 0 without `admitted`."""
     prompt_chunks: dict[int, tuple[Request, int]]
     """row -> request and first position, where a prompt's log-probabilities are wanted."""
+    begun_at: float
+    """When it was scheduled, by the scheduler's clock."""
+    work: StepWork | None
+    """Its work; None: nobody measures it."""
     removed_rows: dict[int, Request] = field(default_factory=dict)
     """Rows whose request has left since, and the request; a row may belong to another request by
     now."""
@@ -67,13 +72,13 @@ class Step:
         return None
 
     def without(self, rows: Iterable[int]) -> tuple["Step", list[int]]:
-        """The step without some rows, and the indices of the entries that stay."""
+        """Return the step without some requests, and the indices of the remaining entries."""
         drop = set(rows)
         keep = [i for i, row in enumerate(self.rows.tolist()) if row not in drop]
         return self.select(keep), keep
 
     def select(self, places: list[int]) -> "Step":
-        """The step with some of its entries."""
+        """Return the step with some of its entries."""
         return replace(
             self,
             rows=self.rows[places],
@@ -84,8 +89,8 @@ class Step:
         )
 
     def num_cached_tokens(self) -> dict[str, int]:
-        """Prefix-cache hits of the requests that were admitted in this step and have not left
-        since."""
+        """Return the prefix-cache hits of the requests that were admitted in this step and have not
+        finished since."""
         return {
             request.request_id: request.num_cached_tokens
             for request in self.admitted
@@ -93,7 +98,8 @@ class Step:
         }
 
     def unsent_prompt_logprobs(self, output: ModelRunnerOutput) -> dict[str, LogprobRows]:
-        """Prompt log-probabilities not sent before: a preempted prompt is computed twice."""
+        """Return the prompt log-probabilities that were not sent before: a preempted prompt is
+        computed twice."""
         unsent = {}
         for row, chunk in output.prompt_logprobs.items():
             request, start = self.prompt_chunks[row]
@@ -113,12 +119,12 @@ class Step:
 def select_tokens(
     token_ids: IntArray, counts: IntArray | None, places: list[int]
 ) -> tuple[IntArray, IntArray | None]:
-    """The tokens of some rows.
+    """Select the tokens of some requests.
 
     Args:
         token_ids: of all rows, row by row.
         counts: number of tokens of each; None: one each.
-        places: indices of the wanted rows, ascending.
+        places: indices of the wanted requests, ascending.
     """
     if counts is None:
         return token_ids[places], None

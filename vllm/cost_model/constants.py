@@ -23,7 +23,7 @@ class Constant(float):
             ValueError: the value is outside of its range.
         """
         if not low <= value <= high:
-            raise ValueError(f"{value} is not between {low} and {high}")
+            raise ValueError(f"{value} must be between {low} and {high}")
         constant = super().__new__(cls, value)
         constant.low, constant.high, constant.source = low, high, source
         return constant

@@ -1,5 +1,8 @@
 """Rates that one card was measured to have, and constants that follow from them.
 
+A running engine measures no rates, but seconds of forward passes (`run_times`). Both come from a
+file that `vllm plan --measured` reads.
+
 A model does not reach the rate of a single operator. So a rate scales what was fitted to published
 runs: by how much it differs from the rate that published benchmarks of this kind of card have.
 """
@@ -14,6 +17,7 @@ from typing import Any
 from vllm.cost_model import constants
 from vllm.cost_model.cards import CARDS, CardSpec
 from vllm.cost_model.fitted import CONSTANTS, Fitted, fitted_constants
+from vllm.cost_model.run_times import RunTimes, read_run_times
 from vllm.cost_model.start import compile_seconds
 from vllm.errors import ConfigError
 
@@ -55,11 +59,13 @@ class Measured:
         card: a key of `cards.CARDS`.
         is_simulated: nothing ran on hardware.
         rates: by name.
+        run: what a running engine has measured instead of rates; None: nothing.
     """
 
     card: str
     is_simulated: bool
     rates: Mapping[str, float]
+    run: RunTimes | None = None
 
     def slowness(self, name: str) -> float:
         """Return how much longer this card takes than published ones; 1 without the rate."""
@@ -72,6 +78,8 @@ class Measured:
     @property
     def fitted(self) -> Fitted:
         """Return the constants of published runs, scaled."""
+        if self.run is not None:
+            return self.run.fitted
         fitted = fitted_constants(self.card)
         values, names = fitted.values.copy(), list(CONSTANTS)
         for name, rate in RATES.items():
@@ -81,6 +89,8 @@ class Measured:
 
     def describe(self) -> str:
         """Return which constants are measured, in one line."""
+        if self.run is not None:
+            return self.run.describe()
         where = "a simulated card: nothing ran on hardware" if self.is_simulated else "this card"
         ratios = [f"{name} x {self.slowness(name):.3g}" for name in RATES if name in self.rates]
         return f"Measured on {where}; time relative to published cards: {', '.join(ratios)}"
@@ -105,7 +115,7 @@ def read_measured(path: Path, card: str) -> Measured:
     """Read the rates of a card.
 
     Args:
-        path: of the file.
+        path: of the file, which `vllm hpu-check --save` or `--record-traffic` has written.
         card: a key of `cards.CARDS` that they are to be of.
 
     Raises:
@@ -120,13 +130,17 @@ def read_measured(path: Path, card: str) -> Measured:
     if not isinstance(data, dict) or data.get("version") != VERSION:
         raise ConfigError(
             f"{path} must be a file of measured rates, version {VERSION}: write one with "
-            f"'vllm hpu-check --save FILE'"
+            f"'vllm hpu-check --save FILE', or let an engine write it with --record-traffic FILE"
         )
-    if data.get("card") != card:
+    run = read_run_times(data, str(path)) if "format" in data else None  # recorded traffic
+    measured_card = data.get("card") if run is None else run.engine.card
+    if measured_card != card:
         raise ConfigError(
-            f"{path} has the rates of a {data.get('card')}, and the plan is for a {card}: measure "
+            f"{path} has the rates of a {measured_card}, but the plan is for a {card}: measure "
             f"a {card}, or leave --measured out"
         )
+    if run is not None:
+        return Measured(card, run.engine.is_simulated, {}, run)
     rates = data.get("rates")
     if not isinstance(rates, dict) or not rates:
         raise ConfigError(f"{path} has no rates")

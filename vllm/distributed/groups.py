@@ -11,7 +11,7 @@ from vllm.errors import CollectiveError, ConfigError
 
 
 def divide(total: int, parts: int) -> int:
-    """`total / parts`, which must be whole.
+    """Divide `total` by `parts`; the result must be an integer.
 
     Raises:
         ConfigError: it is not; names both numbers.
@@ -37,7 +37,7 @@ class Collectives(Protocol):
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[..., n] of each rank -> [..., n * ranks], in rank order."""
+        """Gather [..., n] of each rank to [..., n * ranks], in rank order."""
         ...
 
 
@@ -70,14 +70,14 @@ class TorchCollectives:
         self._gather = _gather_function()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See `Collectives`; in place."""
+        """Sum over the ranks, in place; see `Collectives`."""
         if self._before is not None:
             self._before()
         torch.distributed.all_reduce(x, group=self._process_group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """See `Collectives`."""
+        """Gather the tensors of all ranks; see `Collectives`."""
         x = x.contiguous()
         # One tensor, and not a list of one for each rank: a list is copied once more.
         gathered = x.new_empty(self._size * x.shape[0], *x.shape[1:])
@@ -88,7 +88,7 @@ class TorchCollectives:
 
 
 class CheckedCollectives(TorchCollectives):
-    """The same on the host, with an error that names the rank and the operation.
+    """Collectives on the host, with an error that names the rank and the operation.
 
     Args:
         rank: of this process, for the message.
@@ -106,14 +106,14 @@ class CheckedCollectives(TorchCollectives):
         self._rank = rank
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See `Collectives`; in place."""
+        """Sum over the ranks, in place; see `Collectives`."""
         try:
             return super().all_reduce(x if x.is_contiguous() else x.contiguous())
         except RuntimeError as error:
             raise CollectiveError("all_reduce", self._rank, str(error)) from error
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """See `Collectives`."""
+        """Gather the tensors of all ranks; see `Collectives`."""
         try:
             return super().all_gather(x)
         except RuntimeError as error:
@@ -137,7 +137,7 @@ class TPGroup:
         return x if self.size == 1 else self._connected.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[..., n] of each rank -> [..., n * size], in rank order."""
+        """Gather [..., n] of each rank to [..., n * size], in rank order."""
         return x if self.size == 1 else self._connected.all_gather(x)
 
     @property

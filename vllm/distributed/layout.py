@@ -1,4 +1,4 @@
-"""Which ranks form which group, computed from the sizes of the groups alone."""
+"""Assigns ranks to groups, from the sizes of the groups only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from vllm.config import ParallelConfig
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """The ranks as messages name them.
+    """Return the ranks as messages name them.
 
     >>> ranks_text([2]), ranks_text([0, 3])
     ('rank 2', 'ranks 0, 3')
@@ -29,7 +29,7 @@ class PipelineNeighbors(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankLayout:
-    """Ranks of one engine. Those that share a layer are consecutive, as they exchange the most.
+    """Ranks of one engine. Ranks that share a layer are consecutive, as they exchange the most.
 
     >>> layout = RankLayout(tensor_size=2, pipeline_size=2)
     >>> layout.tensor_groups
@@ -45,7 +45,7 @@ class RankLayout:
 
     @classmethod
     def of(cls, parallel: ParallelConfig) -> "RankLayout":
-        """The ranks of an engine."""
+        """Return the layout of the ranks of an engine."""
         return cls(
             tensor_size=parallel.tensor_parallel_size, pipeline_size=parallel.pipeline_parallel_size
         )
@@ -56,15 +56,15 @@ class RankLayout:
         return self.tensor_size * self.pipeline_size
 
     def tensor_rank(self, rank: int) -> int:
-        """Place of a rank among those that share its layers."""
+        """Return the index of a rank among the ranks that share its layers."""
         return rank % self.tensor_size
 
     def pipeline_rank(self, rank: int) -> int:
-        """Stage of a rank."""
+        """Return the stage of a rank."""
         return rank // self.tensor_size
 
     def stages_around(self, rank: int) -> PipelineNeighbors:
-        """The ranks at the same place of other stages.
+        """Return the ranks at the same position in other stages.
 
         >>> RankLayout(pipeline_size=3).stages_around(2)
         PipelineNeighbors(before=1, after=None, other_end=0)
@@ -86,7 +86,7 @@ class RankLayout:
 
     @property
     def ranks_without_tokens(self) -> range:
-        """The ranks that do not sample, those of all stages but the last."""
+        """Return the ranks that do not sample: all stages except the last."""
         return range(self.result_rank)
 
     @property

@@ -18,7 +18,7 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     An engine frees its memory when it is collected, so this is to be called after `del llm`.
 
     Args:
-        shutdown_ray: leave the Ray cluster, too, if this process has joined one.
+        shutdown_ray: also leave the Ray cluster, if this process has joined one.
     """
     destroy_distributed_environment()
     ray = sys.modules.get("ray")  # a process that has not imported it is in no cluster

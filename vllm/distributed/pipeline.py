@@ -31,8 +31,8 @@ class Link(Protocol):
         ...
 
     def send_drafts(self, drafts: Tensor) -> None:
-        """From the first stage to the last one, or the other way round, [n] int32. The tensor is
-        not written any more by the caller."""
+        """Send drafts [n] int32 from the first stage to the last one, or the other way round. The
+        caller must not write to the tensor any more."""
         ...
 
     def receive_drafts(self, drafts: Tensor) -> None:
@@ -57,7 +57,7 @@ class Stage:
     def of(
         cls, index: int, count: int, num_layers: int, partition: Sequence[int] | None = None
     ) -> "Stage":
-        """A stage of a model.
+        """Make a stage of a model.
 
         Args:
             index: of the stage.
@@ -88,14 +88,14 @@ class Stage:
     def receive(
         self, num_tokens: int, size: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """[num_tokens, size] hidden states, which the stage before has sent for a launch."""
+        """Receive the hidden states [num_tokens, size] of a launch from the stage before."""
         hidden_states = torch.empty(num_tokens, size, dtype=dtype, device=device)
         self.connected.receive(hidden_states)
         return hidden_states
 
 
 class _StageLink(ABC):
-    """What links have in common: one tensor of a kind under way, and errors that name the rank.
+    """The base of links: one tensor of a kind in flight, and errors that name the rank.
 
     Args:
         rank: of this process.
@@ -115,7 +115,7 @@ class _StageLink(ABC):
         self._sent.clear()
 
     def send(self, hidden_states: Tensor) -> None:
-        """See `Link`. Waits until the tensor before this one has been taken."""
+        """Send hidden states. Wait until the previous tensor has been received."""
         self._send("hidden states", hidden_states, self._after)
 
     def receive(self, hidden_states: Tensor) -> None:
@@ -125,7 +125,7 @@ class _StageLink(ABC):
     # its hidden states.
 
     def send_drafts(self, drafts: Tensor) -> None:
-        """See `Link`. Waits until the drafts before these have been taken."""
+        """Send drafts. Wait until the previous drafts have been received."""
         self._send("drafts", drafts, self._other_end)
 
     def receive_drafts(self, drafts: Tensor) -> None:
@@ -175,7 +175,7 @@ class GlooLink(_StageLink):
         self._group: torch.distributed.ProcessGroup | None = group
 
     def close(self) -> None:
-        """See `_StageLink.close`. Gives the group up."""
+        """Close the link and drop the group."""
         super().close()
         self._group = None
 
@@ -239,7 +239,7 @@ def _bytes_of(x: Tensor) -> Tensor:
 
 
 def place_in_engine(tp: TPGroup, stage: Stage | None) -> tuple[int, int]:
-    """(rank among all ranks of the engine, their number).
+    """Return (rank among all ranks of the engine, their number).
 
     Args:
         tp: the ranks that share the layers.

@@ -1,4 +1,4 @@
-"""Where the ranks of one engine meet: from here on they can exchange tensors.
+"""Connects the ranks of one engine, which can exchange tensors afterwards.
 
 The libraries of collectives exchange addresses through a store, which rank 0 serves at a port.
 Ranks that are processes of one machine share memory too, that has no name in any folder, so nothing
@@ -26,12 +26,12 @@ from vllm.utils.process.memory_file import memory_file
 ARENA_HEADER_BYTES = 4096
 """Of the shared memory; see csrc/cpu/collectives.h. The first byte says that a rank has failed."""
 ARENA_BUFFER_BYTES = 2**20
-"""What a rank can exchange at a time."""
+"""Bytes that a rank can exchange at a time."""
 
 
 @dataclass(kw_only=True)
 class Rendezvous:
-    """What a rank needs to find the others."""
+    """The addresses and memory that a rank needs to find the others."""
 
     rank: int
     layout: RankLayout
@@ -51,13 +51,13 @@ class Rendezvous:
     has_whole_stage: bool = False
     """Without such memory: all ranks of the stage are on this machine."""
     has_joined: bool = False
-    """The default process group of torch.distributed is that of `join`."""
+    """Whether `join` has made the default process group of torch.distributed."""
     _link: CardLink | GlooLink | None = None
     _store: "torch.distributed.Store | None" = None
 
     @classmethod
     def create(cls, parallel: ParallelConfig) -> "Rendezvous":
-        """The meeting of a new engine on one machine, for rank 0.
+        """Create the rendezvous of a new engine on one machine, for rank 0.
 
         Raises:
             ConfigError: the system has no memory without a name.
@@ -71,7 +71,7 @@ class Rendezvous:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, rank: int, arena_fd: int, port: int) -> "Rendezvous":
-        """The same for a rank that has inherited the memory, and was told the port."""
+        """Create a rendezvous for a rank that has inherited the memory, and was told the port."""
         return cls(
             rank=rank,
             layout=RankLayout.of(parallel),
@@ -92,7 +92,7 @@ class Rendezvous:
         name: str = "",
         has_whole_stage: bool = False,
     ) -> "Rendezvous":
-        """The same for ranks that were not started by one process, or are on several machines.
+        """Create a rendezvous for ranks that were started separately or run on several machines.
 
         Args:
             parallel: of the engine.
@@ -127,12 +127,12 @@ class Rendezvous:
 
     @property
     def arena_offset(self) -> int:
-        """Where the part of the stage of this rank begins."""
+        """Return the offset of the part of this rank's stage."""
         return self.layout.pipeline_rank(self.rank) * self.arena_bytes
 
     def stage_memory(self) -> tuple[int, int] | None:
-        """The memory that the ranks of one stage share; called on all ranks. Where one process has
-        started them it is inherited, else they open it through `/proc`.
+        """Return the memory that the ranks of one stage share; called on all ranks. It is inherited
+        if one process has started them, else they open it through `/proc`.
 
         Returns:
             Its file descriptor and where in it the part of the stage begins; None: they are on
@@ -142,7 +142,7 @@ class Rendezvous:
             return self.arena_fd, self.arena_offset
         if not self.has_whole_stage:
             return None
-        store: Any = self.store  # its stubs know of text alone
+        store: Any = self.store  # its stubs have only text
         first = self.rank - self.layout.tensor_rank(self.rank)
         found = -1
         if self.rank == first:
@@ -191,7 +191,7 @@ class Rendezvous:
         return torch.distributed.PrefixStore(self.name, store) if self.name else store
 
     def reason_of(self, error: "torch.distributed.DistError") -> str:
-        """What to say about an error of the store."""
+        """Describe an error of the store."""
         if not has_no_answer(error):
             return str(error)
         host, port = self.address
@@ -200,7 +200,8 @@ class Rendezvous:
         )
 
     def least(self, name: str, value: int) -> int:
-        """The least of the values of all ranks; waits for those that have not called it yet.
+        """Return the least of the values of all ranks; wait for the ranks that have not called it
+        yet.
 
         Args:
             name: of the value, used once in an engine.
@@ -219,7 +220,7 @@ class Rendezvous:
         *,
         ranks: Sequence[int] | None = None,
     ) -> list[bytes]:
-        """The values of several ranks; waits for those that have not called it yet.
+        """Return the values of several ranks; wait for the ranks that have not called it yet.
 
         Args:
             name: of the value, used once in an engine.
@@ -230,7 +231,7 @@ class Rendezvous:
         Raises:
             CollectiveError: a rank has not called it in time. Names all of these.
         """
-        store: Any = self.store  # its stubs know of text alone
+        store: Any = self.store  # its stubs have only text
         ranks = range(self.layout.world_size) if ranks is None else ranks
         try:
             self.arrive(name, value)
@@ -241,7 +242,7 @@ class Rendezvous:
             raise CollectiveError(f"exchange of {what or name}", self.rank, reason) from None
 
     def _missing(self, name: str, ranks: Sequence[int]) -> str | None:
-        """Which ranks have not come; None: all have by now, or the store has ended."""
+        """Return which ranks have not come; None: all have by now, or the store has ended."""
         store: Any = self.store
         try:
             missing = [rank for rank in ranks if not store.check([f"{name}/{rank}"])]
@@ -250,10 +251,11 @@ class Rendezvous:
         return f"{ranks_text(missing)} did not come within {self.timeout_s} s" if missing else None
 
     def is_stage_here(self, name: str, patience_s: float) -> bool:
-        """Whether all ranks that share layers with this one have called `arrive` with this name.
+        """Return whether all ranks that share layers with this one have called `arrive` with this
+        name.
 
         Args:
-            name: of a place in the program.
+            name: of a point in the program.
             patience_s: seconds to wait for them.
         """
         keys = [f"{name}/{rank}" for rank in self.stage_ranks]
@@ -264,13 +266,13 @@ class Rendezvous:
         return True
 
     def arrive(self, name: str, value: bytes = b"") -> None:
-        """Say that this rank is here, and wait for no other; see `exchange` and `is_stage_here`.
+        """Report that this rank is here, and wait for no other; see `exchange` and `is_stage_here`.
 
         Args:
-            name: of a place in the program, used once in an engine.
+            name: of a point in the program, used once in an engine.
             value: of this rank.
         """
-        store: Any = self.store  # its stubs know of text alone
+        store: Any = self.store  # its stubs have only text
         store.set(f"{name}/{self.rank}", value)
 
     def close(self) -> None:
@@ -294,7 +296,7 @@ class Rendezvous:
         self._store = None
 
     def join(self, backend: str) -> None:
-        """Open the default process group of torch.distributed over all ranks; returns when all have
+        """Open the default process group of torch.distributed over all ranks; return when all have
         come.
 
         Args:
@@ -313,7 +315,7 @@ class Rendezvous:
             )
         self.least(
             "addresses for tensors", 0
-        )  # names those that do not come; the next one does not
+        )  # names the ranks that do not come; the next one does not
         distributed.init_process_group(
             backend,
             store=distributed.PrefixStore("world", self.store),
@@ -326,7 +328,7 @@ class Rendezvous:
     def open_link(
         self, card: "torch.device | None" = None, before: Callable[[], None] | None = None
     ) -> CardLink | GlooLink:
-        """Connect the stages of the pipeline; returns when all ranks have come.
+        """Connect the stages of the pipeline; return when all ranks have come.
 
         Args:
             card: hidden states go from card to card, through the default group, which has been
@@ -370,8 +372,8 @@ class Rendezvous:
 
 
 def open_listener(host: str) -> socket.socket:
-    """A socket that listens at a free port of an address, for the host of a meeting. The port is
-    not free again before the meeting has ended.
+    """Open a socket that listens at a free port of an address, for the host of a rendezvous. The
+    port is not free again before the rendezvous has ended.
 
     Args:
         host: address of this machine.

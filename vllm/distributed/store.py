@@ -24,7 +24,7 @@ from vllm.utils.process.blocking_sockets import set_socket_timeouts_of
 _LIBUV_TAKES_LISTENERS = TorchVersion(torch.__version__) >= "2.8"
 """Before, only the older server of torch.distributed can listen with a socket that is there."""
 _EAGAIN = "Socket Timeout"
-"""What torch says when a limit of the kernel is over."""
+"""Message of torch when a limit of the kernel is over."""
 
 
 def open_store(
@@ -72,7 +72,7 @@ def open_store(
     except FutureTimeoutError:
         raise torch.distributed.DistNetworkError(_EAGAIN) from None
     for descriptor in _own_sockets() - before:
-        with contextlib.suppress(OSError):  # it is not that of the connection
+        with contextlib.suppress(OSError):  # it is not the socket of the connection
             set_socket_timeouts_of(descriptor, port, socket.SO_RCVTIMEO, timeout_s)
     return store
 
@@ -83,7 +83,7 @@ def has_no_answer(error: "torch.distributed.DistError") -> bool:
 
 
 def _own_sockets() -> set[int]:
-    """File descriptors of the sockets of this process."""
+    """Return the file descriptors of the sockets of this process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # it has been closed

@@ -1,4 +1,4 @@
-"""What the engines do when a caller loads, drops or pins LoRA adapters ahead of requests."""
+"""Calls of the engines that load, drop or pin LoRA adapters ahead of requests."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ def check_on(config: VllmConfig, param: str) -> None:
 
 
 def call_of(adapter: AdapterRef) -> tuple[str, str, str, int]:
-    """The arguments of the worker's `load_adapter`."""
+    """Return the arguments of the worker's `load_adapter`."""
     return adapter.name, adapter.path, adapter.key, adapter.number
 
 
@@ -41,7 +41,7 @@ def is_loaded(adapter: AdapterRef, answers: Sequence[str | None]) -> bool:
 
 
 def check_pinned(lora_id: int, answers: Sequence[bool], config: VllmConfig) -> bool:
-    """True when all workers have pinned an adapter.
+    """Return True if all workers have pinned an adapter.
 
     Raises:
         RequestError: it is not loaded, or too many are pinned.
@@ -49,9 +49,9 @@ def check_pinned(lora_id: int, answers: Sequence[bool], config: VllmConfig) -> b
     if not all(answers):
         most = config.lora.num_in_host_memory
         raise RequestError(
-            f"pin_lora: the adapter {lora_id} is not loaded, or as many are pinned as may be: all "
-            f"but one of max_cpu_loras ({most}), or the only one. Load it with add_lora, or raise "
-            f"max_cpu_loras",
+            f"pin_lora: the adapter {lora_id} is not loaded, or no more adapters can be pinned: "
+            f"at most all but one of max_cpu_loras ({most}) can be, or the only one. Load it with "
+            "add_lora, or raise max_cpu_loras",
             param="lora_id",
         )
     return True

@@ -151,7 +151,7 @@ class EngineArgs:
         return resolve_config(self._settings(), platform)
 
     def create_early_config(self) -> VllmConfig | None:
-        """The config, if it needs neither transformers nor a download; else None.
+        """Return the config if it needs neither transformers nor a download, else None.
 
         Raises:
             ConfigError: the engine cannot start with these arguments, as far as can be found out
@@ -166,7 +166,7 @@ class EngineArgs:
 
 
 class AsyncEngineArgs(EngineArgs):
-    """The same arguments, for `AsyncLLM`."""
+    """The arguments of `EngineArgs`, for `AsyncLLM`."""
 
 
 def _unknown(name: str) -> str:
@@ -206,10 +206,10 @@ def add_flag(group: argparse._ArgumentGroup, config_field: ConfigField) -> None:
 
 
 def describe_default(config_field: ConfigField) -> str:
-    """The default of a field for its help text; empty if the help mentions it."""
+    """Return the default of a field for its help text; empty if the help mentions it."""
     default = config_field.default
     if default in (None, "", {}, ()):
-        return ""  # the help explains "Not set"
+        return ""  # the help explains "Default"
     if isinstance(default, tuple):
         default = " ".join(default)
     return f"(default: {default})"

@@ -4,7 +4,7 @@
     consumer    <-  RequestStream   <-  OutputProcessor  <-  CoreOutput
 
 Everything here runs in one event loop; only long tokenisation, grammars and the reading of the
-model's files go to threads.
+model's files are read in threads.
 """
 
 import asyncio
@@ -32,6 +32,7 @@ from vllm.engine.core_calls import CoreCalls
 from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.input.preparation import Preparation
 from vllm.engine.input.prompt_tokenizer import TokenizedPrompt
+from vllm.engine.metrics.bucket_adaptation import BucketAdaptation
 from vllm.engine.metrics.engine_metrics import EngineMetrics
 from vllm.engine.metrics.replica_metrics import ReplicaMetrics, sum_stats
 from vllm.engine.metrics.stats_log import StatsLog
@@ -84,7 +85,7 @@ def _of_cores(
 
     Args:
         method: of `CoreCalls`.
-        combine: makes one result of those of the cores.
+        combine: makes one result of the results of the cores.
     """
 
     @wraps(method)
@@ -108,7 +109,7 @@ class AsyncLLM:
         engine_args: what to run.
         limits: limits for waiting requests and their time.
         num_restarts: how often a core that died is restarted, for each replica.
-        config: complete, in place of `engine_args`.
+        config: complete, instead of `engine_args`.
         began: when the caller began to wait for the engine, in seconds of `time.monotonic()`; for
             the log. None is when it starts.
 
@@ -222,7 +223,7 @@ class AsyncLLM:
     def _begin_start(self) -> "asyncio.Task[None]":
         if self._start_task is None:
             self._start_task = asyncio.get_running_loop().create_task(self._start())
-            # If nobody awaits the start, its error goes to those who wait for readiness.
+            # If nobody awaits the start, callers that wait for readiness get its error.
             self._start_task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._start_task
 
@@ -235,10 +236,23 @@ class AsyncLLM:
         if not self.vllm_config.observability.disable_log_stats:
             self._tasks.append(asyncio.create_task(self._stats_log.run()))
         if self.vllm_config.device.device == "hpu":
-            advice = BucketAdvice(self.metrics, self.vllm_config)
-            self._tasks.append(asyncio.create_task(advice.run()))
+            self._tasks.append(asyncio.create_task(self._watch_buckets()))
         if self._traffic_file is not None:
+            name = Worker.describe_engine.__name__
+            of_replica, *_ = await self._core.calls.call(CoreCalls.call_workers, name)
+            self._traffic_file.note_engine(of_replica[0])
             self._tasks.append(asyncio.create_task(self._traffic_file.run()))
+
+    async def _watch_buckets(self) -> None:
+        """Replace buckets that pad too much, or say that there are better ones."""
+        assert self.metrics is not None
+        if not self.vllm_config.hpu.adapt_buckets:
+            return await BucketAdvice(self.metrics, self.vllm_config).run()
+
+        async def replace(buckets: Sequence[Sequence[int]]) -> bool:
+            return any(await self._core.calls.call(CoreCalls.replace_buckets, buckets))
+
+        await BucketAdaptation(self.metrics, self.vllm_config, replace).run()
 
     def _resolve(self) -> VllmConfig:
         if self._config is None:
@@ -298,8 +312,8 @@ class AsyncLLM:
         Args:
             prompt: of any prompt type.
             sampling_params: `output_kind` says what each output holds.
-            request_id: comes back in the outputs; free again when the request has ended.
-            lora_request: the adapter to use; None: the model alone.
+            request_id: is returned in the outputs; free again when the request has ended.
+            lora_request: the adapter to use; None: the model without an adapter.
             prompt_adapter_request: only None for now.
             trace_headers: ignored; the server makes the spans.
             priority: a smaller one goes first, where the scheduling policy is "priority".
@@ -389,7 +403,7 @@ class AsyncLLM:
     async def tokenize(
         self, prompt: PromptType, *, is_long: bool = False, max_tokens: int | None = None
     ) -> TokenizedPrompt:
-        """Token ids of a prompt; see `Preparation.tokenize`."""
+        """Return the token ids of a prompt; see `Preparation.tokenize`."""
         return await self._preparation.tokenize(prompt, is_long=is_long, max_tokens=max_tokens)
 
     async def read_sound(self, source: MediaSource, sampling_rate: int) -> Samples:
@@ -403,7 +417,7 @@ class AsyncLLM:
         return await self._preparation.run_in_background(work, num_chars)
 
     async def _with_grammar(self, request: EngineRequest) -> EngineRequest:
-        """The request with its compiled grammar, if it asks for structured output."""
+        """Return the request with its compiled grammar, if it asks for structured output."""
         if request.sampling_params.guided_decoding is None:
             return request
         processor = self.input_processor
@@ -464,7 +478,7 @@ class AsyncLLM:
 
     @property
     def num_restarts_done(self) -> int:
-        """How often cores were restarted."""
+        """Return how often cores were restarted."""
         return self._core.num_restarts_done
 
     @property
@@ -474,8 +488,8 @@ class AsyncLLM:
 
     @property
     def refusal(self) -> str | None:
-        """Why the running engine refuses new requests now: it sleeps, or all of its replicas are
-        being drained. None: it takes them."""
+        """Return why the running engine refuses new requests now: it sleeps, or all of its replicas
+        are being drained. None: it accepts them."""
         return self._core.refusal
 
     @property
@@ -505,28 +519,28 @@ class AsyncLLM:
     # ---- settings -------------------------------------------------------------------------
 
     async def get_vllm_config(self) -> VllmConfig:
-        """The config of the engine."""
+        """Return the config of the engine."""
         await self.wait_ready()
         return self.vllm_config
 
     async def get_model_config(self) -> ModelConfig:
-        """The model's part of the config."""
+        """Return the model's part of the config."""
         return (await self.get_vllm_config()).model
 
     async def get_scheduler_config(self) -> SchedulerConfig:
-        """The scheduler's part of the config."""
+        """Return the scheduler's part of the config."""
         return (await self.get_vllm_config()).scheduler
 
     async def get_parallel_config(self) -> ParallelConfig:
-        """The config of parallelism."""
+        """Return the config of parallelism."""
         return (await self.get_vllm_config()).parallel
 
     async def get_decoding_config(self) -> StructuredOutputConfig:
-        """The part of the config about structured output."""
+        """Return the part of the config for structured output."""
         return (await self.get_vllm_config()).structured_output
 
     async def get_lora_config(self) -> LoRAConfig | None:
-        """The config of LoRA; None if it is off."""
+        """Return the config of LoRA; None if it is off."""
         lora = (await self.get_vllm_config()).lora
         return lora if lora.enable_lora else None
 
@@ -536,12 +550,13 @@ class AsyncLLM:
         return self.input_processor.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends; a new object each time."""
+        """Return the sampling parameters that the model's generation_config.json recommends, in a
+        new object each time."""
         defaults = {k: v for k, v in self.generation_defaults.items() if k != "eos_token_ids"}
         return SamplingParams.from_optional(**defaults)
 
     async def get_tokenizer(self, lora_request: Any = None) -> "PreTrainedTokenizerBase":
-        """The tokenizer; every adapter has the same one.
+        """Return the tokenizer, which is the same for every adapter.
 
         Raises:
             RequestError: the engine runs without a tokenizer.
@@ -552,7 +567,7 @@ class AsyncLLM:
         return self.tokenizer
 
     async def is_tracing_enabled(self) -> bool:
-        """False: the server makes the traces of requests."""
+        """Return False: the server makes the traces of requests."""
         return False
 
     async def do_log_stats(self, *_: Any) -> None:
@@ -563,7 +578,8 @@ class AsyncLLM:
     # ---- LoRA -----------------------------------------------------------------------------
 
     async def _find_adapter(self, lora_request: LoRARequest) -> AdapterRef:
-        """`InputProcessor.adapter` in a thread, as a new adapter has files to hash."""
+        """Call `InputProcessor.adapter` in a thread, because the files of a new adapter must be
+        hashed."""
         outputs = self.output_processor
         return await asyncio.to_thread(
             self.input_processor.adapter,
@@ -611,7 +627,7 @@ class AsyncLLM:
         return check_pinned(lora_id, answers, self.vllm_config)
 
     async def list_loras(self) -> set[int]:
-        """The numbers (`lora_int_id`) of the adapters in memory."""
+        """Return the ids (`lora_int_id`) of the adapters in memory."""
         await self.wait_ready()
         if not self.vllm_config.lora.enable_lora:
             return set()
@@ -630,6 +646,12 @@ class AsyncLLM:
         call = method.__name__, list(args), kwargs
         answers = await self._core.calls.call(CoreCalls.call_workers, *call)
         return list(chain.from_iterable(answers))
+
+    async def list_buckets(self) -> list[tuple[int, int, int, int, bool]]:
+        """Return phase, batch, query length and blocks of each bucket, and whether it is warmed up.
+        Those of the first replica stand for all; a device without buckets has none."""
+        found, *_ = await self._call_workers(Worker.list_buckets)
+        return found
 
     async def reset_prefix_cache(self, device: Any = None) -> bool:
         """Empty the prefix cache. Returns False and changes nothing while requests run."""
@@ -698,7 +720,7 @@ class AsyncLLM:
     # ---- replicas -------------------------------------------------------------------------
 
     def replica_states(self) -> list[ReplicaState]:
-        """What each replica of the engine does."""
+        """Return the state of each replica of the engine."""
         return self._core.states()
 
     async def drain_replica(self, replica: int) -> None:
@@ -725,7 +747,7 @@ class AsyncLLM:
 
         Args:
             replica: index of the replica, which may have died.
-            timeout: seconds for its requests to end; those that have not ended then end with an
+            timeout: seconds for its requests to finish; the others then fail with an
                 error. None: no limit.
 
         Raises:
@@ -746,7 +768,7 @@ class AsyncLLM:
         await self._call_workers(Worker.start_profile)
 
     async def stop_profile(self) -> list[str]:
-        """End the trace and write it; returns when the file is complete.
+        """Stop the trace and write it; return when the file is complete.
 
         Returns:
             A sentence about each replica that has no trace, such as one that was started again
@@ -763,7 +785,8 @@ class AsyncLLM:
 
 
 def _replicas(engine_args: "EngineArgs | None", config: VllmConfig | None) -> ParallelConfig:
-    """How many cores to start, and where. A wrong number is reported when the config is made."""
+    """Return how many cores to start, and where. A wrong number is reported when the config is
+    made."""
     if config is not None:
         return config.parallel
     assert engine_args is not None

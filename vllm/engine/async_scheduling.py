@@ -3,8 +3,8 @@
 import time
 
 _MIN_SHARE = 0.03
-"""The host's share of the time of a step. Below it scheduling ahead gains nothing, and a new
-request would wait for one more step, which may take seconds."""
+"""Minimum fraction of a step that the host must take. Below it scheduling ahead gains nothing, and
+a new request would wait for one more step, which may take seconds."""
 
 _DECAY = 0.9
 """Weight of the earlier steps in the moving averages."""
@@ -19,7 +19,7 @@ class AsyncSchedulingPolicy:
 
     Args:
         is_allowed: False never schedules ahead.
-        min_share: schedule ahead when the host's share of a step is at least this; 0: always.
+        min_share: schedule ahead when the host takes at least this fraction of a step; 0: always.
     """
 
     def __init__(self, is_allowed: bool, min_share: float = _MIN_SHARE) -> None:
@@ -39,11 +39,11 @@ class AsyncSchedulingPolicy:
         return self._is_allowed and self._host_s >= self._min_share * self._step_s
 
     def wait(self) -> None:
-        """The host begins to wait for a result."""
+        """Note that the host begins to wait for a result."""
         self._wait_began = time.perf_counter()
 
     def result(self) -> None:
-        """The result is there."""
+        """Note that a result has arrived."""
         now = time.perf_counter()
         if self._last_result is not None:
             host_s, step_s = self._wait_began - self._last_result, now - self._last_result
@@ -53,5 +53,5 @@ class AsyncSchedulingPolicy:
         self._last_result = now
 
     def idle(self) -> None:
-        """There was nothing to compute: the time until the next result does not count."""
+        """Note that there was nothing to compute: the time until the next result does not count."""
         self._last_result = None

@@ -64,6 +64,11 @@ class BackgroundWarmUp:
         if share:
             self._name(max_delay_s)
 
+    def resume(self) -> None:
+        """Continue: the workers have further parts."""
+        self.is_done = self._is_told = False
+        self._named = self._held_since_s = None
+
     # ---- without requests -----------------------------------------------------------------
 
     def run_idle(self) -> None:

@@ -1,4 +1,4 @@
-"""What an engine core can be asked for besides requests: the one table of its calls.
+"""The table of all calls of an engine core, apart from requests.
 
 Each method of `CoreCalls` is an entry: its name, arguments, result and docstring. `EngineCore` has
 these methods. `LLMEngine` calls them in its own process, `AsyncLLM` by a message to each core.
@@ -59,6 +59,20 @@ class CoreCalls(Protocol):
 
         Returns:
             One result per worker.
+
+        Raises:
+            EngineDeadError: the engine has failed.
+        """
+        ...
+
+    def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
+        """Begin to warm up other buckets, which replace the present ones when all are warm.
+
+        Args:
+            buckets: phase, batch, query length and blocks of each.
+
+        Returns:
+            Whether there is anything to warm up; False as well while a warm-up is not over.
 
         Raises:
             EngineDeadError: the engine has failed.

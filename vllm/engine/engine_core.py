@@ -15,6 +15,7 @@ from vllm.core.kv.cache_events import CacheEventLog
 from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.kv.state_cache import StateCache
 from vllm.core.media import EncoderCache
+from vllm.core.pacing.step_bound import StepBound
 from vllm.core.scheduler import Scheduler
 from vllm.distributed.kv_transfer import KVConnector
 from vllm.distributed.kv_transfer.choose import make_connector
@@ -120,6 +121,7 @@ class EngineCore(CoreCalls):
             media=_encoder_cache(
                 config, self.executor.max_image_embeddings, self.executor.num_item_states
             ),
+            step_bound=_step_bound(config),
         )
         self._transfer = self._make_transfer(cache)
         self._run_ahead = run_ahead or AsyncSchedulingPolicy(
@@ -140,7 +142,8 @@ class EngineCore(CoreCalls):
         hpu, parallel = self.config.hpu, self.config.parallel
         # Engines of an external launcher act alike, and would not read the same clock.
         is_alone = parallel.distributed_executor_backend != "external_launcher"
-        share = hpu.warm_up_share if hpu.serves_while_warming and is_alone else 0.0
+        is_loaded = hpu.serves_while_warming or hpu.adapt_buckets
+        share = hpu.warm_up_share if is_loaded and is_alone else 0.0
         return BackgroundWarmUp(self.executor.warm_up_steps(), share, hpu.warm_up_max_delay)
 
     def _make_transfer(self, cache: KVCacheManager) -> KVTransfer | None:
@@ -151,8 +154,8 @@ class EngineCore(CoreCalls):
             self.executor.shutdown()
             self._close_connections()
             raise ConfigError(
-                "kv_transfer_config: this model has layers with sliding windows, whose blocks "
-                "are not kept outside of the KV cache. Leave it out"
+                "kv_transfer_config is not supported for models with sliding-window layers, whose "
+                "blocks are not kept outside of the KV cache. Leave it out"
             )
         return KVTransfer(connector, cache, self.executor)
 
@@ -277,10 +280,18 @@ class EngineCore(CoreCalls):
         if (line := self._warm_up.cold_line()) is not None:
             logger.warning(line)
 
+    def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
+        """Ask all workers, which agree, and run their parts as the rest of a warm-up."""
+        self._check_alive()
+        has_begun = all(self.executor.call(Worker.replace_buckets, buckets))
+        if has_begun:
+            self._warm_up.resume()
+        return has_begun
+
     def _save_measurements(self) -> None:
         self._has_measured = False
         for path in self.executor.call(Worker.save_measurements):
-            logger.info("wrote measurements to %s", path)
+            logger.info("wrote the measured ranges to %s", path)
 
     def _queue(self, request: EngineRequest) -> None:
         self._has_measured = self._is_measuring
@@ -348,7 +359,8 @@ class EngineCore(CoreCalls):
 
     @property
     def failure_fd(self) -> int | None:
-        """See `Executor.failure_fd`."""
+        """Return the file descriptor that becomes readable when a worker fails; see
+        `Executor.failure_fd`."""
         return self.executor.failure_fd
 
     def check_health(self) -> None:
@@ -363,7 +375,7 @@ class EngineCore(CoreCalls):
             self._fail("a worker", failure)
 
     def stats(self) -> SchedulerStats:
-        """Numbers of requests, use of the KV cache, and counters."""
+        """Return numbers of requests, use of the KV cache, and counters."""
         stats = self.scheduler.stats()
         num_waiting = stats.num_waiting + len(self._resources)
         running, waiting = self._resources.adapter_names(self.scheduler.running.adapters)
@@ -405,8 +417,8 @@ class EngineCore(CoreCalls):
         num_requests = self.scheduler.num_unfinished_requests + len(self._resources)
         if num_requests:
             raise CapacityError(
-                f"the engine cannot sleep while requests run or wait (now {num_requests}): let "
-                f"them end, or abort them, and call sleep again",
+                f"the engine cannot sleep while requests run or wait (now {num_requests}): wait "
+                "until they finish, or abort them, and call sleep again",
                 status=409,
             )
         while self._in_flight:  # wait for steps whose requests have all left
@@ -484,7 +496,7 @@ class EngineCore(CoreCalls):
             self._publisher.publish(events)
 
     def _close_connections(self) -> None:
-        """After a start that has failed."""
+        """Close the connections after a failed start."""
         if self._connector is not None:
             self._connector.close()
         self._close_publisher()
@@ -521,6 +533,11 @@ def _encoder_cache(
         most_whole=limits.longest_chunk if is_whole else None,
         largest=largest,
     )
+
+
+def _step_bound(config: VllmConfig) -> StepBound | None:
+    max_ms = config.scheduler.max_step_ms
+    return StepBound(max_ms / 1e3, config.parallel.num_pipelined_steps) if max_ms else None
 
 
 def _make_connector(config: VllmConfig) -> KVConnector | None:

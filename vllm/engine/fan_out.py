@@ -8,7 +8,8 @@ from vllm.messages import EngineRequest
 
 
 def fan_out(request: EngineRequest) -> list[EngineRequest]:
-    """One request per sample, ordered by index; the request itself when there is one sample.
+    """Split a request into one per sample, ordered by index; a request with one sample is returned
+    unchanged.
 
     Sample i of request r has the id "i_r" and the seed of r plus i.
     """
@@ -39,13 +40,12 @@ def fan_out(request: EngineRequest) -> list[EngineRequest]:
 
 
 def sample_id(request_id: str, index: int) -> str:
-    """The id in the core of one sample of a request with several."""
+    """Return the core's id of one sample of a request with several."""
     return f"{index}_{request_id}"
 
 
 def known_ids(request_id: str) -> tuple[str, str]:
-    """The ids by which the parent of a core may know a request: its own, or that of its first
-    sample."""
+    """Return the core ids that a request may have: its own, or the id of its first sample."""
     return request_id, sample_id(request_id, 0)
 
 

@@ -1,4 +1,4 @@
-"""Publishes the events of the KV cache over ZMQ, and resends those that a subscriber missed.
+"""Publishes the events of the KV cache over ZMQ, and resends the batches that a subscriber missed.
 
     PUB      (topic, number of the batch, batch)             one per step with events
     ROUTER   (b"", number)  ->  (b"", number, batch) ...     from that number on
@@ -67,7 +67,7 @@ class KVEventPublisher:
         self._threads = threads
         for thread in threads:
             thread.start()
-        logger.info("events of the KV cache are published at %s", config.endpoint)
+        logger.info("publishing events of the KV cache at %s", config.endpoint)
 
     def publish(self, events: list[CacheEvent]) -> None:
         """Send events as one batch without waiting. If the queue is full, the batch is dropped."""
@@ -134,9 +134,7 @@ class KVEventPublisher:
                 except zmq.ContextTerminated:
                     return
                 if len(rest) != 2 or rest[0] or len(rest[1]) != _NUMBER_BYTES:
-                    logger.debug(
-                        "the replay endpoint got a message that is not the number of a batch"
-                    )
+                    logger.debug("the replay endpoint got a message that is not a batch number")
                     continue
                 first = int.from_bytes(rest[1], "big")
                 with self._kept_lock:

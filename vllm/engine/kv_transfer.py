@@ -65,7 +65,7 @@ class KVTransfer:
         return self._connector.prefetch(keys[num_cached:]) if num_cached < len(keys) else None
 
     def enter(self, request: EngineRequest) -> None:
-        """A request waits from now on."""
+        """Note that a request waits from now on."""
         if self._can_load(request):
             self._waiting.add(request.request_id)
 
@@ -95,7 +95,7 @@ class KVTransfer:
             taken.update(shared)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Requests end without an output; unknown ids are ignored."""
+        """End requests without an output; unknown ids are ignored."""
         ids = set(request_ids)
         self._waiting -= ids
         outputs = [(written, output.split(ids)[1]) for written, output in self._last_outputs]
@@ -107,7 +107,7 @@ class KVTransfer:
         return bool(self._last_outputs)
 
     def take_output(self, timeout_s: float = 0.0) -> EngineOutput | None:
-        """The last output of requests whose blocks are written, each once.
+        """Return the last output of requests whose blocks are written, each once.
 
         Args:
             timeout_s: to wait for it.
@@ -165,19 +165,20 @@ class KVTransfer:
         return self._connector.save(keys, blocks)
 
     def reset(self) -> None:
-        """The prefix cache was emptied, perhaps because the weights will change."""
+        """Handle that the prefix cache was emptied, perhaps because the weights will change."""
         if self._cache.freed is not None:
             self._cache.freed = []
         self._is_open = self._is_mixed = False
         self._namespace = None
 
     def check_weights(self) -> None:
-        """The workers have run a method of the user, who may have changed the weights."""
+        """Stop saving blocks, because the workers have run a method of the user, who may have
+        changed the weights."""
         self._is_open = False
 
     @property
     def stats(self) -> TransferStats:
-        """What was looked up, loaded and saved since the start."""
+        """Return counts of what was looked up, loaded and saved since the start."""
         return TransferStats(
             num_queries=self._num_queries,
             num_hits=self._num_hits,
@@ -199,7 +200,7 @@ class KVTransfer:
             self._is_mixed = True
             logger.warning(
                 "the weights have changed and the prefix cache was not emptied: no KV blocks are "
-                "saved until reset_prefix_cache"
+                "saved until reset_prefix_cache is called"
             )
         self._namespace = namespace
         self._connector.open(namespace)
@@ -209,7 +210,8 @@ class KVTransfer:
         return self._loads and request.sampling_params.prompt_logprobs is None
 
     def _keys(self, request: EngineRequest) -> list[bytes]:
-        """Keys of the blocks of the prompt, without the last token, which has to be computed."""
+        """Return keys of the blocks of the prompt, without the last token, which has to be
+        computed."""
         return block_hashes(
             root_hash(request),
             request.prompt_token_ids[:-1],
@@ -230,7 +232,7 @@ class KVTransfer:
         )
         self._num_hits += num_loaded * size
         if num_loaded:
-            logger.debug("%d KV blocks of %s were loaded", num_loaded, request.request_id)
+            logger.debug("loaded %d KV blocks of %s", num_loaded, request.request_id)
 
     def _write(self, block_ids: list[int], blocks: list[BlockData]) -> bool:
         self.save_freed()
@@ -248,7 +250,7 @@ def _log_size(config: KVTransferConfig, block_bytes: int) -> None:
     """Tell what is kept, and how much of it."""
     num_blocks = int(config.kv_buffer_size / block_bytes)
     logger.info(
-        "KV blocks are kept outside of the KV cache as well: %s, %s, %.2f GB of host memory for at "
+        "KV blocks are also kept outside of the KV cache: %s, %s, %.2f GB of host memory for at "
         "most %d blocks",
         config.kv_connector,
         config.kv_role,
@@ -257,8 +259,8 @@ def _log_size(config: KVTransferConfig, block_bytes: int) -> None:
     )
     if not num_blocks:
         logger.warning(
-            "kv_transfer_config: kv_buffer_size is %d bytes and a KV block has %d: host memory "
-            "keeps none. Set a larger kv_buffer_size",
+            "kv_transfer_config: kv_buffer_size is %d bytes, and a KV block has %d: no block fits "
+            "into host memory. Set a larger kv_buffer_size",
             config.kv_buffer_size,
             block_bytes,
         )

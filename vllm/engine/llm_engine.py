@@ -70,7 +70,7 @@ class Core(CoreCalls, Protocol):
         ...
 
     def stats(self) -> SchedulerStats:
-        """Numbers of requests, use of the KV cache, and counters."""
+        """Return numbers of requests, use of the KV cache, and counters."""
         ...
 
     def shutdown(self) -> None:
@@ -131,6 +131,9 @@ class LLMEngine:
             self._stats_log = StatsLog(self.metrics)
             if recorded is not None:
                 self._traffic_file = TrafficFile(Path(recorded), self.metrics)
+                self._traffic_file.note_engine(
+                    core.call_workers(Worker.describe_engine.__name__)[0]
+                )
                 weakref.finalize(self, self._traffic_file.write)
         self.output_processor = OutputProcessor(tokenizer, self._recorder)
         # Runs when the engine is collected or the interpreter exits, whichever comes first.
@@ -151,8 +154,13 @@ class LLMEngine:
         """
         if engine_args.data_parallel_size != 1:
             raise ConfigError(
-                f"data_parallel_size={engine_args.data_parallel_size}: LLM computes in one "
-                f"process, with one replica. Leave it out, or run `vllm serve` or `vllm run-batch`"
+                f"data_parallel_size={engine_args.data_parallel_size}: LLM runs one replica in "
+                "one process. Leave it out, or run `vllm serve` or `vllm run-batch`"
+            )
+        if engine_args.adapt_buckets:
+            raise ConfigError(
+                "adapt_buckets=True: LLM has no loop that follows the traffic of an hour. Leave it "
+                "out, or run `vllm serve`"
             )
         began = time.monotonic()
         engine = cls.from_vllm_config(engine_args.create_engine_config())
@@ -196,11 +204,11 @@ class LLMEngine:
         """Queue a request. A refused request changes nothing.
 
         Args:
-            request_id: comes back in the outputs; free again when the request has finished.
+            request_id: is returned in the outputs; free again when the request has finished.
             prompt: of any prompt type.
             params: how to sample, or to pool; may be used again.
             arrival_time: in seconds of `time.time()`; None is now.
-            lora_request: the adapter to use; None: the model alone.
+            lora_request: the adapter to use; None: the model without an adapter.
             priority: a smaller one goes first, where the scheduling policy is "priority".
 
         Raises:
@@ -276,7 +284,7 @@ class LLMEngine:
             # An error is better than waiting forever.
             lost = ", ".join(self.output_processor.unfinished_request_ids)
             raise EngineDeadError(
-                f"the engine core has nothing left to do, but these requests have not ended: {lost}"
+                f"the engine core has no work left, but these requests have not finished: {lost}"
             )
         return outputs
 
@@ -285,37 +293,38 @@ class LLMEngine:
         return self.output_processor.num_unfinished_requests > 0
 
     def get_num_unfinished_requests(self) -> int:
-        """Number of requests that have not ended; one with several samples counts once."""
+        """Return the number of requests that have not finished; one with several samples counts
+        once."""
         return self.output_processor.num_unfinished_requests
 
     # ---- settings -------------------------------------------------------------------------
 
     def get_vllm_config(self) -> VllmConfig:
-        """The config of the engine."""
+        """Return the config of the engine."""
         return self.vllm_config
 
     def get_model_config(self) -> ModelConfig:
-        """The model's part of the config."""
+        """Return the model's part of the config."""
         return self.vllm_config.model
 
     def get_scheduler_config(self) -> SchedulerConfig:
-        """The scheduler's part of the config."""
+        """Return the scheduler's part of the config."""
         return self.vllm_config.scheduler
 
     def get_parallel_config(self) -> ParallelConfig:
-        """The config of parallelism."""
+        """Return the config of parallelism."""
         return self.vllm_config.parallel
 
     def get_decoding_config(self) -> StructuredOutputConfig:
-        """The part of the config about structured output."""
+        """Return the part of the config for structured output."""
         return self.vllm_config.structured_output
 
     def get_lora_config(self) -> LoRAConfig | None:
-        """The config of LoRA; None if it is off."""
+        """Return the config of LoRA; None if it is off."""
         return self.vllm_config.lora if self.vllm_config.lora.enable_lora else None
 
     def get_tokenizer_group(self) -> "PreTrainedTokenizerBase":
-        """The tokenizer, which all requests use, those with adapters too.
+        """Return the tokenizer, which all requests use, with and without adapters.
 
         Raises:
             RequestError: the engine runs without a tokenizer.
@@ -323,13 +332,13 @@ class LLMEngine:
         return self.get_tokenizer()
 
     def is_tracing_enabled(self) -> bool:
-        """False: the server makes the traces of requests."""
+        """Return False: the server makes the traces of requests."""
         return False
 
     # ---- statistics -----------------------------------------------------------------------
 
     def get_metrics(self) -> list[Metric]:
-        """The metrics since the engine started: those of a server's /metrics.
+        """Return the metrics since the engine started, the same as a server's /metrics.
 
         Raises:
             RequestError: the engine collects no metrics, as `disable_log_stats` is True.
@@ -383,7 +392,7 @@ class LLMEngine:
         return check_pinned(lora_id, answers, self.vllm_config)
 
     def list_loras(self) -> set[int]:
-        """The numbers (`lora_int_id`) of the adapters in memory."""
+        """Return the ids (`lora_int_id`) of the adapters in memory."""
         if not self.vllm_config.lora.enable_lora:
             return set()
         return set(chain.from_iterable(self._call_workers(Worker.adapter_numbers)))
@@ -440,7 +449,7 @@ class LLMEngine:
         return self.input_processor.tokenizer
 
     def get_tokenizer(self, lora_request: Any = None) -> "PreTrainedTokenizerBase":
-        """The tokenizer; every adapter has the same one.
+        """Return the tokenizer, which is the same for every adapter.
 
         Raises:
             RequestError: the engine runs without a tokenizer.

@@ -9,7 +9,7 @@ from vllm.messages import AdapterRef, EngineRequest, Finished, FinishReason
 
 
 class RequestResources:
-    """What requests need besides the model.
+    """The resources that requests need in addition to the model.
 
     Args:
         release: tells the workers which requests with an adapter or images have ended.
@@ -29,14 +29,14 @@ class RequestResources:
         """By the keys of adapters in use."""
 
     def __len__(self) -> int:
-        """Requests that are not scheduled yet."""
+        """Return the number of requests that are not scheduled yet."""
         return len(self._loading) + len(self._refused)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._loading or request_id in self._refused
 
     def hold(self, request: EngineRequest) -> None:
-        """The workers are told to load what a request needs."""
+        """Tell the workers to load what a request needs."""
         if request.adapter is not None:
             adapter = self._adapters[request.request_id] = request.adapter
             self._uses[adapter.key] += 1
@@ -45,7 +45,7 @@ class RequestResources:
             self._with_media.add(request.request_id)
 
     def adapter_names(self, running: Mapping[str, int]) -> tuple[list[str], list[str]]:
-        """The names of the adapters of requests that run, and of those that wait.
+        """Return the names of the adapters of requests that run, and of requests that wait.
 
         Args:
             running: key of an adapter -> requests that run.
@@ -64,7 +64,7 @@ class RequestResources:
         self._loading[request.request_id] = request, future
 
     def take_loaded(self, timeout_s: float) -> list[EngineRequest]:
-        """The requests that can be scheduled now.
+        """Return the requests that can be scheduled now.
 
         Args:
             timeout_s: to wait for one of them.
@@ -85,13 +85,13 @@ class RequestResources:
         return loaded
 
     def take_refused(self) -> dict[str, Finished]:
-        """The requests that cannot run, each once."""
+        """Return the requests that cannot run, each once."""
         refused, self._refused = self._refused, {}
         self.end(refused)
         return refused
 
     def end(self, request_ids: Iterable[str]) -> None:
-        """Requests have ended, some of which may need nothing."""
+        """Release the resources of finished requests, some of which may have none."""
         ended = list(request_ids)
         for request_id in ended:
             self._loading.pop(request_id, None)

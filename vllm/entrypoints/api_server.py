@@ -57,7 +57,7 @@ async def generate(request: Request) -> Response:
 
 
 def read_body(data: bytes, args: ServerArgs) -> tuple[str, bool, SamplingParams]:
-    """Prompt, whether the answer is streamed, and how to sample.
+    """Read the prompt, whether the answer is streamed, and how to sample.
 
     Raises:
         RequestError: the body is not as the module describes.
@@ -123,7 +123,8 @@ def _body(prompt: str, output: RequestOutput) -> Mapping[str, Any]:
 
 
 def load_server(engine: AsyncLLM, args: ServerArgs) -> tuple[ServerContext, FastAPI]:
-    """The application of the OpenAI server, plus /generate. Raises like its `load_server`."""
+    """Return the application of the OpenAI server, plus /generate. Raises like its
+    `load_server`."""
     from vllm.entrypoints.server import app as openai_app
 
     context, app = openai_app.load_server(engine, args)

@@ -53,7 +53,7 @@ class ChatOptions:
     chat_template: str | None = None
     """Jinja template, or the name of one of the tokenizer's. None: the tokenizer's own."""
     content_format: ContentFormat = "auto"
-    """How the template expects content: as a string, or as a list of parts (openai)."""
+    """Form of content that the template expects: a string, or a list of parts (openai)."""
     add_generation_prompt: bool = True
     """Add the beginning of the assistant's answer at the end."""
     continue_final_message: bool = False
@@ -77,8 +77,8 @@ class ChatOptions:
             )
         if self.add_generation_prompt and self.continue_final_message:
             raise RequestError(
-                "continue_final_message and add_generation_prompt cannot both be true: "
-                "set add_generation_prompt=False to continue the last message",
+                "continue_final_message and add_generation_prompt cannot both be true: set "
+                "add_generation_prompt=False to continue the last message",
                 param="continue_final_message",
             )
         if taken := [name for name in self.template_kwargs if name in _OWN_ARGUMENTS]:
@@ -144,8 +144,8 @@ def rendering_arguments(
     options: ChatOptions,
     rules: MediaRules | None = None,
 ) -> tuple[dict[str, Any], list[MediaPart]]:
-    """The arguments of `render_conversation`, which are JSON if the messages and variables are, and
-    the media of the messages.
+    """Return the arguments of `render_conversation`, which are JSON if the messages and variables
+    are, and the media of the messages.
 
     Raises:
         RequestError: there is no template, or a message is malformed.

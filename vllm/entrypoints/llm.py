@@ -27,6 +27,7 @@ from vllm.entrypoints.shared.media import (
     media_prompt,
     media_rules,
 )
+from vllm.entrypoints.shared.replayed_traffic import with_recorded_traffic
 from vllm.errors import RequestError
 from vllm.inputs import PromptType, TextPrompt, TokensPrompt
 from vllm.lora.request import LoRARequest
@@ -73,7 +74,8 @@ class LLM(PoolingMethods):
         from vllm.engine.arg_utils import EngineArgs
 
         engine_args.setdefault("disable_log_stats", True)
-        self._start(LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args)))
+        args = with_recorded_traffic(EngineArgs(model=model, **engine_args))
+        self._start(LLMEngine.from_engine_args(args))
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> "LLM":
@@ -220,7 +222,7 @@ class LLM(PoolingMethods):
         params: BeamSearchParams,
         lora_request: Any = None,
     ) -> list[BeamSearchOutput]:
-        """Find the likeliest continuations of every prompt, best first.
+        """Find the most likely continuations of every prompt, best first.
 
         Needs `max_logprobs` of the engine to be at least twice the beam width.
 
@@ -262,7 +264,7 @@ class LLM(PoolingMethods):
     @classmethod
     @contextmanager
     def deprecate_legacy_api(cls) -> Iterator[None]:
-        """Show all deprecation warnings within the block, also those that Python would hide."""
+        """Show all deprecation warnings within the block, also ones that Python would hide."""
         with warnings.catch_warnings():
             warnings.simplefilter("always", DeprecationWarning)
             yield
@@ -292,7 +294,8 @@ class LLM(PoolingMethods):
         return self.collective_rpc(lambda worker: func(worker.get_model()))
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends; a new object each time."""
+        """Return the sampling parameters that the model's generation_config.json recommends, in a
+        new object each time."""
         defaults = dict(self.llm_engine.generation_defaults)
         defaults.pop("eos_token_ids", None)
         return SamplingParams.from_optional(**defaults)
@@ -346,7 +349,8 @@ class LLM(PoolingMethods):
         return cast(list[RequestOutput], run_requests(self.llm_engine, requests, use_tqdm))
 
     def _params_per_prompt(self, params: Params | None, count: int) -> list[SamplingParams]:
-        """Copies that request only the final output; the caller's objects do not change."""
+        """Copy the parameters for each prompt, with only the final output; the caller's objects do
+        not change."""
         if params is None:
             params = self.get_default_sampling_params()
         if not isinstance(params, Sequence):

@@ -1,4 +1,4 @@
-"""Settings of the Habana bridge that this engine makes where the user has not: the one table.
+"""Settings of the Habana bridge that this engine makes if the user has not: the one table.
 
 `envs` sets them, for `platforms.hpu`. What else the bridge reads is in `env/others`.
 """
@@ -16,7 +16,7 @@ class BridgeSetting:
     value: str
     why: str
     source: str
-    """Who else sets it so, or says what it does."""
+    """Other software that sets it to this value, or documentation of it."""
     is_for_lazy: bool = True
     """False: it is for eager mode and torch.compile."""
     is_early: bool = True

@@ -1,4 +1,5 @@
-"""Environment variables of the vLLM 0.9 Gaudi fork and its plugin that have no effect here.
+"""Environment variables of the vLLM 0.9 Gaudi fork and its plugin that have no effect in this
+version.
 
 A deployment written for them must not find that a setting was dropped without a word. What tunes
 something this engine does not have, or does by itself, is a warning that says so. What would
@@ -17,7 +18,7 @@ class CompatVariable:
 
     name: str
     reason: str
-    """Why it has none, or what is missing; a clause without a full stop."""
+    """Reason why it has none, or feature that is missing; a clause without a full stop."""
     available: bool = True
     """True: accepted with a warning. False: an engine does not start while it is set."""
     same_as: bool | None = None
@@ -32,58 +33,57 @@ def _refused(reason: str, name: str, same_as: bool | None = None) -> CompatVaria
     return CompatVariable(name, reason, available=False, same_as=same_as)
 
 
-_V0 = "it belongs to the V0 engine, which does not exist here"
+_V0 = "it belongs to the V0 engine, which this version does not have"
 _IN_PROCESS = (
-    "LLM computes in the caller's process, and the engine process of a server is reached by a "
-    "socket file of its own"
+    "LLM computes in the caller's process, and a server reaches its engine process by a socket "
+    "file of its own"
 )
 _NO_TIMEOUTS = (
-    "a step may take any time, or --distributed-timeout-s on several devices, and a dead engine is "
-    "noticed without a timeout; --request-timeout limits a request"
+    "a step may take any time, or --distributed-timeout-s on several devices, and a dead engine "
+    "is noticed without a timeout; --request-timeout limits a request"
 )
 _QUANTIZATION = "quantization on a card has no such setting"
 _IMAGE_SIZES = (
-    "every image has a padded size that is warmed up, by the model or by VLLM_MULTIMODAL_BUCKETS"
+    "every image has a padded size that is warmed up, chosen by the model or by "
+    "VLLM_MULTIMODAL_BUCKETS"
 )
 _IMAGE_CACHE = "--mm-processor-cache-gb is the memory for processed images"
 _VIDEO = "videos are decoded by FFmpeg in PyAV"
-_IMAGE_WARM_UP = (
-    "the warm-up runs every padded size of the encoder of images, as it runs the buckets"
-)
-_IMAGE_SOFTMAX = "encoders of images attend with the exact softmax of fused attention"
+_IMAGE_WARM_UP = "the warm-up runs every padded size of the image encoder, as it runs the buckets"
+_IMAGE_SOFTMAX = "image encoders attend with the exact softmax of fused attention"
 _EXPERTS = (
-    "how experts are computed has no setting but --enable-expert-parallel: on hpu all experts see "
-    "all tokens"
+    "MoE execution has no setting but --enable-expert-parallel: on hpu every expert processes "
+    "every token"
 )
-_RECURRENT = "the state of Mamba layers has one layout, and is computed in one way"
-_GATED_DELTA = "gated delta networks (GDN) run their prompts by chunks, and compute them in float32"
-_LATENT = "latent attention has one form, with a latent cache"
+_RECURRENT = "the state of Mamba layers has only one layout and one implementation"
+_GATED_DELTA = "gated delta networks (GDN) process prompts in chunks, in float32"
+_LATENT = "latent attention has only one implementation, with a latent cache"
 _STRUCTURED = "compiled grammars are kept within grammar_cache_bytes"
-_DISAGGREGATED = "kv_transfer_config chooses what keeps and shares KV blocks"
-_ONE_SUM = "the results of several devices are added up in one collective"
-_REPLICAS = "--data-parallel-size starts replicas of the engine, which tells them their places"
-_RAY = "an actor of Ray is one worker with one device, and gets messages by calls"
-_OTHER_DEVICE = "it is for another device"
+_DISAGGREGATED = "kv_transfer_config chooses where KV blocks are kept and shared"
+_ONE_SUM = "the results of several devices are added in one collective"
+_REPLICAS = "--data-parallel-size starts the replicas of the engine and gives each its index"
+_RAY = "a Ray actor is one worker with one device, and gets messages by calls"
+_OTHER_DEVICE = "it is for a different device"
 _OTHER_BUILD = "it belongs to the build and the images of the fork"
 _OTHER_TESTS = "it belongs to the tests of the fork"
 _DETECTED = "what it overrides is detected"
 _NO_UNLOCKING = "no setting has to be unlocked"
 _PROMPT_ATTENTION = "set VLLM_PROMPT_USE_FUSEDSDPA or VLLM_PROMPT_USE_FLEX_ATTENTION instead"
 _FLOAT32_SOFTMAX = (
-    "the softmax of decoding is always float32, and that of prompts is with "
+    "the softmax of decodes is always float32, and the softmax of prompts is float32 with "
     "VLLM_PROMPT_USE_FUSEDSDPA=0"
 )
 _WINDOW_OF_KERNEL = "fused attention gets a sliding window at every length that its kernel takes"
 _DEFRAGMENTED = (
-    "the blocks of running requests are moved together where decodes read slices of the KV cache; "
+    "the blocks of running requests are compacted if decodes read slices of the KV cache; "
     "VLLM_CONTIGUOUS_PA=0 turns both off"
 )
 _RUNS_AHEAD = (
-    "steps are scheduled ahead where that pays, see --async-scheduling; outputs are the same"
+    "steps are scheduled ahead if that saves time, see --async-scheduling; outputs are the same"
 )
-_NO_CACHE_FOLDER = "nothing is kept there; HF_HOME is the folder of downloaded models"
+_NO_CACHE_FOLDER = "no files are kept there; HF_HOME is the folder of downloaded models"
 _NO_USAGE_STATS = "no usage data is ever sent"
-_NO_COMPILE_CACHE = "the compile cache it controls does not exist here"
+_NO_COMPILE_CACHE = "the compile cache that it controls does not exist in this version"
 
 
 def _family(dimensions: tuple[str, ...], *parts: str) -> str:
@@ -99,12 +99,12 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         "VLLM_BATCH_INVARIANT",
         same_as=False,
     ),
-    *_ignored("there is one engine, of the V1 design", "VLLM_USE_V1", same_as=True),
+    *_ignored("there is only one engine, of the V1 design", "VLLM_USE_V1", same_as=True),
     # Buckets, warm-up and graphs.
-    *_ignored("a launch on a card always has a bucket", "VLLM_ENABLE_BUCKETING", same_as=True),
+    *_ignored("a batch on a card always has a bucket", "VLLM_ENABLE_BUCKETING", same_as=True),
     *_ignored("set VLLM_BUCKETING_STRATEGY instead", "VLLM_LINEAR_BUCKETING"),
     *_ignored(
-        "nothing reads it in the fork either",
+        "the fork does not read it either",
         _family(("PROMPT_BS", "PROMPT_SEQ", "DECODE_BS", "DECODE_BLOCK"), "LIMIT"),
     ),
     *_ignored("set VLLM_GRAPH_RESERVED_MEM instead", "VLLM_GRAPH_MEM_MARGIN"),
@@ -126,7 +126,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         same_as=False,
     ),
     *_ignored(
-        "cosines and sines are computed once, at start", "VLLM_COS_SIN_RECOMPUTE", same_as=False
+        "the RoPE table is computed once, at the start", "VLLM_COS_SIN_RECOMPUTE", same_as=False
     ),
     *_ignored(
         "a recorded graph always ends after VLLM_CONFIG_HIDDEN_LAYERS layers",
@@ -135,7 +135,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     ),
     *_ignored(_RUNS_AHEAD, "VLLM_DELAYED_SAMPLING VLLM_HPU_USE_DELAYED_SAMPLING", same_as=True),
     *_ignored(
-        "tokens that tie at the k-th place are always kept",
+        "tokens that tie with the k-th most likely one are always kept",
         "VLLM_HANDLE_TOPK_DUPLICATES",
         same_as=True,
     ),
@@ -145,7 +145,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         _NO_COMPILE_CACHE,
         "VLLM_DISABLE_COMPILE_CACHE VLLM_USE_STANDALONE_COMPILE VLLM_TEST_STANDALONE_COMPILE",
     ),
-    *_ignored("models always see flattened tokens", "VLLM_FLATTEN_INPUT", same_as=True),
+    *_ignored("models always get flattened tokens", "VLLM_FLATTEN_INPUT", same_as=True),
     *_ignored("weights are read one tensor at a time", "VLLM_WEIGHT_LOAD_FORCE_SYNC"),
     *_ignored("set PT_HPU_LAZY_MODE instead", "VLLM_BRIDGE_MODE"),
     *_ignored("set the argument enable_prefix_caching instead", "VLLM_PREFIX_CACHING"),
@@ -255,7 +255,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     ),
     *_ignored("no tool parser needs a timeout", "VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS"),
     *_ignored("a server serves one model", "VLLM_HPU_MULTI_MODEL_CONFIG"),
-    # What never concerned a Gaudi card, or this package.
+    # Variables that never concerned a Gaudi card, or this package.
     *_ignored(_V0, "VLLM_LOGITS_PROCESSOR_THREADS"),
     *_ignored(_NO_CACHE_FOLDER, "VLLM_CACHE_ROOT VLLM_CONFIG_ROOT"),
     *_ignored(

@@ -12,7 +12,7 @@ WORDS = {
     **dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True),
     **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False),
 }
-"""What a switch may say."""
+"""Accepted values of a switch."""
 
 
 def env(
@@ -39,7 +39,7 @@ def env(
 
 
 def parse(name: str, raw: str, annotation: Any, metadata: Mapping[str, Any]) -> Any:
-    """The value of a variable.
+    """Parse the value of a variable.
 
     Args:
         name: of the variable.

@@ -1,4 +1,5 @@
-"""Environment variables that other software reads: this package leaves alone what is set of them.
+"""Environment variables that other software reads: this package does not change the ones that are
+set.
 
 They do have an effect, so no warning speaks of them. The documentation lists them, with what this
 package relies on.
@@ -11,14 +12,14 @@ from vllm.env.bridge import BRIDGE_SETTINGS
 
 @dataclass(frozen=True)
 class OtherReader:
-    """Some software, and those of its variables that a user of this package meets."""
+    """Software, and its variables that a user of this package meets."""
 
     reader: str
     names: tuple[str, ...]
     note: str = ""
-    """What this package does about them."""
+    """Use of the variables by this package."""
     is_for_workers: bool = False
-    """Workers on other machines get those of the engine."""
+    """Whether workers on other machines get the engine's values."""
 
 
 def _read_by(
@@ -29,7 +30,7 @@ def _read_by(
 
 OTHER_READERS = (
     _read_by(
-        "the Habana bridge and the graph compiler, with a value of this engine",
+        "the Habana bridge and the graph compiler, with a value that the engine sets",
         " ".join(setting.name for setting in BRIDGE_SETTINGS),
         "the engine sets those that are unset, see above",
         is_for_workers=True,
@@ -43,7 +44,7 @@ OTHER_READERS = (
         EXPERIMENTAL_WEIGHT_SHARING PT_HPU_H2D_TRIVIAL_SCALES_MODE
         ENABLE_EXPERIMENTAL_FLAGS ENABLE_SKIP_REMOVAL_OF_GRAPH_INPUT_IDENTITY_NODES
         """,
-        "passed on as they are",
+        "passed on unchanged",
         is_for_workers=True,
     ),
     _read_by(
@@ -61,13 +62,13 @@ OTHER_READERS = (
         HCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME CCL_ATL_TRANSPORT
         OMPI_MCA_btl_vader_single_copy_mechanism LOCAL_RANK RANK LOCAL_WORLD_SIZE HLS_MODULE_ID ID
         """,
-        "several workers exchange tensors by them; --distributed-executor-backend "
+        "several workers exchange tensors with them; --distributed-executor-backend "
         "external_launcher reads RANK, LOCAL_RANK and LOCAL_WORLD_SIZE",
     ),
     _read_by(
         "huggingface_hub and transformers",
         "HF_TOKEN HF_HOME HF_HUB_OFFLINE XDG_CACHE_HOME",
-        "models that are named and not folders are downloaded by huggingface_hub",
+        "models that are given by name, not as a folder, are downloaded by huggingface_hub",
     ),
     _read_by(
         "PyTorch, OpenMP and Python",
@@ -75,7 +76,7 @@ OTHER_READERS = (
         KMP_AFFINITY GOMP_SPINCOUNT TORCHINDUCTOR_COMPILE_THREADS TORCHINDUCTOR_CACHE_DIR
         TRITON_CACHE_DIR LD_LIBRARY_PATH LD_PRELOAD PYTHONHASHSEED
         """,
-        "the engine process of a server starts with GOMP_SPINCOUNT=1000 where it is not set",
+        "the engine process of a server starts with GOMP_SPINCOUNT=1000 if it is not set",
     ),
     _read_by("the build of this package", "CXX", "the C++ compiler of the CPU kernels"),
     _read_by(
@@ -113,6 +114,6 @@ OTHER_READERS = (
         MAX_NUM_SEQS MAX_NUM_BATCHED_TOKENS BLOCK_SIZE GPU_MEM_UTILIZATION ENABLE_PREFIX_CACHING
         ASYNC_SCHEDULING EXTRA_ARGS NUM_CPUS INPUT_TOK OUTPUT_TOK CONCURRENT_REQ
         """,
-        "it writes a command line out of them",
+        "it builds a command line from them",
     ),
 )

@@ -7,7 +7,8 @@ from vllm.errors import ConfigError
 def rank_variables(
     rank: int, world_size: int, local_rank: int | None = None, num_local: int | None = None
 ) -> dict[str, str]:
-    """What tells libraries the place of a process among those of an engine, and its Gaudi card.
+    """Return the variables that tell libraries the rank of a process among the processes of an
+    engine, and its Gaudi card.
 
     Args:
         rank, world_size: of the process, and processes in all.
@@ -33,15 +34,15 @@ def _visible_cards(count: int) -> list[str]:
     cards = modules.split(",") if modules.strip() else [str(n) for n in range(count)]
     if len(cards) < count:
         raise ConfigError(
-            f"HABANA_VISIBLE_MODULES={modules!r} names {len(cards)} cards, and the engine needs "
+            f"HABANA_VISIBLE_MODULES={modules!r} names {len(cards)} cards, but the engine needs "
             f"{count}. Name more, or lower tensor_parallel_size or data_parallel_size"
         )
     return cards
 
 
 def modules_of(num_ranks: int) -> frozenset[int] | None:
-    """Return the modules of the cards that the processes of an engine on this machine take; None:
-    any. One process alone takes a card that is free, of those that it sees.
+    """Return the modules of the cards that the processes of an engine on this machine use; None:
+    any. A single process uses a free card, of the cards that it sees.
 
     Args:
         num_ranks: processes on this machine, of all replicas.

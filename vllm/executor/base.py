@@ -132,8 +132,8 @@ class Executor(ABC):
         return None
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Requests with an adapter have ended: after the steps that have been started, the workers
-        keep it for them no longer."""
+        """Release what the workers hold for finished requests with an adapter, after the steps that
+        have been started."""
         return None
 
     def call(
@@ -142,8 +142,8 @@ class Executor(ABC):
         *args: _Args.args,
         **kwargs: _Args.kwargs,
     ) -> list[_Result]:
-        """Call a method of every worker, after the steps that have been started. The workers go on
-        if it raises.
+        """Call a method of every worker, after the steps that have been started. The workers
+        continue if it raises.
 
         Args:
             method: of `Worker`, such as `Worker.wake_up`.
@@ -178,7 +178,7 @@ class Executor(ABC):
         """
 
     def stats(self) -> RunnerStats:
-        """Counters of the workers since the start; all 0 if they do not count.
+        """Return counters of the workers since the start; all 0 if they do not count.
 
         Every worker runs every step, so the one that counts stands for all of them.
         """
@@ -196,8 +196,8 @@ class Executor(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Shut down what runs of the workers: also after a start that has failed anywhere, and
-        before any start. Calling it again does nothing."""
+        """Shut down all workers that run, also after a failed start, or before any start. Calling
+        it again does nothing."""
 
 
 class WarmUpSteps:
@@ -255,7 +255,7 @@ class WarmUpSteps:
 
 
 def _first_reason(reasons: Sequence[str | None]) -> str | None:
-    """The first reason of a rank to give up a launch; names the rank if there are several."""
+    """Return the first reason of a rank to give up a launch; name the rank if there are several."""
     for rank, reason in enumerate(reasons):
         if reason is not None:
             return reason if len(reasons) == 1 else f"{reason} (rank {rank})"

@@ -36,7 +36,7 @@ from vllm.utils.clean_up import on_failure
 from vllm.worker.interface import StepHandleLike, Worker
 
 _ENGINES = itertools.count()
-"""Engines of this process. Those with the same number in all processes belong together."""
+"""Engines of this process. Engines with the same number in all processes belong together."""
 _VALUE, _FAILURE = b"v", b"f"
 _Result = TypeVar("_Result")
 _decode_output = decoder(ModelRunnerOutput).decode
@@ -62,15 +62,15 @@ class ExternalExecutor(UniProcExecutor):
         if world_size != parallel.world_size or self._rank >= world_size:
             raise ConfigError(
                 f"distributed_executor_backend='external_launcher': process RANK={self._rank} of "
-                f"WORLD_SIZE={world_size} was started, and tensor_parallel_size * "
+                f"WORLD_SIZE={world_size} was started, but tensor_parallel_size * "
                 f"pipeline_parallel_size is {parallel.world_size}. Start that many processes"
             )
         drafts = config.speculative.drafts
         if drafts is not None and drafts.adaptive:
             raise ConfigError(
                 "distributed_executor_backend='external_launcher' and speculative_config: set "
-                "adaptive to false, as the number of drafts would depend on the time that each "
-                "process takes"
+                "adaptive to false, because the number of drafts would depend on the speed of "
+                "each process"
             )
         self._size = world_size
         num_local = _number("LOCAL_WORLD_SIZE", world_size)
@@ -155,7 +155,7 @@ class ExternalExecutor(UniProcExecutor):
         return handle if self._layout.pipeline_size == 1 else _SharedStep(handle, self)
 
     def _share_result(self, handle: StepHandleLike) -> ModelRunnerOutput:
-        """The result of a step, which is called for in the same order in all processes.
+        """Return the result of a step; all processes call for results in the same order.
 
         Raises:
             CollectiveError: a stage has not left its part in time.
@@ -164,7 +164,7 @@ class ExternalExecutor(UniProcExecutor):
         name, name_of_errors = f"result/{number}", f"errors/{number}"
         source, has_tokens = self._layout.result_rank, True
         errors = output.errors
-        store: Any = self._meeting.store  # its stubs know of text alone
+        store: Any = self._meeting.store  # its stubs have only text
         try:
             # All that others wait for is left before this rank waits for others.
             if self._rank == source:
@@ -207,7 +207,7 @@ class _SharedStep:
         self._output: ModelRunnerOutput | None = None
 
     def result(self) -> ModelRunnerOutput:
-        """See `StepHandleLike`."""
+        """Wait for the result and share it with the other processes."""
         if self._output is None:
             self._output = self._executor._share_result(self._handle)
         return self._output
@@ -231,7 +231,7 @@ def _meeting(parallel: ParallelConfig, rank: int, place: RankAssignment) -> Rend
 
 
 def _first_error(failures: dict[int, Any]) -> Exception:
-    """The error of the rank that has failed first: the others may have waited for it."""
+    """Return the error of the rank that has failed first: the others may have waited for it."""
     rank, failure = min(failures.items(), key=lambda item: (item[1].is_of_another, item[0]))
     assert isinstance(failure, RankFailed)
     if failure.is_config_error:

@@ -1,5 +1,5 @@
-"""What processes of one server, or of one engine, must have in common when something else than
-this package has started them, perhaps on several machines."""
+"""Settings that processes of one server, or of one engine, must have in common if they were started
+separately, perhaps on several machines."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +19,7 @@ class Difference(NamedTuple):
 
 
 def facts_of_replica(config: VllmConfig) -> dict[str, str]:
-    """What the replicas of a server have in common: name -> value."""
+    """Return the settings that the replicas of a server have in common, by name."""
     model, parallel = config.model, config.parallel
     return {
         "version": __version__,
@@ -36,7 +36,8 @@ def facts_of_replica(config: VllmConfig) -> dict[str, str]:
 
 
 def facts_of_rank(config: VllmConfig) -> dict[str, str]:
-    """What the ranks of an engine have in common where each decides about its steps itself."""
+    """Return the settings that the ranks of an engine have in common if each decides about its
+    steps itself."""
     scheduler, cache, parallel = config.scheduler, config.cache, config.parallel
     return facts_of_replica(config) | {
         "tensor_parallel_size": str(parallel.tensor_parallel_size),
@@ -53,7 +54,7 @@ def facts_of_rank(config: VllmConfig) -> dict[str, str]:
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Difference | None:
-    """The first fact that differs; None: they agree.
+    """Return the first setting that differs; None: they agree.
 
     >>> difference({"dtype": "float32"}, {"dtype": "bfloat16"})
     Difference(name='dtype', ours='float32', theirs='bfloat16')

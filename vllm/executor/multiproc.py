@@ -50,11 +50,11 @@ class MultiprocExecutor(UniProcExecutor):
 
     @property
     def failure_fd(self) -> int | None:
-        """See `Executor.failure_fd`."""
+        """Return the file descriptor that becomes readable when a rank fails."""
         return None if self._ranks is None else self._ranks.failure_fd
 
     def check_health(self) -> None:
-        """See `Executor.check_health`."""
+        """Raise the failure of a rank that has failed."""
         if self._ranks is not None:
             self._ranks.check()
 
@@ -135,7 +135,7 @@ class MultiprocExecutor(UniProcExecutor):
         return output
 
     def prepare(self, request: EngineRequest) -> "Future[str | None] | None":
-        """See `Executor.prepare`.
+        """Load on all ranks what a request needs, in the background.
 
         Raises:
             RequestError: the request has code, which only rank 0 could run.
@@ -148,7 +148,8 @@ class MultiprocExecutor(UniProcExecutor):
         return wait_all([future, *self._running_ranks.prepare(request)])
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """See `Executor.release`. The next step tells if a rank has failed."""
+        """Release what the ranks hold for finished requests. The next step reports whether a rank
+        has failed."""
         with contextlib.suppress(RankError):
             self._running_ranks.broadcast(ReleaseRequests(request_ids=list(request_ids)))
         super().release(request_ids)
@@ -183,7 +184,7 @@ class MultiprocExecutor(UniProcExecutor):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """An error of rank 0 that comes from another rank is replaced by the reason."""
+        """Replace an error of rank 0 that another rank has caused by its reason."""
         try:
             yield
         except RequestError:
@@ -206,7 +207,7 @@ class _RunningStep:
 
     Args:
         handle: of rank 0.
-        result: from the last stage of a pipeline; None: that of rank 0.
+        result: from the last stage of a pipeline; None: the result of rank 0.
         executor: that has started it.
     """
 
@@ -221,7 +222,7 @@ class _RunningStep:
         self._executor = executor
 
     def result(self) -> ModelRunnerOutput:
-        """The result; waits for it."""
+        """Wait for the result and return it."""
         with self._executor._explained():
             own = self._handle.result()
             if self._result is None:

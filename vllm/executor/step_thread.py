@@ -94,7 +94,7 @@ class StepThread:
         return job.future
 
     def shutdown(self) -> None:
-        """Wait for the step that runs, cancel those that wait, and end the thread."""
+        """Wait for the step that runs, cancel the steps that wait, and end the thread."""
         self._end()
 
 

@@ -68,11 +68,12 @@ class UniProcExecutor(Executor):
             self._thread.call(lambda: worker.record_tokens(tokens))
 
     def prepare(self, request: EngineRequest) -> Future[str | None] | None:
-        """See `Executor.prepare`."""
+        """Load what a request needs, in the background."""
         return self._running_worker.prepare(request)
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """See `Executor.release`."""
+        """Release what the worker holds for finished requests, after the steps that have been
+        started."""
         worker = self._running_worker
         if self._thread is None:
             worker.release(request_ids)
@@ -95,7 +96,7 @@ class UniProcExecutor(Executor):
         return [call.result(timeout)]
 
     def stats(self) -> RunnerStats:
-        """Counters of the worker."""
+        """Return the counters of the worker."""
         return self._running_worker.stats()
 
     def shutdown(self) -> None:

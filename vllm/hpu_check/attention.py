@@ -47,17 +47,17 @@ class _Cache:
     tables: IntArray
 
     def slots(self, row: int, start: int, end: int) -> Tensor:
-        """Where the tokens of a request are."""
+        """Return the slots of the tokens of a request."""
         position = np.arange(start, end)
         blocks = self.tables[row, position // _BLOCK_SIZE].astype(np.int64)
         return torch.from_numpy(blocks * _BLOCK_SIZE + position % _BLOCK_SIZE)
 
     def tokens(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values in these slots, [n, G, D] each."""
+        """Return keys and values in these slots, [n, G, D] each."""
         return self.keys.flatten(0, 1)[slots], self.values.flatten(0, 1)[slots]
 
     def without(self, slots: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The caches on a device, flat, before the tokens in these slots are stored."""
+        """Return the caches on a device, flat, before the tokens in these slots are stored."""
         caches = self.keys.flatten(0, 1).clone(), self.values.flatten(0, 1).clone()
         for cache in caches:
             cache[slots] = 9.0
@@ -65,7 +65,8 @@ class _Cache:
 
 
 def check_decode(bridge: HabanaBridge) -> Outcome:
-    """One new token for each row: a plain list of blocks and a contiguous one, with a window."""
+    """Check one new token for each request: a plain list of blocks and a contiguous one, with a
+    window."""
     comparison = Comparison()
     seq_lens = np.array([5, 128, 129, 300], np.int32)
     for dtype in LIMITS:
@@ -126,7 +127,8 @@ def _decode(
 
 
 def check_prefill(bridge: HabanaBridge) -> Outcome:
-    """Several new tokens for each row, with the fused kernel: without context, with, windowed."""
+    """Check several new tokens for each request, with the fused kernel: without context, with,
+    windowed."""
     comparison = Comparison()
     query_lens = np.array([60, 7, 33], np.int32)
     for dtype in LIMITS:
@@ -188,7 +190,7 @@ def _prefill(
         context_lens + query_lens,
         options,
     )
-    # What was stored is compared too, as further heads: nothing has read it here.
+    # The stored tokens are also compared, as further heads, because nothing has read them.
     stored = [x.cpu()[new_slots] for x in (key_cache, value_cache)]
     got = torch.cat((_ragged(out.cpu(), query_lens), *stored), dim=1)
     return got, torch.cat((want, *cache.tokens(new_slots)), dim=1), shortest_s(bridge, run)
@@ -204,10 +206,10 @@ def _random_cache(seq_lens: IntArray, dtype: torch.dtype) -> _Cache:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """With padded rows after the real ones."""
+    """Append padded rows to the real ones."""
     return torch.cat((x, torch.randn(_PADDING, *x.shape[1:]).to(x.dtype)))
 
 
 def _ragged(x: Tensor, lengths: IntArray) -> Tensor:
-    """[B, Q, ...] -> [T, ...] without the padding."""
+    """Return [B, Q, ...] -> [T, ...] without the padding."""
     return torch.cat([x[row, :length] for row, length in enumerate(lengths.tolist())])

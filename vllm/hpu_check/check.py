@@ -1,4 +1,4 @@
-"""What a check returns, and how results of the card are compared with those of the host."""
+"""The result of a check, and the comparison of results of the card with the host's."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -13,8 +13,8 @@ from vllm.platforms.habana.bridge import HabanaBridge
 Status = Literal["pass", "fail", "skip"]
 
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
-"""Largest error of a type, as a share of the largest value. A card rounds in other places than the
-host and has an approximate exponent; a kernel that computes something else is far off."""
+"""Largest error of a type, as a fraction of the largest value. A card rounds at other points than
+the host and has an approximate exponent; a kernel that computes something else is far off."""
 
 MAX_CALL_S = 0.005
 """Of a kernel on a few KiB, after its first call: a launch takes tens of microseconds."""
@@ -25,11 +25,11 @@ MAX_STEP_S = 0.05
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check found."""
+    """Result of a check."""
 
     status: Status
     detail: str
-    """What was seen, why it failed, or why it was not tried; one line."""
+    """Observation, or reason why it failed or was not tried; one line."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class CheckResult:
     elapsed_ms: float
     """Of the whole check on the host, compilation and reference included."""
     expected: str = ""
-    """What a card that works does."""
+    """Behaviour of a card that works."""
     advice: str = ""
-    """What to do; empty unless the check failed."""
+    """Advice; empty unless the check failed."""
 
 
 class Comparison:
@@ -90,7 +90,7 @@ class Comparison:
 
 
 def slow_call(case: str, seconds: float, limit_s: float = MAX_CALL_S) -> str | None:
-    """What is wrong with a call that takes so long; None: nothing."""
+    """Return what is wrong with a call that takes so long; None: nothing."""
     if seconds <= limit_s:
         return None
     return (
@@ -100,7 +100,7 @@ def slow_call(case: str, seconds: float, limit_s: float = MAX_CALL_S) -> str | N
 
 
 def ran_on_host(bridge: HabanaBridge, before: Mapping[str, int]) -> Outcome | None:
-    """A failure that names the operators that have run on the host; None: none has.
+    """Return a failure that names the operators that have run on the host; None: none has.
 
     Args:
         bridge: the card.

@@ -45,7 +45,7 @@ def check_collectives(num_cards: int) -> Outcome:
 
 
 def exchange(rank_text: str, world_size_text: str, store: str) -> None:
-    """The program of one rank; the arguments are those of a command line.
+    """Run the program of one rank; the arguments are the arguments of a command line.
 
     Args:
         store: path of a file that the ranks meet at; does not exist yet.
@@ -72,9 +72,12 @@ def exchange(rank_text: str, world_size_text: str, store: str) -> None:
         link.close()
     torch.distributed.destroy_process_group()
     if not torch.equal(gathered, ranks.repeat_interleave(64)):
-        raise RuntimeError(f"gathered {gathered[::64].tolist()} over {world_size} cards")
+        raise RuntimeError(
+            f"the all-gather over {world_size} cards must return the data of each, got "
+            f"{gathered[::64].tolist()}"
+        )
     if not torch.equal(summed, ranks.sum().expand(64)):
-        raise RuntimeError(f"the sum over {world_size} cards is {summed[0].item()}")
+        raise RuntimeError(f"the sum over {world_size} cards is wrong: {summed[0].item()}")
 
 
 def send_on(link: Link, mine: torch.Tensor, rank: int, world_size: int) -> None:
@@ -94,7 +97,9 @@ def send_on(link: Link, mine: torch.Tensor, rank: int, world_size: int) -> None:
         link.receive(came)
         first, last = came[0].item(), came[-1].item()
         if not first == last == rank - 1:
-            raise RuntimeError(f"card {rank} received {first} to {last} from card {rank - 1}")
+            raise RuntimeError(
+                f"card {rank} must receive the data of card {rank - 1}, got {first} to {last}"
+            )
 
 
 def _start(rank: int, num_cards: int, folder: Path) -> "subprocess.Popen[bytes]":
@@ -114,7 +119,7 @@ def _errors(folder: Path, rank: int) -> Path:
 
 
 def _wait(processes: "Sequence[subprocess.Popen[bytes]]") -> None:
-    """Until all have ended, or one has failed, or time is up."""
+    """Wait until all have exited, or one has failed, or time is up."""
     end = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < end:
         codes = [process.poll() for process in processes]

@@ -13,13 +13,13 @@ from vllm.utils.triton_range import triton_fits, triton_range
 
 _DRIVER = Path("/sys/module/habanalabs/version")
 _COMPILER = "torch._inductor.freezing"
-"""What the bridge's compiler imports of torch, and with it triton."""
+"""Module that the bridge's compiler imports from torch, and with it triton."""
 _MIB = 2**20
 _ALLOCATION_MIB = 256
 
 
 def describe(bridge: HabanaBridge) -> Outcome:
-    """Names and versions."""
+    """Describe names and versions."""
     mode = "lazy" if bridge.is_lazy else "eager"
     try:
         plugin = version("habana-torch-plugin")
@@ -34,7 +34,8 @@ def describe(bridge: HabanaBridge) -> Outcome:
 
 
 def check_triton() -> Outcome:
-    """The compiler of torch can be imported, which it cannot beside the triton of another torch."""
+    """Check that the compiler of torch can be imported, which fails next to the triton of another
+    torch."""
     try:
         triton = version("triton")
     except PackageNotFoundError:
@@ -54,7 +55,7 @@ def check_triton() -> Outcome:
 
 
 def check_memory(bridge: HabanaBridge) -> Outcome:
-    """Memory that is taken is missing, and there again when it is given back."""
+    """Check that allocated memory is missing, and available again when it is freed."""
     before = bridge.memory_info()
     block = bridge.zeros((_ALLOCATION_MIB * _MIB,), torch.int8)
     taken_mib = (before.free_bytes - bridge.memory_info().free_bytes) / _MIB
@@ -72,7 +73,7 @@ def check_memory(bridge: HabanaBridge) -> Outcome:
 
 
 def check_host_copies(bridge: HabanaBridge) -> Outcome:
-    """What goes to the card comes back the same, with and without waiting."""
+    """Check that data copied to the card is returned unchanged, with and without waiting."""
     integers = torch.randint(-(2**31), 2**31, (1000,))
     samples = [torch.randn(1000).to(dtype) for dtype in (torch.float32, torch.bfloat16)]
     samples += [integers, integers.int(), integers.to(torch.uint8), integers > 0]
@@ -87,7 +88,7 @@ def check_host_copies(bridge: HabanaBridge) -> Outcome:
 
 
 def check_index_types(bridge: HabanaBridge) -> Outcome:
-    """Rows of a bfloat16 cache are read and written by int32 and int64 indices.
+    """Check that rows of a bfloat16 cache are read and written by int32 and int64 indices.
 
     As attention uses them: an index may be read often, and be written often where nobody reads.
     """

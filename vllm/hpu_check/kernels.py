@@ -20,7 +20,7 @@ _BATCH, _HEADS, _TOKENS, _HEAD_SIZE = 2, 4, 96, 64
 
 
 def _of_sdpa(check: Callable[[HabanaBridge], Outcome]) -> Callable[[HabanaBridge], Outcome]:
-    """A check of the kernel of prompt attention, which is skipped without it."""
+    """Skip a check of the kernel of prompt attention if the kernel is missing."""
 
     @wraps(check)
     def run(bridge: HabanaBridge) -> Outcome:
@@ -32,7 +32,8 @@ def _of_sdpa(check: Callable[[HabanaBridge], Outcome]) -> Callable[[HabanaBridge
 
 @_of_sdpa
 def check_sdpa_causal(bridge: HabanaBridge) -> Outcome:
-    """Every token sees itself and what is before it; with the exact and the fast exponent."""
+    """Check that every token sees itself and earlier tokens; with the exact and the fast
+    exponent."""
     comparison = _KernelComparison(bridge)
     reference = partial(F.scaled_dot_product_attention, is_causal=True)
     for dtype, modes in ((torch.float32, ("None",)), (torch.bfloat16, ("None", "fast"))):
@@ -45,7 +46,7 @@ def check_sdpa_causal(bridge: HabanaBridge) -> Outcome:
 
 @_of_sdpa
 def check_sdpa_shared_heads(bridge: HabanaBridge) -> Outcome:
-    """Several query heads share a key head: grouped-query and multi-query attention."""
+    """Check several query heads with one key head: grouped-query and multi-query attention."""
     comparison = _KernelComparison(bridge)
     kernel = partial(bridge.kernels.sdpa, is_causal=True)
     reference = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
@@ -58,7 +59,7 @@ def check_sdpa_shared_heads(bridge: HabanaBridge) -> Outcome:
 
 @_of_sdpa
 def check_sdpa_mask(bridge: HabanaBridge) -> Outcome:
-    """A mask of its own for each row, bool or added; there are more keys than queries."""
+    """Check a mask of its own for each request, bool or added; there are more keys than queries."""
     comparison = _KernelComparison(bridge)
     kernel = partial(bridge.kernels.sdpa, scale=0.2)
     reference = partial(F.scaled_dot_product_attention, scale=0.2, enable_gqa=True)
@@ -76,7 +77,7 @@ def check_sdpa_mask(bridge: HabanaBridge) -> Outcome:
 
 @_of_sdpa
 def check_sdpa_valid_lengths(bridge: HabanaBridge) -> Outcome:
-    """Rows padded on the right. What they hold after their lengths is not looked at."""
+    """Check requests padded on the right, whose content after their lengths is not compared."""
     comparison = _KernelComparison(bridge)
     lengths = (1, 70)
 
@@ -87,7 +88,7 @@ def check_sdpa_valid_lengths(bridge: HabanaBridge) -> Outcome:
         return tokens(bridge.kernels.sdpa(query, key, value, is_causal=True, valid_seq_len=valid))
 
     def reference(query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Tensor:
-        # Padding on the right comes after every token, so that causality alone hides it.
+        # Padding on the right comes after every token, so that causality hides it.
         return tokens(
             F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         )
@@ -99,7 +100,7 @@ def check_sdpa_valid_lengths(bridge: HabanaBridge) -> Outcome:
 
 
 def check_rms_norm(bridge: HabanaBridge) -> Outcome:
-    """Of tokens, of heads, and of a sum."""
+    """Check norms of tokens, of heads, and of a sum."""
     ops, comparison = HPUOps(bridge), _KernelComparison(bridge)
 
     def norm(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
@@ -117,12 +118,12 @@ def check_rms_norm(bridge: HabanaBridge) -> Outcome:
 
 
 def check_rotary_neox(bridge: HabanaBridge) -> Outcome:
-    """The halves of a head are pairs."""
+    """Check rotations of the halves of a head."""
     return _check_rotary(bridge, is_neox=True)
 
 
 def check_rotary_gptj(bridge: HabanaBridge) -> Outcome:
-    """Neighbours are pairs."""
+    """Check rotations of neighbouring elements."""
     return _check_rotary(bridge, is_neox=False)
 
 
@@ -144,7 +145,7 @@ def _check_rotary(bridge: HabanaBridge, *, is_neox: bool) -> Outcome:
 
 
 def check_silu_and_mul(bridge: HabanaBridge) -> Outcome:
-    """The activation of a gated MLP."""
+    """Check the activation of a gated MLP."""
     ops, comparison = HPUOps(bridge), _KernelComparison(bridge)
     for dtype in LIMITS:
         x = torch.randn(33, 512).to(dtype) * 4

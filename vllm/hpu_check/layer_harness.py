@@ -49,7 +49,7 @@ BLOCK_SIZE = 128
 SEQ_LENS = (6, 130, 300)
 """Tokens of each request, the decoded one included."""
 CONTEXT_LENS = (2, 127, 128)
-"""Of them, those of the first prefill; a second one has these as context."""
+"""Lengths of the first prefill; a second one has these tokens as context."""
 _PADDED_BATCH, _PADDED_QUERY, _PADDED_BLOCKS, _PADDED_CONTEXT = 4, 384, 8, 2
 
 
@@ -66,7 +66,7 @@ class LayerTestHarness:
         assert isinstance(on_card, CausalLM)
         layers = layers_with_cache(on_card)
         if not layers:
-            raise ConfigError("the layers of this model have no KV cache")
+            raise ConfigError("the model has no layer with a KV cache, so no layer can be checked")
         self.cache_bytes = bind(bridge, config, layers, num_blocks)
         self.model = HPUModel(on_card, BLOCK_SIZE, bridge_sdpa(bridge.kernels))
         limit = config.model.resolved_arch.vocab_size
@@ -82,7 +82,7 @@ class LayerTestHarness:
 
     @contextmanager
     def operators(self, ops: Ops | None = None) -> Iterator[None]:
-        """Inside, layers call these operators. None: those of the card."""
+        """Let layers inside call these operators. None: the card's operators."""
         before = get_ops()
         set_ops(ops or HPUOps(self._bridge))
         try:
@@ -91,7 +91,7 @@ class LayerTestHarness:
             set_ops(before)
 
     def reference(self) -> list[Tensor]:
-        """[tokens, hidden] of each request, by the host in float32."""
+        """Compute [tokens, hidden] of each request on the host in float32."""
         with self.operators(NativeOps()):
             model = self._host.float()
             return [
@@ -100,11 +100,11 @@ class LayerTestHarness:
             ]
 
     def prefill_all(self) -> None:
-        """All tokens but the last of each request."""
+        """Prefill all tokens except the last of each request."""
         self.prefill(np.zeros(len(SEQ_LENS), np.int32), np.array(SEQ_LENS, np.int32) - 1)
 
     def prefill(self, starts: IntArray, ends: IntArray) -> Tensor:
-        """[B, Q, hidden] of these tokens of each request, operator by operator."""
+        """Compute [B, Q, hidden] of these tokens of each request, operator by operator."""
         blocks = _PADDED_CONTEXT if starts.any() else 0
         shape = PaddedShape(prefill(_PADDED_BATCH, _PADDED_QUERY, blocks))
         token_ids = np.zeros((_PADDED_BATCH, _PADDED_QUERY), np.int32)
@@ -131,12 +131,12 @@ class LayerTestHarness:
         return hidden_states.unflatten(0, (_PADDED_BATCH, _PADDED_QUERY))
 
     def pack_decode(self) -> tuple[Tensor, PaddedShape]:
-        """The last token of each request, on the card."""
+        """Pack the last token of each request, on the card."""
         packed, shape = self.host_decode()
         return self._to_card(packed), shape
 
     def host_decode(self, *, is_compact: bool = False) -> tuple[IntArray, PaddedShape]:
-        """The last token of each request.
+        """Pack the last token of each request, on the host.
 
         Args:
             is_compact: over a cache of `num_used_blocks`.
@@ -169,14 +169,14 @@ def bind(bridge: Any, config: VllmConfig, layers: list[CachedLayer], num_blocks:
 
 
 def num_blocks_of(bridge: HabanaBridge, config: VllmConfig, share: float) -> int:
-    """Of a cache of one layer in this share of the free memory."""
+    """Count the blocks of a cache of one layer in this fraction of the free memory."""
     arch = config.model.resolved_arch
     slot_bytes = 2 * arch.num_kv_heads * arch.head_size * cache_dtype(config).itemsize
     return max(16, int(bridge.memory_info().free_bytes * share) // (BLOCK_SIZE * slot_bytes))
 
 
 def config_of(name: str) -> VllmConfig:
-    """Of an engine for a model of one layer.
+    """Make the config of an engine for a model of one layer.
 
     Args:
         name: folder or Hugging Face name; empty: the bundled model.
@@ -196,7 +196,8 @@ def config_of(name: str) -> VllmConfig:
 
 @contextmanager
 def unsupported_is_skipped() -> Iterator[list[Outcome]]:
-    """What a model has and launches of a card do not is no fault of the card."""
+    """Turn errors about features of a model that a card does not support into skipped checks,
+    because the card is not at fault."""
     skipped: list[Outcome] = []
     try:
         yield skipped

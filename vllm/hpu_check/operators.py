@@ -27,14 +27,15 @@ from vllm.platforms.habana.bridge import HabanaBridge
 
 _FP8 = torch.float8_e4m3fn
 _FP8_STEP = 2**-3
-"""Distance of two neighbours of e4m3, as a share of the smaller one; rounding errs by half."""
+"""Distance of two neighbours of e4m3, as a fraction of the smaller one; the rounding error is half
+of it."""
 
 _FP8_MOE_ERROR = 0.1
-"""Inputs of two products and their weights are rounded to 3 bits."""
+"""Inputs of two matmuls and their weights are rounded to 3 bits."""
 
 
 def check_moe(bridge: HabanaBridge) -> Outcome:
-    """Two of four experts for each token, one of them twice."""
+    """Check two of four experts for each token, one of them twice."""
     comparison, host = Comparison(), NativeOps()
     for dtype in LIMITS:
         x = torch.randn(17, 64).to(dtype)
@@ -52,7 +53,7 @@ def check_moe(bridge: HabanaBridge) -> Outcome:
 
 
 def check_fp8_moe(bridge: HabanaBridge) -> Outcome:
-    """The same with weights in fp8: one operator where the bridge has it and it can run."""
+    """Check experts with weights in FP8: one operator if the bridge has it and it can run."""
     gate, up, down = torch.randn(3, 4, 64, 64) / 8
     gates, ups, downs = ([round_to_fp8(weight) for weight in part] for part in (gate, up, down))
     prepared = HPUOps(bridge).prepare_experts(gates, ups, downs, torch.bfloat16)
@@ -71,8 +72,8 @@ def check_fp8_moe(bridge: HabanaBridge) -> Outcome:
 
 
 def check_bias_moe(bridge: HabanaBridge) -> Outcome:
-    """Experts with biases and a clamped activation (GPT-OSS), dense and in MXFP4. Gate and up of a
-    feature are neighbours in what the operator takes."""
+    """Check experts with biases and a clamped activation (GPT-OSS), dense and in MXFP4. Gate and up
+    of a feature are neighbours in the operator's weights."""
     if (skipped := _without_conversion(bridge)) is not None:
         return skipped
     if (reason := bridge.kernels.why_unused("mixture_of_experts with biases")) is not None:
@@ -113,7 +114,7 @@ def check_bias_moe(bridge: HabanaBridge) -> Outcome:
 
 
 def check_narrow_moe(bridge: HabanaBridge) -> Outcome:
-    """The same with weights of 8 and 4 bits, which are widened before the operator."""
+    """Check experts with weights of 8 and 4 bits, which are dequantized before the operator."""
     if (skipped := _without_conversion(bridge)) is not None:
         return skipped
     comparison = Comparison()
@@ -132,8 +133,8 @@ def check_narrow_moe(bridge: HabanaBridge) -> Outcome:
 
 
 def check_narrow_matmul(bridge: HabanaBridge) -> Outcome:
-    """Of weights of 8 bits, and of 4 and 5 bits with minimums, which are widened before a product,
-    against the product of the same numbers in float32."""
+    """Check weights of 8 bits, and of 4 and 5 bits with minimums, which are dequantized before a
+    matmul, against a float32 matmul of the same values."""
     if (skipped := _without_conversion(bridge)) is not None:
         return skipped
     comparison = Comparison()
@@ -150,7 +151,7 @@ def check_narrow_matmul(bridge: HabanaBridge) -> Outcome:
 
 
 def check_fp8_cast(bridge: HabanaBridge) -> Outcome:
-    """To e4m3 with a scale, and back."""
+    """Check the conversion to e4m3 with a scale, and back."""
     if (missing := _missing("cast_to_fp8_v2", "cast_from_fp8")) is not None:
         return missing
     hpu: Any = torch.ops.hpu
@@ -170,7 +171,8 @@ def check_fp8_cast(bridge: HabanaBridge) -> Outcome:
 
 
 def check_fp8_matmul(bridge: HabanaBridge) -> Outcome:
-    """Of two matrices in e4m3 with scales, against the product of the same numbers in float32."""
+    """Check the matmul of two matrices in e4m3 with scales, against a float32 matmul of the same
+    values."""
     if (missing := _missing("cast_to_fp8_v2", "fp8_gemm_v2")) is not None:
         return missing
     hpu: Any = torch.ops.hpu
@@ -200,8 +202,8 @@ def check_fp8_matmul(bridge: HabanaBridge) -> Outcome:
 
 
 def check_uint4_matmul(bridge: HabanaBridge) -> Outcome:
-    """Of a weight of 4 bits in groups with zero points: with and without the order of its inputs,
-    and with parts of groups; against the product of the same numbers in float32."""
+    """Check the matmul of a weight of 4 bits in groups with zero points: with and without the order
+    of its inputs, and with parts of groups; against a float32 matmul of the same values."""
     if (skipped := _without_conversion(bridge)) is not None:
         return skipped
     comparison = Comparison()
@@ -228,12 +230,12 @@ def check_uint4_matmul(bridge: HabanaBridge) -> Outcome:
 
 
 def _routed() -> tuple[Tensor, Tensor, Tensor]:
-    """17 tokens of 64 features, two of four experts for each, and their weights."""
+    """Make 17 tokens of 64 features, two of four experts for each, and their weights."""
     return torch.randn(17, 64).bfloat16(), torch.randint(0, 4, (17, 2)), torch.rand(17, 2)
 
 
 def _grouped_weight(bits: int) -> GroupedWeight:
-    """[64, 64], four groups."""
+    """Make a weight [64, 64] with four groups."""
     return GroupedWeight(
         words=torch.randint(-(2**31), 2**31 - 1, (64 * bits // 32, 64)).int(),
         bits=bits,
@@ -243,13 +245,13 @@ def _grouped_weight(bits: int) -> GroupedWeight:
 
 
 def _mxfp4_weight() -> Mxfp4Weight:
-    """[64, 64]"""
+    """Make a weight [64, 64]."""
     blocks = torch.randint(256, (64, 2, 16), dtype=torch.uint8)
     return Mxfp4Weight(blocks=blocks, scales=torch.randint(121, 125, (64, 2), dtype=torch.uint8))
 
 
 def _weight_with_minimums(bits: int) -> MinimumWeight:
-    """[64, 64], two groups of 32 inputs, as GGUF files have them."""
+    """Make a weight [64, 64] with two groups of 32 inputs, as GGUF files have them."""
     scales, minimums = (
         GroupScales(
             factors=torch.full((64, 1), 2.0**-exponent),
@@ -268,7 +270,7 @@ _NARROW: dict[str, Callable[[], StoredWeight]] = {
     "4 bits with minimums": partial(_weight_with_minimums, 4),
     "5 bits with minimums": partial(_weight_with_minimums, 5),
 }
-"""What is widened in different ways."""
+"""Weights that are dequantized in different ways."""
 
 
 def _without_conversion(bridge: HabanaBridge) -> Outcome | None:

@@ -15,7 +15,7 @@ _HIDDEN = 64
 
 
 class _Layer(nn.Module):
-    """A norm, a matrix product and an activation."""
+    """A norm, a matmul and an activation."""
 
     weight: Tensor
     matrix: Tensor
@@ -31,7 +31,8 @@ class _Layer(nn.Module):
 
 
 def check_graph_replay(bridge: HabanaBridge) -> Outcome:
-    """A captured graph computes on the inputs of each call, not on those of the capture."""
+    """Check that a captured graph computes on the inputs of each call, not on the inputs of the
+    capture."""
     if not bridge.is_lazy:
         return Outcome("skip", "HPU graphs need lazy mode (PT_HPU_LAZY_MODE=1)")
     before = bridge.counters()
@@ -46,17 +47,17 @@ def check_graph_replay(bridge: HabanaBridge) -> Outcome:
 
 
 def check_torch_compile(bridge: HabanaBridge) -> Outcome:
-    """A compiled layer computes what the layer does."""
+    """Check that a compiled layer computes the same as the layer."""
     if bridge.is_lazy:
         return Outcome("skip", f"{COMPILE_BACKEND} needs eager mode (PT_HPU_LAZY_MODE=0)")
     return _compare(bridge, _compiled, f"backend {COMPILE_BACKEND}")
 
 
 def check_compile_counting(bridge: HabanaBridge) -> Outcome:
-    """A known shape compiles nothing, a new one does, and the counter tells."""
+    """Check that a known shape compiles nothing, a new one does, and the counter reports it."""
     layer = _Layer(HPUOps(bridge)).to(bridge.device)
     run = layer if bridge.is_lazy else _compiled(layer)
-    # The rows are those of no other check: a recipe is shared by all who need it.
+    # No other check has this batch size, because equal shapes use the same recipe.
     first, again, new = (_compilations(bridge, run, num_rows) for num_rows in (19, 19, 23))
     counts = f"first shape {first}, again {again}, new shape {new}"
     if not first and not new:
@@ -67,7 +68,7 @@ def check_compile_counting(bridge: HabanaBridge) -> Outcome:
 
 
 def check_host_fallbacks(bridge: HabanaBridge) -> Outcome:
-    """No operator since the card was opened ran on the host for want of a kernel."""
+    """Check that no operator since the card was opened ran on the host for want of a kernel."""
     fallbacks = bridge.counters().cpu_fallbacks
     if fallbacks:
         listed = ", ".join(f"{name} ({count})" for name, count in sorted(fallbacks.items()))

@@ -45,13 +45,13 @@ class Check:
     """Of the card and the name of a model."""
     expected: str
     advice: str = _KERNEL
-    """What to do if it fails."""
+    """Advice if it fails."""
 
 
 def _of_card(
     check: Callable[[HabanaBridge], Outcome], expected: str, advice: str = _KERNEL
 ) -> Check:
-    """A check for which the model makes no difference."""
+    """Make a check for which the model makes no difference."""
     return Check(lambda bridge, _: check(bridge), expected, advice)
 
 

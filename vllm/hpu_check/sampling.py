@@ -48,9 +48,9 @@ class _Sampled:
 
 
 def check_sampling(bridge: HabanaBridge, kind: str) -> Outcome:
-    """The tokens of some rows, and where they are asked for, log-probabilities."""
+    """Check the tokens of some requests and, if they are asked for, log-probabilities."""
     logits = torch.randn(_NUM_ROWS, _VOCAB_SIZE) * 2
-    # The best tokens are those that penalties apply to.
+    # Penalties apply to the best tokens.
     logits[:, _PROMPT + _OUTPUT] += 7
     logits = logits.bfloat16()
     before = bridge.counters().cpu_fallbacks

@@ -1,4 +1,4 @@
-"""A short run of decode steps: tokens per second, beside what the cost model predicts.
+"""A short run of decode steps: tokens per second, compared with the prediction of the cost model.
 
 The model is one decoder layer with embedding and head. The prediction counts the operators of the
 same step on the host and charges each with the published rates of the card (`vllm.cost_model`), as
@@ -93,7 +93,7 @@ def _judge(step_s: float, predicted_s: float | None, card: str) -> Outcome:
 
 
 def _greedy(outputs: Outputs) -> Tensor:
-    """The tokens of a step on the host, as the engine waits for them."""
+    """Return the tokens of a step on the host, as the engine waits for them."""
     return outputs[0].argmax(-1).cpu()
 
 
@@ -118,7 +118,7 @@ class _Cost(TorchDispatchMode):
 def _predicted_step_s(
     bridge: HabanaBridge, rig: LayerTestHarness, config: VllmConfig
 ) -> float | None:
-    """None for a card without published rates."""
+    """Return the predicted seconds of a step; None for a card without published rates."""
     names = [name for name in CARDS if bridge.device_name.lower().startswith(name)]
     if not names:
         return None

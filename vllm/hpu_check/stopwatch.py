@@ -1,4 +1,4 @@
-"""How long something takes on a card: by the clock of a simulated one, else by that of the host."""
+"""Measures time on a card: by the clock of a simulated one, else by the host's."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,12 +18,12 @@ _NEW_SHAPE = (1237,)
 
 
 def shortest_s(bridge: HabanaBridge, run: Callable[[], object]) -> float:
-    """Seconds of the fastest of a few runs, the wait for the card included."""
+    """Return the seconds of the fastest of a few runs, the wait for the card included."""
     return min(elapsed_s(bridge, run) for _ in range(_NUM_RUNS))
 
 
 def elapsed_s(bridge: HabanaBridge, run: Callable[[], object]) -> float:
-    """Seconds of one run, the wait for the card included."""
+    """Return the seconds of one run, the wait for the card included."""
     start = _now_s(bridge)
     run()
     return _now_s(bridge) - start

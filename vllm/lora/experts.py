@@ -1,4 +1,4 @@
-"""LoRA adapters in a mixture of experts: what each adds to both products of every expert."""
+"""LoRA adapters in a mixture of experts, which add to both matmuls of every expert."""
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ def can_adapt(layer: Experts) -> bool:
 
 
 class ExpertsWithAdapters(ExpertsMethod):
-    """Experts whose products are added to for tokens with an adapter of experts.
+    """Experts to whose matmuls something is added for tokens with an adapter of experts.
 
     Other tokens get what the experts compute without adapters. Those with one are computed once
     more, expert by expert, because an adapter adds before the activation, too. Which tokens and
@@ -34,7 +34,7 @@ class ExpertsWithAdapters(ExpertsMethod):
         self.launch = launch
 
     def create_weights(self, layer: Experts) -> None:
-        raise AssertionError("adapters come after the weights")
+        raise AssertionError("create_weights() must be called before LoRA wraps the layer")
 
     def products(self, layer: Experts) -> ExpertProducts | None:
         return self.inner.products(layer)

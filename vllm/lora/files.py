@@ -54,7 +54,7 @@ gates have `up_proj` instead of `gate_up_proj`."""
 ACCEPTED_PARAMETERS = f"{', '.join(EXPERT_PARAMETERS[:-1])} and {EXPERT_PARAMETERS[-1]}"
 """The parameters as messages list them."""
 _CHANGE_WEIGHTS = ("pissa", "olora", "corda", "loftq")
-"""Values of init_lora_weights with which peft has changed the weights of the model, too."""
+"""Values of init_lora_weights with which peft has also changed the weights of the model."""
 _MAX_PATTERN_CHARS = 256
 _MAX_REPEATS = 2
 """In a pattern of modules: with more of them, a pattern could take minutes to compare."""
@@ -62,7 +62,7 @@ _MAX_REPEATS = 2
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json says about the scale of the weights."""
+    """The settings of adapter_config.json for the scale of the weights."""
 
     rank: int
     alpha: float
@@ -77,7 +77,7 @@ class AdapterConfig:
     """Name or folder of the model that it was trained on; empty: not known."""
 
     def scale_of(self, module: str, rank: int) -> float:
-        """What B @ A of a module is multiplied by (alpha / rank; alpha / sqrt(rank) with rsLoRA).
+        """Return the factor on B @ A of a module (alpha / rank; alpha / sqrt(rank) with rsLoRA).
 
         Args:
             module: its name in the model, such as model.layers.0.self_attn.q_proj.
@@ -87,12 +87,12 @@ class AdapterConfig:
         return alpha / rank**0.5 if self.uses_rslora else alpha / rank
 
     def parameter_of(self, experts: str, is_inner: bool) -> str | None:
-        """The parameter of experts that tensors of an adapter belong to. peft wraps the parameters
-        one around the other, so the name of a tensor does not have it.
+        """Return the parameter of experts that tensors of an adapter belong to. peft wraps the
+        parameters one around the other, so the name of a tensor does not have it.
 
         Args:
             experts: name of the module.
-            is_inner: the tensors are those of its base_layer.
+            is_inner: whether the tensors belong to its base_layer.
         """
         found = [
             name
@@ -103,13 +103,13 @@ class AdapterConfig:
         return found[place] if place >= 0 else None
 
     def for_module(self, module: str) -> "AdapterConfig":
-        """What the config says of this module, as that of all modules."""
+        """Return a config that has this module's settings for all modules."""
         alpha = _of_pattern(self.alpha_pattern, module, self.alpha)
         rank = self.rank_of(module)
         return replace(self, rank=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
 
     def rank_of(self, module: str) -> int:
-        """The rank that the matrices of a module must have."""
+        """Return the rank that the matrices of a module must have."""
         return _of_pattern(self.rank_pattern, module, self.rank)
 
 
@@ -127,7 +127,7 @@ def _compiled(key: str) -> re.Pattern[str]:
 
 
 def weights_file(folder: Path) -> Path:
-    """The weights of an adapter."""
+    """Return the file with the weights of an adapter."""
     paths = [folder / name for name in _WEIGHTS_FILES]
     return next((path for path in paths if path.exists()), paths[0])
 
@@ -165,7 +165,7 @@ def check_files(folder: Path, max_rank: int) -> AdapterConfig:
 
 
 def shown(value: Any) -> str:
-    """A value of a file in a message: one line, cut where it is long."""
+    """Show a value of a file in a message: one line, cut if it is long."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
@@ -192,9 +192,10 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
     start = given.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGE_WEIGHTS):
         raise RequestError(
-            f"{path}: init_lora_weights is {shown(start)}, so the adapter belongs to "
-            f"changed weights of the model. Save it with path_initial_model_for_weight_conversion "
-            f"of peft's save_pretrained, which makes an adapter of the unchanged weights"
+            f"{path}: init_lora_weights is {shown(start)}: this adapter was trained against "
+            "modified base weights, so it does not fit the original ones. Save it with "
+            "path_initial_model_for_weight_conversion of peft's save_pretrained, which makes an "
+            "adapter for the original weights"
         )
     for key in ("use_rslora", "fan_in_fan_out"):
         if not isinstance(given.get(key) or False, bool):
@@ -206,7 +207,7 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
         raise RequestError(f"{path}: rank_pattern and alpha_pattern must be objects")
     for key, value in (("r", rank), *(("rank_pattern", v) for v in patterns[0].values())):
         if type(value) is not int or value < 1:
-            raise RequestError(f"{path}: {key} must be a whole number above 0, got {shown(value)}")
+            raise RequestError(f"{path}: {key} must be an integer above 0, got {shown(value)}")
     for key, value in (
         ("lora_alpha", alpha),
         *(("alpha_pattern", v) for v in patterns[1].values()),
@@ -217,8 +218,8 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
             )
     if sum(map(len, patterns)) > _MOST_PATTERNS:
         raise RequestError(
-            f"{path}: rank_pattern and alpha_pattern have {sum(map(len, patterns))} entries, and "
-            f"{_MOST_PATTERNS} are accepted. Use patterns for several modules"
+            f"{path}: rank_pattern and alpha_pattern may have at most {_MOST_PATTERNS} entries "
+            f"together, got {sum(map(len, patterns))}. Use patterns that match several modules"
         )
     for key in (key for pattern in patterns for key in pattern):
         _check_pattern(path, key)
@@ -278,12 +279,12 @@ def _check_pattern(path: Path, key: str) -> None:
     try:
         compile_pattern(key)
     except ValueError as error:
-        raise RequestError(f"{where} is no regular expression: {error}") from None
+        raise RequestError(f"{where} is not a regular expression: {error}") from None
 
 
 def content_key(folder: Path, rest: Rest = no_rest) -> str:
-    """A hash of the files of an adapter, for the keys of the prefix cache: an adapter that was
-    trained again in the same folder has another one.
+    """Hash the files of an adapter, for the keys of the prefix cache: an adapter that was trained
+    again in the same folder has a different hash.
 
     Args:
         folder: of the adapter.
@@ -326,7 +327,7 @@ def _hash_files(paths: tuple[Path, ...], rest: Rest) -> str:
 
 
 def adapter_folder(request: LoRARequest) -> Path:
-    """The local folder of an adapter, which is downloaded if its path is a name on the hub.
+    """Return the local folder of an adapter, which is downloaded if its path is a name on the hub.
 
     Raises:
         NotFoundError: there is no such folder or repository.
@@ -342,9 +343,9 @@ def adapter_folder(request: LoRARequest) -> Path:
         ) from None
     except (OSError, ValueError) as error:
         raise RequestError(
-            f"lora_path of the adapter {request.lora_name!r} is {shown(request.path)}, which is no "
-            f"path: {getattr(error, 'strerror', None) or error}. Name a folder that peft's "
-            f"save_pretrained has written, or a repository on the Hugging Face hub",
+            f"lora_path of the adapter {request.lora_name!r} is {shown(request.path)}, which is "
+            f"not a usable path: {getattr(error, 'strerror', None) or error}. Name a folder that "
+            "peft's save_pretrained has written, or a repository on the Hugging Face hub",
             param="lora_path",
         ) from None
 
@@ -367,12 +368,12 @@ def find_adapter(request: LoRARequest, max_rank: int, rest: Rest = no_rest) -> A
 
 
 def request_of(adapter: AdapterRef | None) -> LoRARequest | None:
-    """What a request named its adapter by; None if it has none."""
+    """Return the adapter as a request names it; None if it has none."""
     if adapter is None:
         return None
     return LoRARequest(adapter.name, adapter.number, adapter.path)
 
 
 def adapter_keys(adapter: AdapterRef | None) -> tuple[CacheKey, ...]:
-    """The key of an adapter in the prefix cache: by its content, not by its name."""
+    """Return the key of an adapter in the prefix cache: by its content, not by its name."""
     return () if adapter is None else (CacheKey(0, f"adapter:{adapter.key}"),)

@@ -35,14 +35,14 @@ def _run_expert(
     place: AdaptedExpert,
     x: Tensor,
 ) -> Tensor:
-    """What an expert of this rank, with adapters, computes of all rows of x [n, hidden]."""
+    """Run an expert of this rank, with adapters, on all rows of x [n, hidden]."""
     gate_up = adapters.adapt(place.gate_up, x, single.gate_up(number, x))
     middle = activated(get_ops(), gate_up, single.options)
     return adapters.adapt(place.down, middle, single.down(number, middle))
 
 
 def _inputs_of(single: SingleExperts, x: Tensor, weight: Tensor) -> Tensor:
-    """What an expert computes of x [n, hidden] with weights of choices [n, 1]."""
+    """Return the inputs of an expert from x [n, hidden] with weights of choices [n, 1]."""
     return (x * weight).to(x.dtype) if single.options.scales_inputs else x
 
 
@@ -75,22 +75,22 @@ class HostAdapter:
     """An adapter in host memory."""
 
     layers: PreparedAdapter
-    """What it adds to linear layers."""
+    """Weights for linear layers."""
     embedding: LoRAWeights | None
-    """What it adds to input embeddings: a [r, vocabulary], b [embedding_dim, r]."""
+    """Weights for input embeddings: a [r, vocabulary], b [embedding_dim, r]."""
     changes_head: bool
     changes_experts: bool
 
 
 @dataclass(frozen=True)
 class RaggedAdapters:
-    """The adapters of T tokens; those without one are not touched."""
+    """The adapters of T tokens; tokens without one do not change."""
 
     rows: AdaptedRows
     embeddings: Mapping[int, LoRAWeights]
     """By the indices of `rows`, of the adapters that add to input embeddings."""
     of_experts: frozenset[int]
-    """Indices of those that add to experts."""
+    """Indices of the adapters that add to experts."""
 
     @property
     def need_modules(self) -> bool:
@@ -98,15 +98,15 @@ class RaggedAdapters:
         return bool(self.embeddings or self.of_experts)
 
     def adapt(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
-        """See `LaunchAdapters`."""
+        """Add to the output of a linear layer; see `LaunchAdapters`."""
         return get_ops().add_low_rank(y, x, layer, self.rows)
 
     def adapt_heads(self, layer: LoRAHeads, x: Tensor, y: Tensor) -> Tensor:
-        """See `LaunchAdapters`."""
+        """Add to the outputs of heads; see `LaunchAdapters`."""
         return get_ops().add_low_rank(y, x, layer, self.rows)
 
     def adapt_embeddings(self, table: AdaptedLayer, ids: Tensor, y: Tensor) -> Tensor:
-        """See `LaunchAdapters`."""
+        """Add to the input embeddings; see `LaunchAdapters`."""
         for number, part in self.embeddings.items():
             chosen = (self.rows.of_rows == number).nonzero().flatten()
             added = part.a[:, ids[chosen]].T.float() @ part.b.T.float()
@@ -122,8 +122,8 @@ class RaggedAdapters:
         weights: Tensor,
         y: Tensor,
     ) -> Tensor:
-        """See `LaunchAdapters`. Only tokens whose adapter adds to experts are computed again, each
-        by its own experts."""
+        """Add to the output of experts. Only tokens whose adapter adds to experts are computed
+        again, each by its own experts."""
         if not self.of_experts:
             return y
         numbers = torch.tensor(sorted(self.of_experts), dtype=torch.int32)
@@ -143,7 +143,7 @@ class RaggedAdapters:
         return y
 
     def select(self, tokens: Tensor) -> "RaggedAdapters":
-        """See `LaunchAdapters`."""
+        """Select the adapters of some tokens."""
         return replace(self, rows=replace(self.rows, of_rows=self.rows.of_rows[tokens]))
 
 
@@ -163,7 +163,7 @@ class HostSlots:
         """By slot."""
 
     def prepare(self, parts: Sequence[LoRAWeights | None], rest: Rest = no_rest) -> HostAdapter:
-        """See `AdapterStore`."""
+        """Prepare an adapter for the kernels."""
         places = self._places
         layers = [layer for layer in places.layers if layer is not places.embedding]
         prepared = get_ops().prepare_adapter(layers, parts, self._dtype, rest)
@@ -171,11 +171,11 @@ class HostSlots:
         return HostAdapter(prepared, places.embedding_of(parts), *changes)
 
     def put(self, slot: int, prepared: HostAdapter) -> None:
-        """See `AdapterStore`."""
+        """Put an adapter into a slot."""
         self.adapters[slot] = prepared
 
     def of_tokens(self, slots: Tensor) -> RaggedAdapters:
-        """The adapters of a launch.
+        """Return the adapters of a launch.
 
         Args:
             slots: [T] int32 of its tokens; -1: none.
@@ -192,7 +192,7 @@ class HostSlots:
         return RaggedAdapters(AdaptedRows(layers, slots), embeddings, of_experts)
 
     def clear(self, slot: int) -> None:
-        """See `AdapterStore`."""
+        """Clear a slot."""
         self.adapters[slot] = None
 
 
@@ -201,7 +201,8 @@ class HostSlots:
 
 @dataclass(frozen=True)
 class SlottedAdapters:
-    """The adapters of T tokens, S slots of rank R: shapes do not depend on who has which.
+    """The adapters of T tokens, S slots of rank R: shapes do not depend on which token has which
+    adapter.
 
     x is multiplied with the A of all slots, and what is not of the slot of a token becomes zero.
     So an index is data, and a launch is a few large products. Tokens without an adapter get
@@ -215,12 +216,12 @@ class SlottedAdapters:
     """[T, 1] bool: the token has an adapter."""
 
     def adapt(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
-        """See `LaunchAdapters`."""
+        """Add to the output of a linear layer; see `LaunchAdapters`."""
         a, _ = self.slots.weights_of(layer)
         return self._add(layer, torch.mm(x.to(a.dtype), a.flatten(0, 1).t()), y)
 
     def adapt_heads(self, layer: LoRAHeads, x: Tensor, y: Tensor) -> Tensor:
-        """See `LaunchAdapters`."""
+        """Add to the outputs of heads; see `LaunchAdapters`."""
         a, b = self.slots.heads_of(layer)
         inner = torch.bmm(x.transpose(0, 1).to(a.dtype), a.flatten(1, 2).mT)
         inner = inner.unflatten(2, a.shape[1:3]) * self.is_own
@@ -229,7 +230,7 @@ class SlottedAdapters:
         return torch.where(self.has_one.unsqueeze(1), y + added, y)
 
     def adapt_embeddings(self, table: AdaptedLayer, ids: Tensor, y: Tensor) -> Tensor:
-        """See `LaunchAdapters`."""
+        """Add to the input embeddings; see `LaunchAdapters`."""
         a, _ = self.slots.weights_of(table)
         return self._add(table, a.flatten(0, 1).index_select(1, ids).t(), y)
 
@@ -242,8 +243,8 @@ class SlottedAdapters:
         weights: Tensor,
         y: Tensor,
     ) -> Tensor:
-        """See `LaunchAdapters`. All tokens are computed again, by all experts, and tokens with an
-        adapter keep that."""
+        """Add to the output of experts. All tokens are computed again, by all experts, and tokens
+        with an adapter keep the result."""
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         choices = choices_of(len(layer.experts), ids, weights, layer.first_expert)
         for number, (place, choice) in enumerate(zip(layer.experts, choices, strict=True)):
@@ -255,7 +256,7 @@ class SlottedAdapters:
         return torch.where(self.has_one, total.to(y.dtype), y)
 
     def select(self, tokens: Tensor) -> "SlottedAdapters":
-        """See `LaunchAdapters`."""
+        """Select the adapters of some tokens."""
         return SlottedAdapters(
             self.slots, self.is_own.index_select(0, tokens), self.has_one.index_select(0, tokens)
         )
@@ -274,7 +275,7 @@ class SlottedAdapters:
 
 
 class DeviceSlots:
-    """The weights of adapters on a device, stacked, at addresses that stay.
+    """The weights of adapters on a device, stacked, at fixed addresses.
 
     P projections of a layer, S slots. The G experts of a layer of experts are stacked, too, so
     the number of writes does not grow with them; G of any other layer is 1.
@@ -335,18 +336,19 @@ class DeviceSlots:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def weights_of(self, layer: AdaptedLayer) -> tuple[Tensor, list[Tensor]]:
-        """A [S, P * R, in_features] of a layer, and B [S, R, size] of each projection."""
+        """Return A [S, P * R, in_features] of a layer, and B [S, R, size] of each projection."""
         stack, index = self._where[layer.number]
         return self.a[stack][index], [each[index] for each in self.b[stack]]
 
     def heads_of(self, layer: LoRAHeads) -> tuple[Tensor, Tensor]:
-        """A [H, S, R, in_features] of heads, which are a stack, and B [H, S, R, out_features]."""
+        """Return A [H, S, R, in_features] of heads, which are a stack, and B [H, S, R,
+        out_features]."""
         stack, _ = self._where[layer.heads[0].number]
         (b,) = self.b[stack]
         return self.a[stack], b
 
     def prepare(self, parts: Sequence[LoRAWeights | None], rest: Rest = no_rest) -> list[Tensor]:
-        """See `AdapterStore`: a [G, P * R, in_features], then b [G, R, size] of each projection, of
+        """Prepare an adapter: a [G, P * R, in_features], then b [G, R, size] of each projection, of
         one stack after the other."""
         found = []
         for stack, a, b in zip(self._stacks, self.a, self.b, strict=True):
@@ -364,7 +366,8 @@ class DeviceSlots:
         return found
 
     def _host_zeros(self, target: Tensor, is_new: bool) -> Tensor:
-        """For one slot of all slots of a stack. One that is not new is never written to."""
+        """Make zeros for one slot of all slots of a stack. One that is not new is never written
+        to."""
         # No view of the target: a thread calls this, and the device would take it for its work.
         shape = (target.shape[0], *target.shape[2:])
         if is_new:
@@ -374,7 +377,8 @@ class DeviceSlots:
         return self._zeros[shape]
 
     def put(self, slot: int, prepared: list[Tensor]) -> None:
-        """See `AdapterStore`. Every adapter takes the same writes, so they are compiled once."""
+        """Put an adapter into a slot. Every adapter takes the same writes, so they are compiled
+        once."""
         self._end()  # what is queued is no part of them
         index = torch.tensor([slot]).to(self._device)
         targets = [t for a, b in zip(self.a, self.b, strict=True) for t in (a, *b)]
@@ -384,14 +388,14 @@ class DeviceSlots:
         self._end()
 
     def clear(self, slot: int) -> None:
-        """See `AdapterStore`. The memory of a slot is taken for good, and no row reads it."""
+        """Do nothing: the memory of a slot is never freed, and no token reads it."""
 
     def warm_up(self) -> None:
         """Compile what `put` runs. No slot may be in use."""
         self.put(0, self.prepare([None] * self._num_parts))
 
     def of_tokens(self, slots: Tensor) -> SlottedAdapters:
-        """The adapters of a launch.
+        """Return the adapters of a launch.
 
         Args:
             slots: [T] int32 on the device; -1: none.

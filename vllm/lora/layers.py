@@ -1,4 +1,5 @@
-"""Which layers of a model adapters can change, by the names that an adapter's file has for them.
+"""Finds the layers of a model that adapters can change, by the names that an adapter's file has for
+them.
 
 The layers get methods around their own once they are loaded (`lora/methods`, `lora/experts`), so
 model files and weight formats know nothing of adapters.
@@ -72,7 +73,7 @@ class AdapterLayers:
         if unknown := [name for name in modules or () if name not in known]:
             raise ConfigError(
                 f"lora_target_modules: {unknown[0]!r} is not the name of a module that adapters "
-                f"can change; those of this model are {', '.join(sorted(self._seen))}"
+                f"can change; accepted for this model: {', '.join(sorted(self._seen))}"
             )
 
     # ---- what adapters may change -----------------------------------------------------------
@@ -114,7 +115,7 @@ class AdapterLayers:
                 places.embedding = places.add(layer.adapted)
 
     def _is_chosen(self, path: str, *features: str, is_default: bool = True) -> bool:
-        """Whether adapters may change a module, which has its own name and those of its parts.
+        """Whether adapters may change a module, which has its own name and the names of its parts.
 
         Args:
             is_default: they may where the engine was given no names.
@@ -160,7 +161,7 @@ class AdapterLayers:
         return AdaptedExpert(gate_up, places.add(down))
 
     def _add_heads(self, path: str, layer: LatentUpProjection) -> None:
-        """Two layers of heads: what a query is multiplied with, and what attention puts out."""
+        """Add two layers of heads: one for queries, and one for the output of attention."""
         (place,) = layer.feature_slices.values()
         first, latent = self.places.num_parts, layer.input_size
         key_size, value_size = layer.head_sizes
@@ -192,7 +193,7 @@ class AdapterLayers:
     # ---- names ------------------------------------------------------------------------------
 
     def module_of(self, name: str) -> str:
-        """The name in the model of a module of an adapter's file."""
+        """Return the name in the model of a module of an adapter's file."""
         # With its parameter, as names are in a checkpoint.
         name = f"{name.removeprefix(NAME_PREFIX)}.weight"
         return self.model.renamed(name).removesuffix(".weight")
@@ -208,7 +209,7 @@ class AdapterLayers:
         return not paths.isdisjoint(self._absent)
 
     def sizes_of_experts(self, experts: str, name: str) -> tuple[int, int]:
-        """Inputs and outputs of an expert, over all ranks, of a parameter of all experts."""
+        """Return inputs and outputs of an expert, over all ranks, of a parameter of all experts."""
         layer = self.experts[experts]
         size = layer.intermediate_size * layer.tp.size
         hidden = layer.hidden_size
@@ -218,8 +219,8 @@ class AdapterLayers:
     def projections(
         self, module: str, rows: Tensor, *, is_transposed: bool
     ) -> list[tuple[Target, CheckpointTensor]]:
-        """The projections that a module of a checkpoint holds, and which of its rows, one per
-        output feature, they have. None: a part of it is not known here.
+        """Return the projections in a module of a checkpoint, and which of its rows, one per output
+        feature, they have. None: a part of it is unknown.
 
         Args:
             module: its name in the model.
@@ -257,7 +258,7 @@ class AdapterLayers:
     def _of_expert(
         self, experts: str, number: str, name: str, rows: Tensor
     ) -> Iterator[tuple[str, CheckpointTensor]]:
-        """The matrices of an expert, whose rows are those of a parameter of all experts."""
+        """Yield the matrices of an expert, whose rows are rows of a parameter of all experts."""
         layer, first = self.experts[experts], f"{experts}.0."
         # Where the family stores such a parameter, it knows their order: [experts, in, out], or
         # [experts, out, in].

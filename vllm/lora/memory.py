@@ -20,7 +20,7 @@ class _Entry:
     adapter: AdapterRef
     content: Any = None
     reason: str | None = None
-    """Why it cannot be loaded."""
+    """Reason why it cannot be loaded."""
     is_done: bool = False
     """Loaded, or failed."""
     holds: "list[_Hold]" = field(default_factory=list)
@@ -34,7 +34,7 @@ class _Hold:
     is_request: bool
     """It keeps the adapter until it is released; else the adapter is only loaded ahead."""
     future: Future[str | None] = field(default_factory=Future)
-    """Why the adapter cannot be loaded; None: it is loaded."""
+    """Reason why the adapter cannot be loaded; None: it is loaded."""
     entry: _Entry | None = None
     """None: there was no room for the adapter yet."""
 
@@ -92,14 +92,14 @@ class AdapterMemory:
         return None if hold.future.done() and hold.future.result() is None else hold.future
 
     def release(self, request_id: str) -> None:
-        """A request has ended, if it held an adapter."""
+        """Release the adapter, if any, of a request that has ended."""
         with self._lock:
             hold = self._held.pop(request_id, None)
             done = [] if hold is None else self._leave(hold)
         _finish(done)
 
     def held(self, request_id: str) -> Any:
-        """The adapter that a request holds. Waits while it is read.
+        """Return the adapter that a request holds. Wait while it is read.
 
         Raises:
             RequestError: it cannot be loaded.
@@ -156,8 +156,8 @@ class AdapterMemory:
         return key is not None
 
     def pin(self, number: int) -> bool:
-        """Keep an adapter until it is unloaded. False: it is not loaded, or no place would be left
-        for those that are not pinned."""
+        """Keep an adapter until it is unloaded. Return False if it is not loaded, or no room would
+        be left for unpinned ones."""
         with self._lock:
             if number not in self._keys:
                 return False
@@ -168,14 +168,14 @@ class AdapterMemory:
             return True
 
     def keys(self) -> dict[int, str]:
-        """Number of each adapter in memory -> its key."""
+        """Return the key of each adapter in memory, by its id."""
         with self._lock:
             return dict(sorted(self._keys.items()))
 
     # ---- room; the lock is held -----------------------------------------------------------
 
     def _enter(self, hold: _Hold) -> "list[_Hold]":
-        """Begin a hold. Returns those that are done."""
+        """Begin a hold. Return the holds that are done."""
         self._lacking.append(hold)
         return self._advance()
 
@@ -190,7 +190,7 @@ class AdapterMemory:
         return ended + self._advance()
 
     def _advance(self) -> "list[_Hold]":
-        """Give room to those that wait for it, in order. Returns the holds that are done."""
+        """Give room to the requests that wait for it, in order. Return the holds that are done."""
         done: list[_Hold] = []
         while len(self._entries) > self._limit and self._drop_unused():
             pass  # a pinned one more was allowed for, and is pinned no longer
@@ -266,7 +266,7 @@ class AdapterMemory:
             _finish(done)
 
     def _end(self, entry: _Entry) -> "list[_Hold]":
-        """An adapter was read."""
+        """Note that an adapter was read."""
         entry.is_done = True
         done, key = entry.holds, entry.adapter.key
         is_kept = self._entries.get(key) is entry

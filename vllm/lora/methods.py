@@ -13,7 +13,7 @@ from vllm.ops.lora_weights import AdaptedLayer
 
 
 class LoRALinearMethod(LinearMethod):
-    """A method whose result is added to for tokens with an adapter.
+    """A method that adds to its result for tokens with an adapter.
 
     Args:
         inner: of the layer, its weights loaded.
@@ -27,7 +27,7 @@ class LoRALinearMethod(LinearMethod):
         self.launch = launch
 
     def create_weights(self, layer: ParallelLinear) -> None:
-        raise AssertionError("adapters come after the weights")
+        raise AssertionError("create_weights() must be called before LoRA wraps the layer")
 
     def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
         y = self.inner.apply(layer, x, bias)
@@ -41,7 +41,7 @@ class LoRALinearMethod(LinearMethod):
 
 
 class HeadWithAdapters(EmbeddingMethod):
-    """The same for an output head.
+    """An output head that adds to its result for tokens with an adapter.
 
     Args:
         inner: of the head, its weights loaded.
@@ -55,7 +55,7 @@ class HeadWithAdapters(EmbeddingMethod):
         self.launch = launch
 
     def create_weights(self, layer: VocabParallelEmbedding) -> None:
-        raise AssertionError("adapters come after the weights")
+        raise AssertionError("create_weights() must be called before LoRA wraps the layer")
 
     def embed(self, layer: VocabParallelEmbedding, ids: Tensor) -> Tensor:
         return self.inner.embed(layer, ids)

@@ -117,11 +117,10 @@ class AdapterReader:
                         name = config.parameter_of(stem, is_inner=module != experts)
                         if name is None:
                             raise RequestError(
-                                f"{path}: {pair[0]} is of a parameter of experts, and "
-                                f"target_parameters of the config is "
-                                f"{shown(list(config.parameters))}, which does not name it. "
-                                f"Correct the config: accepted are "
-                                f"{ACCEPTED_PARAMETERS} of {stem}"
+                                f"{path}: {pair[0]} belongs to a parameter of experts that "
+                                "target_parameters of the config, "
+                                f"{shown(list(config.parameters))}, does not name. Correct the "
+                                f"config: accepted are {ACCEPTED_PARAMETERS} of {stem}"
                             )
                         own = config.for_module(f"{stem}.{name}")
                         for number, a, b in self._by_expert(path, experts, name, own.rank, *given):
@@ -144,7 +143,7 @@ class AdapterReader:
         given_b: CheckpointTensor,
         parts: list[LoRAWeights | None],
     ) -> None:
-        """Put what an adapter adds to a module in its place in `parts`."""
+        """Put the weights that an adapter has for a module into `parts`."""
         self._check(path, config, module, list(given_a.shape), list(given_b.shape))
         for dtype in (given_a.dtype, given_b.dtype):
             if dtype not in (None, *DENSE_DTYPES):
@@ -180,7 +179,7 @@ class AdapterReader:
         a: CheckpointTensor,
         b: CheckpointTensor,
     ) -> Iterator[tuple[int, CheckpointTensor, CheckpointTensor]]:
-        """A and B of each expert of this rank, where a parameter has the matrices of all.
+        """Yield A and B of each expert of this rank, if a parameter has the matrices of all.
 
         Args:
             experts: name of their module.
@@ -198,9 +197,9 @@ class AdapterReader:
         given = tuple(a.shape), tuple(b.shape)
         if given not in (wanted, swapped):
             raise RequestError(
-                f"{path}: {name} of {experts} has A {list(a.shape)} and B {list(b.shape)}, and "
+                f"{path}: {name} of {experts} has A {list(a.shape)} and B {list(b.shape)}, but "
                 f"rank {rank} of {count} experts needs {list(wanted[0])} and {list(wanted[1])}. "
-                f"Is it an adapter of another model?"
+                "Is it an adapter of a different model?"
             )
         all_a = a.read(()).unflatten(0, (count, rank))
         all_b = b.read(()).unflatten(1, (-1, count)).permute(2, 0, 1)
@@ -214,21 +213,21 @@ class AdapterReader:
         """Warn of an adapter of another model. It may be the same one under another name."""
         if base and self._names and PurePath(base).name not in self._names:
             logger.warning(
-                "the LoRA adapter %s was trained on %s, and this model is %s; its outputs are only "
-                "right if the weights are the same",
+                "the LoRA adapter %s was trained on %s, and this model is %s: outputs are right "
+                "only if both have the same weights",
                 folder,
                 shown(base),
                 self._names[0],
             )
 
     def _pairs(self, path: Path, names: list[str], rest: Rest) -> Mapping[str, list[str]]:
-        """Module, by its name in the model -> names of its A and B in the file."""
+        """Return the names of A and B in the file, by the module's name in the model."""
         found: dict[str, list[str]] = {}
         for name in names:
             rest()
             if len(name) > _LONGEST_NAME or not name.isprintable():
                 raise RequestError(
-                    f"{path}: {shown(name)} is the name of no tensor of an adapter: it has more "
+                    f"{path}: {shown(name)} is not the name of an adapter's tensor: it has more "
                     f"than {_LONGEST_NAME} characters, or some that cannot be printed"
                 )
             if self._copied_module(name) is not None:
@@ -245,7 +244,7 @@ class AdapterReader:
             number = "AB".index(ending["table"] or ending["linear"])
             if pair[number]:
                 raise RequestError(
-                    f"{path}: {pair[number]} and {name} are the same tensor of {module}"
+                    f"{path}: {pair[number]} and {name} name the same tensor of {module}"
                 )
             pair[number] = name
         if not names:
@@ -259,8 +258,8 @@ class AdapterReader:
     def _check_unchanged(
         self, path: Path, tensors: Mapping[str, CheckpointTensor], rest: Rest
     ) -> None:
-        """Compare the weights that peft has saved beside the adapter with those of the model, where
-        these can be looked up."""
+        """Compare the weights that peft has saved with the adapter to the model's, if these can be
+        looked up."""
         ignored = []
         for name, source in tensors.items():
             module = self._copied_module(name)
@@ -282,14 +281,14 @@ class AdapterReader:
                 is_same = is_close(given, partial(_rows_of, layer, own), rest)
             if not is_same:
                 raise RequestError(
-                    f"{path}: {name} {list(source.shape)} is not the weight of this model "
-                    f"({shape}); an adapter with changed tokens is not supported. Merge it into "
-                    f"the weights of its model (merge_and_unload of peft)"
+                    f"{path}: {name} {list(source.shape)} differs from the weight of this model "
+                    f"({shape}); an adapter that changes the vocabulary is not supported. Merge "
+                    "it into the weights of its model (merge_and_unload of peft)"
                 )
 
         if ignored:
             logger.info(
-                "%s has %d weights of the model as well, which are ignored: %s%s",
+                "%s also has %d weights of the base model, which are ignored: %s%s",
                 *(path, len(ignored), ", ".join(ignored[:3]), ", ..." if len(ignored) > 3 else ""),
             )
 
@@ -312,9 +311,9 @@ class AdapterReader:
             others = ", ".join(sorted(self._layers.left_out))
             more = f"These as well if lora_target_modules names them: {others}. "
         return RequestError(
-            f"{path}: {name} does not belong to a layer that adapters can change here. "
-            f"These can be changed: {', '.join(known)}. {more}Merge the adapter into the weights "
-            f"of its model (merge_and_unload of peft)"
+            f"{path}: {name} does not belong to a layer that adapters can change in this engine. "
+            f"Accepted layers: {', '.join(known)}. {more}Merge the adapter into the weights of "
+            "its model (merge_and_unload of peft)"
         )
 
     def _check(
@@ -344,7 +343,7 @@ class AdapterReader:
         if shapes != [[target.output_size, rank] for target, _ in found]:
             raise RequestError(
                 f"{path}: fan_in_fan_out of {module} does not fit the model. Is it an adapter of "
-                f"another model?"
+                "a different model?"
             )
 
     def _compare(
@@ -354,6 +353,7 @@ class AdapterReader:
         for letter, shape, size in zip("AB", shapes, wanted, strict=True):
             if shape != size:
                 raise RequestError(
-                    f"{path}: {module}.{kind}{letter} has the shape {shape}, and {size} is "
-                    f"expected for this model and rank {rank}. Is it an adapter of another model?"
+                    f"{path}: {module}.{kind}{letter} has the shape {shape}, but {size} is "
+                    f"expected for this model and rank {rank}. Is it an adapter of a different "
+                    "model?"
                 )

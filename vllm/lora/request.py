@@ -1,4 +1,4 @@
-"""How a request names a LoRA adapter. Independent of weights."""
+"""The name, id and path of a LoRA adapter in a request. Independent of weights."""
 
 from dataclasses import dataclass
 

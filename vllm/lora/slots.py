@@ -1,4 +1,4 @@
-"""Which of a fixed number of slots has which adapter. Knows keys, no weights."""
+"""Assigns adapters to a fixed number of slots. Knows keys, no weights."""
 
 from collections import Counter, OrderedDict
 
@@ -19,7 +19,7 @@ class AdapterSlots:
         self._uses: Counter[str] = Counter()
 
     def take(self, key: str) -> tuple[int, bool]:
-        """A slot for one more request with this adapter.
+        """Take a slot for one more request with this adapter.
 
         Returns:
             The slot, and whether the adapter has to be written there.
@@ -38,7 +38,7 @@ class AdapterSlots:
         return self._slots.pop(unused)
 
     def release(self, key: str) -> None:
-        """A request with this adapter has ended."""
+        """Note that a request with this adapter has ended."""
         self._uses[key] -= 1
         if not self._uses[key]:
             del self._uses[key]
@@ -49,7 +49,7 @@ class AdapterSlots:
         return key in self._slots
 
     def unused(self) -> list[str]:
-        """The adapters in slots that no request uses."""
+        """Return the adapters in slots that no request uses."""
         return [key for key in self._slots if not self._uses[key]]
 
     def forget(self, key: str) -> int:

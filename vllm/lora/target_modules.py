@@ -1,4 +1,4 @@
-"""Which layers of a model adapters can change. Knows numbers and sizes, no weights."""
+"""Lists the layers of a model that adapters can change, with indices and sizes, without weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,33 +15,33 @@ class LoRATargets:
     num_parts: int = 0
     """Projections of all of them."""
     of_head: list[AdaptedLayer] = field(default_factory=list)
-    """Those that compute logits: the output head, and what leads to it; none: they are on another
-    rank."""
+    """Layers that compute logits: the output head, and the layers before it; none: they are on
+    another rank."""
     embedding: AdaptedLayer | None = None
     """The input embedding, which is one of them, with a token of the vocabulary as each input;
     None: it is on another rank."""
 
     experts: range = range(0)
-    """Numbers of the projections of experts, two layers for each expert of this rank."""
+    """Indices of the projections of experts, two layers for each expert of this rank."""
     alike: list[range] = field(default_factory=list)
-    """Numbers of layers that have the same sizes: one product of all experts of a layer."""
+    """Indices of layers that have the same sizes: one matmul of all experts of a layer."""
 
     def add(self, layer: AdaptedLayer) -> AdaptedLayer:
-        """Add a layer, whose numbers are the next ones. Returns it."""
+        """Add a layer, which must have the next index, and return it."""
         assert (layer.number, layer.first_part) == (len(self.layers), self.num_parts)
         self.layers.append(layer)
         self.num_parts += len(layer.parts)
         return layer
 
     def stacks(self) -> list[range]:
-        """Numbers of the layers whose weights can be stored as one: those that are alike, and each
-        other layer by itself."""
+        """Return the indices of the layers whose weights can be stored as one: layers of the same
+        sizes, and each other layer by itself."""
         found = {number for numbers in self.alike for number in numbers}
         alone = (number for number in range(len(self.layers)) if number not in found)
         return [*(range(number, number + 1) for number in alone), *self.alike]
 
     def embedding_of(self, parts: Sequence[LoRAWeights | None]) -> LoRAWeights | None:
-        """What the parts of an adapter add to the input embedding."""
+        """Return the weights that the parts of an adapter add to the input embedding."""
         return None if self.embedding is None else parts[self.embedding.first_part]
 
     def change_head(self, parts: Sequence[LoRAWeights | None]) -> bool:

@@ -40,7 +40,7 @@ class Target:
         return self.place.total if self.place.dim == 0 else self.other_size
 
     def put(self, a: Tensor, b: Tensor, parts: list[LoRAWeights | None]) -> None:
-        """Put what this rank needs of an adapter in its places.
+        """Put the weights of an adapter that this rank needs into `parts`.
 
         Args:
             a: [r, input_size]
@@ -54,7 +54,7 @@ class Target:
         return (LoRAWeights(a, b),)
 
     def _of_rank(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """The slice of the dimension that is split; padding is zero."""
+        """Return the slice of the dimension that is split; padding is zero."""
         if self.layer.tp.size == 1:
             return a, b
         if self.place.dim == 1:
@@ -68,7 +68,7 @@ class Target:
 
 @dataclass(frozen=True)
 class LatentTarget(Target):
-    """`kv_b_proj`, whose halves are products with queries and with what attention puts out.
+    """`kv_b_proj`, whose halves multiply queries and the output of attention.
 
     B has the rows of the key of each head, then those of its value. A query q of a head is
     multiplied with (B A).T, so there A and B change places: q (rows of B).T, and then A.

@@ -41,14 +41,14 @@ def check_header(path: Path, num_parts: int) -> None:
         length = int.from_bytes(file.read(8), "little")
     if length > most:
         raise RequestError(
-            f"{path} is damaged, or an adapter of another model: its header has {length} bytes, "
-            f"and {most} are more than enough for this model"
+            f"{path} is damaged, or an adapter of a different model: its header has {length} "
+            f"bytes, but an adapter of this model needs at most {most}"
         )
 
 
 @contextmanager
 def open_weights(path: Path, rest: Rest) -> Iterator[dict[str, CheckpointTensor]]:
-    """The tensors of a file, which are read when they are asked for."""
+    """Yield the tensors of a file, which are read when they are asked for."""
     found: dict[str, CheckpointTensor] = {}
     if path.suffix != ".safetensors":
         yield dict(read_bin(path))
@@ -85,5 +85,5 @@ def is_close(given: CheckpointTensor, known: Callable[[int, int], Tensor], rest:
 
 
 def source_of(tensor: Tensor) -> CheckpointTensor:
-    """A tensor that is in memory."""
+    """Make a source of a tensor in memory."""
     return CheckpointTensor(tensor.shape, lambda index: tensor[index])

@@ -1,4 +1,4 @@
-"""Fusing a model: its forward pass is recorded once, and then runs in one call of the C++ kernels.
+"""Fuses a model: its forward pass is recorded once, and then runs in one call of the C++ kernels.
 
 The model itself runs, on symbols instead of tensors (`vllm.ops.cpu.symbols`). So whatever its
 modules compute is what is recorded, whatever family it is of. What cannot be recorded, such as a
@@ -14,7 +14,7 @@ import torch
 
 from vllm.attention import LaunchContext, share_context
 from vllm.logger import init_logger
-from vllm.model_executor.models.interface import CausalLM
+from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 from vllm.ops.cpu.operators.program import Program
@@ -28,16 +28,16 @@ _lock = threading.Lock()
 
 
 def fuse(
-    model: CausalLM, inner_layers: Sequence[int] = (), *, reads_items: bool = False
+    model: CausalLM | PoolingModel, inner_layers: Sequence[int] = (), *, reads_items: bool = False
 ) -> Program | None:
-    """The forward pass of a model whose weights are packed and whose caches are bound.
+    """Record the forward pass of a model whose weights are packed and whose caches are bound.
 
     A stage of a pipeline is a program of its own: one after the first takes hidden states in place
     of token ids.
 
     Args:
         model: to run.
-        inner_layers: whose inputs a launch returns, too; see `CausalLM.forward_and_inputs`.
+        inner_layers: layers whose inputs a launch also returns; see `CausalLM.forward_and_inputs`.
         reads_items: for forward passes whose tokens see items by cross-attention.
 
     Returns:
@@ -64,17 +64,21 @@ def fuse(
             taps: Any
             result: Any
             if inner_layers:
+                assert isinstance(model, CausalLM)
                 result, taps = model.forward_and_inputs(inputs, positions, inner_layers)
             else:
-                result, taps = model(inputs, positions), ()
+                types: tuple[Any, ...] = ()
+                if isinstance(model, PoolingModel) and model.num_token_types > 1:
+                    types = (Ids(recorder, is_position=False, is_type=True),)
+                result, taps = model(inputs, positions, *types), ()
         return Program(recorder, result, given, taps)
 
-    return _fused("forward pass", model, record)
+    return _fused("forward pass", record)
 
 
 def fuse_head(model: CausalLM, forward: Program) -> Program | None:
-    """The same of `model.compute_logits`, for the hidden states that `forward` returns. A stage of
-    a pipeline that is not the last one has no head."""
+    """Record `model.compute_logits`, for the hidden states that `forward` returns. A stage of a
+    pipeline that is not the last one has no head."""
     if not model.stage.is_last:
         return None
 
@@ -85,28 +89,30 @@ def fuse_head(model: CausalLM, forward: Program) -> Program | None:
             result: Any = model.compute_logits(given)
         return Program(recorder, result, given)
 
-    return _fused("output head", model, record)
+    return _fused("output head", record)
 
 
-def _fused(name: str, model: CausalLM, record: Callable[[], Program]) -> Program | None:
+def _fused(name: str, record: Callable[[], Program]) -> Program | None:
     if load_cpu_kernels() is None:
         return None
     try:
         program = record()
     except Exception as error:  # a model may do with a symbol what only tensors can do
-        logger.debug("the %s runs module by module: %s", name, error)
+        logger.debug("the %s has no fused CPU program and runs layer by layer: %s", name, error)
         return None
-    logger.debug("the %s runs in one call", name)
+    logger.debug("the %s runs as one fused CPU program", name)
     return program
 
 
 @contextmanager
 def _recording(recorder: Recorder) -> Iterator[None]:
-    """Operators that are given symbols are recorded."""
+    """Record the operators that are given symbols."""
     with _lock, torch.inference_mode():
         before = get_ops()
         if type(before) is not CPUOps:
-            raise NotFusibleError(f"the operators are {type(before).__name__}")
+            raise NotFusibleError(
+                f"recording needs the operators of the CPU (CPUOps), got {type(before).__name__}"
+            )
         set_ops(recorder)
         try:
             yield

@@ -19,8 +19,8 @@ _FINGERPRINT_COLUMNS = 1024
 
 
 def model_storages(model: nn.Module) -> list[Tensor]:
-    """Everything that a model reads but its KV caches and their scales, pools of items, and a
-    speculator in addition to what its target has: each storage once, as its bytes.
+    """Return all memory that a model reads, except its KV caches with their scales and pools of
+    items, and for a speculator except what its target has: each storage once, as its bytes.
 
     Besides parameters and buffers there are tensors in objects that modules hold, such as packed
     weights. The order depends on how the model was built alone, so that two models of one config
@@ -38,9 +38,9 @@ def model_storages(model: nn.Module) -> list[Tensor]:
 
 
 def model_tensors(model: nn.Module) -> list[Tensor]:
-    """Every tensor that a model reads but its KV caches and pools of items, and a speculator
-    in addition to what its target has, each once, in an order as above. Several may be views of one
-    storage."""
+    """Return every tensor that a model reads, except its KV caches and pools of items, and for a
+    speculator except what its target has, each once, in an order as above. Several may be views of
+    one storage."""
     found = {id(tensor): tensor for tensor in _tensors(model, set())}
     if isinstance(model, Speculator):
         for tensor in _tensors(model.target, set()):
@@ -49,8 +49,8 @@ def model_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """All tensors below a value: through modules, containers, and objects of this package, but for
-    connections to other ranks, which keep hidden states that are under way."""
+    """Yield all tensors below a value: through modules, containers, and objects of this package,
+    except connections to other ranks, which keep hidden states that are being sent."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -78,7 +78,7 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def fingerprint(data: Tensor) -> bytes:
-    """A short value that differs when the bytes do, but for a chance that does not matter.
+    """Return a short value that differs when the bytes do, with negligible exceptions.
 
     Sums over rows and over columns, which run at the speed of memory. This is no protection
     against data that was made to have the same value.
@@ -102,11 +102,11 @@ def fingerprint(data: Tensor) -> bytes:
 
 
 def replace_tensors(model: nn.Module, replacement: Callable[[str, Tensor], Tensor]) -> None:
-    """Put other tensors in the place of all parameters and buffers.
+    """Replace all parameters and buffers by other tensors.
 
     Args:
         model: any. What two modules share is replaced once and stays shared.
-        replacement: called with the name of the tensor's first place, and the tensor.
+        replacement: called with the tensor's first name, and the tensor.
     """
     places: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
@@ -114,7 +114,7 @@ def replace_tensors(model: nn.Module, replacement: Callable[[str, Tensor], Tenso
         for name, tensor in owned:
             full_name = f"{path}.{name}" if path else name
             places.setdefault(id(tensor), []).append((full_name, module, name))
-    del owned, tensor  # each tensor goes when the last of its places is filled anew
+    del owned, tensor  # each tensor is freed when its last reference is replaced
     for shared in places.values():
         full_name, module, name = shared[0]
         is_parameter = name in module._parameters

@@ -242,8 +242,8 @@ def _check_cost(modality: str, cost: tuple[int, int], most: tuple[int, int]) -> 
     for what, size, limit in zip(("embeddings", "bytes"), cost, most, strict=True):
         if size > limit:
             raise RequestError(
-                f"mm_processor_kwargs: {singular(modality)} could have {size} {what}, and the "
+                f"mm_processor_kwargs: {singular(modality)} could have {size} {what}, but the "
                 f"engine was started for {plural(modality)} of at most {limit}. Choose smaller "
-                f"sizes, or start it with larger ones (--mm-processor-kwargs)",
+                "sizes, or start it with larger ones (--mm-processor-kwargs)",
                 param=_OVERRIDES,
             )

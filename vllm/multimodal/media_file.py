@@ -32,7 +32,7 @@ class MediaFile:
         tensors: by name.
 
     Attributes:
-        tensors: what a request has in their place.
+        tensors: what a request has instead of them.
 
     Raises:
         OSError: the process has too many open files, or there is no memory.

@@ -88,7 +88,7 @@ def encode_image_base64(image: "Image", *, image_mode: str = "RGB", format: str 
     """Return an image of Pillow as the base64 text of a file.
 
     Args:
-        image: stays as it is.
+        image: is not changed.
         image_mode: of the file; for "RGB", transparent pixels are white.
         format: of the file, as Pillow names it.
     """

@@ -1,4 +1,4 @@
-"""One table of device-dependent operators, and the one that is in use.
+"""The table of device-dependent operators that is in use.
 
 Layers call `get_ops().rms_norm(...)`. The platform installs its implementation once, before the
 model is built; until then the torch reference answers, so a layer can be tested alone.
@@ -12,7 +12,7 @@ _ops: Ops | None = None
 
 
 def get_ops() -> Ops:
-    """The installed operators; `NativeOps` when none were installed."""
+    """Return the installed operators; `NativeOps` when none were installed."""
     global _ops
     if _ops is None:
         from vllm.ops.native.operators import NativeOps

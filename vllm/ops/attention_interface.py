@@ -20,7 +20,7 @@ from torch import Tensor
 from vllm.ops.attention_options import NO_TENSORS, AttentionOptions, AttentionTensors
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""What a KV cache may hold besides the dtype of the model."""
+"""Dtypes that a KV cache may have in addition to the dtype of the model."""
 
 
 class AttentionOps(ABC):
@@ -80,7 +80,7 @@ class AttentionOps(ABC):
     def rotate(
         self, query: Tensor, key: Tensor | None, angles: tuple[Tensor, Tensor], is_neox: bool
     ) -> tuple[Tensor, Any]:
-        """`rotary_embedding` of tokens whose angles have been looked up."""
+        """Apply `rotary_embedding` with angles that have been looked up."""
 
     @abstractmethod
     def reshape_and_cache(
@@ -123,7 +123,7 @@ class AttentionOps(ABC):
         options: AttentionOptions,
         tensors: AttentionTensors = NO_TENSORS,
     ) -> Tensor:
-        """Attention of one new token per request over everything its request has cached.
+        """Attend from one new token per request to everything that its request has cached.
 
         The key and value of the new token are already in the cache; its position is
         seq_len - 1, and it sees itself. No step depends on values of a device tensor on the
@@ -161,7 +161,7 @@ class AttentionOps(ABC):
         tensors: AttentionTensors = NO_TENSORS,
         last_keys: np.ndarray | None = None,
     ) -> Tensor:
-        """Causal attention of several new tokens per request, ragged.
+        """Attend causally from several new tokens per request, ragged.
 
         Request b owns rows query_start_loc[b] to query_start_loc[b + 1] of query. They are the
         LAST tokens of its seq_lens[b] tokens; the ones before them (an earlier chunk, a prefix

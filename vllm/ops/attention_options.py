@@ -114,7 +114,7 @@ class AttentionTensors(NamedTuple):
     """[G] float32 on the host, dense: multiplies what an fp8 cache holds of each head; None: 1. No
     effect on another cache."""
     value_scales: Tensor | None = None
-    """The same for values."""
+    """Scales of values, like `key_scales`."""
 
 
 NO_TENSORS = AttentionTensors()

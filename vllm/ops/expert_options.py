@@ -53,7 +53,8 @@ class ExpertGroups:
 
     num_groups: int
     top_groups: int
-    """Those with the best expert, or, where choices have a bias, with the best two together."""
+    """Number of groups with the best expert that are searched or, if choices have a bias, with the
+    best sum of two experts."""
 
 
 ONE_GROUP = ExpertGroups(1, 1)

@@ -32,7 +32,7 @@ from vllm.utils.background_work import Rest, no_rest
 
 
 class Ops(AttentionOps):
-    """One implementation of every operator; those of attention are in `AttentionOps`.
+    """One implementation of every operator; the attention operators are in `AttentionOps`.
 
     Stateless: the same object serves every layer and every launch. Operators run under
     `torch.inference_mode()`; none of them supports autograd.
@@ -62,7 +62,7 @@ class Ops(AttentionOps):
     def fused_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """`new_residual = x + residual`, and `rms_norm` of it, in one pass.
+        """Compute `new_residual = x + residual`, and `rms_norm` of it, in one pass.
 
         May write both results over x and residual: the caller owns both, and uses only what is
         returned from then on.
@@ -105,7 +105,7 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        """`silu(x[..., :I]) * x[..., I:]`, the middle of a gated MLP.
+        """Compute `silu(x[..., :I]) * x[..., I:]`, the middle of a gated MLP.
 
         Args:
             x: [..., 2 * I]: gate, then up. Not changed.
@@ -119,7 +119,8 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def gelu(self, x: Tensor, is_tanh: bool) -> Tensor:
-        """x times the probability that a normal number is below x (arXiv 1606.08415).
+        """Multiply x by the probability that a normally distributed value is below x (arXiv
+        1606.08415).
 
         Args:
             x: [..., N]. Not changed.
@@ -156,7 +157,7 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def gelu_and_mul(self, x: Tensor, is_tanh: bool) -> Tensor:
-        """`gelu(x[..., :I]) * x[..., I:]`, the middle of a gated MLP.
+        """Compute `gelu(x[..., :I]) * x[..., I:]`, the middle of a gated MLP.
 
         Args:
             x: [..., 2 * I]: gate, then up. Not changed.
@@ -183,12 +184,12 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def scale_rows(self, x: Tensor, factor: Tensor, is_gate: bool = False) -> Tensor:
-        """x times one number per token.
+        """Multiply x by one value per token.
 
         Args:
             x: [T, ...]. Not changed.
             factor: [T, 1].
-            is_gate: the number is the sigmoid of the factor, rounded to the dtype of x.
+            is_gate: the value is the sigmoid of the factor, rounded to the dtype of x.
 
         Returns:
             A new dense tensor, shape and dtype of x.
@@ -209,12 +210,13 @@ class Ops(AttentionOps):
         b: Tensor,
         c: Tensor,
     ) -> Tensor:
-        """The scan of Mamba-2 over one token of each of B sequences; see `state_space.scan_heads`.
+        """Run the scan of Mamba-2 over one token of each of B sequences; see
+        `state_space.scan_heads`.
 
         All but indices are float32.
 
         Args:
-            states: [rows, H, P, N]; those of the sequences are replaced.
+            states: [rows, H, P, N]; the states of the sequences are replaced.
             rows: [B] int64, no row twice.
             is_new: [B] bool, sequences that begin with the state 0, whatever their rows hold.
             x: [B, H, P].
@@ -271,7 +273,7 @@ class Ops(AttentionOps):
         bias: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Choose the experts of each token: those with the largest logits.
+        """Choose the experts of each token: the ones with the largest logits.
 
         Args:
             logits: [T, E]. Not changed.
@@ -294,7 +296,8 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def to_fp8(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        """x * factor, rounded to nearest and limited to the range of the device; NaN stays NaN.
+        """Compute x * factor, rounded to nearest and limited to the range of the device; NaN stays
+        NaN.
 
         Args:
             x: any shape.
@@ -304,7 +307,7 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def from_fp8(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """x * scale, of `dtype`.
+        """Compute x * scale, of `dtype`.
 
         Args:
             x: of one of `attention_interface.FP8_DTYPES`, any shape.
@@ -314,7 +317,7 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def round_to_fp8(self, x: Tensor, factor: float, largest: int) -> Tensor:
-        """x * factor as the nearest numbers of e4m3, in the dtype of x; NaN stays NaN.
+        """Round x * factor to the nearest values of e4m3, in the dtype of x; NaN stays NaN.
 
         Args:
             x: [..., N], bfloat16 or float32. Not changed.
@@ -440,10 +443,10 @@ class Ops(AttentionOps):
         biases: ExpertBiases = NO_BIASES,
         options: ExpertOptions = SILU_EXPERTS,
     ) -> Tensor:
-        """The sum over a token's k experts e of `weight * (act(x @ gate_up[e].T) @ down[e].T)`. E
-        experts of intermediate size I.
+        """Compute the sum over a token's k experts e of `weight * (act(x @ gate_up[e].T) @
+        down[e].T)`. E experts of intermediate size I.
 
-        What an expert returns is rounded to the dtype of x, the weighted sum is made in float32.
+        The output of an expert is rounded to the dtype of x, the weighted sum is made in float32.
 
         Args:
             x: [T, hidden]. Not changed.
@@ -465,7 +468,7 @@ class Ops(AttentionOps):
     def rows_of_part(
         self, embed: Callable[[Tensor], Tensor], ids: Tensor, first_id: int, num_rows: int
     ) -> Tensor:
-        """Rows of a table of which other ranks have the other parts.
+        """Look up rows of a table of which other ranks have the other parts.
 
         Args:
             embed: gives the rows of this part for their indices there, [T] -> [T, W].

@@ -1,4 +1,4 @@
-"""Low-rank products that adapters add to linear layers (LoRA), as operators take them.
+"""Low-rank weights that adapters add to linear layers (LoRA), in the form that operators use.
 
 Knows tensors and numbers of projections; knows no files, no names and no requests.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LoRAWeights:
-    """What an adapter adds to one projection: (x @ a.T) @ b.T."""
+    """The weights that an adapter adds to one projection: (x @ a.T) @ b.T."""
 
     a: Tensor
     """[r, in_features]"""
@@ -25,9 +25,9 @@ class AdaptedLayer:
     """A linear layer that adapters can change, and the projections that it packs."""
 
     number: int
-    """Of the layer among those of its model."""
+    """Index of the layer among the layers of its model."""
     first_part: int
-    """Number of its first projection among those of all layers; the others follow."""
+    """Index of its first projection among the projections of all layers; the others follow."""
     in_features: int
     parts: tuple[tuple[int, int], ...]
     """(first output feature, output features) of each projection."""
@@ -43,7 +43,7 @@ class LoRAHeads:
     """A matrix for each head that adapters can change."""
 
     heads: Sequence[AdaptedLayer]
-    """One projection each, with numbers that follow each other and equal sizes."""
+    """One projection each, with consecutive indices and equal sizes."""
 
     @property
     def first_part(self) -> int:
@@ -63,7 +63,7 @@ class LoRAHeads:
 
 @dataclass(frozen=True)
 class AdaptedExpert:
-    """The two products of an expert that adapters can change."""
+    """The two matmuls of an expert that adapters can change."""
 
     gate_up: AdaptedLayer
     down: AdaptedLayer
@@ -71,11 +71,11 @@ class AdaptedExpert:
 
 @dataclass(frozen=True)
 class AdaptedExperts:
-    """The experts of a layer that adapters can change: those of this rank."""
+    """The experts of a layer that adapters can change, on this rank."""
 
     experts: Sequence[AdaptedExpert]
     first_expert: int
-    """Which of all experts is the first of them; the others follow."""
+    """Index of this rank's first expert among all experts; the others follow."""
 
 
 class PreparedAdapter(Protocol):
@@ -89,7 +89,7 @@ class PreparedAdapter(Protocol):
 
 @dataclass(frozen=True)
 class AdaptedRows:
-    """Which adapter each of T rows has."""
+    """The adapter of each of T tokens."""
 
     adapters: Sequence[PreparedAdapter | None]
     """Of one `Ops`; None where no row has one."""

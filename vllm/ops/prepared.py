@@ -16,7 +16,7 @@ class PreparedWeight(Protocol):
     """
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., in_features] @ weight.T + bias -> [..., out_features] of x's dtype."""
+        """Compute x [..., in_features] @ weight.T + bias -> [..., out_features] of x's dtype."""
         ...
 
 
@@ -24,7 +24,7 @@ class PreparedTable(PreparedWeight, Protocol):
     """The weight of an output head, or of embeddings, in the layout of a device."""
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows [N] int64 of the weight, [N, in_features]."""
+        """Return rows [N] int64 of the weight, [N, in_features]."""
         ...
 
 
@@ -32,41 +32,42 @@ class PreparedExperts(Protocol):
     """The weights of gated experts in the layout that a device multiplies with."""
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """As `Ops.moe`."""
+        """Run the experts, as `Ops.moe` does."""
         ...
 
 
 @runtime_checkable
 class ExpertProducts(Protocol):
-    """The two products of gated experts, one expert at a time."""
+    """The two matmuls of gated experts, one expert at a time."""
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
-        """[n, hidden] -> [n, 2 * I], gate then up; new. The expert is the one of this number on
-        this rank."""
+        """Multiply [n, hidden] -> [n, 2 * I], gate then up; new. The expert is the one of this
+        index on this rank."""
         ...
 
     def multiply_down(self, expert: int, x: Tensor) -> Tensor:
-        """[n, I] -> [n, hidden], new."""
+        """Multiply [n, I] -> [n, hidden], new."""
         ...
 
 
 @dataclass(frozen=True)
 class SingleExperts:
-    """What experts of a layer compute, one at a time and one product at a time."""
+    """Computes the experts of a layer, one expert and one matmul at a time."""
 
     products: ExpertProducts
     options: ExpertOptions
-    """What is computed between the products, and where the weight of a choice counts."""
+    """Computation between the matmuls, and where the weight of a choice applies."""
     biases: ExpertBiases = NO_BIASES
     """As this rank adds them."""
 
     def gate_up(self, expert: int, x: Tensor) -> Tensor:
-        """[n, hidden] -> [n, 2 * I], new. The expert is the one of this number on this rank."""
+        """Compute [n, hidden] -> [n, 2 * I], new. The expert is the one of this index on this
+        rank."""
         y = self.products.multiply_gate_up(expert, x)
         return y if self.biases.gate_up is None else y + self.biases.gate_up[expert]
 
     def down(self, expert: int, x: Tensor) -> Tensor:
-        """[n, I] -> [n, hidden], new."""
+        """Compute [n, I] -> [n, hidden], new."""
         y = self.products.multiply_down(expert, x)
         return y if self.biases.down is None else y + self.biases.down[expert]
 
@@ -78,7 +79,7 @@ class PreparedHeads(Protocol):
     """
 
     def multiply(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
-        """The product of each head with its matrix.
+        """Multiply each head with its matrix.
 
         Args:
             x: [T, H, I]; heads are dense, but need not follow each other.
@@ -90,5 +91,5 @@ class PreparedHeads(Protocol):
         ...
 
     def dense(self) -> Tensor:
-        """The matrices, [H, I, O]."""
+        """Return the matrices, [H, I, O]."""
         ...

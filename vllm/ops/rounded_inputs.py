@@ -1,4 +1,4 @@
-"""Products with static FP8 inputs on devices without FP8 products.
+"""Matmuls with static FP8 inputs on devices without FP8 matmuls.
 
 Inputs are rounded to the numbers of fp8, which every dtype of models holds exactly, and the scale
 of inputs becomes a part of those of the weight: the result is that of an FP8 product but for the
@@ -17,7 +17,7 @@ from vllm.ops.stored_weight import Fp8Weight, StoredWeight
 
 
 def is_rounding_inputs(weight: StoredWeight) -> TypeGuard[Fp8Weight]:
-    """Whether inputs have to be rounded for products with this weight."""
+    """Whether inputs have to be rounded for matmuls with this weight."""
     return isinstance(weight, Fp8Weight) and weight.rounds_inputs and weight.input_scale is not None
 
 
@@ -45,6 +45,6 @@ class RoundedInputs:
         return self._weight
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `PreparedWeight`."""
+        """Multiply with the weight after rounding the inputs; see `PreparedWeight`."""
         rounded = self._ops.round_to_fp8(x, self._inverse_scale, self._largest)
         return self._weight.linear(rounded, bias)

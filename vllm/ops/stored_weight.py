@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class StoredWeight(ABC):
-    """A weight [out_features, in_features] of numbers of few bits and their scales, on the host."""
+    """A weight [out_features, in_features] of low-bit values and their scales, on the host."""
 
     @property
     @abstractmethod
@@ -29,7 +29,7 @@ class StoredWeight(ABC):
 
     @abstractmethod
     def dequantize(self) -> Tensor:
-        """[out_features, in_features] float32."""
+        """Dequantize to [out_features, in_features] float32."""
 
     def joined(self, other: "StoredWeight") -> "StoredWeight | None":
         """Return one weight with the outputs of this one, then the outputs of another one of the
@@ -74,7 +74,7 @@ class Fp8Weight(StoredWeight):
     block_inputs: int
     """Inputs that share a scale; the last block may have fewer."""
     input_scale: float | None = None
-    """What inputs were divided by when they were rounded to fp8; None: chosen for each row."""
+    """Divisor of inputs that are rounded to FP8; None: chosen for each token."""
     largest: float = 448.0
     """The range of the numbers, and of inputs that are rounded."""
     rounds_inputs: bool = False
@@ -124,12 +124,12 @@ _BYTE_MIDDLE = 128
 """int8 plus this are bytes without a sign."""
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight outputs is in each place of a word of AWQ, from the lowest bits on."""
+"""Index of the output at each position of a word of AWQ, from the lowest bits on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedWeight(StoredWeight):
-    """Whole numbers less a zero point, times a scale; both of them for each group of inputs."""
+    """Integers less a zero point, times a scale; both of them for each group of inputs."""
 
     words: Tensor
     """int32. [in_features * bits / 32, out_features]: the numbers of an output follow each other
@@ -172,7 +172,7 @@ class GroupedWeight(StoredWeight):
         return torch.Size((second, first * 32 // self.bits))
 
     def numbers(self) -> Tensor:
-        """[out_features, in_features] uint8, not dense."""
+        """Return the codes [out_features, in_features] uint8, not dense."""
         if self.is_awq:
             return unpack_awq(self.words).T
         return unpack_bits(self.words.T.contiguous(), self.bits)
@@ -210,7 +210,8 @@ class GroupedWeight(StoredWeight):
         return sizes is None or bool((sizes == sizes[0]).all())
 
     def with_neighbours(self, unit: int | None) -> "tuple[GroupedWeight, Tensor | None] | None":
-        """As of `StoredWeight`.
+        """Return the weight with neighbouring groups, and the order of inputs, as in
+        `StoredWeight`.
 
         Columns are sorted by group. Where groups differ in size, one that is no multiple of `unit`
         begins with columns that are 0, for one of its inputs. None where a zero point is 2^bits, as
@@ -252,7 +253,7 @@ class GroupedWeight(StoredWeight):
 
 
 def round_to_fp8(weight: Tensor) -> Fp8Weight:
-    """A dense weight [out_features, in_features] as fp8, with a scale per output feature.
+    """Round a dense weight [out_features, in_features] to FP8, with a scale per output feature.
 
     The largest number of an output becomes 448, the largest of float8_e4m3fn. NaN and infinity
     make the scale NaN, so that they reach the results.
@@ -264,7 +265,7 @@ def round_to_fp8(weight: Tensor) -> Fp8Weight:
 
 
 def round_to_int8(weight: Tensor) -> Int8Weight:
-    """A dense weight as int8, with a scale per output feature, as `round_to_fp8`."""
+    """Round a dense weight to int8, with a scale per output feature, as `round_to_fp8` does."""
     scales, numbers = _divided(weight.abs().amax(dim=1, keepdim=True), 127, weight)
     return Int8Weight(numbers=numbers.round().to(torch.int8), scales=scales[:, 0])
 
@@ -279,7 +280,8 @@ def round_in_groups(groups: Tensor) -> GroupedWeight:
 
 
 def _divided(largest: Tensor, becomes: int, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales with which the largest sizes become a number, and a weight divided by them."""
+    """Return scales with which the largest values become a given one, and the weight divided by
+    them."""
     largest = largest.float()
     scales = torch.where(largest == 0, 1.0, largest / becomes)
     scales = scales.where(scales.isfinite(), float("nan"))
@@ -294,8 +296,8 @@ _INT4_MIDDLE = 8
 
 
 def round_to_int4(weight: Tensor) -> GroupedWeight | Int8Weight:
-    """A dense weight with a scale for each 32 inputs and numbers from -8 to 7: the largest of a
-    group becomes -8. In int8 where groups have no 32 inputs."""
+    """Round a dense weight to values from -8 to 7 with a scale for each 32 inputs: the largest of a
+    group becomes -8. int8 if the inputs are not a multiple of 32."""
     if weight.shape[1] % _INT4_GROUP:
         return round_to_int8(weight)
     groups = weight.float().unflatten(1, (-1, _INT4_GROUP))
@@ -315,7 +317,7 @@ def round_to_int4(weight: Tensor) -> GroupedWeight | Int8Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupScales:
-    """A number for each group of neighbours: a factor of many times a small whole number."""
+    """A value for each group of neighbours: a factor of many times a small integer."""
 
     factors: Tensor
     """[rows, N] float32, each a number of float16."""
@@ -323,7 +325,7 @@ class GroupScales:
     """[rows, G] int8; G / N neighbouring groups have the same factor."""
 
     def values(self) -> Tensor:
-        """[rows, G] float32."""
+        """Return the values [rows, G] float32."""
         num_groups = self.multipliers.shape[1]
         factors = self.factors.repeat_interleave(num_groups // self.factors.shape[1], dim=1)
         return factors * self.multipliers.float()
@@ -338,7 +340,7 @@ class GroupScales:
 
 @dataclass(frozen=True, kw_only=True)
 class MinimumWeight(StoredWeight):
-    """Whole numbers times a scale, less a minimum; both of them for each group of inputs."""
+    """Integers times a scale, less a minimum; both of them for each group of inputs."""
 
     codes: Tensor
     """[out_features, in_features] uint8, below 2^bits."""
@@ -467,12 +469,12 @@ class Mxfp4Weight(StoredWeight):
         return torch.Size((*outputs, num_blocks * num_bytes * 2))
 
     def powers(self) -> Tensor:
-        """[..., B] float32, what an element is multiplied with."""
+        """Return the factors of the elements, [..., B] float32."""
         exponents = self.scales.to(torch.int32) - _E8M0_BIAS
         return torch.ldexp(torch.ones(exponents.shape), exponents)
 
     def codes(self) -> Tensor:
-        """[..., in_features] uint8: the four bits of each element."""
+        """Return the four bits of each element, [..., in_features] uint8."""
         return nibbles_of(self.blocks).flatten(-2)
 
     def dequantize(self) -> Tensor:
@@ -617,11 +619,11 @@ def e2m1_numbers(codes: Tensor) -> Tensor:
 
 
 def unpack_bits(words: Tensor, bits: int) -> Tensor:
-    """Rows of int32 words as numbers of 2 to 6 or 8 bits, [R, W] -> [R, W * 32 / bits] uint8.
+    """Unpack rows of int32 words to values of 2 to 6 or 8 bits, [R, W] -> [R, W * 32 / bits] uint8.
 
     Numbers follow each other from the lowest bits on, also over the end of a word.
     """
-    if 32 % bits:  # 32 numbers are in as many words as they have bits
+    if 32 % bits:  # 32 values take as many words as a value has bits
         several = words.unflatten(1, (-1, bits)).long() & 0xFFFFFFFF
         places = torch.arange(32) * bits
         first, shifts = places // 32, places % 32
@@ -636,7 +638,7 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
 
 
 def pack_bits(numbers: Tensor, bits: int) -> Tensor:
-    """The reverse of `unpack_bits`: [R, N] uint8 -> [R, N * bits / 32] int32."""
+    """Pack values, the reverse of `unpack_bits`: [R, N] uint8 -> [R, N * bits / 32] int32."""
     if bits == 3:
         stream = (numbers[..., None] >> torch.arange(bits, dtype=torch.uint8) & 1).flatten(1)
         eights = stream.unflatten(1, (-1, 8)) << torch.arange(8, dtype=torch.uint8)
@@ -649,7 +651,7 @@ def pack_bits(numbers: Tensor, bits: int) -> Tensor:
 
 
 def unpack_awq(words: Tensor) -> Tensor:
-    """Eight outputs in each word [R, W] int32 of AWQ -> [R, 8 * W] uint8 in their order."""
+    """Unpack eight outputs in each word [R, W] int32 of AWQ -> [R, 8 * W] uint8 in their order."""
     eights = unpack_bits(words, 4).unflatten(1, (-1, 8))
     out = torch.empty_like(eights)
     out[..., list(AWQ_ORDER)] = eights
@@ -657,6 +659,6 @@ def unpack_awq(words: Tensor) -> Tensor:
 
 
 def pack_nibbles(numbers: Tensor) -> Tensor:
-    """Numbers of 4 bits [R, N] uint8, N a multiple of 8 -> [R, N / 8] int32 words."""
+    """Pack 4-bit values [R, N] uint8, N a multiple of 8 -> [R, N / 8] int32 words."""
     pairs = numbers.unflatten(1, (-1, 2))
     return (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32)

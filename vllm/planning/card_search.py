@@ -72,7 +72,9 @@ def search_cards(
                 unfit[num_cards] = f"the KV cache holds no request of {lengths.total} tokens"
         if len(unfit) == len(numbers_of_cards):
             most = numbers_of_cards[-1]
-            raise ConfigError(f"the engine runs on no number of cards; on {most}: {unfit[most]}")
+            raise ConfigError(
+                f"the engine does not fit on any number of cards; on {most}: {unfit[most]}"
+            )
 
     choice = search(goals, predictions())
     first = plans[choice.num_cards]

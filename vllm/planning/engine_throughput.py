@@ -6,8 +6,8 @@ from vllm.cost_model.fitted import Fitted
 from vllm.cost_model.throughput import ServingCost
 from vllm.errors import ConfigError
 from vllm.planning.engine_plan import EnginePlan
-from vllm.planning.model_figures import model_figures
 from vllm.planning.throughput.prediction import Lengths, Prediction, predict
+from vllm.worker.hpu.model_figures import model_figures
 
 BATCHES = (1, 4, 16, 64, 256)
 PROMPTS = (128, 512, 2048, 8192, 32768, 131072)
@@ -33,7 +33,7 @@ def serving_cost(plan: EnginePlan, fitted: Fitted | None = None) -> ServingCost:
     return ServingCost(
         plan.spec.name.lower(),
         plan.config.parallel.world_size,
-        model_figures(plan),
+        model_figures(plan.worker.model, plan.config),
         block_size=plan.config.cache.block_size,
         fitted=fitted,
     )

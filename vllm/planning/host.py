@@ -63,9 +63,10 @@ class PlannedCPUWorker(CPUWorker):
         if free_bytes < 0:
             weights = self._weight_bytes * self.num_local_ranks
             raise ConfigError(
-                f"{config.model.model} in {config.model.dtype_name} takes {format_bytes(weights)}, "
-                f"the machine has {format_bytes(weights + free_bytes)}. Use a machine with more "
-                f"memory, --quantization int8 or int4, or a quantized checkpoint"
+                f"{config.model.model} in {config.model.dtype_name} takes "
+                f"{format_bytes(weights)}, but the machine has only "
+                f"{format_bytes(weights + free_bytes)}. Use a machine with more memory, "
+                "--quantization int8 or int4, or a quantized checkpoint"
             )
         self.report = super().measure()
         return self.report

@@ -178,10 +178,9 @@ def _csv_lines(file: TextIO, source: str) -> Iterator[tuple[int, Mapping[str, An
         header = [name.strip().lower().lstrip("\ufeff") for name in next(reader, [])]
         if not (set(header) & set(_INPUT) and set(header) & set(_OUTPUT)):
             raise ConfigError(
-                f"--traffic {source}: it is no CSV file with lengths of requests: its first line "
-                f"must name the columns input_tokens and output_tokens, or each line must be a "
-                f"JSON object, got "
-                f"{','.join(header)[:80]!r}"
+                f"--traffic {source} is not a CSV file with lengths of requests: its first line "
+                "must name the columns input_tokens and output_tokens, or each line must be a "
+                f"JSON object, got {','.join(header)[:80]!r}"
             )
         for values in reader:
             if not values:

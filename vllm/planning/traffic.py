@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from vllm.planning.replayed_speed import MAX_SEARCHED, RateChoice, ReplaySpeed, 
 from vllm.planning.request_lengths import RequestLengths, is_recorded, read_lengths
 from vllm.planning.throughput.goals import Goals
 
-Traffic: TypeAlias = TrafficTable | RequestLengths
+Traffic = TrafficTable | RequestLengths
 """Recorded sizes of forward passes, or lengths of requests."""
 
 

@@ -1,4 +1,5 @@
-"""Which device there is, and what differs between devices. Nothing above asks which it is."""
+"""Device detection, and the differences between devices. Other packages do not ask which device it
+is."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What the sensors of an accelerator card say, in units of their own."""
+"""Readings of the sensors of an accelerator card, in their own units."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class CardReading:
     index: int
     """In the order of the driver."""
     module: int | None
-    """Its place in the machine, as in HABANA_VISIBLE_MODULES."""
+    """Index of the card in the machine, as in HABANA_VISIBLE_MODULES."""
     name: str | None = None
     power_watts: float | None = None
     temperature_celsius: float | None = None

@@ -1,4 +1,4 @@
-"""What the control groups of this process allow it: a container, a unit of systemd, a job of Slurm.
+"""Limits of this process by its control groups: of a container, a unit of systemd, a job of Slurm.
 
 Reads versions 1 and 2, and all groups from that of the process up to the outermost one that is
 visible: each of them may have a limit. No torch.
@@ -25,7 +25,7 @@ class ControlGroups:
     membership: Path = Path("/proc/self/cgroup")
 
     def cpu_quota(self) -> float | None:
-        """Cores' worth of time; None: no limit."""
+        """Return the CPU time limit in cores; None: no limit."""
         found = []
         for folder in self._folders("cpu"):
             quota, _, period = _text(folder / "cpu.max").partition(" ")
@@ -37,13 +37,13 @@ class ControlGroups:
         return min(found, default=None)
 
     def memory_limit_bytes(self) -> int | None:
-        """None: no limit."""
+        """Return the memory limit in bytes; None: no limit."""
         limits = (_memory_limit(folder) for folder in self._folders("memory"))
         return min((limit for limit in limits if limit is not None), default=None)
 
     def free_memory_bytes(self) -> int | None:
-        """What is left below the limits, without what files in the page cache take that nobody
-        has used for some time: the system gives that back when it is needed. None: no limit."""
+        """Return the memory that is left below the limits, including inactive page cache, which the
+        system gives back when it is needed. None: no limit."""
         found = []
         for folder in self._folders("memory"):
             limit, used = _memory_limit(folder), _number(folder / "memory.current")
@@ -54,7 +54,7 @@ class ControlGroups:
         return min(found, default=None)
 
     def _folders(self, controller: str) -> Iterator[Path]:
-        """The groups of the process that may limit something, innermost first."""
+        """Yield the groups of the process that may limit something, innermost first."""
         for line in _text(self.membership).splitlines():
             _, _, rest = line.partition(":")
             controllers, _, path = rest.partition(":")
@@ -87,7 +87,7 @@ def _idle_file_bytes(folder: Path) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """None without the file, and where it says "max"."""
+    """Read a number; None without the file, and if it contains "max"."""
     text = _text(path)
     return int(text) if text.isdecimal() else None
 

@@ -22,6 +22,7 @@ class CPUPlatform(Platform):
     default_block_size = 16
     default_max_num_seqs = 256
     default_max_num_batched_tokens = 2048
+    default_max_step_ms = 300
     worker_class = "vllm.worker.cpu.worker:CPUWorker"
     is_asynchronous = False
     needs_static_shapes = False
@@ -40,7 +41,7 @@ class CPUPlatform(Platform):
 
     @property
     def quantizations(self) -> tuple[str, ...]:
-        """What the compiled kernels can multiply with."""
+        """Return the quantizations that the compiled kernels support."""
         of_kernels = ("int8", "int4", "fp8", "bitsandbytes", "inc")
         return of_kernels if envs.get().VLLM_CPU_KERNELS else ("inc",)
 
@@ -57,13 +58,14 @@ class CPUPlatform(Platform):
         return True
 
     def free_memory_bytes(self) -> int:
-        """What the machine has available, or the container if that is less."""
+        """Return the memory that is available on the machine, or in the container if that is
+        less."""
         available = int(psutil.virtual_memory().available)
         left = ControlGroups().free_memory_bytes()
         return available if left is None else min(available, left)
 
     def allocate_cache(self, shape: tuple[int, ...], dtype: "torch.dtype") -> "torch.Tensor":
-        """Zeroed memory that the system commits page by page, as it is first written."""
+        """Allocate zeroed memory that the system commits page by page, as it is first written."""
         import torch
 
         # torch.zeros would touch every page at once; numpy leaves zeroing to the system.
@@ -72,8 +74,7 @@ class CPUPlatform(Platform):
 
 
 def machine_memory_bytes() -> int:
-    """Memory that all processes of the machine have together, swap included, or those of the
-    container if that is less."""
+    """Return the memory of the machine, swap included, or of the container if that is less."""
     total = int(psutil.virtual_memory().total) + int(psutil.swap_memory().total)
     limit = ControlGroups().memory_limit_bytes()
     return total if limit is None else min(total, limit)

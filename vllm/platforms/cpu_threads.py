@@ -1,4 +1,4 @@
-"""Where the threads of the CPU device run, and how many there are.
+"""Chooses the cores and the number of the threads of the CPU device.
 
 Knows the machine and the container; counts and cores only, no torch.
 """
@@ -28,7 +28,8 @@ more tokens/s of 64 streams than two. Larger models are faster with all cores.""
 def parse_cores(
     text: str, usable: frozenset[int], num_ranks: int = 1
 ) -> tuple[tuple[int, ...], ...] | None:
-    """The cores of each rank in a value of VLLM_CPU_OMP_THREADS_BIND; None for those of `UNBOUND`.
+    """Parse the cores of each rank in a value of VLLM_CPU_OMP_THREADS_BIND; None for a value of
+    `UNBOUND`.
 
     Args:
         text: one list for all ranks, such as "0-3" or "0,2,4-7", or a list for each, "0-1|2-3".
@@ -78,8 +79,8 @@ def _parse_list(text: str, cores_of_rank: str, usable: frozenset[int]) -> tuple[
 def divide_cores(
     text: str, usable: frozenset[int], num_replicas: int, num_ranks: int = 1
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """The cores of each rank of each replica by VLLM_CPU_OMP_THREADS_BIND; empty for those of
-    `UNBOUND`.
+    """Divide the cores of VLLM_CPU_OMP_THREADS_BIND among the ranks of each replica; empty for a
+    value of `UNBOUND`.
 
     Args:
         text: a list for each replica, or for each rank of each replica, separated by `|`; or one
@@ -133,8 +134,8 @@ def equal_shares(cores: Sequence[int], count: int) -> tuple[tuple[int, ...], ...
 
 
 def by_place(cores: Iterable[int], system: Path = _SYSTEM) -> list[int]:
-    """Cores in the order of nodes of memory, sockets and physical cores, so that neighbours share
-    memory and caches.
+    """Sort cores by memory node, socket and physical core, so that neighbours share memory and
+    caches.
 
     Args:
         cores: to sort.
@@ -158,24 +159,24 @@ def by_place(cores: Iterable[int], system: Path = _SYSTEM) -> list[int]:
 
 
 def count_physical(cores: Collection[int], system: Path = _SYSTEM) -> int:
-    """Physical cores among some cores: hardware threads of one core count once, as the units that
-    the kernels keep busy are there once.
+    """Count physical cores among some cores: hardware threads of one core count once, because they
+    share the units that the kernels keep busy.
 
     Args:
-        cores: numbers of the system.
+        cores: ids of the system.
         system: as for `by_place`.
     """
     return len({_topology(core, "thread_siblings_list", system) or core for core in cores})
 
 
 def _topology(core: int, name: str, system: Path) -> str:
-    """What the system says of a core; empty where it says nothing."""
+    """Return the system's description of a core; empty if there is none."""
     file = system / "cpu" / f"cpu{core}" / "topology" / name
     return file.read_text().strip() if file.is_file() else ""
 
 
 def format_cores(cores: "frozenset[int] | set[int] | tuple[int, ...]") -> str:
-    """The shortest list of ranges.
+    """Format cores as the shortest list of ranges.
 
     >>> format_cores({0, 1, 2, 5})
     '0-2,5'
@@ -190,20 +191,20 @@ def format_cores(cores: "frozenset[int] | set[int] | tuple[int, ...]") -> str:
 
 
 def usable_cores() -> frozenset[int]:
-    """Cores that this process may use: its affinity, where the system has that."""
+    """Return the cores that this process may use: its affinity, if the system has that."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def quota_cores() -> int | None:
-    """Cores' worth of time that the container gets, rounded up; None: no limit."""
+    """Return the CPU time limit of the container in cores, rounded up; None: no limit."""
     quota = ControlGroups().cpu_quota()
     return None if quota is None else max(1, math.ceil(quota))
 
 
 def count_cores(num_replicas: int = 1) -> int:
-    """Cores' worth of time that this process can use.
+    """Return the number of cores that this process can use.
 
     Args:
         num_replicas: processes that share the time of the container, each with cores of its own.
@@ -216,7 +217,7 @@ def count_cores(num_replicas: int = 1) -> int:
 def count_threads(
     num_threads: int, num_cores: int, weight_bytes: int, *, is_beside_server: bool
 ) -> int:
-    """The default number of threads for the forward pass.
+    """Return the default number of threads for the forward pass.
 
     Args:
         num_threads: that OpenMP would start, or fewer where physical cores are fewer; never

@@ -1,4 +1,4 @@
-"""What programs ask of `current_platform`. The engine itself asks a `Platform`, never which one."""
+"""The interface of `current_platform` for programs. The engine itself uses a `Platform`."""
 
 import platform
 import random
@@ -23,21 +23,21 @@ class CurrentPlatform:
         self.device_name = platform.name
 
     def is_cpu(self) -> bool:
-        """It is the machine's own processor."""
+        """Whether the device is the machine's own processor."""
         return self.device_type == "cpu"
 
     def is_hpu(self) -> bool:
-        """It is a Gaudi card, real or simulated."""
+        """Whether the device is a Gaudi card, real or simulated."""
         return self.device_type == "hpu"
 
     def is_cuda(self) -> bool:
-        """False: there is no platform for CUDA here."""
+        """Return False: this version has no platform for CUDA."""
         return False
 
     is_cuda_alike = is_rocm = is_xpu = is_tpu = is_neuron = is_cuda
 
     def get_device_name(self, device_id: int = 0) -> str:
-        """What the device calls itself, such as GAUDI2; the processor's architecture on a CPU."""
+        """Return the name of the device, such as GAUDI2; the processor's architecture on a CPU."""
         if isinstance(self._platform, HPUPlatform):
             return self._platform.bridge.device_name
         return platform.processor() or platform.machine()

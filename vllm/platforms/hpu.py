@@ -1,4 +1,4 @@
-"""Intel Gaudi: static shapes, real or simulated behind one bridge."""
+"""Intel Gaudi: static shapes, real or simulated with one bridge."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -46,6 +46,7 @@ class HPUPlatform(Platform):
     default_block_size = 128
     default_max_num_seqs = 128
     default_max_num_batched_tokens = 8192
+    default_max_step_ms = 0
     worker_class = "vllm.worker.hpu.worker:HPUWorker"
     is_asynchronous = True
     needs_static_shapes = True
@@ -73,7 +74,7 @@ class HPUPlatform(Platform):
         return simulated_card() is not None
 
     def check_present(self) -> None:
-        """See `Platform.check_present`."""
+        """Raise an error if there is no usable card."""
         if not self.is_simulated:
             _check_card()
 
@@ -84,7 +85,8 @@ class HPUPlatform(Platform):
 
     @property
     def before_collective(self) -> "Callable[[], None] | None":
-        """What a rank calls before each exchange with other cards; None: nothing.
+        """Return the function that a rank calls before each exchange with other cards; None:
+        nothing.
 
         In lazy mode it ends the recorded graph, because a collective that is recorded behind
         operators that have not been launched may go wrong in some builds of the bridge. So it does
@@ -94,7 +96,7 @@ class HPUPlatform(Platform):
         return self.bridge.mark_step if self.bridge.is_lazy else None
 
     def set_replica(self, index: int, count: int, world_size: int) -> None:
-        """Take `world_size` cards of the machine; those of other replicas become invisible.
+        """Use `world_size` cards of the machine; the cards of other replicas become invisible.
 
         Raises:
             ConfigError: there are fewer cards.
@@ -103,7 +105,7 @@ class HPUPlatform(Platform):
         if simulated_card() is None and num_cards() < needed:
             raise ConfigError(
                 f"data_parallel_size={count} with {world_size} cards each needs {needed} cards, "
-                f"and this machine has {num_cards()}. Lower it"
+                f"but this machine has {num_cards()}. Lower it"
             )
         env_ranks.export_replica(index, count, world_size)
 
@@ -125,7 +127,8 @@ class HPUPlatform(Platform):
         num_local = world_size if num_local_ranks is None else num_local_ranks
         if simulated_card() is None and num_cards() < num_local:
             raise ConfigError(
-                f"tensor_parallel_size={world_size}: this machine has {num_cards()} cards. Lower it"
+                f"tensor_parallel_size={world_size}: this machine has only {num_cards()} cards. "
+                "Lower it"
             )
         if "bridge" in self.__dict__ and not _wants_lazy_collectives(envs.get()):
             raise ConfigError(
@@ -150,7 +153,8 @@ class HPUPlatform(Platform):
 
     @property
     def quantizations(self) -> tuple[str, ...]:
-        """What the card multiplies with, or widens for each product."""
+        """Return the quantizations that the card multiplies with, or dequantizes for each
+        matmul."""
         return ("fp8", "inc", "int8", "int4", "bitsandbytes")
 
     @property
@@ -158,8 +162,8 @@ class HPUPlatform(Platform):
         return True
 
     def max_lookup_drafts(self, max_num_seqs: int) -> int:
-        """Each decode with drafts is padded to all of them, so what a step costs depends on this
-        number, and not on how many drafts there are."""
+        """Return the number of drafts. Each decode with drafts is padded to all of them, so the
+        cost of a step depends on this number, and not on how many drafts there are."""
         hidden = _TOKENS_OF_A_READ // max_num_seqs - 1
         return min(_MOST_LOOKUP_DRAFTS, max(_LEAST_LOOKUP_DRAFTS, hidden))
 
@@ -168,11 +172,11 @@ class HPUPlatform(Platform):
         return True
 
     def free_memory_bytes(self) -> int:
-        """What is left of the pool of this process."""
+        """Return the free memory of this process's pool."""
         return self.bridge.memory_info().free_bytes
 
     def allocate_cache(self, shape: tuple[int, ...], dtype: "torch.dtype") -> "torch.Tensor":
-        """Zeroed memory of the card."""
+        """Allocate zeroed memory of the card."""
         return self.bridge.zeros(shape, dtype)
 
 
@@ -219,7 +223,7 @@ class PlannedPlatform(HPUPlatform):
 
 
 def create_hpu_platform() -> HPUPlatform:
-    """The platform of the simulated card if one is asked for, else of the real one."""
+    """Make the platform of the simulated card if one is asked for, else of the real one."""
     model = simulated_card()
     if model is not None:
         return HPUPlatform(lambda: _open_simulation(model))
@@ -229,7 +233,7 @@ def create_hpu_platform() -> HPUPlatform:
 
 
 def simulated_card() -> str | None:
-    """The card that the environment asks to simulate."""
+    """Return the card that the environment asks to simulate."""
     settings = envs.get()
     return settings.VLLM_HPU_SIM or ("gaudi2" if settings.VLLM_USE_FAKE_HPU else None)
 
@@ -331,7 +335,8 @@ def _open_card() -> "HabanaBridge":
 
 
 def _wants_lazy_collectives(settings: envs.Envs) -> bool:
-    """Several processes: a collective inside an HPU graph has to be recorded."""
+    """Return whether a collective inside an HPU graph has to be recorded, because there are several
+    processes."""
     return settings.WORLD_SIZE > 1 or bool(settings.PT_HPU_ENABLE_LAZY_COLLECTIVES)
 
 

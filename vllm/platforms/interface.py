@@ -1,4 +1,4 @@
-"""What differs between devices, and nothing else.
+"""The differences between devices.
 
 A platform answers questions and names the classes that serve it. Code above it never asks which
 platform it runs on: there is no `is_hpu()`.
@@ -26,6 +26,7 @@ class Platform(ABC):
     default_block_size: ClassVar[int]
     default_max_num_seqs: ClassVar[int]
     default_max_num_batched_tokens: ClassVar[int]
+    default_max_step_ms: ClassVar[int]
     worker_class: ClassVar[str]
     """module:Class of the worker that drives this device."""
     is_asynchronous: ClassVar[bool]
@@ -58,7 +59,8 @@ class Platform(ABC):
         return "gloo"
 
     def set_replica(self, index: int, count: int, world_size: int) -> None:
-        """Choose the devices of this replica among those of the machine. Before they are used."""
+        """Choose the devices of this replica among the devices of the machine, before they are
+        used."""
         return None
 
     def set_rank(
@@ -68,7 +70,7 @@ class Platform(ABC):
         local_rank: int | None = None,
         num_local_ranks: int | None = None,
     ) -> None:
-        """Choose the device of this process among those of several. Before it is used.
+        """Choose the device of this process among several, before it is used.
 
         Args:
             rank, world_size: of this process, and processes in all.
@@ -98,7 +100,8 @@ class Platform(ABC):
 
     @property
     def head_quantizations(self) -> tuple[str, ...]:
-        """Formats that a dense output head alone can be rounded to while it is loaded."""
+        """Return the formats to which only a dense output head can be rounded while it is
+        loaded."""
         return ()
 
     @property
@@ -112,8 +115,8 @@ class Platform(ABC):
         return False
 
     def max_lookup_drafts(self, max_num_seqs: int) -> int:
-        """Drafts of a request in one step that the methods ngram and suffix have by default, by the
-        most requests that run."""
+        """Return the default number of drafts of a request in one step for the methods ngram and
+        suffix, by the most requests that run."""
         return LOOKUP_DRAFTS
 
     @abstractmethod
@@ -122,7 +125,7 @@ class Platform(ABC):
 
     @abstractmethod
     def allocate_cache(self, shape: tuple[int, ...], dtype: "torch.dtype") -> "torch.Tensor":
-        """A zeroed tensor on the device for the KV cache.
+        """Allocate a zeroed tensor on the device for the KV cache.
 
         Raises:
             MemoryError: not enough device memory is free.

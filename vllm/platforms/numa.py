@@ -1,4 +1,5 @@
-"""Nodes of memory (NUMA): which cores are near which memory, and where new memory comes from.
+"""Nodes of memory (NUMA): finds the memory node of each core, and sets where new memory is
+allocated.
 
 A core reads the memory of its own node faster than that of others, and each node has a rate of its
 own. Memory belongs to the node of the thread that first writes to it, so weights that a few
@@ -21,7 +22,7 @@ _MASK_BITS = 1024
 
 
 def node_of_cores(folder: Path = _NODES) -> dict[int, int]:
-    """Core -> its node. Empty where the system describes none.
+    """Return the node of each core. Empty if the system describes none.
 
     Args:
         folder: where the system describes them.
@@ -35,10 +36,10 @@ def node_of_cores(folder: Path = _NODES) -> dict[int, int]:
 
 
 def nodes_of(cores: Collection[int], folder: Path = _NODES) -> list[int]:
-    """The nodes of some cores, each once.
+    """Return the nodes of some cores, each once.
 
     Args:
-        cores: those that the system does not describe are on no node.
+        cores: cores that the system does not describe are on no node.
         folder: as for `node_of_cores`.
     """
     of_core = node_of_cores(folder)
@@ -46,8 +47,8 @@ def nodes_of(cores: Collection[int], folder: Path = _NODES) -> list[int]:
 
 
 def interleave(nodes: Collection[int]) -> bool:
-    """Take the pages of memory that is new from the nodes in turn: in this thread, and those that
-    it starts from now on.
+    """Allocate new memory pages from the nodes alternately: in this thread, and the threads that it
+    starts from now on.
 
     False, and no change, where the process was started with a policy of its own (numactl).
 
@@ -57,7 +58,7 @@ def interleave(nodes: Collection[int]) -> bool:
     calls = _POLICY_CALLS.get(platform.machine())
     if calls is None:
         machine = platform.machine()
-        raise OSError(0, f"the system call for it is not known for the processor {machine}")
+        raise OSError(0, f"cannot set a NUMA memory policy on the CPU architecture {machine}")
     set_policy, get_policy = calls
     libc = ctypes.CDLL(None, use_errno=True)
     mode = ctypes.c_int(-1)
@@ -81,7 +82,7 @@ def _call(libc: ctypes.CDLL, number: int, *arguments: object) -> None:
 
 
 def _numbers(text: str) -> list[int]:
-    """From "0-3,8": those of a list of the system; it may be empty.
+    """Parse a list of the system such as "0-3,8"; it may be empty.
 
     >>> _numbers("0-2,8")
     [0, 1, 2, 8]

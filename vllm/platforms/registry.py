@@ -10,7 +10,7 @@ from vllm.platforms.interface import Platform
 
 @cache
 def resolve_platform(device: str) -> Platform:
-    """The platform of a `--device` value.
+    """Return the platform of a `--device` value.
 
     Raises:
         ConfigError: the device is not known or not usable here.
@@ -27,5 +27,5 @@ def resolve_platform(device: str) -> Platform:
 
 
 def detect_device() -> str:
-    """hpu when a card is there or simulated, else cpu."""
+    """Return hpu when there is a card or a simulated one, else cpu."""
     return "hpu" if simulated_card() is not None or has_card() else "cpu"

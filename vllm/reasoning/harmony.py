@@ -31,7 +31,7 @@ _RECIPIENT = re.compile(r"(?:^|\s)to=([^\s=]+)")
 
 @dataclass(frozen=True)
 class Header:
-    """What is said before the text of a message."""
+    """The fields before the text of a message."""
 
     channel: str
     """Empty: it names none."""

@@ -129,14 +129,15 @@ class ReasoningParser:
         return self._take()
 
     def split(self, text: str) -> tuple[str | None, str | None]:
-        """(thoughts, answer) of a complete text. Gives the same as feeding it in any pieces."""
+        """Split a complete text into (thoughts, answer). Returns the same as feeding it in any
+        pieces."""
         parser = type(self)(self.tokenizer)
         parser._is_thinking, parser._is_start_needed = self._is_thinking, self._is_start_needed
         first, last = parser.feed(text), parser.finish()
         return _join(first[0], last[0]), _join(first[1], last[1])
 
     def read_whole(self, text: str, token_ids: Sequence[int] = ()) -> tuple[str | None, str | None]:
-        """(thoughts, answer) of a complete text, which is all of this output."""
+        """Return (thoughts, answer) of a complete text, which is all of this output."""
         first, last = self.feed(text, token_ids), self.finish()
         return _join(first[0], last[0]), _join(first[1], last[1])
 
@@ -189,7 +190,7 @@ class ReasoningParser:
         return self.extract_reasoning_content_streaming(*args, **kwargs)
 
     def extract_content_ids(self, input_ids: Sequence[int]) -> list[int]:
-        """The output tokens after the end of the thoughts; empty before that."""
+        """Return the output tokens after the end of the thoughts; empty before that."""
         ids = list(input_ids)
         if self.tokenizer is None:
             return []
@@ -200,7 +201,7 @@ class ReasoningParser:
 
     @classmethod
     def reasoning_end_token_ids(cls, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-        """The tokens of the first end marker: after them the answer begins."""
+        """Return the tokens of the first end marker: after them the answer begins."""
         return list(tokenizer.encode(cls.ends[0], add_special_tokens=False))
 
     def is_reasoning_end(self, token_ids: Sequence[int]) -> bool:

@@ -1,4 +1,4 @@
-"""Reasoning parsers written for vLLM, behind the interface of ours.
+"""Adapts reasoning parsers that were written for vLLM to this server's interface.
 
 Such a parser has `extract_reasoning_content` for whole outputs and
 `extract_reasoning_content_streaming` for deltas; since 0.12 they are called `extract_reasoning` and
@@ -27,13 +27,13 @@ def is_foreign(parser: type[ReasoningParser]) -> bool:
 
 @dataclass
 class OutputHistory:
-    """What a parser has been given of one output."""
+    """The text and tokens of one output that a parser has been given."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
 
     def grow(self, text: str, token_ids: Sequence[int]) -> dict[str, Any]:
-        """The arguments of a streaming method, for what has come now."""
+        """Return the arguments of a streaming method, for new text and tokens."""
         before_text, before_ids = self.text, self.token_ids
         self.text = before_text + text
         self.token_ids = [*before_ids, *token_ids]
@@ -52,7 +52,7 @@ class ForeignReasoningParser:
     the server calls, and raises what the parser raises.
 
     Args:
-        parser: a parser for this output alone.
+        parser: a parser for this output only.
         request: what it answers.
     """
 

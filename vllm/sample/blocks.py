@@ -25,7 +25,7 @@ _BLOCKS_PER_CANDIDATE = 6
 
 
 def padded_copy(logits: Tensor, buffers: Buffers | None) -> Tensor:
-    """[n, V] of any float dtype -> [n, P] float32 in the buffer "logits".
+    """Copy [n, V] of any float dtype to [n, P] float32 in the buffer "logits".
 
     P is a multiple of the block size and above V, so that there is a column that is no token.
     Columns from V on are -inf. Without buffers it is new memory, and no part of it is written
@@ -42,7 +42,7 @@ def padded_copy(logits: Tensor, buffers: Buffers | None) -> Tensor:
 
 
 def as_whole_blocks(logits: Tensor, buffers: Buffers | None) -> Tensor:
-    """[n, V] of any float dtype -> [n, P] float32, P a multiple of the block size.
+    """Convert [n, V] of any float dtype to [n, P] float32, P a multiple of the block size.
 
     The result may be `logits` itself, so do not write to it. Columns from V on are -inf.
     """
@@ -52,12 +52,12 @@ def as_whole_blocks(logits: Tensor, buffers: Buffers | None) -> Tensor:
 
 
 def split_blocks(values: Tensor) -> Tensor:
-    """[n, B * 128] -> [n, B, 128], a view."""
+    """View [n, B * 128] as [n, B, 128]."""
     return values.view(values.shape[0], -1, BLOCK_SIZE)
 
 
 def block_max(logits: Tensor) -> Tensor:
-    """[n, V] -> [n, B] largest value of each block; the last block may be short.
+    """Reduce [n, V] to the largest value of each block, [n, B]; the last block may be short.
 
     NaN in a block gives NaN.
     """
@@ -70,7 +70,7 @@ def block_max(logits: Tensor) -> Tensor:
 
 
 def argmax(logits: Tensor, maxima: Tensor) -> Tensor:
-    """[n] int32 index of each row's largest value, the first one if there are several.
+    """Return the index [n] int32 of each row's largest value, the first one if there are several.
 
     Args:
         logits: [n, V].
@@ -85,7 +85,7 @@ def argmax(logits: Tensor, maxima: Tensor) -> Tensor:
 
 
 def top_values(logits: Tensor, maxima: Tensor, k: int) -> Tensor:
-    """The k largest values of each row, largest first: [n, k].
+    """Return the k largest values of each row, largest first: [n, k].
 
     The k largest values lie in the k blocks with the largest maxima, so only those are searched
     when k is small.
@@ -102,7 +102,7 @@ def top_values(logits: Tensor, maxima: Tensor, k: int) -> Tensor:
 
 
 def top_tokens(logits: Tensor, maxima: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As `top_values`, with the indices.
+    """Return the k largest values of each row and their indices.
 
     Returns:
         [n, k] values and [n, k] int32 indices. Which of several equal values is at the end of
@@ -118,7 +118,8 @@ def top_tokens(logits: Tensor, maxima: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _candidates(maxima: Tensor, k: int) -> Tensor | None:
-    """[n, k * 128] int32 indices of the k most promising blocks; None: search all of them."""
+    """Return the indices [n, k * 128] int32 of the k most promising blocks; None: search all of
+    them."""
     if k * _BLOCKS_PER_CANDIDATE > maxima.shape[-1]:
         return None
     blocks = maxima.topk(k, dim=-1).indices.int()
@@ -127,12 +128,13 @@ def _candidates(maxima: Tensor, k: int) -> Tensor | None:
 
 
 def num_draws(vocab_size: int) -> int:
-    """How many random numbers `draw` needs per row: one per block, and one per token of a block."""
+    """Return how many random numbers `draw` needs per row: one per block, and one per token of a
+    block."""
     return vocab_size // BLOCK_SIZE + 1 + BLOCK_SIZE
 
 
 def draw(weights: Tensor, exponentials: Tensor) -> Tensor:
-    """One index per row, with probability proportional to its weight.
+    """Draw one index per row, with probability proportional to its weight.
 
     An exponential race (the Gumbel-max trick in other words, Maddison et al., arXiv:1411.0030):
     of waiting times e / w, with e exponentially distributed, the first is that of index i with
@@ -158,8 +160,8 @@ def draw(weights: Tensor, exponentials: Tensor) -> Tensor:
 
 
 def _race(weights: Tensor, exponentials: Tensor) -> Tensor:
-    """Index [n, 1] of weights [n, m] that wins the race."""
+    """Return the index [n, 1] of the smallest exponential waiting time for weights [n, m]."""
     index = (weights / exponentials).argmax(-1, keepdim=True)
-    # All quotients may underflow to 0; then the row's likeliest index wins.
+    # All quotients may underflow to 0; then the row's most likely index wins.
     has_weight = weights.gather(-1, index) > 0
     return torch.where(has_weight, index, weights.argmax(-1, keepdim=True))

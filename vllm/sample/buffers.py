@@ -24,7 +24,7 @@ class Buffers:
         self._memory: dict[str, Tensor] = {}
 
     def get(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """An uninitialised tensor of this shape, in the buffer of this name."""
+        """Return an uninitialised tensor of this shape, in the buffer of this name."""
         size = math.prod(shape)
         memory = self._memory.get(name)
         if memory is None or memory.numel() < size or memory.device != device:
@@ -33,5 +33,5 @@ class Buffers:
         return memory[:size].view(shape)
 
     def get_like(self, name: str, values: Tensor) -> Tensor:
-        """An uninitialised tensor of the shape and on the device of another."""
+        """Return an uninitialised tensor of the shape and on the device of another."""
         return self.get(name, tuple(values.shape), values.device)

@@ -56,7 +56,7 @@ class BiasTable:
         self.max_prefix = max(map(len, self.last_tokens), default=0)
 
     def banned_after(self, tail: list[int]) -> set[int]:
-        """The last tokens of the bad words whose other tokens are the end of this output.
+        """Return the last tokens of the bad words whose other tokens are the end of this output.
 
         One look-up per length of a prefix, however many bad words there are.
         """
@@ -75,7 +75,7 @@ class BiasTables:
         self._last: tuple[EngineRequest, BiasTable] | None = None
 
     def get(self, request: EngineRequest) -> BiasTable:
-        """The table of a request."""
+        """Return the table of a request."""
         if self._last is None or not _have_same_bias(self._last[0], request):
             self._last = request, BiasTable(request, self._vocab_size)
         return self._last[1]
@@ -127,7 +127,7 @@ class RowConstraints:
     def pairs(
         self, num_output_tokens: int, ahead: Sequence[int] = ()
     ) -> tuple[IntArray, FloatArray]:
-        """Distinct token ids [m], and the values to add to their logits [m].
+        """Return distinct token ids [m], and the values to add to their logits [m].
 
         Args:
             num_output_tokens: generated so far.
@@ -162,7 +162,7 @@ class LogitEdits:
         width: int,
         to_device: ToDevice,
     ) -> "LogitEdits":
-        """From index in the launch -> the row's pairs; other rows are left alone.
+        """Build the edits from each index in the launch -> its pairs; other rows are not changed.
 
         Args:
             num_rows: n.

@@ -22,7 +22,7 @@ Tokens = tuple[Tensor, Tensor]
 def make_sampler(
     max_num_seqs: int, vocab_size: int, device: torch.device
 ) -> tuple[SamplingState, Sampler]:
-    """The state of rows and the sampler that goes with it, for a device without static shapes.
+    """Make the sampling state and its sampler, for a device without static shapes.
 
     Args:
         max_num_seqs: number of rows.
@@ -55,7 +55,8 @@ class CPUSampler(Sampler):
             )
 
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-        """As `Sampler`; float32 and bfloat16 logits are read as they are, others go to torch."""
+        """Sample as `Sampler` does; float32 and bfloat16 logits are read directly, others are
+        processed by torch."""
         if not self._kernels.supports(logits):
             return super().__call__(logits, for_torch(metadata, logits.shape[-1]))
         if metadata.rules is not None:
@@ -83,7 +84,8 @@ class CPUSampler(Sampler):
     def gather_logprobs(
         self, logits: Tensor, token_ids: Tensor, num_logprobs: int
     ) -> LogprobTensors:
-        """As `Sampler`; float32 and bfloat16 logits are read as they are, others go to torch."""
+        """Gather log-probabilities as `Sampler` does; float32 and bfloat16 logits are read
+        directly, others are processed by torch."""
         if not self._kernels.supports(logits):
             return super().gather_logprobs(logits, token_ids, num_logprobs)
         return LogprobTensors(*self._kernels.gather_logprobs(logits, token_ids, num_logprobs))
@@ -154,7 +156,7 @@ def _changes(metadata: SamplingMetadata) -> RowChanges | None:
 
 
 def for_torch(metadata: SamplingMetadata, vocab_size: int) -> SamplingMetadata:
-    """The metadata with random numbers in place of their keys, as a `Sampler` needs it."""
+    """Return the metadata with random numbers instead of their keys, as a `Sampler` needs it."""
     keys, params, features = metadata.draw_keys, metadata.params, metadata.features
     if keys is None or params is None or features is None:
         return metadata

@@ -44,7 +44,7 @@ class Param(IntEnum):
     bit: int
 
     def __new__(cls, neutral: float, bit: int) -> "Param":
-        """Number the members from 0."""
+        """Give each member its index, from 0."""
         member = int.__new__(cls, len(cls.__members__))
         member._value_ = int(member)
         member.neutral, member.bit = neutral, bit
@@ -63,7 +63,7 @@ class Param(IntEnum):
 
 NEUTRAL = tuple(param.neutral for param in Param)
 DISTRIBUTION = reduce(or_, (param.bit for param in Param), Feature.LARGE_TOP_K) & ~Feature.PENALTIES
-"""What makes a distribution of logits, and changes none of them."""
+"""Features that turn logits into a distribution, and do not change logits."""
 PLAIN_PARAMS = tuple(
     (param, param.name.lower())
     for param in Param

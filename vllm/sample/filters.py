@@ -25,7 +25,8 @@ _NUM_BISECTIONS = 18
 def logit_floor(
     logits: Tensor, maxima: Tensor, top: Tensor, metadata: SamplingMetadata
 ) -> Tensor | None:
-    """The least logit that each row keeps after min_p, top_k, and top_p in rows with a top_k.
+    """Return the least logit that each row keeps after min_p, top_k, and top_p in rows with a
+    top_k.
 
     Args:
         logits: [n, P] float32 before temperature, P a multiple of the block size.
@@ -54,7 +55,8 @@ def _top_k_floor(
     top_k: Tensor,
     metadata: SamplingMetadata,
 ) -> Tensor:
-    """[n, 1] floor of top_k [n, 1], and of top_p among the k; -inf for rows without top_k."""
+    """Return the floor [n, 1] of top_k [n, 1], and of top_p among the k; -inf for rows without
+    top_k."""
     assert metadata.max_top_k is not None
     width = min(metadata.max_top_k, logits.shape[-1])
     values = top_values(logits, maxima, width)
@@ -68,7 +70,7 @@ def _top_k_floor(
             ~kept, 0.0
         )
         sums = weights.cumsum(-1)
-        # Token j stays when the likelier ones do not yet have the mass; the likeliest always does.
+        # Token j is kept if the more likely ones do not have the mass yet; top-1 always is.
         is_short = sums < top_p[:, None] * sums[:, -1:]
         short = torch.sum(is_short, -1, keepdim=True, dtype=torch.int32)
         nucleus = torch.where(top_p[:, None] < 1, short, last)
@@ -79,7 +81,7 @@ def _top_k_floor(
 def nucleus_floor(
     weights: Tensor, top_p: Tensor, vocab_size: int, buffers: Buffers | None
 ) -> Tensor:
-    """The least weight in the smallest set of tokens with share top_p of the mass.
+    """Return the least weight in the smallest set of tokens with the fraction top_p of the mass.
 
     The threshold of nucleus sampling (Holtzman et al., arXiv:1904.09751) without a sort: the mass
     of the tokens above a threshold falls with the threshold, so it is found by bisection, on the
@@ -87,7 +89,7 @@ def nucleus_floor(
     count as equal.
 
     Args:
-        weights: [n, P] float32 likelihoods relative to the likeliest token, which has 1.
+        weights: [n, P] float32 likelihoods relative to the most likely token, which has 1.
         top_p: [n] in (0, 1]; 1 keeps all.
         vocab_size: at most this many weights are not 0.
         buffers: see `keep_from`.
@@ -112,7 +114,7 @@ def nucleus_floor(
 def likelihoods(
     logits: Tensor, top: Tensor, temperature: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
-    """exp((logits - top) / temperature): [n, m] float32, the likeliest has 1.
+    """Compute exp((logits - top) / temperature): [n, m] float32, the most likely token has 1.
 
     Args:
         logits: [n, m] float32.
@@ -126,7 +128,7 @@ def likelihoods(
 
 
 def keep_from(values: Tensor, floor: Tensor, buffers: Buffers | None) -> Tensor:
-    """1.0 where values [n, m] >= floor [n, 1], else 0.0.
+    """Return 1.0 where values [n, m] >= floor [n, 1], else 0.0.
 
     Args:
         values: float32.
@@ -141,7 +143,7 @@ def keep_from(values: Tensor, floor: Tensor, buffers: Buffers | None) -> Tensor:
 
 
 def _mass(weights: Tensor) -> Tensor:
-    """[n, P] -> [n, 1] sum, in an order that neither n nor padding changes.
+    """Sum [n, P] to [n, 1], in an order that neither n nor padding changes.
 
     A plain sum of a single row is split over threads, and where a vectorised one breaks off
     depends on its length.

@@ -13,18 +13,18 @@ from vllm.sample.filters import likelihoods
 from vllm.sample.metadata import LogprobPlan
 
 _PASS_ELEMENTS = 2**20
-"""Logits in one pass: temporaries that stay in the cache of a CPU."""
+"""Number of logits in one pass: temporaries then fit into the cache of a CPU."""
 
 
 class LogprobTensors(NamedTuple):
     """Log-probabilities of n rows, on the device of the logits; see `LogprobRows`."""
 
     token_ids: Tensor
-    """[n, 1 + k] int32: the given token, then the likeliest ones, most likely first."""
+    """[n, 1 + k] int32: the given token, then the most likely ones, most likely first."""
     logprobs: Tensor
     """[n, 1 + k] float32"""
     ranks: Tensor
-    """[n] int32: rank of the given token; 1 is the likeliest."""
+    """[n] int32: rank of the given token; 1 is the most likely."""
 
 
 def gather_logprobs(
@@ -35,7 +35,7 @@ def gather_logprobs(
     pass_elements: int | None = _PASS_ELEMENTS,
     buffers: Buffers | None = None,
 ) -> LogprobTensors:
-    """Log-probabilities of given tokens and of the likeliest ones.
+    """Gather log-probabilities of given tokens and of the most likely ones.
 
     Args:
         logits: [n, V] any float dtype, as the model made them.
@@ -86,7 +86,7 @@ def _gather(
 
 
 def split_rows(found: LogprobTensors, rows: IntArray, plan: LogprobPlan) -> dict[int, LogprobRows]:
-    """The positions of each row that asked: one for each time that it is in the launch.
+    """Return the positions of each row that asked: one for each time that it is in the launch.
 
     Args:
         found: of the rows of `plan`, in that order, or of all. Waits for the device.

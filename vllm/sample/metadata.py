@@ -23,14 +23,14 @@ _Rows = TypeVar("_Rows", Tensor, LogitEdits, Penalties)
 
 @dataclass(frozen=True)
 class LogprobPlan:
-    """Which rows of a launch want log-probabilities, and how many."""
+    """The rows of a launch that want log-probabilities, and how many."""
 
     indices: IndexArray
     """[m] rows of the launch that want them, on the host."""
     num_logprobs: npt.NDArray[np.int32]
-    """[m] likeliest tokens that each wants, besides the sampled one."""
+    """[m] number of most likely tokens that each wants, in addition to the sampled one."""
     width: int
-    """Likeliest tokens to compute; at least each of `num_logprobs`."""
+    """Number of most likely tokens to compute; at least each of `num_logprobs`."""
     rows: Tensor | None
     """[m] `indices` on the device, to compute no others; None: all n rows of the launch."""
 
@@ -45,7 +45,7 @@ class RandomKeys:
     """[n]"""
 
     def exponentials(self, count: int) -> npt.NDArray[np.float32]:
-        """[n, count] the numbers."""
+        """Compute the random numbers [n, count]."""
         return exponentials_at(self.keys, self.positions, count)
 
     def __getitem__(self, indices: IndexArray) -> "RandomKeys":
@@ -62,7 +62,7 @@ class OperatorChoice(NamedTuple):
 
     @classmethod
     def of(cls, features: FeatureArray, top_k: npt.NDArray[np.float32]) -> "OperatorChoice":
-        """Of rows [n] on a device whose shapes are not static."""
+        """Choose operators for rows [n] on a device whose shapes are not static."""
         has_top_k = len(features) and np.bitwise_or.reduce(features) & Feature.TOP_K
         return cls(
             all_random=bool(np.bitwise_and.reduce(features) & Feature.RANDOM),
@@ -96,7 +96,7 @@ class SamplingMetadata:
     """[n, K] float32 above 0, K of `blocks.num_draws`: the random numbers of each row; None when
     all are greedy, or for a sampler that makes them of `draw_keys`."""
     draw_keys: RandomKeys | None = None
-    """Host: instead of `exponentials`; None when all are greedy, too."""
+    """Host: instead of `exponentials`; None also when all are greedy."""
     max_top_k: int | None = None
     """Host: at least each of `top_k`; the number of candidates to look at."""
     unbounded_top_p: bool = False
@@ -188,7 +188,7 @@ ALL_GREEDY = SamplingMetadata()
 
 
 def needs_params(active: int) -> bool:
-    """Bits of `Feature` that come with numbers."""
+    """Whether these bits of `Feature` need parameters."""
     return bool(active & (Feature.RANDOM | Feature.PENALTIES))
 
 

@@ -113,18 +113,20 @@ class TokenCounts:
         self._counts[row, column] += 1
 
     def max_distinct(self, rows: Sequence[int]) -> int:
-        """The most distinct tokens in any of the rows; rows that are not counted have none."""
+        """Return the most distinct tokens in any of the rows; rows that are not counted have
+        none."""
         return max((len(self._columns[row]) for row in rows if row in self._columns), default=0)
 
     def gather(self, rows: IntArray, width: int) -> tuple[IntArray, FloatArray]:
-        """[n, width] token ids and counts; rows that are not counted are padding."""
+        """Return [n, width] token ids and counts; rows that are not counted are padding."""
         self._reserve(width)
         return self._token_ids[rows, :width], self._counts[rows, :width]
 
     def gather_behind(
         self, rows: IntArray, ahead: Sequence[Sequence[int]], width: int
     ) -> tuple[IntArray, FloatArray]:
-        """As `gather`, with tokens of each entry that are counted as if they were generated.
+        """Gather like `gather`, with tokens of each entry that are counted as if they were
+        generated.
 
         Args:
             rows: [n] rows may repeat.

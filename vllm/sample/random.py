@@ -23,7 +23,7 @@ _1, _27, _30, _31, _41 = (np.uint64(n) for n in (1, 27, 30, 31, 41))
 
 
 def stream_keys(seeds: npt.NDArray[Any], stream: int = 0) -> KeyArray:
-    """The part of a random number that depends on the seed only; computed once per request.
+    """Compute the part of a random number that depends on the seed only; once per request.
 
     Args:
         seeds: [n] int64 or uint64; a negative seed is its two's complement.
@@ -40,7 +40,7 @@ def stream_keys(seeds: npt.NDArray[Any], stream: int = 0) -> KeyArray:
 def exponentials_at(
     keys: KeyArray, positions: npt.NDArray[Any], count: int
 ) -> npt.NDArray[np.float32]:
-    """Several exponentially distributed numbers at each position of each key's stream.
+    """Return several exponentially distributed numbers at each position of each key's stream.
 
     Args:
         keys: [n] from `stream_keys`.
@@ -61,7 +61,7 @@ def _bits_at(keys: KeyArray, positions: npt.NDArray[Any]) -> KeyArray:
 
 
 def _fractions(bits: KeyArray) -> npt.NDArray[np.float32]:
-    """Odd multiples of 2**-24 in (0, 1)."""
+    """Convert bits to odd multiples of 2**-24 in (0, 1)."""
     # 23 random bits and a half need 24 bits, the mantissa of a float32: nothing is rounded.
     fractions = (bits >> _41).astype(np.float32)
     fractions += np.float32(0.5)
@@ -70,7 +70,7 @@ def _fractions(bits: KeyArray) -> npt.NDArray[np.float32]:
 
 
 def _mix(z: KeyArray) -> KeyArray:
-    """The finaliser: a bijection of 64-bit numbers in which each bit depends on all."""
+    """Mix 64-bit numbers by a bijection in which each bit depends on all."""
     z = (z ^ (z >> _30)) * _FIRST_FACTOR
     z = (z ^ (z >> _27)) * _SECOND_FACTOR
     return z ^ (z >> _31)

@@ -33,7 +33,7 @@ from vllm.sample.metadata import FeatureArray, IndexArray, LogprobPlan, Sampling
 from vllm.sample.restrictions.processors import LogitsProcessorError, RowProcessors
 
 _PASS_ELEMENTS = 2**20
-"""Logits in one pass: temporaries that stay in the cache of a CPU."""
+"""Number of logits in one pass: temporaries then fit into the cache of a CPU."""
 
 _SPLIT_ELEMENTS = 2**16
 """With fewer logits than this, all rows are sampled in one pass."""
@@ -60,11 +60,11 @@ class SamplerOutput:
 
 
 def _no_stages() -> None:
-    """For devices that run operators as they are called: there are no stages."""
+    """Return no stages: for devices that run operators as they are called."""
 
 
 class Sampler:
-    """Samples one token for each row. Has no state but buffers.
+    """Samples one token for each row. It has no state except buffers.
 
     Args:
         pass_elements: on a CPU, rows are sampled in passes of about this many logits, so that
@@ -117,18 +117,18 @@ class Sampler:
     def gather_logprobs(
         self, logits: Tensor, token_ids: Tensor, num_logprobs: int
     ) -> LogprobTensors:
-        """Log-probabilities of given tokens, such as those of a prompt.
+        """Gather log-probabilities of given tokens, such as the tokens of a prompt.
 
         Args:
             logits: [n, V] any float dtype, as the model made them.
             token_ids: [n] int32 or int64, on the device of the logits.
-            num_logprobs: likeliest tokens, at most V are given.
+            num_logprobs: number of most likely tokens; at most V are returned.
         """
         buffers = None if self._pass_elements is None else Buffers()
         return gather_logprobs(logits.float(), token_ids, num_logprobs, buffers=buffers)
 
     def _passes(self, logits: Tensor, features: FeatureArray | None) -> list[IndexArray]:
-        """The rows of each pass; none or one means all rows at once."""
+        """Return the rows of each pass; none or one means all rows at once."""
         num_rows, vocab_size = logits.shape
         if self._pass_elements is None or features is None or num_rows == 1:
             return []
@@ -155,7 +155,7 @@ class Sampler:
         errors: dict[int, str],
         buffers: Buffers | None,
     ) -> tuple[Tensor, Tensor]:
-        """As `_sample`, in several passes over parts of the rows."""
+        """Sample like `_sample`, in several passes over parts of the rows."""
         num_rows = logits.shape[0]
         token_ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
         top = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -179,7 +179,8 @@ class Sampler:
         errors: dict[int, str],
         buffers: Buffers | None,
     ) -> tuple[Tensor, Tensor]:
-        """[n] int32 token ids and [n] largest processed logits, which are not finite in a bad row.
+        """Return [n] int32 token ids and [n] largest processed logits, which are not finite in a
+        bad row.
 
         The last stage, that of the distribution, is not ended yet.
         """
@@ -222,7 +223,8 @@ class Sampler:
 
 
 def _split_rows(features: FeatureArray, size: int) -> list[IndexArray]:
-    """Groups of at most `size` rows of similar cost and features; each row is in one group."""
+    """Split rows into groups of at most `size` rows of similar cost and features; each row is in
+    one group."""
     is_random = (features & Feature.RANDOM) > 0
     bits = Feature.TOP_P | Feature.TOP_K
     is_expensive = ((features & bits) == Feature.TOP_P) | ((features & Feature.LARGE_TOP_K) > 0)

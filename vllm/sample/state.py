@@ -127,7 +127,7 @@ class SamplingState:
 
     @property
     def row_arrays(self) -> tuple[FeatureArray, FloatArray, KeyArray]:
-        """[rows + 1] `Feature` bits, [params, rows + 1] numbers in the order of `Param`, and
+        """Return [rows + 1] `Feature` bits, [params, rows + 1] values in the order of `Param`, and
         [rows + 1] keys of random numbers: read-only views of this object's arrays, which are never
         replaced."""
         return self._features, self._params, self._keys
@@ -204,7 +204,7 @@ class SamplingState:
         self._features[row] = self._add_distribution(row, request.sampling_params)
 
     def _allowed_mask(self, token_ids: list[int]) -> IntArray:
-        """[W] the mask of allowed_token_ids; only read."""
+        """Return the mask [W] of allowed_token_ids; it is only read."""
         if self._last_mask is None or self._last_mask[0] is not token_ids:
             self._last_mask = token_ids, pack_allowed(token_ids, self._vocab_size)
         return self._last_mask[1]
@@ -312,7 +312,8 @@ class SamplingState:
         num_output_tokens: IntArray,
         padded_size: int | None = None,
     ) -> SamplingMetadata:
-        """As `metadata`, with no more than `DISTRIBUTION` of the features of each row."""
+        """Make metadata like `metadata`, with no more than `DISTRIBUTION` of the features of each
+        row."""
         rows, num_output_tokens = self._pad(rows, num_output_tokens, padded_size)
         own = self._features[rows] & DISTRIBUTION
         active = int(np.bitwise_or.reduce(own))
@@ -373,8 +374,8 @@ class SamplingState:
         )
 
     def logprob_rows(self, rows: IntArray, sampled: SamplerOutput) -> dict[int, LogprobRows]:
-        """row -> a position for each time that it is in the launch, for rows that asked. Waits for
-        the device.
+        """Return a position for each time that a row is in the launch, by row, for rows that asked.
+        Wait for the device.
 
         Args:
             rows: [n] as given to `metadata`.
@@ -387,7 +388,7 @@ class SamplingState:
     def errors_of(
         self, rows: IntArray, sampled: SamplerOutput, host_ids: IntArray | None = None
     ) -> dict[int, str]:
-        """row -> why it has no token; nothing about `padding_row`.
+        """Return why rows have no token, by row; nothing about `padding_row`.
 
         Args:
             rows: [n] as given to `metadata`.
@@ -404,11 +405,11 @@ class SamplingState:
         return errors
 
     def _device_params(self, rows: IntArray) -> torch.Tensor:
-        """[8, n] float32 on the device: all parameters of the launch in one copy."""
+        """Copy all parameters of the launch to the device at once, [8, n] float32."""
         return self.to_device(self._params.take(rows, axis=1))
 
     def _exponentials(self, keys: RandomKeys) -> torch.Tensor:
-        """[n, K] float32 on the device: the random numbers of each row's next token."""
+        """Copy the random numbers of each row's next token to the device, [n, K] float32."""
         return self.to_device(keys.exponentials(num_draws(self._vocab_size)))
 
     def _copy(self, array: npt.NDArray[Any]) -> torch.Tensor:
@@ -479,7 +480,7 @@ class SamplingState:
         return TokenMasks(found, words, self._bit_values, device_rows)
 
     def _row_masks(self, row: int, drafts: RowDrafts) -> Iterable[IntArray]:
-        """[W] on the host: the mask of each token of the launch in turn."""
+        """Return the mask [W] of each token of the launch, on the host, one after another."""
         if row not in self._filler:
             return repeat(self._masks[row])
         return self._filler.masks(row, drafts)
@@ -510,7 +511,7 @@ class SamplingState:
 
 
 def _tokens_ahead(rows: IntArray, drafts: RowDrafts) -> list[Sequence[int]]:
-    """The drafts that each entry of a launch follows."""
+    """Return the drafts that each entry of a launch follows."""
     num_seen: Counter[int] = Counter()
     ahead: list[Sequence[int]] = []
     for row in rows.tolist():
@@ -520,5 +521,6 @@ def _tokens_ahead(rows: IntArray, drafts: RowDrafts) -> list[Sequence[int]]:
 
 
 def invalid_rows(rows: IntArray, host_ids: IntArray) -> dict[int, str]:
-    """row -> why it has no token, for the rows [n] whose `SamplerOutput.host_ids` [n] say so."""
+    """Return why rows have no token, by row, for the rows [n] whose `SamplerOutput.host_ids` [n]
+    are negative."""
     return {int(rows[i]): NO_TOKEN_LEFT for i in np.flatnonzero(host_ids < 0)}

@@ -1,4 +1,4 @@
-"""The finite set of launches on a device that compiles shapes.
+"""Defines the finite set of launches on a device that compiles shapes.
 
 There, sampling is a sequence of stages, each of which is a recipe of its own (or, in eager mode, a
 few operators with shapes of their own). A stage that no row needs is skipped:
@@ -38,13 +38,13 @@ _KINDS = (GREEDY, RANDOM, FILTERED, FILTERED_LARGE)
 
 
 def canonical(active: int) -> int:
-    """Bits of `Feature` with those of the distribution rounded up to a kind."""
+    """Round up the bits of the distribution in `Feature` bits to a kind."""
     wanted = active & FILTERED_LARGE
     return active | next(kind for kind in _KINDS if not wanted & ~kind)
 
 
 def size_classes(limit: int) -> tuple[int, ...]:
-    """The sizes that stand for 1 ... limit, ascending; the last is the limit."""
+    """Return the sizes that stand for 1 ... limit, ascending; the last is the limit."""
     sizes = []
     size = _FACTOR
     while size < limit:
@@ -82,17 +82,18 @@ class StaticShapes:
 
     @property
     def max_likeliest(self) -> int:
-        """Log-probabilities of one row beside that of its token."""
+        """Return how many log-probabilities of one row there can be, in addition to its token's."""
         return min(self.vocab_size, max(1, self.max_logprobs))
 
     def max_top_k(self, active: int) -> int | None:
-        """Candidates to look at in a launch with these bits of `Feature`; None: no top_k."""
+        """Return the number of candidates to search in a launch with these bits of `Feature`; None:
+        no top_k."""
         if not active & Feature.TOP_K:
             return None
         return self.vocab_size if active & Feature.LARGE_TOP_K else SMALL_TOP_K
 
 
 def class_of(size: int, limit: int) -> int:
-    """The least of `size_classes(limit)` that holds `size`; a size of 0 counts as 1."""
+    """Return the least of `size_classes(limit)` that holds `size`; a size of 0 counts as 1."""
     assert size <= limit, f"{size} is above the limit of {limit}"
     return next(width for width in size_classes(limit) if width >= size)

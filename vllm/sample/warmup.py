@@ -28,7 +28,8 @@ Stage = tuple[str, int, bool]
 
 
 def stages_of(metadata: SamplingMetadata) -> frozenset[Stage]:
-    """What a launch compiles, if nothing of it is compiled yet; see `static_shapes`."""
+    """Return the stages that a launch compiles if nothing of it is compiled yet; see
+    `static_shapes`."""
     changes = metadata.changes_logits
     stages: set[Stage] = {("distribution", metadata.active & FILTERED_LARGE, changes)}
     if changes:
@@ -62,7 +63,7 @@ def basic_launches(state: SamplingState, padded_size: int) -> Iterator[SamplingM
 
 
 def heaviest_launch(state: SamplingState, padded_size: int) -> SamplingMetadata:
-    """The launch that needs the most memory: every stage in its largest class."""
+    """Make the launch that needs the most memory: every stage in its largest class."""
     shapes = state.shapes
     assert shapes is not None, "shapes are not static"
     launch = _launch(shapes, padded_size, shapes.kinds[-1] | Feature.PENALTIES, state.to_device)
@@ -71,7 +72,7 @@ def heaviest_launch(state: SamplingState, padded_size: int) -> SamplingMetadata:
 
 
 def warmup_launches(state: SamplingState, padded_size: int) -> Iterator[SamplingMetadata]:
-    """Launches of `padded_size` rows that together have every stage of every class.
+    """Yield launches of `padded_size` rows that together have every stage of every class.
 
     Each is made when the iterator advances. The sampled tokens have no meaning. Any finite logits
     of the model's shape and dtype can be used. User-supplied logits processors are not warmed up.
@@ -101,7 +102,7 @@ def warmup_launches(state: SamplingState, padded_size: int) -> Iterator[Sampling
 def _launch(
     shapes: StaticShapes, num_rows: int, active: int, to_device: ToDevice
 ) -> SamplingMetadata:
-    """Rows without a feature in a launch whose operators are those of `active`."""
+    """Make rows without a feature in a launch whose operators are those that `active` needs."""
     params = np.repeat(np.array(NEUTRAL, np.float32)[:, None], num_rows, 1)
     exponentials = np.ones((num_rows, num_draws(shapes.vocab_size)), np.float32)
     return SamplingMetadata(
@@ -117,7 +118,8 @@ def _launch(
 def _with_all_stages(
     launch: SamplingMetadata, shapes: StaticShapes, sizes: list[int], state: SamplingState
 ) -> SamplingMetadata:
-    """`launch` with edits, masks, penalties and logprobs of these sizes, which change no token."""
+    """Return `launch` with edits, masks, penalties and logprobs of these sizes, which change no
+    token."""
     num_edits, num_masks, num_penalties, num_logprobs = sizes
     to_device = state.to_device
     assert launch.features is not None

@@ -50,7 +50,7 @@ def serve(setup: bytes) -> Callable[[bytes], bytes]:
 
 
 def _installed(vocabulary: Vocabulary) -> dict[str, Backend]:
-    """The backends that can be imported; ImportError when none can."""
+    """Return the backends that can be imported; raise ImportError when none can."""
     backends: dict[str, Backend] = {}
     failure: ImportError | None = None
     for name in BACKENDS:
@@ -99,7 +99,7 @@ def compile_spec(
 
 
 def _order(spec: GrammarSpec, only_llguidance: str | None) -> list[str]:
-    """The backends to try, best first."""
+    """Return the backends to try, best first."""
     if spec.kind in ("regex", "choice", "lark"):
         order = ["llguidance", "xgrammar"]
     else:
@@ -120,7 +120,7 @@ def _order(spec: GrammarSpec, only_llguidance: str | None) -> list[str]:
 
 
 def _read(spec: GrammarSpec) -> tuple[Any, str | None]:
-    """The source for a backend, and the reason if only llguidance enforces it."""
+    """Read the source for a backend, and the reason if only llguidance enforces it."""
     close = "all" if spec.close_all_objects else "named"
     if spec.kind == "json":
         prepared = PreparedSchema(_parse(spec.text), close_objects=close)
@@ -148,7 +148,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _read_structural_tag(tag: Any, close: str) -> tuple[Any, str | None]:
-    """The tag in the newer format, with every schema inside it prepared."""
+    """Convert the tag to the newer format, with every schema inside it prepared."""
     if isinstance(tag, dict) and "structures" in tag:
         tag = _newer_format(tag)
     if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):

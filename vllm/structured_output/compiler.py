@@ -34,7 +34,7 @@ NUM_WORKERS = 2
 """Number of processes that compile; the engine and the server need the rest of the machine."""
 
 _ENTRY_BYTES = 1024
-"""Approximate bytes of an entry of the cache besides its content."""
+"""Approximate bytes of an entry of the cache in addition to its content."""
 
 
 class _Refusal(msgspec.Struct, frozen=True):
@@ -85,7 +85,7 @@ class GrammarCompiler:
     # ---- compiling ------------------------------------------------------------------------
 
     def compile(self, params: GuidedDecodingParams) -> Grammar:
-        """The grammar of a request, from the cache if possible.
+        """Return the grammar of a request, from the cache if possible.
 
         Raises:
             RequestError: it is not valid, no library enforces all of it, or compiling is too
@@ -102,7 +102,8 @@ class GrammarCompiler:
         return _grammar_of(result, field)
 
     def cached(self, params: GuidedDecodingParams) -> Grammar | None:
-        """The grammar if it is in the cache, else None; does not block. Raises as `compile`."""
+        """Return the grammar if it is in the cache, else None; does not block. Raises as
+        `compile`."""
         spec, field = make_spec(params, self._config), field_of(params)
         result = self._known(spec.key)
         return None if result is None else _grammar_of(result, field)

@@ -49,8 +49,7 @@ _XGRAMMAR_KEYS = {
     "integer": _NUMBER_BOUNDS,
     "number": _NUMBER_BOUNDS,
 }
-"""Keywords by type. anyOf, $ref, enum and const are supported without other constraints beside
-them."""
+"""Keywords by type. anyOf, $ref, enum and const are supported only without other constraints."""
 
 _ANY_TYPE_KEYS = {
     *("anyOf", "allOf", "oneOf", "$ref", "type", "enum", "const"),
@@ -61,7 +60,7 @@ _EXACT_INTEGERS = 2**53
 
 
 class SchemaError(ValueError):
-    """A schema that cannot be enforced; the message names the keyword and its place."""
+    """A schema that cannot be enforced; the message names the keyword and its location."""
 
 
 class PreparedSchema:
@@ -139,7 +138,7 @@ class PreparedSchema:
             raise SchemaError(f"'$ref' of {where} must point into the schema, got {reference!r}")
 
     def _read_strings(self, own: Schema, where: str) -> None:
-        """pattern, patternProperties and format."""
+        """Read pattern, patternProperties and format."""
         if "format" in own:
             _check_type(own["format"], str, f"'format' of {where}")
             is_text = "string" in (own.get("type", "string") or ())
@@ -202,7 +201,7 @@ class PreparedSchema:
             self._leave_xgrammar("'required' without 'properties'")
 
     def _check_values(self, asserted: set[str], kind: object, values: list[Any]) -> None:
-        """enum and const: xgrammar ignores all other keywords next to them."""
+        """Check enum and const: xgrammar ignores all other keywords next to them."""
         if len(asserted - {"type"}) > 1:
             self._leave_xgrammar("'enum' or 'const' beside another constraint")
         if kind is not None:
@@ -233,7 +232,7 @@ def _boolean_bounds(own: Schema) -> None:
 
 
 def _conditions(own: Schema) -> None:
-    """Refuse keywords that have no meaning alone."""
+    """Refuse keywords that have no meaning without others."""
     if "if" not in own:
         own.pop("then", None)
         own.pop("else", None)
@@ -250,7 +249,7 @@ def _conditions(own: Schema) -> None:
 
 
 def _property_names(own: Schema) -> None:
-    """propertyNames of an object that says nothing else about names, as patternProperties."""
+    """Convert propertyNames of an object without other rules for names to patternProperties."""
     names = own.get("propertyNames")
     if not isinstance(names, Mapping) or own.get("properties") or own.get("patternProperties"):
         return

@@ -51,7 +51,7 @@ class GrammarMatchers:
         """Held during imports and loading."""
         self._vocabulary: Vocabulary | None = None
         self._is_exact = False
-        """Whether it is that of the tokenizer, and not only of its file."""
+        """Whether the vocabulary was read from the tokenizer itself, not only from its file."""
         self._backends: dict[str, Backend] = {}
         self._has_weights = False
         self._lock = threading.Lock()
@@ -61,7 +61,7 @@ class GrammarMatchers:
         self._loaded_bytes = 0
 
     def preload_beside_weights(self) -> None:
-        """In a server, import the libraries and read the vocabulary in the background.
+        """Import the libraries and read the vocabulary in the background, in a server.
 
         Called when the weights begin to load: the process waits for the model's files then, and an
         import cannot delay any step.
@@ -70,8 +70,8 @@ class GrammarMatchers:
             start_in_time_slices(self._preload, "grammar-preload")
 
     def end_preload(self) -> None:
-        """The weights are loaded. What is not preloaded yet and would stop steps for a moment is
-        made for the first request that needs it."""
+        """Note that the weights are loaded. Anything that is not preloaded yet and would stop steps
+        for a moment is made for the first request that needs it."""
         self._has_weights = True
 
     def prepare(self, request: EngineRequest) -> Future[None] | None:
@@ -166,15 +166,15 @@ class GrammarMatchers:
                 self._loaded_bytes -= oldest_cost
 
     def _ready_vocabulary(self) -> Vocabulary:
-        """The vocabulary, from tokenizer.json if possible: no step should wait until a tokenizer is
-        made, and nothing else in this process needs one."""
+        """Return the vocabulary, from tokenizer.json if possible: no step should wait until a
+        tokenizer is made, and nothing else in this process needs one."""
         if self._vocabulary is None:
             path = Path(self._model.tokenizer or self._model.resolved_path) / "tokenizer.json"
             self._vocabulary = Vocabulary.of_file(path, self._model.resolved_arch.vocab_size)
         return self._vocabulary or self._exact_vocabulary()
 
     def _exact_vocabulary(self) -> Vocabulary:
-        """The vocabulary of the tokenizer itself; backends for another one are dropped."""
+        """Return the vocabulary of the tokenizer itself; backends for another one are dropped."""
         if not self._is_exact:
             vocab_size = self._model.resolved_arch.vocab_size
             exact = Vocabulary.of(load_tokenizer(self._model), vocab_size)

@@ -189,8 +189,8 @@ class _Writer:
         return text
 
     def _character(self, code_point: int, *, may_be_property: bool = False) -> str:
-        """The character itself, or its number if it has a special meaning, or the property that it
-        stands for."""
+        """Return the character itself, or its number if it has a special meaning, or the property
+        that it stands for."""
         if (name := self._properties.get(code_point)) is not None:
             if not may_be_property:
                 raise RegexError(f"{name} is a class, and cannot be the end of a range")

@@ -64,7 +64,7 @@ class RowMatcher:
 
     @property
     def error(self) -> str | None:
-        """Why the output cannot continue; None if it can."""
+        """Return why the output cannot continue; None if it can."""
         return self._error
 
     def accept(self, token_id: int) -> None:
@@ -77,10 +77,10 @@ class RowMatcher:
         self.fill_along(mask[None], ())
 
     def fill_along(self, masks: IntArray, drafts: Sequence[int]) -> None:
-        """Write the masks [1 + d, W] of the next token, and of the tokens behind each of d drafts.
+        """Write the masks [1 + d, W] of the next token, and of the tokens after each of d drafts.
 
-        No token is allowed behind a draft that is an end token or is not allowed, and where the
-        matcher fails behind one. Failures at the next token are stored in `error`.
+        No token is allowed after a draft that is an end token or is not allowed, and where the
+        matcher fails after one. Failures at the next token are stored in `error`.
         """
         mask = masks[0]
         try:

@@ -58,7 +58,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def field_of(params: GuidedDecodingParams) -> str:
-    """The name of the field for errors: of the request, or of `GuidedDecodingParams`.
+    """Return the name of the field for errors: of the request, or of `GuidedDecodingParams`.
 
     Raises:
         RequestError: no field is set.
@@ -77,7 +77,7 @@ def _kind_of(params: GuidedDecodingParams) -> str:
 
 
 def _option_of(params: GuidedDecodingParams, name: str, request_name: str) -> str:
-    """The name of an option for errors, as in a request or in Python."""
+    """Return the name of an option for errors, as in a request or in Python."""
     group = "guided_decoding.x" if params.field is None else params.field
     group, is_member, _ = group.partition(".")
     return f"{group}.{name}" if group in _GROUPS and is_member else request_name
@@ -123,7 +123,7 @@ def make_spec(params: GuidedDecodingParams, config: StructuredOutputConfig) -> G
 
 
 def _backend(name: Any, field: str) -> tuple[str, set[str]]:
-    """Our name of a backend, and the options after its colon."""
+    """Return our name of a backend, and the options after its colon."""
     word, _, rest = name.partition(":") if isinstance(name, str) else ("", "", "")
     options = [option.strip() for option in rest.split(",") if option.strip()]
     if word not in _BACKENDS or not all(option in _OPTIONS for option in options):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 def merges_in_order(
     tokens: Iterable[str], vocabulary: Mapping[str, int]
 ) -> Iterator[tuple[str, str]]:
-    """All pairs of tokens that make a token, in the order of the tokens that they make.
+    """Yield all pairs of tokens that make a token, in the order of the tokens that they make.
 
     Args:
         tokens: that are made of others or not, the one that is made first at the beginning.

@@ -26,7 +26,7 @@ _THETA = 10000.0
 
 
 def complete_chatglm_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """`raw` with the names of GLM beside its own.
+    """Return `raw` with GLM's names in addition to its own.
 
     Raises:
         ConfigError: it is ChatGLM 1, or has a setting that is not supported.

@@ -16,6 +16,7 @@ from vllm.config.families import (
 )
 from vllm.errors import ConfigError
 from vllm.transformers_utils.chatglm_config import complete_chatglm_config
+from vllm.transformers_utils.decilm_config import complete_decilm_config
 from vllm.transformers_utils.mistral_params import PARAMS, read_params
 from vllm.transformers_utils.old_spellings import with_usual_spellings
 from vllm.transformers_utils.plain_config import complete_plain_config
@@ -33,7 +34,7 @@ _SIZES = {"hidden_size", "num_hidden_layers"}
 """Keys of every language model."""
 
 _POSITIONS = ("max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta")
-"""Keys whose defaults are not those of another family: without them Baichuan has ALiBi."""
+"""Keys whose defaults cannot be taken from another family: without them Baichuan has ALiBi."""
 
 
 def read_hf_config(
@@ -103,8 +104,8 @@ def complete_hf_config(
     code_revision: str | None = None,
     token: str | bool | None = None,
 ) -> dict[str, Any]:
-    """`raw`, from `read_hf_config`, with the defaults of its model type, by its usual name; plain
-    data.
+    """Complete `raw`, from `read_hf_config`, with the defaults of its model type, by its usual
+    name; plain data.
 
     Args:
         raw: values of config.json.
@@ -123,6 +124,8 @@ def complete_hf_config(
         return _config_of_decoder(raw, family)
     if family.config_format == "chatglm":
         return complete_chatglm_config(raw)
+    if family.config_format == "decilm":
+        return complete_decilm_config(raw)
     plain = complete_plain_config(raw)
     if plain is not None:
         return plain
@@ -232,12 +235,12 @@ _QUANTIZATION_FILES = (
     ("quant_config.json", "awq"),
     ("hf_quant_config.json", "modelopt"),
 )
-"""Files that have the settings of a quantization, and the method of those that do not name it."""
+"""Files with the settings of a quantization, and the method of files that do not name it."""
 
 
 def _other_quantization(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The quantization of a checkpoint that has it under another key, or in a file of its own, as
-    tools wrote it before transformers had a place for it."""
+    """Return the quantization of a checkpoint that has it under another key, or in a file of its
+    own, as tools wrote it before transformers had a key for it."""
     if isinstance(raw.get("compression_config"), dict):
         return {
             "quantization_config": {
@@ -325,8 +328,8 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     if model_type not in accepted:
         raise ConfigError(
             f"config.json: the language model of {name} must be of model_type "
-            f"{' or '.join(map(repr, accepted))}, got {model_type!r}. Use a checkpoint with "
-            f"nothing but the language model"
+            f"{' or '.join(map(repr, accepted))}, got {model_type!r}. Use a checkpoint that "
+            "contains only the language model"
         )
     whole = {key: raw[key] for key in _OF_THE_WHOLE if raw.get(key) is not None}
     rest = {key: value for key, value in raw.items() if key != "text_config"}

@@ -42,7 +42,7 @@ def resolve_model_folder(
     load_format: LoadFormat = "auto",
     token: str | bool | None = None,
 ) -> Path:
-    """The folder of a model: `name` itself if it is a folder, else a download from the hub.
+    """Return the folder of a model: `name` itself if it is a folder, else a download from the hub.
 
     A GGUF file, local or as organisation/repository/file.gguf on the hub, becomes a folder
     (`gguf.folder`).
@@ -94,8 +94,8 @@ def resolve_model_folder(
 
 
 def resolve_adapter_folder(name: str) -> Path:
-    """The folder of a LoRA adapter: `name` itself if it is a folder, else a download from the hub,
-    once in a process. The variables of huggingface_hub apply.
+    """Return the folder of a LoRA adapter: `name` itself if it is a folder, else a download from
+    the hub, once in a process. The variables of huggingface_hub apply.
 
     Raises:
         ConfigError: no such folder or repository, or the download failed.
@@ -104,7 +104,7 @@ def resolve_adapter_folder(name: str) -> Path:
     if path.is_dir():
         return path.resolve()
     if path.exists() or _looks_like_path(name):
-        raise ConfigError(f"{name} is no folder")
+        raise ConfigError(f"{name} is not a folder")
     return _download_adapter(name)
 
 
@@ -121,7 +121,7 @@ def _download_adapter(name: str) -> Path:
 
 
 def find_folder(name: str) -> Path | None:
-    """The local folder of this name; None for a name on the hub. Does not contact the hub.
+    """Return the local folder of this name; None for a name on the hub. Does not contact the hub.
 
     Raises:
         ConfigError: the name is a path, and there is no such folder, or no GGUF file.
@@ -150,8 +150,8 @@ def is_offline() -> bool:
 
 
 def _split_file(name: str) -> tuple[str, str | None]:
-    """The repository and the GGUF file of organisation/repository/file.gguf; other names have no
-    file."""
+    """Split organisation/repository/file.gguf into the repository and the GGUF file; other names
+    have no file."""
     parts = name.split("/", 2)
     if len(parts) < 3 or not name.endswith(SUFFIX) or parts[0] in ("", ".", "..", "~"):
         return name, None
@@ -159,7 +159,7 @@ def _split_file(name: str) -> tuple[str, str | None]:
 
 
 def _parts_pattern(file: str) -> str:
-    """A pattern for all files of a split model; the file itself where it is not split."""
+    """Return a pattern for all files of a split model; the file itself if it is not split."""
     return re.sub(r"-\d{5}-of-(\d{5}\.gguf)$", r"-*-of-\1", file)
 
 
@@ -197,12 +197,14 @@ def _download(
             reason = _explain(error, revision)
             if not tries_left or type(error).__name__ not in _LOST_CONNECTIONS:
                 raise ConfigError(f"cannot get {kind} {name!r}: {reason}") from error
-            logger.warning("The download of %s goes on where it was lost: %s", name, reason)
+            logger.warning(
+                "the connection was lost; continuing the download of %s: %s", name, reason
+            )
     return Path(folder)
 
 
 def _reporting_bar(phase: str) -> Any:
-    """A class of progress bars that also reports the MiB that are on disk, where the installed
+    """Make a class of progress bars that also reports the MiB that are on disk, if the installed
     huggingface_hub counts bytes."""
     from huggingface_hub.utils import tqdm
 

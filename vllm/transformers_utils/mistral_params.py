@@ -13,7 +13,8 @@ from vllm.utils.files.json_file import read_json_object
 PARAMS = "params.json"
 
 _LENGTH = 32768
-"""Of models that do not say how long a text may be: that of the first ones, 7B and 8x7B."""
+"""Maximum length of models that do not have one in their file: the length of the first models, 7B
+and 8x7B."""
 _NEEDED = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -42,7 +43,7 @@ def _family(kind: str) -> Family:
 
 
 def read_params(folder: Path) -> dict[str, Any]:
-    """`params.json` as the config.json of the same model.
+    """Read `params.json` as the config.json of the same model.
 
     Raises:
         ConfigError: broken JSON, a size is missing, or the model has parts that are not read from

@@ -17,7 +17,7 @@ _SIZES = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-"""Required keys of every config.json, besides the size of the MLP."""
+"""Required keys of every config.json, in addition to the size of the MLP."""
 
 _DEFAULT_THETA = 10000.0
 
@@ -83,7 +83,7 @@ def _is_plain(config: Mapping[str, Any], defaults: ConfigDefaults) -> bool:
 
 
 def _is_like(name: str, value: object, default: object) -> bool:
-    """Whether a value has the type of its default; those that are None by default are sizes."""
+    """Whether a value has the type of its default; values that are None by default are sizes."""
     if name in _TOKENS:  # checked elsewhere
         return True
     if value is None:
@@ -122,7 +122,7 @@ def _has_plain_layer_types(config: Mapping[str, Any]) -> bool:
 
 
 def _has_plain_labels(config: Mapping[str, Any]) -> bool:
-    """Whether the labels are those of classes 0, 1, ... and match their number, or are absent."""
+    """Whether the labels belong to classes 0, 1, ... and match their number, or are absent."""
     names, count = config.get("id2label"), config.get("num_labels")
     if not (count is None or _is_size(count)):
         return False

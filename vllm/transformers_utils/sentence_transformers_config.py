@@ -1,4 +1,4 @@
-"""Reads the files of a sentence-transformers model besides config.json. Loads no model."""
+"""Reads the files of a sentence-transformers model other than config.json. Loads no model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,8 +48,8 @@ def read_sentence_transformers_config(folder: Path) -> SentenceTransformersConfi
             normalize = True
         elif kind != "Transformer":
             raise ConfigError(
-                f"{path}: a module of type {kind or module} is not available in this version; "
-                f"available are Transformer, Pooling and Normalize"
+                f"{path}: a module of type {kind or module} is not supported; supported: "
+                "Transformer, Pooling and Normalize"
             )
     if pooling_type is None:
         return None
@@ -69,8 +69,8 @@ def _read_pooling(path: Path) -> PoolingType:
     modes = [modes] if isinstance(modes, str) else modes
     if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _MODES:
         raise ConfigError(
-            f"{path}: pooling by {modes!r} is not available in this version; available is one of "
-            f"cls, mean and lasttoken"
+            f"{path}: pooling by {modes!r} is not supported; supported: one of cls, mean and "
+            "lasttoken"
         )
     return _MODES[modes[0]]
 

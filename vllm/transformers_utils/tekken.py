@@ -38,7 +38,7 @@ _MAX_TOKENS = 2**24
 
 
 def load_tekken(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a folder with a `tekken.json`.
+    """Load the tokenizer of a folder with a `tekken.json`.
 
     Its chat template is the folder's own (`chat_template.jinja`, `chat_template.json`,
     `tokenizer_config.json`), else that of the version in the file; None for a version that is not
@@ -70,7 +70,8 @@ def load_tekken(folder: Path) -> "PreTrainedTokenizerBase":
 def _special_tokens(
     path: Path, content: dict[str, Any], config: dict[str, Any]
 ) -> list[tuple[str, bool]]:
-    """The text of each special token in the order of ids, and whether it controls the model."""
+    """Return the text of each special token in the order of ids, and whether it controls the
+    model."""
     listed = content.get("special_tokens")
     if listed is None:
         listed = [{"rank": i, "token_str": text} for i, text in enumerate(_OLD_SPECIAL_TOKENS)]
@@ -96,7 +97,7 @@ def _special_tokens(
 def _tokens(
     path: Path, content: dict[str, Any], config: dict[str, Any], num_special: int
 ) -> list[str]:
-    """The other tokens in the order of ranks, as byte-level BPE writes them."""
+    """Return the other tokens in the order of ranks, as byte-level BPE writes them."""
     listed = content.get("vocab")
     if not isinstance(listed, list):
         raise _damaged(path, "has no list 'vocab'")
@@ -187,7 +188,7 @@ def _template_of(folder: Path) -> str | None:
 
 
 def _template_for(version: object) -> str | None:
-    """The format of conversations that models with such a tokenizer were trained on."""
+    """Return the format of conversations that models with such a tokenizer were trained on."""
     number = _TEMPLATE_VERSIONS.get(version) if isinstance(version, str) else None
     if number is None:
         return None

@@ -120,7 +120,8 @@ class TextLengthBound:
         self.max_bytes = max(len(to_bytes(token)) for token in backend.get_vocab(True))
 
     def min_tokens(self, text: str, num_bytes: int) -> int:
-        """The least number of tokens of a text, without the tokens of the template around it.
+        """Return the least number of tokens of a text, without the tokens of the template around
+        it.
 
         Args:
             text: valid Unicode.
@@ -133,7 +134,7 @@ class TextLengthBound:
 
 
 def _spec(part: Any) -> dict[str, Any]:
-    """A part of a tokenizer as JSON; {} for one that is not there."""
+    """Return a part of a tokenizer as JSON; {} if it is missing."""
     return {} if part is None else dict(json.loads(part.__getstate__()))
 
 
@@ -161,7 +162,8 @@ def _splits_without_loss(spec: dict[str, Any]) -> bool:
 
 
 def _shrink_of(spec: dict[str, Any]) -> int | None:
-    """The largest factor by which a normalizer shortens texts that are not ASCII; None: unknown."""
+    """Return the largest factor by which a normalizer shortens texts that are not ASCII; None:
+    unknown."""
     if spec.get("type") == "Sequence":
         shrink = 1
         for step in spec["normalizers"]:
@@ -180,7 +182,7 @@ def _shrink_of(spec: dict[str, Any]) -> int | None:
 
 @dataclass(frozen=True)
 class ByteDecoding:
-    """How a tokenizer decodes tokens by joining bytes."""
+    """Rules by which a tokenizer decodes tokens by joining bytes."""
 
     is_byte_level: bool
     """Tokens are in the alphabet of byte-level BPE; else SentencePiece with byte fallback."""
@@ -196,7 +198,7 @@ class ByteDecoding:
 
     @classmethod
     def of_spec(cls, spec: dict[str, Any]) -> "ByteDecoding | None":
-        """As `of`, from the `decoder` of tokenizer.json."""
+        """Read the rules from the `decoder` of tokenizer.json."""
         steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
         if [step["type"] for step in steps] == ["ByteLevel"]:
             return cls(is_byte_level=True, strips_first_space=False)
@@ -206,7 +208,8 @@ class ByteDecoding:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte: printable Latin-1 stands for itself, the rest for 256, 257, ..."""
+    """Return the byte of each character: printable Latin-1 stands for itself, the rest for 256,
+    257, ..."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -219,7 +222,7 @@ _CHARACTERS = {byte: character for character, byte in _ALPHABET.items()}
 
 
 def byte_level_text(token: bytes) -> str:
-    """How byte-level BPE writes a token: a character for each byte."""
+    """Write a token as byte-level BPE does: a character for each byte."""
     return "".join(map(_CHARACTERS.__getitem__, token))
 
 
@@ -242,11 +245,11 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def read_token_bytes(path: Path, num_tokens: int) -> list[bytes] | None:
-    """The bytes of each token, read from tokenizer.json alone.
+    """Read the bytes of each token from tokenizer.json only.
 
     A tenth of the time that it takes to make the tokenizer, and another thread waits for a moment
     only: the tokenizers library lets no other one run until it has built its tables.
-    What a class of transformers would add or change is missing.
+    Changes by a class of transformers are missing.
 
     Args:
         path: tokenizer.json.

@@ -56,11 +56,11 @@ def get_tokenizer(
     download_dir: str | None = None,
     **kwargs: Any,
 ) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a local folder or of a model on the Hugging Face hub.
+    """Return the tokenizer of a local folder or of a model on the Hugging Face hub.
 
     Args:
         tokenizer_name: folder or hub name.
-        tokenizer_mode: "auto", "mistral" for `tekken.json` also where there is another file, or
+        tokenizer_mode: "auto", "mistral" for `tekken.json` even if there is another file, or
             "slow" to prefer the Python implementation where the installed transformers has one.
         trust_remote_code: run Python code that comes with the tokenizer.
         revision: branch, tag or commit on the hub.
@@ -136,7 +136,7 @@ def check_tokenizer_files(folder: Path) -> None:
 
 
 def _missing_tokenizer_reason(folder: Path) -> str | None:
-    """Why a folder cannot have a tokenizer; None if it may have one, or is not a folder."""
+    """Return why a folder cannot have a tokenizer; None if it may have one, or is not a folder."""
     if not folder.is_dir() or any(
         path.is_file() for pattern in _FILES for path in folder.glob(pattern)
     ):
@@ -149,7 +149,8 @@ def _missing_tokenizer_reason(folder: Path) -> str | None:
 
 
 def _damage(folder: Path) -> str | None:
-    """What is wrong with the structure of `tokenizer.json`; None: nothing, or it is not there."""
+    """Return what is wrong with the structure of `tokenizer.json`; None: nothing, or it does not
+    exist."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
@@ -164,7 +165,7 @@ def _damage(folder: Path) -> str | None:
 
 
 def _of_mistral(folder: Path) -> str | None:
-    """Why a tokenizer cannot be read that is there in the format of Mistral AI alone."""
+    """Return why a tokenizer that exists only in the format of Mistral AI cannot be read."""
     names = sorted(p.name for pattern in _MISTRAL_FILES for p in folder.glob(pattern))
     if not names or (folder / "tokenizer.json").is_file():
         return None

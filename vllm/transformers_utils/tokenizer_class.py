@@ -1,4 +1,4 @@
-"""Which tokenizer class `AutoTokenizer` chooses for a model folder, without importing it.
+"""Finds the tokenizer class that `AutoTokenizer` chooses for a model folder, without importing it.
 
 The import of `AutoTokenizer` loads torch and the configurations of all models, which takes seconds.
 The tokenizer classes themselves do not. Two small files and the table of families give the same
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _GENERIC = "PreTrainedTokenizerFast"
-"""The class that takes everything from tokenizer.json; transformers 5 has this name for it, too."""
+"""The class that reads everything from tokenizer.json; transformers 5 also has this name for it."""
 _NAMES_OF_VERSION_5 = ("TokenizersBackend", "PythonBackend")
 _NAMES_OF_GENERIC = {
     *(_GENERIC, "PreTrainedTokenizer", *_NAMES_OF_VERSION_5),
@@ -26,7 +26,7 @@ _NAMES_OF_GENERIC = {
 
 
 def tokenizer_class(folder: Path) -> "type[PreTrainedTokenizerFast] | None":
-    """The class that `AutoTokenizer.from_pretrained(folder)` would make; None: not known here.
+    """Return the class that `AutoTokenizer.from_pretrained(folder)` would make; None: unknown.
 
     Raises:
         ConfigError: tokenizer_config.json or config.json is not a JSON object.

@@ -1,4 +1,4 @@
-"""What differs between transformers 4, which Gaudi images have, and 5."""
+"""The differences between transformers 4, which Gaudi images have, and 5."""
 
 from functools import cache
 from importlib.metadata import version
@@ -18,14 +18,14 @@ def attention_can_mask() -> bool:
 
 
 def dtype_argument(dtype: object) -> dict[str, object]:
-    """The argument of `from_pretrained` and `from_config` for the type of the weights: a
-    torch.dtype, or "auto". The releases of 4 that images have know the older name only."""
+    """Return the argument of `from_pretrained` and `from_config` for the type of the weights: a
+    torch.dtype, or "auto". The releases of 4 in images know only the older name."""
     return {"torch_dtype" if is_version_4() else "dtype": dtype}
 
 
 def weight_conversions(model: Any) -> list[Any]:
-    """How names in checkpoints become those of the modules of a model of transformers, in its own
-    objects; version 4 has the names of the checkpoints."""
+    """Return the conversions from names in checkpoints to names of modules of transformers, in its
+    own objects; version 4 has the names of the checkpoints."""
     if find_spec("transformers.conversion_mapping") is None:
         return []
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -34,9 +34,9 @@ def weight_conversions(model: Any) -> list[Any]:
 
 
 def renamed_weight(name: str, conversions: list[Any]) -> tuple[str, str | None]:
-    """The name of the parameter that a tensor of a checkpoint fills, and the pattern of names of
-    which it is one if transformers computes the parameter from several tensors, or several
-    parameters from one."""
+    """Return the name of the parameter that a tensor of a checkpoint fills, and the pattern of its
+    name if transformers computes the parameter from several tensors, or several parameters from
+    one."""
     if not conversions:
         return name, None
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key

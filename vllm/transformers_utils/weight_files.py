@@ -19,7 +19,7 @@ _SHARDS = "model-rank-*-part-0.safetensors"
 
 
 def shard_name(rank: int) -> str:
-    """The file with the weights of one rank (`sharded_state`)."""
+    """Return the file with the weights of one rank (`sharded_state`)."""
     return _SHARDS.replace("*", str(rank))
 
 
@@ -36,7 +36,7 @@ def find_index(folder: Path, load_format: str) -> Path | None:
 
 
 def find_files(folder: Path, load_format: str) -> list[Path]:
-    """The files that hold the weights.
+    """Return the files with the weights.
 
     Args:
         folder: the model's folder.
@@ -107,7 +107,8 @@ def _read_index(path: Path) -> list[Path]:
     )
     if outside:
         raise WeightLoadError(
-            f"{path} names {outside[0]!r}, which is no file of its folder. Download the file again"
+            f"{path} names {outside[0]!r}, which is not a file of its folder. Download the file "
+            "again"
         )
     files = [path.parent / name for name in sorted(names)]
     missing = [file.name for file in files if not file.is_file()]

@@ -10,7 +10,7 @@ from vllm.utils.help import HelpAction
 
 
 def flag_of(name: str) -> str:
-    """The command-line flag of a setting.
+    """Return the command-line flag of a setting.
 
     >>> flag_of("max_bad_words")
     '--max-bad-words'
@@ -38,22 +38,23 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As in argparse, after replacing underscores in flags by dashes, and true and false behind
-        flags by the flag or its opposite."""
+        """Parse like argparse, after replacing underscores in flags by dashes, and true and false
+        after flags by the flag or its opposite."""
         tokens = _with_dashes(sys.argv[1:] if args is None else args)
         return super().parse_known_args(self._without_booleans(tokens), namespace)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
-        """As in argparse; exits with code 2 if there are unknown arguments."""
+        """Parse like argparse; exit with code 2 if there are unknown arguments."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self._refuse(unknown, parsed)
         return parsed
 
     def flag_names(self) -> set[str]:
-        """Names of all flags, those of subcommands included, as attributes of a namespace."""
+        """Return the names of all flags, including flags of subcommands, as attributes of a
+        namespace."""
         names: set[str] = set()
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -64,8 +65,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return names
 
     def _without_booleans(self, tokens: Sequence[str]) -> list[str]:
-        """`--flag=false` and `--flag false` as `--no-flag`, `--flag=true` and `--flag true` as
-        `--flag`."""
+        """Rewrite `--flag=false` and `--flag false` as `--no-flag`, `--flag=true` and `--flag true`
+        as `--flag`."""
         end = tokens.index("--") if "--" in tokens else len(tokens)
         result: list[str] = []
         at = 0
@@ -86,7 +87,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return [*result, *tokens[end:]]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """As in argparse; the error names the nearest choice."""
+        """Check like argparse; the error names the nearest choice."""
         if action.choices is None or value in action.choices:
             return
         choices = [str(choice) for choice in action.choices]
@@ -111,7 +112,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         parser.error(f"unrecognized argument{plural}: {', '.join(hints)}")
 
     def _chosen(self, parsed: argparse.Namespace) -> "FlexibleArgumentParser":
-        """The parser of the subcommand that was given; needs subparsers with a `dest`."""
+        """Return the parser of the subcommand that was given; needs subparsers with a `dest`."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 chosen = action.choices.get(getattr(parsed, action.dest, None) or "")
@@ -121,13 +122,13 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def _opposite(flag: str, action: argparse.Action) -> list[str]:
-    """The flag that says the opposite; none where leaving the flag out says it."""
+    """Return the opposite flag; none if leaving the flag out means the same."""
     opposite = flag.replace("--no-", "--", 1) if flag.startswith("--no-") else f"--no-{flag[2:]}"
     return [opposite] if opposite in action.option_strings else []
 
 
 def _with_dashes(tokens: Iterable[str]) -> list[str]:
-    """Underscores to dashes in flag names; not in values, and not after a bare `--`."""
+    """Replace underscores by dashes in flag names; not in values, and not after a bare `--`."""
     result: list[str] = []
     verbatim = False
     for token in tokens:

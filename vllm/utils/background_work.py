@@ -17,7 +17,7 @@ TURN_S = 0.0005
 
 
 class _ShortTurns:
-    """While at least one thread has entered it, turns of the interpreter are short.
+    """Shortens the switch interval of the interpreter while at least one thread has entered it.
 
     A thread that releases the interpreter, as each call of a kernel does, waits for a turn of
     another thread before it goes on. With the turns of 5 ms that Python has, a step of a hundred
@@ -47,13 +47,13 @@ _short_turns = _ShortTurns()
 
 
 def run_in_time_slices(work: Callable[[], T]) -> T:
-    """The result of `work`, which runs in a thread for which no other thread should wait."""
+    """Return the result of `work`, which runs in a thread for which no other thread should wait."""
     with _short_turns:
         return work()
 
 
 def start_in_time_slices(work: Callable[[], None], name: str) -> None:
-    """Run `work` in a thread of this name, in short turns.
+    """Run `work` in a thread of this name, in short time slices.
 
     If no thread can be started, `work` runs before this returns. Since Python 3.12 that is so after
     the end of the main thread.
@@ -76,8 +76,8 @@ _LONGEST_REST_S = 0.02
 
 
 class Throttle:
-    """How fast one thread works in the background: as fast as it can, or in short turns while
-    others must not wait.
+    """Speed of one thread that works in the background: full, or in short slices while others must
+    not wait.
 
     Made and used in that thread.
 
@@ -90,7 +90,7 @@ class Throttle:
         self._start = time.thread_time()
 
     def rest(self) -> None:
-        """See `Rest`."""
+        """Rest after some work, so that other threads can run."""
         worked = time.thread_time() - self._start
         if worked < _WORK_S:
             return
@@ -100,4 +100,4 @@ class Throttle:
 
 
 def no_rest() -> None:
-    """The `Rest` of work that nobody has to wait for."""
+    """Do not rest: no thread has to wait for the work."""

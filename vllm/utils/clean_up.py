@@ -1,4 +1,4 @@
-"""What is undone when a start fails, without hiding why it has failed."""
+"""Cleans up after a failed start, without hiding why it has failed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,5 +22,7 @@ def on_failure(*clean_ups: Callable[[], object]) -> Iterator[None]:
             try:
                 clean_up()
             except Exception:  # logged, as the first error is on its way
-                logger.warning("another error, while what had started is ended:", exc_info=True)
+                logger.warning(
+                    "another error while cleaning up after a failed start:", exc_info=True
+                )
         raise

@@ -7,7 +7,8 @@ from typing import Any
 
 
 def wait_all(futures: "Sequence[Future[Any] | None]") -> "Future[str | None] | None":
-    """Done when all are; its result is the first text that is the result of one of them.
+    """Return a future that is done when all are; its result is the first text that is the result of
+    one of them.
 
     Args:
         futures: whose results are texts or None. An entry that is None is done, and one that

@@ -33,7 +33,7 @@ def without_collections() -> Iterator[None]:
 
 
 def load_class(name: str) -> Any:
-    """The class that "module:Class" names."""
+    """Return the class that "module:Class" names."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
 
@@ -46,7 +46,7 @@ def load_name(name: str) -> Any:
 
 
 def load_user_class(setting: str, name: str) -> type:
-    """The class that a user names as "package.module.Class" or "package.module:Class".
+    """Return the class that a user names as "package.module.Class" or "package.module:Class".
 
     Args:
         setting: keyword that gives the name, for the message.

@@ -25,7 +25,8 @@ _MAX_INT16 = 2**15 - 1
 
 
 def read_wav(data: bytes) -> tuple[Samples, int]:
-    """The samples of a WAV file with integers of 8, 16 or 32 bits, and how many are in a second.
+    """Read the samples of a WAV file with integers of 8, 16 or 32 bits, and how many are in a
+    second.
 
     Several channels are mixed to one.
 
@@ -40,14 +41,14 @@ def read_wav(data: bytes) -> tuple[Samples, int]:
     except (wave.Error, EOFError, KeyError) as error:
         raise RequestError(
             f"this is not a WAV file with samples of 8, 16 or 32 bits: {error}. Convert it, for "
-            f"example with: ffmpeg -i FILE out.wav"
+            "example with: ffmpeg -i FILE out.wav"
         ) from None
     samples = (frames.astype(np.float32) - silence) / np.float32(scale)
     return np.asarray(samples.reshape(-1, channels).mean(1), np.float32), rate
 
 
 def write_wav(samples: NDArray[Any], rate: int) -> bytes:
-    """A WAV file of 16-bit integers.
+    """Write a WAV file of 16-bit integers.
 
     Args:
         samples: floats from -1 to 1, [n], or [channels, n]; what is louder is cut off.
@@ -64,7 +65,7 @@ def write_wav(samples: NDArray[Any], rate: int) -> bytes:
 
 
 def read_video(path: Path, num_frames: int = -1) -> Frames:
-    """Frames of a video file, spread evenly over its length.
+    """Read frames of a video file, spread evenly over its length.
 
     Args:
         path: of the file.
@@ -94,7 +95,7 @@ def read_video(path: Path, num_frames: int = -1) -> Frames:
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a file.
+    """Read the content of a file.
 
     Raises:
         RequestError: it cannot be read.

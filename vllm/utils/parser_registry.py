@@ -35,11 +35,11 @@ class ParserRegistry(Generic[ParserT]):
         self._methods = methods
 
     def names(self) -> list[str]:
-        """All names in alphabetical order."""
+        """Return all names in alphabetical order."""
         return sorted(self._parsers)
 
     def get(self, name: str) -> type[ParserT]:
-        """The parser of this name.
+        """Return the parser of this name.
 
         Raises:
             ConfigError: there is none.
@@ -49,7 +49,7 @@ class ParserRegistry(Generic[ParserT]):
         return self._parsers[name]
 
     def snapshot(self) -> dict[str, type[ParserT]]:
-        """The current parsers by name (a copy)."""
+        """Return the current parsers by name (a copy)."""
         return dict(self._parsers)
 
     @overload
@@ -125,7 +125,7 @@ def load_plugin(flag: str, path: str, registries: Sequence[ParserRegistry[Any]])
     Args:
         flag: the setting that names the file, for messages.
         path: of the file.
-        registries: those that it may add to.
+        registries: the registries that it may add to.
 
     Raises:
         ConfigError: it is not there, fails, or registers nothing.
@@ -140,7 +140,9 @@ def load_plugin(flag: str, path: str, registries: Sequence[ParserRegistry[Any]])
     try:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     except Exception as error:  # foreign code, which may raise anything
-        raise ConfigError(f"{flag}: {path} fails: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{flag}: {path} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     if before == [registry.snapshot() for registry in registries]:
         raise ConfigError(
             f"{flag}: {path} registers no parser; use @ToolParserManager.register_module or "

@@ -22,7 +22,7 @@ def load_general_plugins() -> tuple[str, ...]:
     One that raises is reported in a warning, and the others run.
 
     Returns:
-        Names of those that have run.
+        Names of the plug-ins that have run.
     """
     found = {entry.name: entry for entry in entry_points(group=_GROUP)}
     asked = envs.get().VLLM_PLUGINS
@@ -46,5 +46,5 @@ def load_general_plugins() -> tuple[str, ...]:
         else:
             loaded.append(name)
     if loaded:
-        logger.info("plug-ins of other packages have run: %s", ", ".join(loaded))
+        logger.info("loaded plug-ins: %s", ", ".join(loaded))
     return tuple(loaded)

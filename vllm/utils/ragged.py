@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 
 def positions_within(counts: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """The position of each element in its group, for groups of these sizes.
+    """Return the position of each element in its group, for groups of these sizes.
 
     >>> positions_within(np.array([2, 0, 3])).tolist()
     [0, 1, 0, 1, 2]

@@ -53,7 +53,7 @@ class Trace:
     def span(
         self, name: str, /, *, track: str = INTERNAL, **args: Any
     ) -> AbstractContextManager[None]:
-        """The time from entering to leaving; an exception is noted as the value `error`.
+        """Record the time from entering to leaving; an exception is noted as the value `error`.
 
         Spans of a track lie inside or behind each other: threads that run side by side need
         tracks of their own.
@@ -61,10 +61,10 @@ class Trace:
         return _NULL_SPAN
 
     def instant(self, name: str, /, *, track: str = INTERNAL, **args: Any) -> None:
-        """A moment."""
+        """Record a moment."""
 
     def counter(self, name: str, /, **values: float) -> None:
-        """Values that hold from now on; each is a curve of its own."""
+        """Record values that hold from now on; each is a curve of its own."""
 
     def close(self) -> None:
         """Write what is pending and end the file; waits at most 5 s. Later events are ignored."""
@@ -234,7 +234,7 @@ _current = NULL_TRACE
 
 
 def get_trace() -> Trace:
-    """The trace of this process; `NULL_TRACE` until `set_trace`."""
+    """Return the trace of this process; `NULL_TRACE` until `set_trace`."""
     return _current
 
 
@@ -245,7 +245,7 @@ def set_trace(trace: Trace) -> None:
 
 
 def open_trace(folder: str | os.PathLike[str], instance_id: str | None = None) -> Trace:
-    """A trace in `folder`, which is made when missing; `NULL_TRACE` and a warning on failure.
+    """Open a trace in `folder`, which is made when missing; `NULL_TRACE` and a warning on failure.
 
     Args:
         instance_id: names the file `server_events_{instance_id}.json`. None: one that no other
@@ -267,7 +267,7 @@ def open_trace(folder: str | os.PathLike[str], instance_id: str | None = None) -
 
 @dataclass(frozen=True, kw_only=True)
 class PaddingCounts:
-    """What a launch computes, beside what its bucket has room for."""
+    """Sizes that a launch computes, and the sizes of its bucket."""
 
     phase: str
     """prompt or decode; begins the names of the counters."""
@@ -283,7 +283,7 @@ class PaddingCounts:
 
 
 def launch_counters(size: PaddingCounts, seconds: float | None = None) -> dict[str, float]:
-    """The curves of one launch, under the names known from Gaudi traces.
+    """Return the curves of one launch, under the names known from Gaudi traces.
 
     Utilizations are real / padded, from 0 to 1; where nothing is padded there is no waste, so 1.
     Throughputs are rows per second (`gen`) and prompt tokens per second (`in`).
@@ -314,7 +314,8 @@ def launch_counters(size: PaddingCounts, seconds: float | None = None) -> dict[s
 
 
 def cache_counters(used_blocks: int, num_blocks: int) -> dict[str, float]:
-    """The curves of the KV cache: blocks that requests hold, of all that requests may hold."""
+    """Return the curves of the KV cache: blocks that requests hold, of all that requests may
+    hold."""
     return {
         "cache_num_blocks_used": used_blocks,
         "cache_num_free_blocks": num_blocks - used_blocks,

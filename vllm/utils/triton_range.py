@@ -1,4 +1,4 @@
-"""Which triton belongs to which torch.
+"""Table of the triton versions that belong to each torch version.
 
 torch imports a triton that is installed, on every device, and with one of another release
 `torch.compile` can fail at its first use. Some packages ask for any triton, so pip would bring the
@@ -20,7 +20,7 @@ builds of torch for CUDA ask for; 2.6 and 2.7 were also run with 3.1."""
 
 
 def triton_range(torch_version: str) -> str | None:
-    """What a requirement of triton has to say for this torch, or None where nothing is known."""
+    """Return the requirement of triton for this torch, or None if nothing is known."""
     bounds = RANGES.get(_minor(torch_version))
     if bounds is None:
         return None
@@ -29,7 +29,7 @@ def triton_range(torch_version: str) -> str | None:
 
 
 def triton_fits(triton_version: str, torch_version: str) -> bool:
-    """False where the triton is known to be one of another torch."""
+    """Return False if the triton is known to belong to another torch."""
     bounds = RANGES.get(_minor(torch_version))
     return bounds is None or bounds[0] <= _minor(triton_version) < bounds[1]
 

@@ -1,4 +1,4 @@
-"""What the engine asks of a worker whose KV blocks are also kept elsewhere."""
+"""The interface of a worker whose KV blocks are also kept elsewhere."""
 
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
@@ -27,7 +27,7 @@ class BlockStore(Protocol):
         ...
 
     def read(self, block_ids: Sequence[int]) -> list[bytes]:
-        """The bytes of blocks, layer after layer."""
+        """Return the bytes of blocks, layer after layer."""
         ...
 
     def write(self, block_ids: Sequence[int], blocks: Sequence[bytes]) -> bool:
@@ -37,10 +37,10 @@ class BlockStore(Protocol):
 
 
 def has_uncopied_states() -> ConfigError:
-    """The error for a model whose KV cache is not all there is."""
+    """Make the error for a model that has recurrent state in addition to its KV cache."""
     return ConfigError(
-        "kv_transfer_config: this model has a state for each request beside the KV cache "
-        "(Mamba or DeltaNet layers), which is not copied. Leave it out"
+        "kv_transfer_config is not supported for this model: the recurrent state of its Mamba or "
+        "DeltaNet layers is not transferred. Leave it out"
     )
 
 
@@ -52,8 +52,8 @@ def hash_contents(
     scales: Sequence[tuple[list[float], list[float]]],
     kernels: str,
 ) -> bytes:
-    """What decides the content of KV blocks besides tokens: the weights, the layout of the
-    blocks, and the kernels.
+    """Hash everything but tokens that decides the content of KV blocks: the weights, the layout of
+    the blocks, and the kernels.
 
     Args:
         config: of the engine.

@@ -41,7 +41,7 @@ def calculate_scales(config: VllmConfig, model: LayeredModel, device: torch.devi
     if not config.cache.calculate_kv_scales:
         return
     if cache_dtype(config) not in FP8_DTYPES:
-        logger.warning("calculate_kv_scales has no effect: the KV cache is not of fp8")
+        logger.warning("calculate_kv_scales has no effect: the KV cache is not FP8")
         return
     largest: dict[Attention, list[Tensor]] = {}
 
@@ -60,17 +60,17 @@ def calculate_scales(config: VllmConfig, model: LayeredModel, device: torch.devi
     num_set = 0
     for layer in layers:
         if not ((layer.key_scales == 1) & (layer.value_scales == 1)).all():
-            continue  # those of the checkpoint, or of QUANT_CONFIG
+            continue  # it has the scale of the checkpoint or of QUANT_CONFIG
         ranges = (_KEY_RANGE, _VALUE_RANGE)
         found = [_scales(x.cpu(), y) for x, y in zip(largest[layer], ranges, strict=False)]
         layer.set_cache_scales(*found)
         layer.has_calculated_scales = True
         num_set += 1
-    logger.info("Scales of the KV cache were calculated in %d of %d layers", num_set, len(layers))
+    logger.info("calculated scales of the KV cache in %d of %d layers", num_set, len(layers))
 
 
 def _run(config: VllmConfig, model: LayeredModel, device: torch.device) -> None:
-    """One prompt without a cache, through all stages of the pipeline."""
+    """Run one prompt without a cache, through all stages of the pipeline."""
     arch, scheduler = config.model.resolved_arch, config.scheduler
     size = min(_NUM_TOKENS, scheduler.max_model_len, scheduler.max_num_batched_tokens)
     generator = torch.Generator().manual_seed(_SEED)
@@ -89,6 +89,6 @@ def _run(config: VllmConfig, model: LayeredModel, device: torch.device) -> None:
 
 
 def _scales(largest: Tensor, wanted: int) -> Tensor:
-    """[G] of the largest numbers [G]. A head without numbers keeps the scale 1."""
+    """Return the scales [G] for the largest values [G]. A head without values keeps the scale 1."""
     scales = largest / wanted * cache_scale_factor()
     return torch.where(scales.isfinite() & (scales > 0), scales, 1.0)

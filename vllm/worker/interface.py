@@ -1,4 +1,4 @@
-"""What a worker can be asked for: the one table of its methods.
+"""The interface of a worker: the one table of its methods.
 
 Each method of `Worker` is an entry: its name, arguments, result and docstring. The ones that a
 program may call by their name (`collective_rpc`) stand in `WorkerForUsers`; all others are for the
@@ -16,7 +16,7 @@ The messages here hold no tensors, so that a worker may live in another process.
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -74,7 +74,7 @@ class WarmUpStep(msgspec.Struct, frozen=True, kw_only=True):
     total: int
     """Of the phase. It may change on the way, as launches are given up."""
     given_up: str | None = None
-    """Why this launch is given up, such as too little memory; None: it is kept."""
+    """Reason why this launch is given up, such as too little memory; None: it is kept."""
     eta_seconds: float | None = None
     """Estimated seconds until the end of the whole warm-up, as this rank has measured it; None:
     unknown. While the engine serves: seconds of the rest, without the time for requests."""
@@ -95,7 +95,7 @@ class StepHandleLike(Protocol):
     """A step in flight."""
 
     def result(self) -> ModelRunnerOutput:
-        """The result of the step; waits for it."""
+        """Wait for the result of the step and return it."""
         ...
 
 
@@ -176,7 +176,7 @@ class Worker(WorkerForUsers, Protocol):
         """Build the model and read its weights.
 
         Args:
-            rank: of this worker among those of the executor.
+            rank: of this worker among the workers of the executor.
         """
         ...
 
@@ -233,6 +233,30 @@ class Worker(WorkerForUsers, Protocol):
         None."""
         ...
 
+    def describe_engine(self) -> dict[str, Any] | None:
+        """Return the fields of `cost_model.run_times.RunEngine`; None: times of forward passes say
+        nothing of the device."""
+        ...
+
+    def list_buckets(self) -> list[tuple[int, int, int, int, bool]]:
+        """Return phase, batch, query length and blocks of each bucket, and whether it is warmed up;
+        the buckets that are still to be warmed up as well. Empty on a device without buckets."""
+        ...
+
+    def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
+        """Begin to replace the buckets of forward passes. The next steps of the warm-up run the
+        new ones, which are used from then on; the last one takes the old ones out of use. All
+        ranks are asked between the same two steps.
+
+        Args:
+            buckets: phase, batch, query length and blocks of each.
+
+        Returns:
+            Whether there is anything to warm up. Not while other buckets are being warmed up, nor
+            on a device without buckets.
+        """
+        ...
+
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
         """Start a step; at most one other is in flight. In a pipeline, only the result of the last
         stage has tokens."""
@@ -256,11 +280,11 @@ class Worker(WorkerForUsers, Protocol):
         ...
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory again: all of it, or that of the parts with these tags."""
+        """Allocate the memory again: all of it, or the memory of the parts with these tags."""
         ...
 
     def cache_fingerprint(self) -> bytes:
-        """Return what decides the content of KV blocks besides tokens."""
+        """Return a hash of everything but tokens that decides the content of KV blocks."""
         ...
 
     def block_bytes(self) -> int:
@@ -303,7 +327,7 @@ class Worker(WorkerForUsers, Protocol):
         ...
 
     def adapter_numbers(self) -> list[int]:
-        """Return the numbers of the LoRA adapters in memory."""
+        """Return the ids of the LoRA adapters in memory."""
         ...
 
     def has_adapter(self, number: int, key: str) -> bool:

@@ -1,4 +1,4 @@
-"""How many KV blocks there are, and their memory."""
+"""Decides the number of KV blocks, and allocates their memory."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ _CACHE_DTYPES = {
 
 
 def cache_dtype(config: VllmConfig) -> torch.dtype:
-    """Data type of the KV cache: `--kv-cache-dtype`, or the dtype of the model."""
+    """Return the data type of the KV cache: `--kv-cache-dtype`, or the dtype of the model."""
     asked = config.cache.kv_cache_dtype
     model_dtype: torch.dtype = getattr(torch, config.model.dtype_name)
     return _CACHE_DTYPES.get(asked, model_dtype)
@@ -41,7 +41,7 @@ def cache_layout(
     *,
     keeps_all: bool = False,
 ) -> KVCacheLayout:
-    """The layout of the KV cache for these layers; see `plan_layout`."""
+    """Return the layout of the KV cache for these layers; see `plan_layout`."""
     return plan_layout(
         [layer.cache_spec(dtype) for layer in layers],
         config.cache.block_size,
@@ -91,7 +91,7 @@ def count_blocks(
     others: Sequence[MemoryUse] = (),
     kept_bytes: int = 0,
 ) -> int:
-    """KV blocks, the null block included.
+    """Count the KV blocks, the null block included.
 
     Args:
         config: budget and limits.
@@ -153,9 +153,9 @@ def check_states(config: VllmConfig, state_bytes: int, budget: int, source: str)
     most = max(0, budget) // each
     fix = f"Lower --max-num-seqs to {most}" if most else "Use a smaller model"
     raise ConfigError(
-        f"the states of {num_rows} requests (--max-num-seqs) take {format_bytes(state_bytes)}, "
-        f"{format_bytes(each)} each, and the cache has {format_bytes(budget)} ({source}). "
-        f"{fix}, or {_MORE}"
+        f"--max-num-seqs {num_rows}: the recurrent state of {num_rows} requests takes "
+        f"{format_bytes(state_bytes)}, {format_bytes(each)} per request, but only "
+        f"{format_bytes(budget)} are available ({source}). {fix}, or {_MORE}"
     )
 
 
@@ -183,7 +183,7 @@ def log_states(layout: KVCacheLayout, num_rows: int, num_kept: int = 0) -> None:
     states."""
     if layout.state_bytes:
         logger.info(
-            "States: %d requests and %d prefixes, %.2f MiB each (%.2f GiB)",
+            "Mamba states: %d requests and %d prefixes, %.2f MiB each (%.2f GiB)",
             num_rows,
             num_kept,
             layout.state_bytes / 2**20,
@@ -215,17 +215,21 @@ def check_capacity(
     if capacity >= scheduler.max_model_len:
         return
     raise ConfigError(
-        f"the KV cache holds {capacity} tokens and max_model_len is {scheduler.max_model_len}: a "
+        f"the KV cache holds {capacity} tokens, but max_model_len is {scheduler.max_model_len}: a "
         f"request that long would not fit. {memory.reason}. Lower --max-model-len to {capacity}, "
         f"or {memory.fix}"
         if capacity
-        else f"not enough memory for the KV cache: one block takes {format_bytes(block_bytes)}, "
-        f"and the first one is reserved. {memory.reason}. {memory.fix[0].upper()}{memory.fix[1:]}"
+        else (
+            f"not enough memory for the KV cache: one block takes {format_bytes(block_bytes)}, "
+            f"and the first one is reserved. {memory.reason}. "
+            f"{memory.fix[0].upper()}{memory.fix[1:]}"
+        )
     )
 
 
 def _num_tokens(num_blocks: int, block_size: int, num_groups: int) -> int:
-    """Tokens that the cache holds at least: fewer blocks are needed where windows have passed."""
+    """Return how many tokens the cache holds at least: fewer blocks are needed after windows have
+    passed some."""
     return max(0, num_blocks - 1) // num_groups * block_size
 
 
@@ -244,7 +248,7 @@ def bind_kv_caches(
     at a time.
 
     Args:
-        layers: those that the layout was planned for.
+        layers: the layers that the layout was planned for.
         platform: of the device.
         num_blocks: the null block included.
         layout: of the layers.

@@ -30,7 +30,7 @@ class Drafter(Protocol):
     """Guesses next tokens with a model of its own."""
 
     def propose(self, step: SchedulerOutput) -> None:
-        """Write the drafts of a step into the batch, behind the known tokens of their rows."""
+        """Write the drafts of a step into the batch, after the known tokens of their requests."""
         ...
 
 
@@ -98,8 +98,8 @@ class ModelRunner(Runner):
         self.drafter: Drafter | None = None
         """Makes the drafts of steps; None: steps bring them."""
         self.stage_drafts: StageDrafts | None = None
-        """Carries drafts of a model beside this one between stages; None: there is no such model,
-        or one stage."""
+        """Sends drafts of a draft model between stages; None: there is no such model, or only one
+        stage."""
         if self.stage.count > 1 and config.speculative.draft_model is not None:
             self.stage_drafts = StageDrafts(config, self.stage, self.batch, sampling.state.device)
         self._awaited: dict[int, list[ExpectedTokens]] = {}
@@ -126,8 +126,8 @@ class ModelRunner(Runner):
         return lambda: self._collect(step.step_id, launches, failed)
 
     def _start_decodes(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Launch the decodes of a step one after the other. Where their tokens are known at once,
-        the first that ends a row is the last."""
+        """Launch the decodes of a step one after the other. If their tokens are known at once, the
+        first decode that finishes a request is the last."""
         waits = self._needs_tokens(step)
         decodes: list[tuple[list[PendingLaunch], ModelRunnerOutput | None]] = []
         failed: dict[int, str] = {}
@@ -147,7 +147,7 @@ class ModelRunner(Runner):
         return lambda: self._join_decodes(step.step_id, decodes, failed)
 
     def _skip_decodes(self, step: SchedulerOutput, num_done: int) -> None:
-        """Only the first decodes of a step have run."""
+        """Correct the count of tokens if only the first decodes of a step have run."""
         self._num_useful_tokens -= (step.num_decodes - num_done) * len(step.rows)
 
     def _join_decodes(
@@ -156,9 +156,9 @@ class ModelRunner(Runner):
         decodes: list[tuple[list[PendingLaunch], ModelRunnerOutput | None]],
         failed_rows: Mapping[int, str],
     ) -> ModelRunnerOutput:
-        """The results of several decodes of the same rows. A row whose sampling fails behind its
-        first token ends before it: it fails when it is run again, with the tokens before it
-        sent."""
+        """Join the results of several decodes of the same requests. A request whose sampling fails
+        after its first token ends before it: it fails when it is run again, after the earlier
+        tokens were sent."""
         outputs = [
             self._collect(step_id, launches, failed_rows) if output is None else output
             for launches, output in decodes
@@ -187,7 +187,7 @@ class ModelRunner(Runner):
         self.batch.retract(expected, places)
 
     def record_tokens(self, tokens: StepTokens) -> None:
-        """See `Worker.record_tokens`."""
+        """Record the tokens that another stage has sampled; see `Worker.record_tokens`."""
         start = first = 0
         for expected in self._awaited.pop(tokens.step_id):
             end = start + len(expected.rows)
@@ -229,7 +229,7 @@ class ModelRunner(Runner):
         return finish
 
     def _followed_drafts(self, rows: IntArray, num_drafts: IntArray | None) -> RowDrafts | None:
-        """The drafts of a launch, where the sampling of a row depends on them.
+        """Return the drafts of a launch if the sampling of a request depends on them.
 
         Args:
             rows: [m] that sample.

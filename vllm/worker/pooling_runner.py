@@ -62,7 +62,7 @@ class PoolingRequests(RowPart):
         self._params[new.row] = new.request.pooling_params
 
     def output(self, step_id: int, launches: list[PooledRows]) -> ModelRunnerOutput:
-        """The results of a step; waits for the device."""
+        """Wait for the device and return the results of a step."""
         pooled: dict[int, FloatArray] = {}
         errors: dict[int, str] = {}
         for launch in launches:

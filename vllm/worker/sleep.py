@@ -56,7 +56,7 @@ class SleepingWeights(SleepPart, Protocol):
 
 
 class ModelWithDrafter:
-    """The weights of a model, and of the one beside it that makes drafts; see `SleepingWeights`.
+    """The weights of a model and of its draft model or speculator; see `SleepingWeights`.
 
     Args:
         model, drafter: of each.
@@ -80,14 +80,15 @@ class ModelWithDrafter:
         self._drafter.restore()
 
     def reload(self, folder: str | None) -> None:
-        """Read the weights of the model again; those of drafts too where it has them."""
+        """Read the weights of the model again, and the weights of the draft model if it has the
+        same folder."""
         self._model.reload(folder)
         if self._have_one_folder:
             self._drafter.reload(folder)
 
 
 class Sleep:
-    """Which parts of a worker sleep.
+    """The parts of a worker that sleep.
 
     Args:
         parts: by tag.
@@ -132,7 +133,7 @@ class Sleep:
             tags: of the parts; None is all of them.
 
         Returns:
-            The tags of those that slept.
+            The tags of the parts that slept.
 
         Raises:
             RequestError: there is no such part.

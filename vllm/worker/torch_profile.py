@@ -114,5 +114,5 @@ def _new_profile() -> Any:
     name, hpu, for the device of their own, and what it does is operators of the CPU anyway.
     """
     activities = torch.profiler.supported_activities() - {ProfilerActivity.PrivateUse1}
-    # acc_events: torch 2.11 warns at each trace without it, also of a single cycle.
+    # acc_events: torch 2.11 warns at each trace without it, even for a single cycle.
     return torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True)

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ class WorkerBase(ABC):
         model, runner, profile: there once the model is loaded; the runner runs the steps, the
             profile makes traces of them.
         grammars: of requests with structured output; they begin to load before the model.
-        rank, local_rank: of this worker among those that share the model, and on this machine.
+        rank, local_rank: of this worker among the workers of the model, and on this machine.
         num_local_ranks: workers on this machine.
         tp: the ranks that share each layer.
         stage: the layers of this rank.
@@ -119,18 +120,18 @@ class WorkerBase(ABC):
 
     @property
     def _draft_config(self) -> VllmConfig | None:
-        """The config of the model beside the model that makes drafts; None: there is none, or it is
-        on another stage of the pipeline."""
+        """Return the config of the draft model or speculator; None: there is none, or it is on
+        another stage of the pipeline."""
         if not makes_drafts(self.config, self.stage):
             return None
         return self.config.of_draft_model
 
     @abstractmethod
     def _make_collectives(self, meeting: Rendezvous) -> Collectives:
-        """Between the ranks that share layers."""
+        """Make the collectives between the ranks that share layers."""
 
     def _make_link(self, meeting: Rendezvous) -> Link:
-        """Between the stages."""
+        """Make the link between the stages."""
         return meeting.open_link()
 
     @abstractmethod
@@ -159,8 +160,20 @@ class WorkerBase(ABC):
         None."""
         raise RuntimeError("no step of a warm-up has been named")
 
+    def describe_engine(self) -> dict[str, Any] | None:
+        """Return None: no times of forward passes are measured."""
+        return None
+
+    def list_buckets(self) -> list[tuple[int, int, int, int, bool]]:
+        """Return an empty list: here there are no buckets."""
+        return []
+
+    def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
+        """Return False: here there are no buckets."""
+        return False
+
     def record_tokens(self, tokens: StepTokens) -> None:
-        """See `Worker.record_tokens`."""
+        """Record the tokens that another stage has sampled; see `Worker.record_tokens`."""
         assert isinstance(self.runner, ModelRunner), "a pooling model samples no tokens"
         self.runner.record_tokens(tokens)
 
@@ -172,25 +185,26 @@ class WorkerBase(ABC):
         return self.runner
 
     def get_model(self) -> nn.Module:
-        """The model."""
+        """Return the model."""
         return self.model
 
     def reload_weights(self, weights_path: str | None = None) -> None:
-        """Read the weights again, those of drafts too where they are in the same files."""
+        """Read the weights again, and the weights of the draft model if they are in the same
+        files."""
         self._weights.reload(weights_path)
 
     def _build_model(self, folder: str) -> nn.Module:
-        """A new model with the weights of a folder, in host memory."""
+        """Build a new model with the weights of a folder, in host memory."""
         load = replace(self.config.load, use_tqdm_on_load=False)
         model = replace(self.config.model, path=folder)
         return self._read_model(replace(self.config, model=model, load=load))
 
     @abstractmethod
     def _read_model(self, config: VllmConfig) -> nn.Module:
-        """A new model of this config in host memory, with its weights as they run."""
+        """Read a new model of this config into host memory, with its weights as they run."""
 
     def _read_drafter(self, config: VllmConfig, device: torch.device) -> nn.Module:
-        """The draft model or speculator of this config, with its weights as they run."""
+        """Read the draft model or speculator of this config, with its weights as they run."""
         row = SPECULATORS.get(self.config.speculative.method or "")
         if row is None:
             return load_model(
@@ -203,7 +217,7 @@ class WorkerBase(ABC):
         )
 
     def _build_drafter(self, folder: str) -> nn.Module:
-        """The same as `_build_model` of what makes drafts."""
+        """Build a new draft model or speculator with the weights of a folder, in host memory."""
         config = self._draft_config
         assert config is not None, "this worker makes no drafts"
         load = replace(config.load, use_tqdm_on_load=False)
@@ -211,7 +225,7 @@ class WorkerBase(ABC):
         return self._read_drafter(replace(config, model=model, load=load), torch.device("cpu"))
 
     def _dense_format(self) -> Quantization | None:
-        """How the kernels take dense weights; None: as torch takes them."""
+        """Return how the kernels store dense weights; None: as torch does."""
         return None
 
     def reset_measurements(self) -> None:
@@ -233,7 +247,8 @@ class WorkerBase(ABC):
     # ---- KV blocks elsewhere ----------------------------------------------------------------
 
     def cache_fingerprint(self) -> bytes:
-        """What decides the content of KV blocks besides tokens; see `hash_contents`."""
+        """Return a hash of everything but tokens that decides the content of KV blocks; see
+        `hash_contents`."""
         weights, kernels = self._weights_and_kernels()
         scales = [
             (layer.key_scales.tolist(), layer.value_scales.tolist())
@@ -244,14 +259,15 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def _weights_and_kernels(self) -> tuple[Iterable[Tensor], str]:
-        """The bytes of all weights, [num_bytes] uint8 each on the CPU, and what computes."""
+        """Return the bytes of all weights, [num_bytes] uint8 each on the CPU, and the name of the
+        kernels."""
 
     def block_bytes(self) -> int:
-        """Bytes of a KV block in all layers of this rank."""
+        """Return the bytes of a KV block in all layers of this rank."""
         return self._blocks.block_bytes
 
     def read_blocks(self, block_ids: list[int]) -> list[bytes]:
-        """The bytes of KV blocks, in all layers of this rank."""
+        """Return the bytes of KV blocks, in all layers of this rank."""
         return self._blocks.read(block_ids)
 
     def write_blocks(self, block_ids: list[int], blocks: list[list[bytes]]) -> bool:
@@ -291,7 +307,7 @@ class WorkerBase(ABC):
         self._sleep.wake_up(tags)
 
     def sleeping_tags(self) -> list[str]:
-        """The parts that sleep: none, or some of weights and kv_cache."""
+        """Return the parts that sleep: none, or some of weights and kv_cache."""
         return self._sleep.tags if self._sleep is not None else []
 
     # ---- profiling ------------------------------------------------------------------------
@@ -327,7 +343,7 @@ class WorkerBase(ABC):
         return self._adapters.memory.pin(number)
 
     def adapter_numbers(self) -> list[int]:
-        """The numbers of the LoRA adapters in memory."""
+        """Return the ids of the LoRA adapters in memory."""
         return list(self._adapters.memory.keys())
 
     def has_adapter(self, number: int, key: str) -> bool:
@@ -341,5 +357,5 @@ class WorkerBase(ABC):
         return adapters
 
     def stats(self) -> RunnerStats:
-        """Counters of the runner."""
+        """Return the counters of the runner."""
         return self.runner.stats()

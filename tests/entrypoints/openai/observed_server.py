@@ -30,6 +30,9 @@ class ObservedEngine(AsyncLLM):
 
     Args:
         device: in its config.
+
+    Attributes:
+        buckets: of its workers, as `Worker.list_buckets` returns them.
     """
 
     metrics: ReplicaMetrics
@@ -39,6 +42,10 @@ class ObservedEngine(AsyncLLM):
         super().__init__(config=config)
         self.core_metrics = EngineMetrics(MODEL, config)
         self.metrics = ReplicaMetrics([self.core_metrics])
+        self.buckets: list[tuple[int, int, int, int, bool]] = []
+
+    async def list_buckets(self) -> list[tuple[int, int, int, int, bool]]:
+        return self.buckets
 
     def work(
         self, num_tokens: int = 64, num_waiting: int = 3, stats: SchedulerStats | None = None
@@ -61,7 +68,7 @@ class ObservedEngine(AsyncLLM):
                 num_late_compilations=5,
                 num_decode_blocks=300,
                 num_padded_blocks=100,
-                recent_launches=(2, 1, 6, 1, 150, 8, 1, 200, 1, 6, 1, 150, 8, 1, 200),
+                recent_launches=(2, 1, 6, 1, 150, 8, 1, 200, 0, 1, 6, 1, 150, 8, 1, 200, 0),
             ),
         )
         self.core_metrics.record_output(stats, IterationStats(10, num_tokens, [0.03], [0.012] * 5))

@@ -58,7 +58,7 @@ def test_every_route_but_probes_and_empty_pages_is_guarded():
         "/unknown",
         *app.openapi()["paths"],
     }
-    paths |= {"/chat.json", "/status.json"}
+    paths |= {"/chat.json", "/status.json", "/status_buckets.json"}
     assert {"/version", "/server_info"} | PROBES <= paths
     for path in paths:
         is_open = path in PROBES | PAGES

@@ -176,14 +176,19 @@ def test_documents_come_best_first(path, post, models):
             )
         ],
         ("classify", "/classify", {"input": [[]]}, "the prompt has no tokens"),
-        ("score", "/score", {"text_1": "w7", "text_2": []}, "text_2 has no texts"),
-        ("score", "/score", {"text_1": [], "text_2": "w7"}, "text_1 has no texts"),
+        (
+            "score",
+            "/score",
+            {"text_1": "w7", "text_2": []},
+            "text_2 must have at least one text, got none",
+        ),
+        ("score", "/score", {"text_1": [], "text_2": "w7"}, "text_1 must have at least one text"),
         *[
             (
                 "embed",
                 "/v1/embeddings",
                 {"input": [prompt] * 9},
-                "the 8 that this server takes (--max-batch-prompts)",
+                "at most 8 (--max-batch-prompts)",
             )
             for prompt in ("w7", [5])
         ],
@@ -197,7 +202,12 @@ def test_documents_come_best_first(path, post, models):
         ("embed", "/v1/embeddings", {"input": "w7", "truncate_prompt_tokens": -2}, "truncate"),
         ("embed", "/v1/embeddings", {"input": "w7", "encoding_format": "hex"}, "encoding_format"),
         ("embed", "/v1/embeddings", {"input": "w7", "priority": 2**64}, "priority"),
-        ("embed", "/score", {"text_1": ["w7", "w8"], "text_2": "w9"}, "2 texts and text_2 has 1"),
+        (
+            "embed",
+            "/score",
+            {"text_1": ["w7", "w8"], "text_2": "w9"},
+            "as many as text_2 (1), got 2",
+        ),
         (
             "score",
             "/score",

@@ -29,7 +29,7 @@ def folder(tmp_path):
         ("a", "must be written as name=path"),
         ('{"name": "a"}', "must be written as name=path"),
         ('{"name": "a", "path": ', "is not JSON"),
-        ("a=/nope", "'a': /nope is no folder"),
+        ("a=/nope", "'a': /nope is not a folder"),
         ("base=", "must be written as name=path"),
         ("base={folder}", "the name 'base' of a LoRA adapter"),
     ],

@@ -111,7 +111,7 @@ def test_a_config_that_takes_neither_hub_nor_transformers_is_complete():
         (["--ssl-certfile", "/no/cert"], "ssl_certfile='/no/cert' cannot be read: No such file"),
         (["--ssl-certfile", "/etc/passwd"], "ssl_certfile='/etc/passwd' cannot be used: .*PEM"),
         (["--ssl-ca-certs", "x"], "ssl_ca_certs needs ssl_certfile"),
-        (["--api-key", "a\n"], "api_key has a line break"),
+        (["--api-key", "a\n"], "api_key must not have line breaks"),
         (["--chat-template", "/no/such"], "is neither a file .*No such file"),
         (["--chat-template", "{{ a"], "line 1 is not valid Jinja: unexpected end of template"),
         (["--chat-template", "\n{% foo %}"], "line 2 is not valid Jinja: Encountered unknown tag"),
@@ -122,7 +122,7 @@ def test_a_config_that_takes_neither_hub_nor_transformers_is_complete():
         (["--reasoning-parser", "r1"], "reasoning_parser 'r1' is not one of "),
         (["--tool-parser-plugin", "/no/plug-in.py"], "there is no file /no/plug-in.py"),
         (["--lora-modules", "a=/b"], "lora_modules=a=/b needs enable_lora=True"),
-        (["--enable-lora", "--lora-modules", "a=/b"], "lora_modules: .*/b is no folder"),
+        (["--enable-lora", "--lora-modules", "a=/b"], "lora_modules: .*/b is not a folder"),
         (["--otlp-traces-endpoint", "http://h:x"], "otlp_traces_endpoint='http://h:x'"),
         (["--allowed-local-media-path", "/no/such"], "media-path '/no/such' is not a folder"),
         (["--allowed-media-domains", "http://a"], "allowed-media-domains 'http://a': .*hosts only"),
@@ -174,9 +174,9 @@ def test_no_weights_are_needed_where_none_are_read(model):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("raise OSError(7)", "fails: OSError: 7"),
+        ("raise OSError(7)", "cannot be imported: OSError: 7"),
         ("x = 1", "registers no parser"),
-        ("x = ", "fails: SyntaxError"),
+        ("x = ", "cannot be imported: SyntaxError"),
     ],
 )
 def test_a_plug_in_is_run(file, text, message):

@@ -101,3 +101,14 @@ def test_figures_need_the_key():
     assert client.get("/status.json").status_code == 401
     headers = {"Authorization": f"Bearer {KEY}"}
     assert client.get("/status.json", headers=headers).json()["state"] == "ready"
+
+
+def test_buckets_are_those_of_the_workers_while_the_engine_runs():
+    engine = ready_engine()
+    engine.buckets = [(0, 1, 128, 0, True), (1, 4, 1, 100, False)]
+    client = TestClient(make_app(engine))
+    found = client.get("/status_buckets.json").json()["buckets"]
+    assert found == [["prefill", 1, 128, 0, True], ["decode", 4, 1, 100, False]]
+    assert TestClient(make_app(ObservedEngine())).get("/status_buckets.json").json() == {
+        "buckets": []
+    }

@@ -5,8 +5,8 @@ from torch import Tensor
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """What a token of distance takes from the score of each head: [num_heads] float32, on the
-    host also where models are built without memory.
+    """Return the slope of each head, which is subtracted from the score for each token of distance:
+    [num_heads] float32, on the host even if models are built without memory.
 
     For n heads, n a power of two, they are 2^(-8/n), 2^(-16/n), ... 2^-8. Other counts take those
     of the next lower power of two, then every second one of the next higher, as the authors do.

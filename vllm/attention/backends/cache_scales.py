@@ -22,7 +22,7 @@ class CacheScale:
     """
 
     scale: Tensor
-    """[1] float32: what stored numbers are multiplied by."""
+    """[1] float32: factor on stored values."""
     inverse: Tensor
     """[1] float32: what new ones are multiplied by."""
     by_head: tuple[Tensor, Tensor] | None = None
@@ -31,7 +31,7 @@ class CacheScale:
 
     @classmethod
     def on(cls, device: torch.device, scales: Tensor) -> "CacheScale":
-        """The scales [G] on a device."""
+        """Copy the scales [G] to a device."""
         inverses = scales.reciprocal()
         if is_one_number(scales):
             return cls(scales[:1].clone().to(device), inverses[:1].to(device))
@@ -48,8 +48,8 @@ class CacheScale:
         new = CacheScale.on(self.scale.device, scales)
         if self.by_head is None and new.by_head is not None:
             raise WeightLoadError(
-                "the new checkpoint has scales of the KV cache for each head, and the engine runs "
-                "with one for each layer. Start it again with that checkpoint"
+                "the new checkpoint has a KV-cache scale for each head, but the engine was "
+                "started with one for each layer. Restart it with the new checkpoint"
             )
         if self.by_head is None:
             self.scale.copy_(new.scale)
@@ -59,13 +59,13 @@ class CacheScale:
             ours.copy_(theirs[:, None])
 
     def store(self, new: Tensor, dtype: torch.dtype) -> Tensor:
-        """Keys or values [..., G, D] in the dtype of the cache."""
+        """Convert keys or values [..., G, D] to the dtype of the cache."""
         if self.by_head is not None:
             new = new.float() * self.by_head[1]
         return get_ops().to_fp8(new, self.inverse, dtype)
 
     def read(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """What is in the cache [..., G, D], in the dtype of the queries."""
+        """Convert the content of the cache [..., G, D] to the dtype of the queries."""
         if self.by_head is None:
             return get_ops().from_fp8(stored, self.scale, dtype)
         numbers = get_ops().from_fp8(stored, self.scale, torch.float32)
@@ -74,7 +74,7 @@ class CacheScale:
 
 @dataclass(frozen=True)
 class CacheScales:
-    """Those of a layer."""
+    """The scales of the KV cache of a layer."""
 
     key: CacheScale
     value: CacheScale

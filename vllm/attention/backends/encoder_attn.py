@@ -1,79 +1,63 @@
-"""Attention in both directions over whole prompts: any device, no KV cache.
+"""Attention in both directions over whole prompts: any device, no padding.
 
-Letters: T tokens of a launch, B prompts, L their padded length, H heads, D head size.
+A launch is ragged like those of decoders, so the same operators and the same recorded programs run
+it. Only a layer that runs reads what is kept of the tokens, so all layers write to the same memory.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention.backends.metadata import AttentionLayer
+from vllm.attention.backends.native_attn import RaggedMetadata
 from vllm.messages import IntArray
 from vllm.ops import get_ops
+from vllm.utils.ragged import positions_within
 
-_MAX_PADDING = 1.25
-"""Padded tokens of a group for each of its tokens, at most."""
-
-
-@dataclass(frozen=True)
-class EncoderGroup:
-    """Prompts of similar length that attend in one call."""
-
-    tokens: Tensor
-    """[B * L] int64: index among the T of each padded token; of padding that of the first."""
-    shape: tuple[int, int]
-    """B and L."""
-    real: Tensor | None
-    """[tokens of the group] int64: those of the B * L that are no padding; None: all are."""
-    mask: Tensor | None
-    """[B, 1, 1, L] bool, True for keys that are there; None: all are."""
+_BLOCK_SIZE = 16
 
 
-@dataclass(frozen=True)
-class EncoderMetadata:
-    """A ragged launch of whole prompts."""
+def make_prompt_caches(
+    num_tokens: int, num_prompts: int, num_heads: int, head_size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return memory for the keys and the values of any launch of so many tokens and prompts.
 
-    groups: tuple[EncoderGroup, ...]
+    Returns:
+        Twice [blocks, tokens of a block, num_heads, head_size], undefined.
+    """
+    num_blocks = -(-(num_tokens + (_BLOCK_SIZE - 1) * num_prompts) // _BLOCK_SIZE)
+    shape = (num_blocks, _BLOCK_SIZE, num_heads, head_size)
+    return torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
 
-    @classmethod
-    def build(cls, query_start_loc: IntArray, device: torch.device) -> "EncoderMetadata":
-        """A launch whose prompt b has the tokens query_start_loc[b] up to [b + 1]."""
-        lens = np.diff(query_start_loc)
-        order = np.argsort(lens, kind="stable")
-        groups, start = [], 0
-        for end in _ends(lens[order]):
-            prompts = order[start:end]
-            groups.append(_group(query_start_loc[prompts], lens[prompts], device))
-            start = end
-        return cls(tuple(groups))
 
-    def attend(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None,
-        stores: bool = True,
-    ) -> Tensor:
-        """See `AttentionMetadata`; nothing is stored, and there is a value."""
-        assert value is not None
-        out, scale = torch.empty_like(query), layer.options.scale_of(query.shape[-1])
-        for group in self.groups:
-            q, k, v = (x[group.tokens].unflatten(0, group.shape) for x in (query, key, value))
-            attended = full_attention(q, k, v, group.mask, scale).flatten(0, 1)
-            if group.real is None:
-                out[group.tokens] = attended
-            else:
-                out[group.tokens[group.real]] = attended[group.real]
-        return out
+def whole_prompts(num_tokens: Iterable[int] | IntArray) -> RaggedMetadata:
+    """Describe a launch of whole prompts of which every token sees all of its own.
+
+    Args:
+        num_tokens: of each prompt, 1 or more.
+    """
+    counts = np.asarray(num_tokens, np.int32)
+    num_blocks = -(-counts // _BLOCK_SIZE)
+    first_blocks = np.cumsum(num_blocks, dtype=np.int32) - num_blocks
+    slots = np.repeat(first_blocks * _BLOCK_SIZE, counts) + positions_within(counts)
+    # Columns after the blocks of a prompt are not read.
+    tables = first_blocks[:, None] + np.arange(num_blocks.max(initial=0), dtype=np.int32)
+    return RaggedMetadata(
+        num_decodes=0,  # the kernel of single tokens adds in another order
+        slot_mapping=torch.from_numpy(slots.astype(np.int64)),
+        block_tables=torch.from_numpy(tables),
+        seq_lens=torch.from_numpy(counts),
+        query_start_loc=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+        host_seq_lens=counts,
+        last_keys=np.repeat(counts - 1, counts),
+    )
 
 
 def full_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Every query sees every key that the mask has.
+    """Attend from every query to every key that the mask allows.
 
     Args:
         query: [B, L, H, D].
@@ -89,32 +73,3 @@ def full_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask, scale
     )
     return out.transpose(1, 2)
-
-
-def _ends(lens: IntArray) -> list[int]:
-    """Where groups of ascending lengths end: padding stays within its share.
-
-    >>> _ends(np.array([3, 8, 9, 9, 100]))
-    [1, 4, 5]
-    """
-    ends, start, total = [], 0, 0
-    for index, length in enumerate(lens.tolist()):
-        if index > start and length * (index + 1 - start) > _MAX_PADDING * (total + length):
-            ends.append(index)
-            start, total = index, 0
-        total += length
-    return [*ends, len(lens)]
-
-
-def _group(starts: IntArray, lens: IntArray, device: torch.device) -> EncoderGroup:
-    longest = int(lens.max())
-    column = np.arange(longest)
-    is_real = column < lens[:, None]
-    tokens = np.where(is_real, starts[:, None] + column, starts[:, None]).astype(np.int64)
-    shape = (len(lens), longest)
-    flat = torch.from_numpy(tokens.ravel()).to(device)
-    if is_real.all():
-        return EncoderGroup(flat, shape, None, None)
-    real = torch.from_numpy(np.flatnonzero(is_real)).to(device)
-    mask = torch.from_numpy(is_real)[:, None, None].to(device)
-    return EncoderGroup(flat, shape, real, mask)

@@ -1,4 +1,4 @@
-"""Flat paged attention: a decode as one list of blocks, whatever row they belong to.
+"""Flat paged attention: a decode as one list of blocks, whatever request they belong to.
 
 Knows tensors. Work and shapes depend on how many blocks the batch has together, not on its
 longest row. Every block attends with the query of its row; then the partial softmaxes of a row are
@@ -47,7 +47,8 @@ with warnings.catch_warnings():
 
 @dataclass(frozen=True)
 class DecodeBlocks:
-    """What all layers with one window need of a launch; derived on the device, once a forward."""
+    """The tensors that all layers with one window need of a launch; derived on the device, once per
+    forward pass."""
 
     block_list: Tensor
     """[N - sliced] int32, of the metadata."""
@@ -92,7 +93,8 @@ class FusedBlocks:
 
 
 Softmax = Normaliser | float | FusedBlocks | None
-"""How a decode finds what its scores are taken relative to, see `flat_paged_attention`."""
+"""Method by which a decode finds the value that is subtracted from scores, see
+`flat_paged_attention`."""
 
 
 def derive_decode_blocks(
@@ -102,7 +104,7 @@ def derive_decode_blocks(
     options: AttentionOptions = PLAIN_ATTENTION,
     indices: Tensor | None = None,
 ) -> DecodeBlocks:
-    """Masks and one-hot matrix of a launch.
+    """Derive masks and one-hot matrix of a launch.
 
     Args:
         metadata: the launch.
@@ -166,9 +168,9 @@ def flat_paged_attention(
     normaliser: Softmax = None,
     scales: CacheScales | None = None,
 ) -> Tensor:
-    """Attention of the new tokens of each row over its blocks.
+    """Attend from the new tokens of each request to its blocks.
 
-    Products have the dtype of the query, the softmax is float32.
+    Matmuls have the dtype of the query, the softmax is float32.
 
     Args:
         query: [B * Q, H, D], all finite: a sum over a one-hot matrix meets every row.
@@ -240,21 +242,22 @@ def flat_paged_attention(
 
 
 def _queries_as_heads(query: Tensor, num_kv_heads: int, query_len: int) -> Tensor:
-    """[B * Q, H, D] -> [B, G * Q * R, D]: those of one key/value head beside each other."""
+    """Arrange [B * Q, H, D] as [B, G * Q * R, D]: the queries of one key/value head are
+    neighbours."""
     by_row = query.unflatten(0, (-1, query_len)).unflatten(2, (num_kv_heads, -1))
     return by_row.transpose(1, 2).flatten(1, 3)
 
 
 def _numbers_of_heads(numbers: Tensor, num_kv_heads: int, query_len: int) -> Tensor:
-    """[H] -> [G * Q * R], one for each of `_queries_as_heads`."""
+    """Arrange [H] as [G * Q * R], one for each of `_queries_as_heads`."""
     return numbers.view(num_kv_heads, 1, -1).expand(-1, query_len, -1).flatten()
 
 
 def _sum_with_sinks(
     total: Tensor, sinks: Tensor | None, offset: Tensor | float, blocks: DecodeBlocks
 ) -> Tensor:
-    """[N, H, 1] the sum of all weights of each entry's row, and of the weight of its sink. Never
-    zero.
+    """Return [N, H, 1], the sum of all weights of each entry's request and of the weight of its
+    sink. Never zero.
 
     A sink so far above the scores that its weight overflows takes all: the factor is zero.
     """
@@ -267,18 +270,19 @@ def _sum_with_sinks(
 
 
 def max_of_rows(x: Tensor, blocks: DecodeBlocks) -> Tensor:
-    """For every entry the maximum over all entries of its row; [N, H, 1] as given."""
+    """Return for every entry the maximum over all entries of its request; [N, H, 1] as given."""
     maxima = x.new_full((blocks.summing.shape[0], *x.shape[1:]), HIDDEN)
     return maxima.index_reduce_(0, blocks.rows, x, "amax").index_select(0, blocks.rows)
 
 
 def sum_of_rows(x: Tensor, blocks: DecodeBlocks) -> Tensor:
-    """For every entry the sum over all entries of its row; [N, H, 1] as given, float32."""
+    """Return for every entry the sum over all entries of its request; [N, H, 1] as given,
+    float32."""
     return (blocks.summing @ x.squeeze(-1)).index_select(0, blocks.rows).unsqueeze(-1)
 
 
 def by_block(cache: Tensor, block_size: int) -> Tensor:
-    """[num_blocks * S, ...] -> [num_blocks, S, ...], a view to read through."""
+    """View [num_blocks * S, ...] as [num_blocks, S, ...], to read from."""
     return cache.view(-1, block_size, *cache.shape[1:])
 
 
@@ -287,13 +291,13 @@ class _Part:
     """Entries whose keys and values are one tensor."""
 
     span: slice | None
-    """Which of the N entries; None for all."""
+    """Selection of the N entries; None for all."""
     keys: Tensor
     """[n, S, G, D]"""
     values: Tensor
 
     def of(self, x: Tensor) -> Tensor:
-        """The rows of x for these entries."""
+        """Return the rows of x for these entries."""
         return x if self.span is None else x[self.span]
 
 
@@ -304,7 +308,8 @@ def _part(
     scales: CacheScales | None,
     dtype: torch.dtype,
 ) -> _Part:
-    """A part of stored blocks; `values` may be how many of the key's numbers they are."""
+    """Make a part of stored blocks; `values` may be the number of the key's elements that they
+    are."""
     if scales is not None:
         keys = scales.key.read(keys, dtype)
     if isinstance(values, int):
@@ -319,7 +324,7 @@ def _fetch(
     scales: CacheScales | None,
     dtype: torch.dtype,
 ) -> list[_Part]:
-    """The part that is a slice of the cache, and the gathered one.
+    """Return the part that is a slice of the cache, and the gathered one.
 
     They are kept apart to the end of the maths within a block: joining them would copy the slice.
     """
@@ -328,7 +333,8 @@ def _fetch(
     keys = by_block(key_cache, size)
     if num_sliced > keys.shape[0]:
         raise ValueError(
-            f"the launch reads blocks 0 to {num_sliced - 1} of a cache of {keys.shape[0]}"
+            f"the forward pass reads blocks 0 to {num_sliced - 1}, but the KV cache has only "
+            f"{keys.shape[0]} blocks"
         )
 
     values = value_cache if isinstance(value_cache, int) else by_block(value_cache, size)
@@ -352,7 +358,7 @@ def _scores(
     options: AttentionOptions,
     alibi_slopes: Tensor | None,
 ) -> Tensor:
-    """[n, H, S] float32, of queries [N, G, R, D]."""
+    """Compute the scores [n, H, S] float32 of queries [N, G, R, D]."""
     products = _by_head(part.of(queries), part.keys.permute(0, 2, 3, 1)).float()
     scores = options.adjusted(products * options.scale_of(queries.shape[-1]))
     if alibi_slopes is not None:
@@ -371,7 +377,7 @@ def _attend(
     blocks: DecodeBlocks,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """([N, H, V] weighted values of each entry, [N, H, 1] sum of its weights), both float32.
+    """Return ([N, H, V] weighted values of each entry, [N, H, 1] sum of its weights), both float32.
 
     Weights are exponentials of the scores relative to the offset, [N, H, 1] or one for all.
     """
@@ -425,7 +431,7 @@ def _attend_fused(
     out, maxima, sums = (
         _joined(x) for x in (weighted, [x for _, x, _ in found], [x for _, _, x in found])
     )
-    # What the kernel leaves of a block of no row is not documented.
+    # The kernel's result for a block of no request is not documented.
     maxima = maxima.masked_fill(is_empty[:, None], HIDDEN)
     sums = sums.masked_fill(is_empty[:, None], _TINY)
     shape = [len(out), num_kv_heads, out.shape[1] // num_kv_heads, 1]
@@ -434,7 +440,8 @@ def _attend_fused(
 
 
 def _by_head(x: Tensor, cached: Tensor) -> Tensor:
-    """[n, G, R, K] @ [n, G, K, M] -> [n, G * R, M], in a product of all blocks for each of the G.
+    """Compute [n, G, R, K] @ [n, G, K, M] -> [n, G * R, M], in one matmul of all blocks for each of
+    the G.
 
     That reads keys and values where they are. One product would have n and G in one dimension,
     which takes a transposed copy of all keys and values that are read.

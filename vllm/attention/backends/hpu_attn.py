@@ -85,7 +85,7 @@ def write_kv_cache(
 
 
 def _finite(x: Tensor) -> Tensor:
-    """x with 0 in the place of NaN and infinity."""
+    """Replace NaN and infinity in x by 0."""
     return torch.where(x.abs() <= torch.finfo(x.dtype).max, x, 0.0)
 
 
@@ -143,7 +143,8 @@ def decode_attention(
 
 @dataclass(frozen=True)
 class PrefillBlocks:
-    """What all layers need of a prefill; derived on the device, once a forward."""
+    """The tensors that all layers need of a prefill; derived on the device, once per forward
+    pass."""
 
     slots: Tensor
     """[B, Q] int64: where new keys and values go."""
@@ -158,7 +159,7 @@ class PrefillBlocks:
 
 
 def derive_prefill_blocks(metadata: HPUPrefillMetadata[Tensor], block_size: int) -> PrefillBlocks:
-    """Of a launch, for blocks of this size."""
+    """Derive the blocks of a launch, for blocks of this size."""
     slots, lens = metadata.slot_mapping.long(), metadata.query_lens
     num_context = metadata.context_blocks.shape[1]
     if not num_context:
@@ -171,7 +172,8 @@ def derive_prefill_blocks(metadata: HPUPrefillMetadata[Tensor], block_size: int)
 
 
 def derive_merged_blocks(metadata: MergedPrefillMetadata[Tensor], block_size: int) -> PrefillBlocks:
-    """Of prompts end to end: one row of Q tokens and C blocks of context."""
+    """Derive the blocks of concatenated prompts: one sequence of Q tokens and C blocks of
+    context."""
     slots = metadata.slot_mapping.long()[None]
     if not metadata.context_blocks.shape[0]:
         return PrefillBlocks(slots, block_size)
@@ -193,7 +195,7 @@ def prefill_attention(
     *,
     stores: bool = True,
 ) -> Tensor:
-    """Store the new tokens, and attend over the context of each row and over them.
+    """Store the new tokens, and attend to the context of each request and to them.
 
     All writes come before all reads: a row may have context that another row of the launch fills.
 
@@ -240,7 +242,7 @@ def prompt_attention(
     query_lens: Tensor | None = None,
     kernel: SDPAKernel = torch_sdpa,
 ) -> Tensor:
-    """Attention without a cache, in the layout of the model: [B, Q, H, D] and [B, K, G, D].
+    """Attend without a cache, in the layout of the model: [B, Q, H, D] and [B, K, G, D].
 
     A mask and lengths exclude each other in fused kernels: with a mask, lengths are not passed on.
     """
@@ -297,7 +299,7 @@ def derive_sight(metadata: HPUPrefillMetadata[Tensor], block_size: int) -> Sight
 def _context(
     cache: Tensor, blocks: PrefillBlocks, scale: CacheScale | None, dtype: torch.dtype
 ) -> Tensor:
-    """[B, C * S, G, D] of the cache."""
+    """Read the context [B, C * S, G, D] from the cache."""
     assert blocks.context_blocks is not None
     context = by_block(cache, blocks.block_size).index_select(0, blocks.context_blocks)
     if scale is not None:

@@ -1,4 +1,4 @@
-"""What a padded launch on HPU looks like to its attention layers, and how it is built.
+"""The metadata of a padded launch on HPU for its attention layers, and how it is built.
 
 Knows block tables and lengths. Knows no bucket (padded sizes are given) and no attention maths.
 
@@ -53,7 +53,7 @@ class HPUDecodeMetadata(Generic[Array]):
     block, and differ from each other as far as its size allows."""
 
     def to(self, device: torch.device | str) -> "HPUDecodeMetadata[Tensor]":
-        """A copy on the device of what is on the host."""
+        """Copy the arrays from the host to the device."""
         return HPUDecodeMetadata(**to_tensors(self, device))
 
 
@@ -77,20 +77,20 @@ class HPUPrefillMetadata(Generic[Array]):
     own; else 0. F is 0 for models whose tokens see no later ones."""
 
     def to(self, device: torch.device | str) -> "HPUPrefillMetadata[Tensor]":
-        """A copy on the device of what is on the host."""
+        """Copy the arrays from the host to the device."""
         return HPUPrefillMetadata(**to_tensors(self, device))
 
 
 @dataclass(frozen=True)
 class DecodeBlockCounts:
-    """What a decode asks of a bucket."""
+    """The sizes that a decode needs of a bucket."""
 
     references: int
     """Entries of a plain launch."""
     span: int
     """Highest block id + 1: the slice that a contiguous launch reads."""
     shared: int
-    """References to a block beyond its first: what a contiguous launch gathers besides."""
+    """References to a block beyond its first, which a contiguous launch gathers additionally."""
 
 
 def count_decode_blocks(
@@ -99,7 +99,8 @@ def count_decode_blocks(
     block_size: int,
     sliding_window: int | None = None,
 ) -> DecodeBlockCounts:
-    """The padded sizes that `build_decode_metadata` needs at least; arguments as there."""
+    """Return the padded sizes that `build_decode_metadata` needs at least, for the same
+    arguments."""
     block_list = _flatten(block_tables, seq_lens, block_size, sliding_window).block_list
     return DecodeBlockCounts(
         references=len(block_list),
@@ -147,12 +148,14 @@ def build_decode_metadata(
     flat = _flatten(block_tables, seq_lens, block_size, sliding_window)
     num_rows = len(flat.seq_lens)
     if num_rows > padded_batch:
-        raise ValueError(f"{num_rows} rows in a launch of {padded_batch}")
+        raise ValueError(f"a batch of {num_rows} requests does not fit a bucket of {padded_batch}")
     if padded_shared is None:
         num_entries = num_listed = padded_blocks
         places = np.arange(len(flat.block_list))
         if len(places) > padded_blocks:
-            raise ValueError(f"{len(places)} block references in a launch of {padded_blocks}")
+            raise ValueError(
+                f"{len(places)} block references do not fit a bucket of {padded_blocks}"
+            )
         block_list = _padded(num_listed, NULL_BLOCK_ID, places, flat.block_list)
     else:
         num_entries, num_listed = padded_blocks + padded_shared, padded_shared
@@ -162,8 +165,9 @@ def build_decode_metadata(
         span = int(flat.block_list.max(initial=-1)) + 1
         if span > padded_blocks or len(repeats) > padded_shared:
             raise ValueError(
-                f"blocks up to id {span - 1} and {len(repeats)} repeats of shared blocks in a "
-                f"contiguous launch of {padded_blocks} blocks and {padded_shared} repeats"
+                f"the decode batch does not fit its bucket: block ids up to {span - 1} (bucket: "
+                f"{padded_blocks} blocks), {len(repeats)} extra references to shared blocks "
+                f"(bucket: {padded_shared})"
             )
         places = flat.block_list.astype(np.int64)
         places[is_repeat] = padded_blocks + np.arange(len(repeats))
@@ -210,8 +214,9 @@ def build_prefill_metadata(
     longest, most = int(queries.max(initial=0)), int(needed.max(initial=0))
     if num_rows > padded_batch or longest > padded_query_len or most > padded_context_blocks:
         raise ValueError(
-            f"{num_rows} rows of up to {longest} new tokens and {most} context blocks in a launch "
-            f"of {padded_batch} x {padded_query_len} and {padded_context_blocks} context blocks"
+            f"{num_rows} requests with up to {longest} new tokens and {most} context blocks do "
+            f"not fit a bucket of {padded_batch} x {padded_query_len} tokens and "
+            f"{padded_context_blocks} context blocks"
         )
     check_tables(tables, contexts + queries, block_size)
 
@@ -272,7 +277,7 @@ def _flatten(
 def _new_slots(
     flat: "_FlatBlocks", query_lens: IntArray | None, shape: tuple[int, int], block_size: int
 ) -> IntArray:
-    """[T] slots of the new tokens of a decode, of B and Q."""
+    """Return the slots [T] of the new tokens of a decode, of B and Q."""
     slots = padding_slots(shape[0] * shape[1], block_size)
     rows = np.flatnonzero(flat.seq_lens)
     position, targets = flat.seq_lens[rows] - 1, rows * shape[1]
@@ -285,7 +290,7 @@ def _new_slots(
 
 
 def to_tensors(arrays: Any, device: torch.device | str) -> dict[str, Tensor]:
-    """The fields of a dataclass of arrays, each copied to the device."""
+    """Copy the fields of a dataclass of arrays to the device."""
     return {f.name: torch.from_numpy(getattr(arrays, f.name)).to(device) for f in fields(arrays)}
 
 
@@ -298,8 +303,8 @@ def check_tables(tables: IntArray, seq_lens: IntArray, block_size: int) -> None:
     needed = -(-int(seq_lens.max(initial=0)) // block_size)
     if tables.ndim != 2 or len(tables) != len(seq_lens) or tables.shape[1] < needed:
         raise ValueError(
-            f"block tables are {list(tables.shape)} for {len(seq_lens)} rows of up to {needed} "
-            f"blocks of {block_size}"
+            f"block_tables must be [{len(seq_lens)}, {needed} or more] for blocks of {block_size} "
+            f"tokens, got {list(tables.shape)}"
         )
 
 
@@ -310,6 +315,6 @@ def _padded(size: int, fill: int, places: npt.NDArray[np.int64], values: IntArra
 
 
 def padding_slots(count: int, block_size: int) -> IntArray:
-    """Slots of the null block, round and round."""
+    """Return slots of the null block, repeated."""
     cycle = np.arange(count, dtype=np.int32) % np.int32(block_size)
     return cycle + np.int32(NULL_BLOCK_ID * block_size)

@@ -1,4 +1,4 @@
-"""Merged prefill: the prompts of a launch end to end in one padded row.
+"""Merged prefill: the prompts of a batch concatenated into one padded sequence.
 
 Knows block tables, lengths and masks. Knows no bucket (padded sizes are given) and no attention
 maths. Padding is what is left of one row, in place of what is left of every row; in return each
@@ -39,7 +39,7 @@ class MergedPrefillMetadata(Generic[Array]):
     sequence_ids: Array = packed("Q")
     """[Q] which prompt each token belongs to; PADDING_GROUP for padding."""
     positions: Array = packed("Q")
-    """[Q] place of the token in its prompt, context included; 0 for padding."""
+    """[Q] position of the token in its prompt, context included; 0 for padding."""
     slot_mapping: Array = packed("Q")
     """[Q] where new keys and values go; slots of padding are in the null block."""
     last_token_indices: Array = packed("P")
@@ -56,7 +56,7 @@ class MergedPrefillMetadata(Generic[Array]):
     """[1, Q] as in `HPUPrefillMetadata`."""
 
     def to(self, device: torch.device | str) -> "MergedPrefillMetadata[Tensor]":
-        """A copy on the device of what is on the host."""
+        """Copy the arrays from the host to the device."""
         return MergedPrefillMetadata(**to_tensors(self, device))
 
 
@@ -70,7 +70,7 @@ def build_merged_prefill_metadata(
     block_size: int,
     last_keys: IntArray | None = None,
 ) -> MergedPrefillMetadata[IntArray]:
-    """Lay the prompts of a prefill end to end.
+    """Concatenate the prompts of a prefill.
 
     Args:
         block_tables: [n, max_blocks]; what is after the last block of a prompt is not read.
@@ -96,8 +96,9 @@ def build_merged_prefill_metadata(
         or num_context > padded_context_blocks
     ):
         raise ValueError(
-            f"{num_prompts} prompts of {num_tokens} new tokens and {num_context} context blocks in "
-            f"a launch of {padded_prompts}, {padded_tokens} and {padded_context_blocks}"
+            f"{num_prompts} prompts with {num_tokens} new tokens and {num_context} context blocks "
+            f"do not fit a bucket of {padded_prompts} prompts, {padded_tokens} tokens and "
+            f"{padded_context_blocks} context blocks"
         )
     if queries.min(initial=1) < 1:
         raise ValueError("each prompt of a merged prefill needs at least one new token")
@@ -143,13 +144,13 @@ def derive_merged_sight(metadata: MergedPrefillMetadata[Tensor], block_size: int
 
 
 def is_context_hidden(metadata: MergedPrefillMetadata[Tensor], block_size: int) -> Tensor:
-    """[C, S] the slots of the context blocks that hold no token of the context."""
+    """Return [C, S]: the slots of the context blocks that hold no token of the context."""
     slot = torch.arange(block_size, dtype=torch.int32, device=metadata.context_usage.device)
     return slot >= metadata.context_usage[:, None]
 
 
 def _enumerate(counts: IntArray) -> tuple[IntArray, IntArray]:
-    """(owner, index within the owner) of all items, of which each owner has `counts`."""
+    """Return (owner, index within the owner) of all items, of which each owner has `counts`."""
     owner = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     first = np.cumsum(counts, dtype=np.int32) - counts
     return owner, np.arange(len(owner), dtype=np.int32) - first[owner]

@@ -13,7 +13,7 @@ from vllm.ops.attention_options import AttentionOptions
 
 
 class AttentionLayer(Protocol):
-    """What a launch has to know of the layer that attends."""
+    """The attributes of an attention layer that a launch needs."""
 
     key_cache: Tensor | None
     """[num_blocks, S, G, D], or [num_blocks * S, G, D] where the cache is flat."""
@@ -32,13 +32,14 @@ class AttentionLayer(Protocol):
     """[G] float32 on the host: an fp8 key cache holds key / scale of the head."""
     value_scales: Tensor
     cache_scales: CacheScales | None
-    """The same on the device; None: the cache has the dtype of the queries, or none is bound."""
+    """Scales of the cache on the device; None: the cache has the dtype of the queries, or none is
+    bound."""
     prompt_scales: PromptScales | None
     """On the device, of prompts that may attend in fp8; None: they may not."""
 
 
 class AttentionMetadata(Protocol):
-    """How the tokens of one launch attend, on one kind of device."""
+    """Metadata by which the tokens of one launch attend, on one kind of device."""
 
     def attend(
         self,
@@ -48,7 +49,8 @@ class AttentionMetadata(Protocol):
         value: Tensor | None,
         stores: bool = True,
     ) -> Tensor:
-        """Store the new keys and values, and attend to what their requests have in the cache.
+        """Store the new keys and values, and attend to everything that their requests have in the
+        cache.
 
         Args:
             layer: its caches are bound.
@@ -58,6 +60,6 @@ class AttentionMetadata(Protocol):
             stores: False: the cache has the new keys and values.
 
         Returns:
-            [T, H, D], or [T, H, V] where values are the first V numbers of the keys.
+            [T, H, D], or [T, H, V] if values are the first V elements of the keys.
         """
         ...

@@ -48,7 +48,7 @@ class RaggedMetadata:
         value: Tensor | None,
         stores: bool = True,
     ) -> Tensor:
-        """See `AttentionMetadata`."""
+        """Attend with the operators of the table."""
         assert layer.key_cache is not None and layer.value_cache is not None
         ops, num_decodes = get_ops(), self.num_decodes
         key_cache, value_cache = layer.key_cache, layer.value_cache
@@ -96,7 +96,7 @@ class RaggedMetadata:
 def prompt_attention(
     layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor | None
 ) -> Tensor:
-    """Causal attention of one prompt without a cache.
+    """Attend causally within one prompt without a cache.
 
     Args:
         layer: how to attend; its caches are not used.
@@ -105,7 +105,7 @@ def prompt_attention(
         value: [T, G, D]; None where values are a part of the keys.
 
     Returns:
-        [T, H, D], or [T, H, V] where values are the first V numbers of the keys.
+        [T, H, D], or [T, H, V] if values are the first V elements of the keys.
     """
     if value is None:
         assert isinstance(layer.value_cache, int)

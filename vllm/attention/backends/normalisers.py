@@ -1,4 +1,5 @@
-"""What the scores of a decode are taken relative to, where that is one value per row and head.
+"""Values that are subtracted from the scores of a decode, if that is one value per request and
+head.
 
 An alternative to the maximum of each block with a correction afterwards: fewer steps, but the
 exponentials of a row whose blocks differ much may underflow. Only `index_reduce` and
@@ -21,31 +22,32 @@ from vllm.errors import ConfigError
 
 
 def amax(block_max: Tensor, blocks: DecodeBlocks) -> Tensor:
-    """The maximum of all."""
+    """Return the maximum of all scores."""
     return block_max.amax().expand_as(block_max)
 
 
 def head_amax(block_max: Tensor, blocks: DecodeBlocks) -> Tensor:
-    """The maximum of each head."""
+    """Return the maximum of each head."""
     return block_max.amax(0, keepdim=True).expand_as(block_max)
 
 
 def wsum(block_max: Tensor, blocks: DecodeBlocks) -> Tensor:
-    """The mean of the maxima of the blocks of each row. A block that is all hidden has none."""
+    """Return the mean of the maxima of the blocks of each request. A block that is all hidden has
+    none."""
     is_hidden = block_max == HIDDEN
     maxima = sum_of_rows(block_max.masked_fill(is_hidden, 0.0), blocks)
     return maxima / sum_of_rows((~is_hidden).float(), blocks).clamp(min=1)
 
 
 def scatter_reduce(block_max: Tensor, blocks: DecodeBlocks) -> Tensor:
-    """The maximum of each row."""
+    """Return the maximum of each request."""
     maxima = block_max.new_full((blocks.summing.shape[0], *block_max.shape[1:]), HIDDEN)
     rows = blocks.rows[:, None, None].expand_as(block_max)
     return maxima.scatter_reduce(0, rows, block_max, "amax").index_select(0, blocks.rows)
 
 
 def in_sequence(*steps: Normaliser) -> Normaliser:
-    """Each step normalises what the steps before it leave."""
+    """Apply each step to the result of the previous ones."""
 
     def normalise(block_max: Tensor, blocks: DecodeBlocks) -> Tensor:
         total = torch.zeros_like(block_max)
@@ -67,7 +69,7 @@ NORMALISERS: dict[str, Normaliser] = {
 
 
 def parse_normaliser(names: str) -> Normaliser:
-    """A normaliser of a comma-separated list of names, applied in sequence.
+    """Make a normaliser from a comma-separated list of names, applied in sequence.
 
     Raises:
         ConfigError: a name is unknown.

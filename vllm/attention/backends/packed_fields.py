@@ -30,7 +30,7 @@ _SHAPE, _DTYPE, _NESTED = "packed shape", "packed dtype", "packed class"
 
 
 def packed(letters: str, dtype: torch.dtype = torch.int32) -> Any:
-    """A field of a shape such as "B Q".
+    """Define a field of a shape such as "B Q".
 
     Args:
         letters: names of the padded sizes, separated by spaces.
@@ -40,7 +40,7 @@ def packed(letters: str, dtype: torch.dtype = torch.int32) -> Any:
 
 
 def packed_fields_of(cls: type[Any]) -> Any:
-    """A field whose value is a dataclass of such fields."""
+    """Define a field whose value is a dataclass of such fields."""
     return field(metadata={_NESTED: cls})
 
 
@@ -59,7 +59,7 @@ class _Field:
 
 
 class PackedFields(Generic[Fields]):
-    """How the fields of a dataclass lie in one buffer.
+    """Layout of the fields of a dataclass in one buffer.
 
     Args:
         cls: every field is made by `packed` or `packed_fields_of`.
@@ -77,7 +77,7 @@ class PackedFields(Generic[Fields]):
             )
 
     def part_sizes(self, sizes: Sizes) -> tuple[int, ...]:
-        """Elements of each field, in the order of the buffer."""
+        """Return the elements of each field, in the order of the buffer."""
         parts: tuple[int, ...] = ()
         for f in self._fields:
             own = (prod(f.shape(sizes)),) if f.nested is None else f.nested.part_sizes(sizes)
@@ -85,7 +85,7 @@ class PackedFields(Generic[Fields]):
         return parts
 
     def pack(self, given: Fields, sizes: Sizes) -> IntArray:
-        """The buffer of arrays on the host.
+        """Pack arrays on the host into a buffer.
 
         Raises:
             ValueError: an array does not have the shape or the dtype of its field.
@@ -102,15 +102,16 @@ class PackedFields(Generic[Fields]):
                 continue
             if value.shape != f.shape(sizes) or value.dtype != f.host_dtype:
                 raise ValueError(
-                    f"{f.name} is {value.dtype} {list(value.shape)}; this launch has "
-                    f"{f.host_dtype} {list(f.shape(sizes))} ({' '.join(f.letters)})"
+                    f"{f.name} must be {f.host_dtype} {list(f.shape(sizes))} "
+                    f"({' '.join(f.letters)}) for this batch, got {value.dtype} "
+                    f"{list(value.shape)}"
                 )
             if f.dtype is not torch.int32:
                 value = value.view(np.int32)
             parts.append(value if len(f.letters) == 1 else value.ravel())
 
     def unpack(self, buffer: Tensor, sizes: Sizes) -> Fields:
-        """Views of the parts of a buffer, which a compiler can trace."""
+        """Return views of the parts of a buffer, which a compiler can trace."""
         parts = list(buffer.split(self.part_sizes(sizes)))
         return self._take(parts, sizes)
 

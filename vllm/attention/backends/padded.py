@@ -30,7 +30,8 @@ from vllm.errors import ConfigError
 
 
 class LayerKind(NamedTuple):
-    """What the mask of a layer depends on, and whether a kernel takes something instead of it."""
+    """Properties of a layer that decide its mask, and whether a kernel needs something else
+    instead."""
 
     sight: tuple[int | None, ...]
     """Of `AttentionOptions`."""
@@ -49,7 +50,7 @@ def _kind(layer: AttentionLayer) -> LayerKind:
 
 
 def layer_kinds(layers: Iterable[AttentionLayer]) -> dict[LayerKind, AttentionLayer]:
-    """A layer of each kind among these, for the masks of a launch.
+    """Return a layer of each kind among these, for the masks of a launch.
 
     Raises:
         ConfigError: a layer asks for what the launches of this file do not compute.
@@ -168,7 +169,7 @@ class PaddedDecode:
     blocks: Mapping[tuple[int | None, ...], DecodeBlocks]
     """Sight of `AttentionOptions` -> what all layers with it need."""
     normaliser: Softmax = None
-    """See `flat_paged_attention`."""
+    """Softmax of decodes; see `flat_paged_attention`."""
 
     @classmethod
     def derive(
@@ -180,8 +181,8 @@ class PaddedDecode:
         normaliser: Softmax = None,
         indices: Tensor | None = None,
     ) -> "PaddedDecode":
-        """A launch for layers of these kinds and queries of this dtype; `indices` see
-        `derive_decode_blocks`."""
+        """Derive the metadata of a launch for layers of these kinds and queries of this dtype;
+        `indices` see `derive_decode_blocks`."""
         blocks: dict[tuple[int | None, ...], DecodeBlocks] = {}
         for layer in kinds.values():
             options = layer.options
@@ -199,7 +200,7 @@ class PaddedDecode:
         value: Tensor | None,
         stores: bool = True,
     ) -> Tensor:
-        """See `AttentionMetadata`; T is B * Q."""
+        """Store and attend with T = B * Q tokens."""
         assert layer.key_cache is not None and layer.value_cache is not None
         return decode_attention(
             query,
@@ -233,7 +234,7 @@ class PaddedPrefill:
         block_size: int,
         kernel: SDPAKernel,
     ) -> "PaddedPrefill":
-        """A launch for layers of these kinds."""
+        """Derive the metadata of a launch for layers of these kinds."""
         is_causal = metadata.context_blocks.shape[1] == 0
         sight = derive_sight(metadata, block_size)
         masks = _masks(sight, kinds, kernel, is_causal=is_causal)
@@ -247,7 +248,7 @@ class PaddedPrefill:
         block_size: int,
         kernel: SDPAKernel,
     ) -> "PaddedPrefill":
-        """A launch of prompts end to end in one row, for layers of these kinds."""
+        """Derive the metadata of a launch of concatenated prompts, for layers of these kinds."""
         masks = _masks(derive_merged_sight(metadata, block_size), kinds, kernel, is_causal=False)
         return cls(derive_merged_blocks(metadata, block_size), masks, kernel)
 
@@ -259,7 +260,7 @@ class PaddedPrefill:
         value: Tensor | None,
         stores: bool = True,
     ) -> Tensor:
-        """See `AttentionMetadata`; T is B * Q."""
+        """Store and attend with T = B * Q tokens."""
         assert layer.key_cache is not None and layer.value_cache is not None
         shape = self.blocks.slots.shape
         query, key = query.unflatten(0, shape), key.unflatten(0, shape)

@@ -24,7 +24,8 @@ class PaddedEncoder:
     def derive(
         cls, query_lens: Tensor, shape: tuple[int, int], kernel: SDPAKernel
     ) -> "PaddedEncoder":
-        """A launch of rows with these lengths, [B] int32; derived on the device."""
+        """Derive the metadata of a launch of prompts with these lengths, [B] int32, on the
+        device."""
         _, query_len = shape
         key = torch.arange(query_len, dtype=torch.int32, device=query_lens.device)
         # A row of padding sees its first token, so that its softmax is of something.
@@ -40,7 +41,7 @@ class PaddedEncoder:
         value: Tensor | None,
         stores: bool = True,
     ) -> Tensor:
-        """See `AttentionMetadata`; T is B * Q, nothing is stored, and there is a value."""
+        """Attend within each prompt, T = B * Q; nothing is stored, and there is a value."""
         assert value is not None
         attended = prompt_attention(
             query.unflatten(0, self.shape),

@@ -63,7 +63,7 @@ def torch_sdpa(
     scale: float,
     valid_lens: Tensor | None,
 ) -> Tensor:
-    """The kernel of torch."""
+    """Attend with the kernel of torch."""
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -85,7 +85,7 @@ def naive_sdpa(
     options: AttentionOptions = PLAIN_ATTENTION,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Product, float32 softmax, product: the reference of the others.
+    """Attend by matmul, float32 softmax and matmul: the reference of the other kernels.
 
     Args:
         options: of the layer; what is done to scaled scores before the mask is used.
@@ -250,7 +250,7 @@ def flex_sdpa(
     scale: float,
     valid_lens: Tensor | None,
 ) -> Tensor:
-    """`flex_attention` of torch; see `require_flex`.
+    """Attend with `flex_attention` of torch; see `require_flex`.
 
     For models that are compiled: elsewhere torch warns once and computes all scores. The mask
     changes scores, and makes no block mask, which would be a sort on the device.
@@ -301,7 +301,7 @@ def require_flex(device: torch.device) -> None:
             flex_sdpa(token, token, token, None, 1.0, None)
     except (ImportError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"flex_attention of torch {torch.__version__} does not run on device "
-            f"{device.type!r}; unset VLLM_PROMPT_USE_FLEX_ATTENTION. Without it, "
-            f"VLLM_PROMPT_USE_FUSEDSDPA=1 runs the fused kernel and 0 plain matrix products"
+            f"flex_attention of torch {torch.__version__} does not run on device {device.type!r}; "
+            "unset VLLM_PROMPT_USE_FLEX_ATTENTION. Without it, VLLM_PROMPT_USE_FUSEDSDPA=1 uses "
+            "the fused kernel, and 0 uses plain matmuls"
         ) from error

@@ -32,7 +32,7 @@ class BucketPlan:
 
 
 def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPlan:
-    """The catalog for a configuration.
+    """Make the catalog for a configuration.
 
     Args:
         config: of the engine.
@@ -84,7 +84,8 @@ def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPla
 
 
 def prompt_budgets(config: VllmConfig) -> tuple[int, int] | None:
-    """Token budgets of a step for the smallest prompt bucket, and for all of the smallest batch.
+    """Return the token budgets of a step for the smallest prompt bucket, and for all of the
+    smallest batch.
 
     None: the budget there is has a prompt bucket.
 
@@ -102,7 +103,7 @@ def prompt_budgets(config: VllmConfig) -> tuple[int, int] | None:
 
 
 def _belongs_to_decode(line: str) -> bool:
-    """Sorts the lines of prompts before those of decodes."""
+    """Return a key that sorts the lines of prompts before the lines of decodes."""
     return line.startswith("Decode") or " decode bucket" in line
 
 
@@ -155,7 +156,7 @@ def choose_for_config(config: VllmConfig) -> VllmConfig:
 
 
 def step_limits(config: VllmConfig, num_blocks: int | None = None) -> StepLimits:
-    """Limits of the steps that the scheduler can emit."""
+    """Return the limits of the steps that the scheduler can emit."""
     scheduler, cache, drafts = config.scheduler, config.cache, config.speculative.drafts
     max_draft_batch = None if drafts is None else drafts.disable_by_batch_size or None
     return StepLimits(
@@ -184,8 +185,8 @@ def _is_range_given(config: VllmConfig) -> bool:
 
 
 def decode_steps(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
-    """Additional decode buckets between the largest of a strategy and the largest that its batch
-    can need.
+    """Return additional decode buckets between the largest of a strategy and the largest that its
+    batch can need.
 
     The default ranges end at 2048 tokens per sequence. What is beyond is rare, so each step is a
     quarter larger than the one before; without steps it would be padded to all blocks there are.
@@ -202,8 +203,8 @@ def decode_steps(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
 
 
 def _verifying(decodes: Iterable[Bucket], limits: StepLimits) -> list[Bucket]:
-    """The decode buckets with the query length of launches that verify drafts, as far as their
-    batch can be that of such launches."""
+    """Return the decode buckets with the query length of launches that verify drafts, as far as
+    such launches can have their batch."""
     decodes, added = list(decodes), []
     for length in limits.decode_query_lens[1:]:
         most = limits.max_batch_of(length)
@@ -213,7 +214,7 @@ def _verifying(decodes: Iterable[Bucket], limits: StepLimits) -> list[Bucket]:
 
 
 def _launch_limits(limits: StepLimits, generated: GeneratedBuckets) -> StepLimits:
-    """Limits of one launch: no prompt longer than the longest bucket."""
+    """Return the limits of one launch: no prompt longer than the longest bucket."""
     longest = max((bucket.query_len for bucket in generated.prefill), default=0)
     if not longest or longest >= limits.max_query_len:
         return limits

@@ -1,4 +1,4 @@
-"""Which HPU graphs are captured, in which order, within the memory there is.
+"""Decides which HPU graphs are captured, in which order, within the memory there is.
 
 First pass: prompt graphs within their share of the graph memory, then decode graphs within
 theirs. Second pass: when one phase is complete and the other is not, the other goes on with all
@@ -55,10 +55,11 @@ class CaptureStep:
     left_bytes: int
     """Memory that graphs of its phase may still take."""
     refusal: str | None
-    """Why it is not to be captured: there is no memory for it. None: it may be captured."""
+    """Reason why it must not be captured: there is no memory for it. None: it may be captured."""
 
     def refusal_of(self, used_bytes: int) -> str | None:
-        """Why the graph cannot be kept now that it has taken so much; None: it can."""
+        """Return why the graph cannot be kept now that it has taken so much memory; None: it
+        can."""
         if used_bytes <= self.left_bytes:
             return None
         return f"it took {format_bytes(used_bytes)}, {format_bytes(self.left_bytes)} are left"
@@ -71,7 +72,8 @@ class Capture:
     used_bytes: int | None
     """Memory that it took; None: it was not captured."""
     given_up: str | None = None
-    """Why it is not kept; its memory is free again. None: it is kept, within what was left."""
+    """Reason why it is not kept; its memory is free again. None: it is kept, within the rest of the
+    budget."""
 
 
 CapturePlan = Generator[CaptureStep, Capture, dict[Phase, "PhaseGraphs"]]
@@ -94,7 +96,7 @@ class PhaseGraphs:
 
 
 def capture_order(buckets: Sequence[Bucket], order: CaptureOrder) -> list[Bucket]:
-    """Buckets of one phase in the order their graphs are captured.
+    """Sort buckets of one phase in the order in which their graphs are captured.
 
     Raises:
         ConfigError: there is no such order.
@@ -179,7 +181,7 @@ class _Queue:
                 yield from self._try(index, bucket)
 
     def result(self) -> PhaseGraphs:
-        """The outcome for all buckets."""
+        """Return the outcome for all buckets."""
         return PhaseGraphs(
             captured=tuple(self._captured),
             omitted=tuple(self._omitted[b] for b in self._order if b not in self._captured),
@@ -209,7 +211,7 @@ class _Queue:
         self._captured[bucket] = used
 
     def _expect(self, bucket: Bucket) -> tuple[int, bool]:
-        """Expected bytes of the graph, and whether they were measured."""
+        """Return the expected bytes of the graph, and whether they were measured."""
         before = self._omitted.get(bucket)
         if before is not None and before.was_captured:
             return before.needed_bytes, True

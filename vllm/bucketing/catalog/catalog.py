@@ -63,7 +63,7 @@ class Catalog:
         blocks: int,
         warmed_only: bool = False,
     ) -> Bucket | None:
-        """The cheapest bucket that holds the shape, or None. A microsecond or two.
+        """Return the cheapest bucket that holds the shape, or None. Takes a microsecond or two.
 
         Args:
             phase: kind of launch.
@@ -102,7 +102,7 @@ class Catalog:
     # ---- other sets -----------------------------------------------------------------------
 
     def without(self, buckets: Iterable[Bucket]) -> "Catalog":
-        """The catalog without some buckets; the others stay warmed up.
+        """Return the catalog without some buckets; the others stay warmed up.
 
         Raises:
             ValueError: one is not in the catalog.
@@ -115,7 +115,7 @@ class Catalog:
         )
 
     def with_buckets(self, buckets: Iterable[Bucket]) -> "Catalog":
-        """The catalog with further buckets, which are not warmed up yet."""
+        """Return the catalog with further buckets, which are not warmed up yet."""
         new = list(buckets)
         return self._with(
             [*self.prefill, *(b for b in new if b.phase is Phase.PREFILL)],

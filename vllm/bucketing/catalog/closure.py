@@ -65,7 +65,8 @@ def prove(catalog: Catalog, limits: StepLimits) -> ClosureReport:
 
 
 def missing_buckets(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
-    """The buckets to add so that the proof holds, none of which is superfluous; empty if it holds.
+    """Return the buckets to add so that the proof holds, none of which is superfluous; empty if it
+    holds.
 
     There is one for each uncovered size, unless a larger added bucket covers it too.
     Sizes are those of the catalog; beyond its largest, the largest that the limits allow, in whole
@@ -188,14 +189,14 @@ class _MaxBlocksBySize:
             self._blocks.append(blocks)
 
     def at(self, size: int) -> int:
-        """Number of blocks that a launch of this size can have; -1 if it is larger than all
-        buckets."""
+        """Return the number of blocks that a launch of this size can have; -1 if it is larger than
+        all buckets."""
         # Sizes descend and blocks ascend; the last one that is large enough counts.
         index = bisect_right(self._sizes, -size) - 1
         return self._blocks[index] if index >= 0 else -1
 
 
 def _next_size(sizes: list[int], value: int, beyond: int) -> int:
-    """The smallest size that holds the value; `beyond` for what is larger than all."""
+    """Return the smallest size that holds the value; `beyond` for values larger than all."""
     index = bisect_left(sizes, value)
     return sizes[index] if index < len(sizes) else beyond

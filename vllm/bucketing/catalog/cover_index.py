@@ -28,12 +28,12 @@ class BucketIndex(Protocol):
         ...
 
     def find(self, batch: int, query_len: int, blocks: int) -> Bucket | None:
-        """The bucket of lowest rank that covers the shape, or None."""
+        """Return the bucket of lowest rank that covers the shape, or None."""
         ...
 
 
 def make_index(by_rank: Sequence[Bucket], max_entries: int = MAX_TABLE_ENTRIES) -> BucketIndex:
-    """An empty index over buckets of one phase, cheapest first."""
+    """Make an empty index over buckets of one phase, cheapest first."""
     axes = (
         sorted({bucket.batch for bucket in by_rank}),
         sorted({bucket.query_len for bucket in by_rank}),
@@ -58,7 +58,8 @@ class CoverTable:
         self._cells = self._table.reshape(-1).data
 
     def add(self, ranks: Iterable[int]) -> None:
-        """Costs one pass over the table for several, and over the covered part for one."""
+        """Add buckets. One bucket updates the part of the table that it covers; several update the
+        whole table once."""
         ranks = list(ranks)
         buckets = [bucket for rank in ranks if (bucket := self._by_rank[rank]) is not None]
         if len(ranks) == 1:
@@ -75,7 +76,7 @@ class CoverTable:
             np.minimum.accumulate(flipped, axis, out=flipped)
 
     def find(self, batch: int, query_len: int, blocks: int) -> Bucket | None:
-        """The bucket of lowest rank that covers the shape, or None."""
+        """Return the bucket of lowest rank that covers the shape, or None."""
         cell = (
             bisect_left(self._batches, batch) * self._batch_stride
             + bisect_left(self._lengths, query_len) * self._stride
@@ -104,7 +105,7 @@ class CoverSearch:
         self._is_in[list(ranks)] = True
 
     def find(self, batch: int, query_len: int, blocks: int) -> Bucket | None:
-        """The bucket of lowest rank that covers the shape, or None."""
+        """Return the bucket of lowest rank that covers the shape, or None."""
         fits = (self._sizes >= (batch, query_len, blocks)).all(axis=1) & self._is_in
         rank = int(fits.argmax())
         return self._by_rank[rank] if fits[rank] else None

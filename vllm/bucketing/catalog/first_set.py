@@ -92,7 +92,7 @@ def mandatory_buckets(
 
 
 def _joined(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """One bucket for prompts of each batch size, into which all its buckets fit."""
+    """Return one bucket for prompts of each batch size, into which all its buckets fit."""
     of_batch: dict[int, list[Bucket]] = {}
     for bucket in buckets:
         of_batch.setdefault(bucket.batch, []).append(bucket)
@@ -169,7 +169,7 @@ def _fill(
     traffic: tuple[Shapes, Weights],
     cost: ShapeCost,
 ) -> list[Bucket]:
-    """The chosen buckets and those candidates with which the traffic costs the least."""
+    """Return the chosen buckets and the candidates with which the traffic costs the least."""
     shapes, weights = traffic
     is_held = np.zeros(len(shapes), bool)
     for bucket in chosen:
@@ -207,7 +207,7 @@ def _seconds(buckets: Sequence[Bucket], cost: ShapeCost) -> npt.NDArray[np.float
 
 
 def _uncovered(buckets: Sequence[Bucket], limits: StepLimits) -> tuple[Bucket, ...]:
-    """The smallest shapes of the phase that these buckets do not hold."""
+    """Return the smallest shapes of the phase that these buckets do not hold."""
     phase = buckets[0].phase
     prompts, decodes = (buckets, ()) if phase is Phase.PREFILL else ((), buckets)
     report = prove(Catalog(prompts, decodes), limits)

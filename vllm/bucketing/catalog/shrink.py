@@ -20,7 +20,7 @@ from vllm.bucketing.step_limits import StepLimits, round_up
 def shrink_launches(
     catalog: Catalog, limits: StepLimits, given_up: Sequence[Bucket]
 ) -> tuple[Catalog, StepLimits] | None:
-    """A catalog and limits whose closure holds without the buckets that were given up.
+    """Return a catalog and limits whose closure holds without the buckets that were given up.
 
     Calling it again with what it returned, after more buckets had to be given up, comes to an end:
     every time the limits are smaller.
@@ -54,7 +54,7 @@ def _smaller(phase: Phase, catalog: Catalog, limits: StepLimits) -> Iterator[Ste
 
 
 def _smaller_prefills(catalog: Catalog, limits: StepLimits) -> Iterator[StepLimits]:
-    """Shorter and shorter parts of prompts: whole blocks, or the lengths of buckets."""
+    """Yield shorter and shorter chunks of prompts: whole blocks, or the lengths of buckets."""
     block = limits.block_size
     lengths = {bucket.query_len for bucket in catalog.prefill}
     least = min({block, *lengths})
@@ -64,8 +64,8 @@ def _smaller_prefills(catalog: Catalog, limits: StepLimits) -> Iterator[StepLimi
 
 
 def _smaller_decodes(catalog: Catalog, limits: StepLimits) -> Iterator[StepLimits]:
-    """First without contiguous slices; then with smaller batches, each with fewer and fewer
-    blocks."""
+    """Yield limits, first without contiguous slices; then with smaller batches, each with fewer and
+    fewer blocks."""
     if limits.contiguous_pa:
         limits = replace(limits, contiguous_pa=False)
         yield limits
@@ -83,7 +83,7 @@ def _smaller_decodes(catalog: Catalog, limits: StepLimits) -> Iterator[StepLimit
 
 
 def _descending(sizes: Iterable[int], *, below: int, least: int, step: int = 1) -> list[int]:
-    """The sizes from `least` up to but not including `below`, and halves of `below`."""
+    """Return the sizes from `least` up to but not including `below`, and halves of `below`."""
     found = {size for size in sizes if least <= size < below}
     half = below
     while half > max(least, step):

@@ -60,9 +60,9 @@ def choose_buckets(
             covers all shapes; the message names the least.
     """
     if (count is None) == (budget is None):
-        raise ValueError("give a count or a budget of buckets, and not both")
+        raise ValueError("give either a count or a budget of buckets, not both")
     if not len(shapes):
-        raise ValueError("there are no shapes to choose buckets for")
+        raise ValueError("at least one shape is needed to choose buckets for, got none")
     limit = Budget.of_count(count) if count is not None else budget
     assert limit is not None
     deadline = time.monotonic() + max_seconds
@@ -72,8 +72,8 @@ def choose_buckets(
     )
     if problem.room < 0:
         raise ValueError(
-            f"{limit.limit:g} {limit.unit} are less than the {limit.limit - problem.room:g} that "
-            f"the {len(required)} mandatory buckets take"
+            f"the mandatory {len(required)} buckets take {limit.limit - problem.room:g} "
+            f"{limit.unit}, but the limit is {limit.limit:g}"
         )
     if bound_problem is None:
         chosen, lower = _solve(problem, deadline)
@@ -99,8 +99,8 @@ def choose_buckets(
         buckets, total = others, other_total
     if not np.isfinite(total):
         raise ValueError(
-            f"no set of buckets within {limit.limit:g} {limit.unit} covers all shapes, or none was "
-            f"found; make a bucket mandatory that covers the largest, or raise the budget"
+            f"found no set of buckets within {limit.limit:g} {limit.unit} that covers all shapes: "
+            "make a bucket mandatory that covers the largest shape, or raise the limit"
         )
     assert lower <= total * (1 + 1e-6), f"the bound {lower} is above the cost {total} of a set"
     return ChosenBuckets(buckets, total, min(max(lower, exact), total), exact)

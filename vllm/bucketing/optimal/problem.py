@@ -143,7 +143,7 @@ def _problem(
     is_lost = ~covers.any(1) if unbatched is None else ~covers.any(1) & np.isinf(unbatched)
     if is_lost.any():
         phase, *rest = shapes[is_lost][0].tolist()
-        raise ValueError(f"no bucket to choose from covers {Bucket(Phase(phase), *rest)}")
+        raise ValueError(f"no candidate bucket covers {Bucket(Phase(phase), *rest)}")
     candidate_costs = np.asarray(cost(*priced_sizes.T), np.float64)
     prices = np.asarray(budget.price(*priced_sizes.T), np.float64)
     room = budget.limit - float(prices[:num_mandatory].sum())

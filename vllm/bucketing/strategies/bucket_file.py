@@ -23,7 +23,7 @@ _LINE_FORMAT = (
 
 
 def parse_buckets(text: str, source: str) -> list[Bucket]:
-    """The buckets of a file, each once, in their order.
+    """Return the buckets of a file, each once, in their order.
 
     Args:
         text: content of the file.

@@ -16,7 +16,7 @@ LONG_CONTEXT_TOKENS = 8192
 """Prompts from here on get the upper half of their sizes evenly spaced."""
 
 _ROUNDING = 1e-9
-"""Relative error allowed to a power that should be a whole number."""
+"""Relative error allowed to a power that should be an integer."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ExponentialRange:
 
     @classmethod
     def up_to(cls, min: int, step: int, max: int) -> "ExponentialRange":
-        """As many sizes as powers of two up to `max`."""
+        """Make a range with as many sizes as powers of two up to `max`."""
         return cls(min, step, max, num_powers(max))
 
 
@@ -48,7 +48,7 @@ class ExponentialSettings:
 
     @classmethod
     def derive(cls, limits: StepLimits, max_prefill_batch: int) -> "ExponentialSettings":
-        """From what a step can ask for.
+        """Derive the settings from the limits of a step.
 
         Args:
             limits: the longest query, the largest decode batch and its blocks.
@@ -72,7 +72,7 @@ def exponential_range(
     long_context: bool = False,
     fill: bool = True,
 ) -> list[int]:
-    """The sizes, ascending.
+    """Return the sizes in ascending order.
 
     Args:
         sizes: min, step, max and how many.
@@ -114,7 +114,8 @@ def exponential_range(
 
 
 def exponential_context(limits: StepLimits, query_len: int) -> list[int]:
-    """Context block counts for one padded length: none, then growing to what fits beside it."""
+    """Return context block counts for one padded length: none, then growing to the most that fits
+    with it."""
     rest = max(0, limits.max_seq_len - query_len) // limits.block_size
     if not limits.has_context or rest == 0:
         return [0]
@@ -138,7 +139,7 @@ def exponential_prefill_buckets(settings: ExponentialSettings, limits: StepLimit
 
 
 def exponential_decode_buckets(settings: ExponentialSettings, limits: StepLimits) -> list[Bucket]:
-    """All batch sizes x all block counts.
+    """Combine all batch sizes with all block counts.
 
     Also those with fewer blocks than sequences: between two batch sizes, a batch with few blocks
     is padded up in sequences only.
@@ -149,7 +150,7 @@ def exponential_decode_buckets(settings: ExponentialSettings, limits: StepLimits
 
 
 def num_powers(largest: int) -> int:
-    """Powers of two from 1 up to the first that is `largest` or more.
+    """Count the powers of two from 1 up to the first that is `largest` or more.
 
     >>> [num_powers(n) for n in (1, 2, 3, 256, 4127)]
     [1, 2, 3, 9, 14]
@@ -158,7 +159,7 @@ def num_powers(largest: int) -> int:
 
 
 def _next_multiple(value: float, step: int) -> int:
-    """Round up; a power that misses its whole number by a rounding error is that number."""
+    """Round up; a power that misses an integer by a rounding error counts as that integer."""
     nearest = round(value)
     whole = nearest if abs(value - nearest) <= _ROUNDING * value else math.ceil(value)
     return round_up(whole, step)

@@ -95,7 +95,7 @@ def generate_buckets(
 
 
 def buckets_from_file(text: str, source: str, limits: StepLimits) -> GeneratedBuckets:
-    """The buckets of a file within the token budget; a warning lists the others.
+    """Return the buckets of a file within the token budget; a warning lists the others.
 
     Raises:
         ConfigError: some lines are not buckets; see `parse_buckets`.

@@ -17,7 +17,7 @@ _FINE_CONTEXT = (1024, 4096)
 
 
 def linear_range(min: int, step: int, max: int) -> list[int]:
-    """Sizes from `min` to `max`, ascending. `max` itself is one only when a step lands on it.
+    """Return sizes from `min` to `max`, ascending. `max` itself is one only when a step reaches it.
 
     A `min` of 0 stands for "none at all", and is followed by the range from `step` on.
 
@@ -49,7 +49,7 @@ def linear_range(min: int, step: int, max: int) -> list[int]:
 def linear_prefill_buckets(
     settings: BucketSettings, limits: StepLimits, *, every_context: bool = False
 ) -> list[Bucket]:
-    """Batch sizes x lengths, and with context: see `linear_context`.
+    """Combine batch sizes with lengths, and with context: see `linear_context`.
 
     Batches with context have lengths that at least double: prompts of a step that differ much are
     launched apart, which costs little. Behind `max_fine_len` tokens follow a few for single
@@ -88,9 +88,9 @@ def linear_prefill_buckets(
 def linear_context(
     limits: StepLimits, batch: int, shorter: int, length: int, max_fine_len: int
 ) -> list[int]:
-    """Context block counts: none, `_FINE_CONTEXT`, doubling from its end on, and the most of
-    sequences of `max_fine_len` tokens, unless the one before is nearly as large. In a batch: none
-    and the most.
+    """Return context block counts: none, `_FINE_CONTEXT`, then doubling, and the most of sequences
+    of `max_fine_len` tokens, unless the previous count is nearly as large. In a batch: none and the
+    most.
 
     The most is what the shortest prompt that is padded to `length` can have before it, so that
     none is left without a bucket; in a batch it is also what the token budget leaves. What is
@@ -99,7 +99,7 @@ def linear_context(
     The fork has every count (0, 1, 2, 3, ...): hundreds to thousands of prompt buckets, each of
     which is compiled and may take a graph. A block of context costs a token of a prompt 1/256 of
     its linear layers (`padded_cost`), so up to 8 blocks instead of 1 cost 3 %, and up to 32
-    instead of 9 cost 9 %. docs/performance.md has the counts and the padding.
+    instead of 9 cost 9 %. benchmarks/history.md has the counts and the padding.
 
     Args:
         limits: what a launch can ask for.
@@ -125,7 +125,7 @@ def linear_context(
 def _long_buckets(
     limits: StepLimits, batch: int, lengths: Sequence[int], max_fine_len: int
 ) -> list[Bucket]:
-    """Buckets for sequences of more than `max_fine_len` tokens, which are rare.
+    """Return buckets for sequences of more than `max_fine_len` tokens, which are rare.
 
     Nearly all work of a long prompt is in pieces of the longest length, so that has context counts
     that double. Others are the end of a prompt: lengths that at least double, with counts that are
@@ -145,7 +145,7 @@ def _long_buckets(
 
 
 def _doubling(lengths: Sequence[int]) -> list[int]:
-    """The largest length, and those below it that are at most half of the next one."""
+    """Return the largest length, and the shorter ones that are at most half of the next one."""
     doubling = [lengths[-1]]
     for length in reversed(lengths):
         if 2 * length <= doubling[0]:
@@ -154,7 +154,7 @@ def _doubling(lengths: Sequence[int]) -> list[int]:
 
 
 def _most_context(limits: StepLimits, batch: int, shorter: int, length: int) -> int:
-    """Context blocks of a bucket whose prompts are longer than `shorter`."""
+    """Return the context blocks of a bucket whose prompts are longer than `shorter`."""
     budget, block_size = limits.max_num_batched_tokens, limits.block_size
     most = limits.max_prefill_context(batch, shorter + 1)
     if batch > 1:
@@ -185,6 +185,6 @@ def linear_decode_buckets(settings: BucketSettings) -> list[Bucket]:
 
 def _no_buckets(batch: BucketRange, size: BucketRange, label: str) -> ConfigError:
     return ConfigError(
-        f"No buckets could be captured with following config (min, step, max_warmup): "
+        "No buckets could be captured with the following config (min, step, max_warmup): "
         f"bs:{batch}, {label}:{size}"
     )

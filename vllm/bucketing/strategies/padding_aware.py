@@ -143,7 +143,7 @@ def _padded(
     if most is None:
         most = ceil_div(sizes.max, 4)
     if most < 0:
-        raise ConfigError(f"{names[0]}={most} must be 0 (no bound) or more")
+        raise ConfigError(f"{names[0]}={most} must be at least 0 (0: no limit)")
     if not 0 <= percent <= MAX_PAD_PERCENT:
         raise ConfigError(f"{names[1]}={percent} must be 0 to {MAX_PAD_PERCENT} percent")
     return PaddedRange(sizes.min, sizes.step, sizes.max, most, percent)

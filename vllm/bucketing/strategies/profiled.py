@@ -9,7 +9,8 @@ _FORM = re.compile(r"(prompt|decode)_(\d+)_(\d+)(?:_(\d+))?_([tf])")
 
 
 def parse_profiled(text: str) -> tuple[Bucket, bool]:
-    """A bucket, and whether it is to run as it will after the warm-up, as a graph where those are.
+    """Return a bucket, and whether it runs as it will after the warm-up, as a graph if there are
+    graphs.
 
     >>> parse_profiled("prompt_1_512_t")
     (Bucket(phase=<Phase.PREFILL: 0>, batch=1, query_len=512, blocks=0), True)
@@ -25,7 +26,7 @@ def parse_profiled(text: str) -> tuple[Bucket, bool]:
     if match is None or (match[1] == "decode" and match[4]):
         raise ConfigError(
             f"VLLM_PT_PROFILE={text!r} must be prompt_BATCH_LENGTH_t or decode_BATCH_BLOCKS_t, "
-            f"such as prompt_1_1024_t; with f at the end, not as a graph"
+            "such as prompt_1_1024_t; f instead of t at the end runs without a graph"
         )
     batch, size = int(match[2]), int(match[3])
     if not batch or not size:
@@ -34,7 +35,7 @@ def parse_profiled(text: str) -> tuple[Bucket, bool]:
         return prefill(batch, size, int(match[4] or 0)), match[5] == "t"
     if size < batch:
         raise ConfigError(
-            f"VLLM_PT_PROFILE={text!r} has {size} blocks for {batch} requests: a request in decode "
-            f"has a block or more"
+            f"VLLM_PT_PROFILE={text!r} must have at least one block for each of its {batch} "
+            f"requests, got {size} blocks"
         )
     return decode(batch, size), match[5] == "t"

@@ -34,7 +34,7 @@ class SparseSettings:
 
     @classmethod
     def derive(cls, limits: StepLimits, max_prefill_batch: int = 1) -> "SparseSettings":
-        """As many sizes as powers of two, one less for the lengths."""
+        """Derive as many sizes as powers of two, one less for the lengths."""
         block, longest = limits.block_size, round_up(limits.max_query_len, limits.block_size)
         seqs, max_blocks = limits.max_num_seqs, limits.max_blocks
         return cls(
@@ -47,7 +47,7 @@ class SparseSettings:
 
 
 def sparse_range(sizes: ExponentialRange) -> list[int]:
-    """The sizes, ascending, none above `max`.
+    """Return the sizes in ascending order, none above `max`.
 
     >>> sparse_range(ExponentialRange(1, 2, 64, 7))
     [1, 2, 4, 8, 12, 22, 36, 64]
@@ -90,7 +90,8 @@ def sparse_decode_buckets(settings: SparseSettings, limits: StepLimits) -> list[
 
 
 def _context_range(limits: StepLimits) -> ExponentialRange:
-    """From 0 up to what the longest chunk, or with short contexts the shortest, can have."""
+    """Return the range from 0 up to the context that the longest chunk can have, or with short
+    contexts the shortest."""
     if limits.max_model_len >= LONG_CONTEXT_TOKENS:
         beside = limits.max_query_len
     else:

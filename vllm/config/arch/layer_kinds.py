@@ -1,4 +1,4 @@
-"""What the layers of a model attend to, by the keys of its Hugging Face config."""
+"""Reads from the Hugging Face config which tokens each layer of a model attends to."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,8 @@ from vllm.errors import ConfigError
 
 
 def read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Per layer: how many of the most recent keys a query sees, itself included; None: all.
+    """Return the window of each layer: how many of the most recent keys a query sees, itself
+    included; None: all.
 
     Raises:
         ConfigError: the kinds of too few layers are given, or the window is no number of tokens.
@@ -23,7 +24,8 @@ def read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None
     if layer_types:
         if len(layer_types) < num_layers:
             raise ConfigError(
-                f"layer_types names {len(layer_types)} layers, num_hidden_layers is {num_layers}"
+                f"config.json: layer_types has {len(layer_types)} entries; it must have "
+                f"num_hidden_layers ({num_layers})"
             )
         kinds = layer_types[:num_layers]  # longer if num_hidden_layers was overridden
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -136,8 +138,8 @@ def read_layer_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Per layer: whether it keeps a state of fixed size, instead of keys and values or in addition
-    to them.
+    """Return for each layer whether it keeps a recurrent state, instead of keys and values or in
+    addition to them.
 
     Raises:
         ConfigError: the kinds of too few layers are given, or they are no list.
@@ -163,13 +165,14 @@ def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool,
         numbers = (config.get("linear_attn_config") or {}).get("kda_layers") or []
         if not isinstance(numbers, list):
             raise ConfigError(
-                f"config.json: 'kda_layers' of linear_attn_config must be a list of layers, got "
-                f"{numbers!r}. Correct the file"
+                "config.json: 'kda_layers' of linear_attn_config must be a list of layer "
+                f"indices, got {numbers!r}. Correct the file"
             )
         return tuple(index + 1 in numbers for index in range(num_layers))
     if len(layer_types) < num_layers:
         raise ConfigError(
-            f"layer_types names {len(layer_types)} layers, num_hidden_layers is {num_layers}"
+            f"config.json: layer_types has {len(layer_types)} entries; it must have "
+            f"num_hidden_layers ({num_layers})"
         )
     return tuple(kind in _STATES for kind in layer_types[:num_layers])
 

@@ -31,7 +31,7 @@ class RopeConfig:
     """Rotary position embedding."""
 
     theta: float
-    """Base of the frequencies."""
+    """Base of the rotary frequencies (rope_theta)."""
     rotary_dim: int
     """Leading dimensions of a head that are rotated; even."""
     rope_type: str = "default"
@@ -40,12 +40,12 @@ class RopeConfig:
     """Parameters of the type, by their Hugging Face names (`factor`, ...)."""
     sections: tuple[int, ...] = ()
     """Pairs of elements that rotate by each of the positions of a token (M-RoPE: time, height and
-    width); empty: a token has one position."""
+    width). Empty: a token has one position."""
     interleaves_sections: bool = False
     """Neighbouring pairs rotate by different positions."""
 
     def for_length(self, max_model_len: int) -> "RopeConfig":
-        """See `ModelArch.for_length`."""
+        """Choose the factors for this length; see `ModelArch.for_length`."""
         if self.rope_type != "longrope":
             return self
         is_long = max_model_len > self.scaling["original_max_position_embeddings"]
@@ -72,23 +72,23 @@ class ModelArch:
     hidden_act: str
     tie_word_embeddings: bool
     layer_ropes: tuple[RopeConfig | None, ...]
-    """Per layer: its rotations, or None for a layer without."""
+    """Rotary embedding of each layer; None for a layer without."""
     layer_windows: tuple[int | None, ...]
-    """Window of each layer: how many of the most recent keys a query sees, itself included; None:
-    all."""
+    """Sliding window of each layer: how many of the most recent keys a query sees, itself included.
+    None: all."""
     layer_heads: tuple[tuple[int, int], ...]
-    """Per layer: the size of its heads, and the number of its key/value heads."""
+    """Head size and number of key/value heads of each layer."""
     kv_sources: tuple[int | None, ...]
-    """Per layer: the earlier layer whose keys and values it reads; None: it has its own."""
+    """For each layer the earlier layer whose keys and values it reads. None: it has its own."""
     state_layers: tuple[bool, ...]
-    """Per layer: whether it keeps a state of fixed size, instead of keys and values or in addition
-    to them."""
+    """For each layer, whether it keeps a recurrent state of fixed size, instead of keys and values
+    or in addition to them."""
     dtype: str
     """Data type of the checkpoint."""
     hf_config: Mapping[str, Any]
-    """The whole config, for keys of single model families."""
+    """The whole config, for keys that only some model families have."""
     media_config: Mapping[str, Any] | None = None
-    """config.json of the whole model, without the part of its language model; None: the model reads
+    """config.json of the whole model, without the part of its language model. None: the model reads
     text only."""
 
     @classmethod
@@ -139,16 +139,16 @@ class ModelArch:
         )
         if not 1 <= arch.derived_max_model_len <= MAX_POSITIONS:
             raise ConfigError(
-                f"config.json: the rope parameters stretch {arch.max_position_embeddings} "
-                f"positions to {arch.derived_max_model_len}, and 1 to {MAX_POSITIONS} are "
-                f"possible. Correct their factor"
+                f"config.json: RoPE scaling extends {arch.max_position_embeddings} positions to "
+                f"{arch.derived_max_model_len}; accepted: 1 to {MAX_POSITIONS}. Correct the "
+                "scaling factor"
             )
         widest = max((rope.rotary_dim for rope in arch.layer_ropes if rope), default=0)
         if arch.derived_max_model_len * widest > MAX_ROTATIONS:
             raise ConfigError(
-                f"config.json: {arch.derived_max_model_len} positions of {widest} rotated elements "
-                f"are more than {MAX_ROTATIONS} together. Correct max_position_embeddings or "
-                f"head_dim"
+                f"config.json: the RoPE table ({arch.derived_max_model_len} positions x {widest} "
+                f"dimensions) must have at most {MAX_ROTATIONS} entries. Lower "
+                "max_position_embeddings or head_dim"
             )
         return arch
 
@@ -176,7 +176,8 @@ class ModelArch:
 
     @property
     def rope(self) -> RopeConfig | None:
-        """Of layers without a sliding window; those with one may have another."""
+        """Return the rotary parameters of layers without a sliding window; layers with one may have
+        others."""
         ropes = [
             rope
             for rope, window in zip(self.layer_ropes, self.layer_windows, strict=True)
@@ -223,7 +224,7 @@ class ModelArch:
         return int(self.hf_config.get("word_embed_proj_dim") or self.hidden_size)
 
     def config_size(self, name: str) -> int:
-        """A positive number that config.json must have.
+        """Return a positive integer that config.json must have.
 
         Raises:
             ConfigError: it is missing, or not a positive number.
@@ -273,8 +274,8 @@ class ModelArch:
         return float(value)
 
     def for_length(self, max_model_len: int) -> "ModelArch":
-        """The model as it is when no request is longer than this: of rotations with factors for
-        short and for long contexts (longrope) those that it is served with."""
+        """Return the model as it is when no request is longer than this: rotary parameters with
+        factors for short and for long contexts (longrope) are fixed to the ones that are used."""
         ropes = tuple(rope and rope.for_length(max_model_len) for rope in self.layer_ropes)
         return replace(self, layer_ropes=ropes)
 
@@ -304,7 +305,7 @@ _MAX_POSITIONS = (
 )
 _ROTARY_DIM = ("rotary_dim", "qk_rope_head_dim")
 _ACTIVATION = ("hidden_activation", "hidden_act", "activation_function")
-"""How the families spell it."""
+"""Keys of the activation function in different families."""
 
 
 def missing_keys(config: Mapping[str, Any]) -> list[str]:
@@ -384,7 +385,7 @@ def _read_max_positions(config: Mapping[str, Any]) -> int:
 
 
 def _num_unused_positions(config: Mapping[str, Any]) -> int:
-    """Rows at the start of a learned position table that no token uses."""
+    """Count the rows at the start of a learned position table that no token uses."""
     if family_of(config.get("model_type")).positions_follow_padding:
         return _read_count(config, "pad_token_id") + 1
     return 0
@@ -399,8 +400,8 @@ def _read_intermediate_size(config: Mapping[str, Any]) -> Any:
 def _divide(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads:
         raise ConfigError(
-            f"hidden_size ({hidden_size}) is not a multiple of num_attention_heads ({num_heads}) "
-            f"and config.json gives no head_dim"
+            f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads "
+            f"({num_heads}), or config.json must have head_dim"
         )
     return hidden_size // num_heads
 
@@ -526,7 +527,7 @@ def _read_sections(given: Any, rotary_dim: int) -> tuple[int, ...]:
     is_list = isinstance(given, list | tuple) and all(type(n) is int and n > 0 for n in given)
     if not is_list or sum(given) != rotary_dim // 2:
         raise ConfigError(
-            f"mrope_section in config.json must be a list of positive numbers with the sum "
+            "mrope_section in config.json must be a list of positive numbers whose sum is "
             f"{rotary_dim // 2}, half of the rotated elements of a head; got {given!r}"
         )
     return tuple(given)
@@ -540,7 +541,7 @@ _NORM_EPS_KEYS = (
     "norm_eps",
 )
 _DEFAULT_NORM_EPS = 1e-5
-"""The default of torch, too: OPT has no such key."""
+"""Also the default of torch: OPT has no such key."""
 
 
 def _read_norm_eps(config: Mapping[str, Any]) -> float:

@@ -1,4 +1,4 @@
-"""What the values in config.json may be, checked before anything is made of them."""
+"""Checks the ranges of values in config.json, before they are used."""
 
 import math
 import sys
@@ -11,7 +11,7 @@ MAX_POSITIONS = 2**24
 """Of a model, stretched rotations included: tables have a row for each."""
 
 MAX_ROTATIONS = 2**32
-"""Positions times rotated elements of a head: numbers in a table."""
+"""Maximum of positions times rotated elements of a head: values in a table."""
 
 _MAX_LAYERS = 1024
 _MAX_HEADS = 2**16
@@ -75,12 +75,12 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num
 
 
 def check_sizes(config: Mapping[str, Any]) -> None:
-    """Refuse numbers of config.json that no model has.
+    """Refuse values in config.json that no model has.
 
     Keys that are absent or null are left to whoever reads them.
 
     Raises:
-        ConfigError: one is no whole number, or out of range. Names it.
+        ConfigError: one is not an integer, or out of range. Names it.
     """
     _check_ranges("", config)
     _check_ranges(f"{_OF_STATES}.", config.get(_OF_STATES) or {})
@@ -94,9 +94,9 @@ def check_sizes(config: Mapping[str, Any]) -> None:
     most = max(num_experts) if isinstance(num_experts, list) else num_experts
     if config[layers] * most > _MAX_EXPERT_LAYERS:
         raise ConfigError(
-            f"config.json: '{layers}' times '{experts}' must be at most {_MAX_EXPERT_LAYERS}, got "
-            f"{config[layers]} times {config[experts]}. Correct the file, or give other values "
-            f"with hf_overrides"
+            f"config.json: '{layers}' x '{experts}' must be at most {_MAX_EXPERT_LAYERS}, got "
+            f"{config[layers]} x {config[experts]}. Correct the file, or give other values with "
+            "hf_overrides"
         )
 
 
@@ -110,8 +110,8 @@ def _check_ranges(path: str, config: Mapping[str, Any]) -> None:
             values = value if is_list else [value]
             if not values or not all(_is_whole(each, least, most) for each in values):
                 raise ConfigError(
-                    f"config.json: '{path}{name}' must be a whole number from {least} to {most}, "
-                    f"got {value!r}. Correct the file, or give another value with hf_overrides"
+                    f"config.json: '{path}{name}' must be an integer from {least} to {most}, got "
+                    f"{value!r}. Correct the file, or give another value with hf_overrides"
                 )
 
 
@@ -235,13 +235,13 @@ def _wrong(key: str, value: object, accepted: str) -> ConfigError:
 
 
 def check_window(window: object) -> None:
-    """Refuse a sliding window that is in use and is no number of tokens.
+    """Refuse a sliding window that is in use and is not a number of tokens.
 
     Raises:
-        ConfigError: it is not a whole number of 1 or more.
+        ConfigError: it is not an integer of 1 or more.
     """
     if type(window) is not int or window < 1:
         raise ConfigError(
-            f"config.json: 'sliding_window' must be a whole number of tokens of 1 or more, or null "
-            f"for none, got {window!r}. Correct the file, or give another value with hf_overrides"
+            "config.json: 'sliding_window' must be an integer of at least 1, or null for none, "
+            f"got {window!r}. Correct the file, or give another value with hf_overrides"
         )

@@ -27,7 +27,7 @@ class SpeculatorFile:
     target_name: str
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """A positive number of the config.
+        """Return a positive integer of the config.
 
         Raises:
             ConfigError: it is missing and has no default, or is not one.
@@ -45,8 +45,8 @@ class SpeculatorFile:
         """
         if value != wanted:
             raise ConfigError(
-                f"{self.path}: {name} is {value}, and the model '{self.target_name}' has {wanted}. "
-                f"Name a speculator that was made for this model"
+                f"{self.path}: {name} is {value}, but the model '{self.target_name}' has "
+                f"{wanted}. Name a speculator that was made for this model"
             )
 
 
@@ -55,21 +55,22 @@ class SpeculatorArch:
     """A speculator, without its weights."""
 
     arch: ModelArch
-    """Of its layers; what is not its own is the model's."""
+    """Config of the speculator's layers. Values that it does not have are the model's."""
     max_drafts: int = MAX_DRAFTS
-    """Of a request in one step: it may have one head for each."""
+    """Maximum number of draft tokens of a request in one step; a speculator may have one head for
+    each."""
 
 
 def _read_eagle(file: SpeculatorFile) -> SpeculatorArch:
-    """The config of a Llama with one layer (Li et al. 2024, arXiv 2401.15077)."""
+    """Read the config of a Llama with one layer (Li et al. 2024, arXiv 2401.15077)."""
     arch, target = ModelArch.from_hf(file.config), file.target
     for size in (target.hidden_size, target.embedding_size):
         file.check("hidden_size", arch.hidden_size, size)
     file.check("vocab_size", arch.vocab_size, target.vocab_size)
     if arch.num_layers != 1:
         raise ConfigError(
-            f"{file.path}: num_hidden_layers is {arch.num_layers}, and a network of EAGLE has 1. "
-            f"Is it one that was made for the model?"
+            f"{file.path}: num_hidden_layers must be 1 for EAGLE, got {arch.num_layers}. Is it a "
+            "speculator for this model?"
         )
     rope = arch.rope
     if rope is None or rope.rope_type in ("default", "llama3"):
@@ -80,28 +81,30 @@ def _read_eagle(file: SpeculatorFile) -> SpeculatorArch:
 
 
 def _read_eagle3(file: SpeculatorFile) -> SpeculatorArch:
-    """The same with a vocabulary of its own (Li et al. 2025, arXiv 2503.01840)."""
+    """Read the config of an EAGLE head with a vocabulary of its own (Li et al. 2025, arXiv
+    2503.01840)."""
     found, num_layers = _read_eagle(file), file.target.num_layers
     size = file.size("draft_vocab_size", default=file.target.vocab_size)
     if size > file.target.vocab_size:
         raise ConfigError(
-            f"{file.path}: draft_vocab_size is {size}, more than the {file.target.vocab_size} "
-            f"tokens of the model '{file.target_name}'"
+            f"{file.path}: draft_vocab_size is {size}, more than the vocabulary of "
+            f"{file.target.vocab_size} tokens of the model '{file.target_name}'"
         )
     layers = eagle3_layers(found.arch.hf_config, num_layers)
     if len(layers) != 3 or not all(type(x) is int and 0 < x < num_layers for x in layers):
         given = [x - 1 if type(x) is int else x for x in layers]
         raise ConfigError(
-            f"{file.path}: it reads what the layers {given} of the model put out; accepted are 3 "
-            f"numbers from 0 to {num_layers - 2}, as the model '{file.target_name}' has "
+            f"{file.path}: it reads the outputs of the layers {given} of the model; accepted: 3 "
+            f"layer indices from 0 to {num_layers - 2}, as the model '{file.target_name}' has "
             f"{num_layers} layers"
         )
     return found
 
 
 def eagle3_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Layers of the model whose inputs an EAGLE-3 head reads: `eagle_aux_hidden_state_layer_ids`
-    names those that put them out, which are one before; else an early, a middle and a late one.
+    """Return the layers of the model whose inputs an EAGLE-3 head reads:
+    `eagle_aux_hidden_state_layer_ids` names the layers before them, whose outputs these are; else
+    an early, a middle and a late one.
 
     >>> eagle3_layers({}, 32)
     (2, 16, 29)
@@ -113,28 +116,28 @@ def eagle3_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]
 
 
 def _read_mtp(file: SpeculatorFile) -> SpeculatorArch:
-    """Read the config of a model with a layer behind the last one, as DeepSeek V3 has it (arXiv
+    """Read the config of a model with a layer after the last one, as DeepSeek V3 has it (arXiv
     2412.19437, section 2.2). It is run again for each further draft."""
     target = file.target
     facts = family_of_architecture(target.architecture).mtp
     if facts is None:
         names = [name for each in FAMILIES.values() if each.mtp for name in each.architectures]
         raise ConfigError(
-            f"{file.path}: the method mtp needs a model with layers that guess further tokens "
-            f"({', '.join(names)}), and this is {target.architecture}. Use another method"
+            f"{file.path}: the method mtp needs a model with multi-token prediction layers "
+            f"({', '.join(names)}), got {target.architecture}. Use another method"
         )
     count = target.hf_config.get(facts.count_key)
     count = facts.default_count or None if count is None else count
     if type(count) is not int or count < 1:
         raise ConfigError(
-            f"{file.path}: {facts.count_key} is {count!r}, so the model has no layers for "
-            f"the method mtp, which needs 1 or more. Use another method"
+            f"{file.path}: {facts.count_key} is {count!r}, but the method mtp needs at least 1 "
+            "multi-token prediction layer. Use another method"
         )
     return SpeculatorArch(target)
 
 
 def _read_mlp(file: SpeculatorFile) -> SpeculatorArch:
-    """ibm-fms accelerators (Wertheimer et al. 2024, arXiv 2404.19124)."""
+    """Read ibm-fms accelerators (Wertheimer et al. 2024, arXiv 2404.19124)."""
     file.check("emb_dim", file.size("emb_dim"), file.target.hidden_size)
     file.check("vocab_size", file.size("vocab_size"), file.target.vocab_size)
     count = file.size("n_predict")
@@ -148,8 +151,8 @@ def _read_mlp(file: SpeculatorFile) -> SpeculatorArch:
 
 
 def _read_medusa(file: SpeculatorFile) -> SpeculatorArch:
-    """Medusa heads (Cai et al. 2024, arXiv 2401.10774), with the keys of the first checkpoints or
-    of those in the layout of transformers."""
+    """Read Medusa heads (Cai et al. 2024, arXiv 2401.10774), with the keys of the first checkpoints
+    or of transformers."""
     for name, wanted in (
         ("hidden_size", file.target.hidden_size),
         ("vocab_size", file.target.vocab_size),
@@ -169,16 +172,18 @@ class SpeculatorMethod:
     class_path: str
     """module:Class of the network."""
     num_drafts: int
-    """Of a request in one step, unless the user says more or less; fewer where there are fewer
-    heads."""
+    """Number of draft tokens of a request in one step, unless the user sets it; fewer if the
+    speculator has fewer heads."""
     read: Callable[[SpeculatorFile], SpeculatorArch]
     is_decoder: bool = False
-    """config.json is that of a decoder; left out keys have the defaults of its type."""
+    """Whether config.json describes a decoder; missing keys then have the defaults of its model
+    type."""
     inner_layers: Callable[[Mapping[str, Any], int], tuple[int, ...]] | None = None
-    """Config and number of layers of the model -> layers of the model whose inputs it reads besides
-    the result; None: it reads the result alone."""
+    """Function of the config and the number of layers of the model. It returns the layers of the
+    model whose inputs the speculator reads in addition to the result. None: it reads only the
+    result."""
     has_files: bool = True
-    """It has a folder of its own; False: it is in the files of the model."""
+    """Whether the speculator has a folder of its own. False: it is in the files of the model."""
 
 
 SPECULATORS: Mapping[str, SpeculatorMethod] = {
@@ -205,11 +210,12 @@ SPECULATORS: Mapping[str, SpeculatorMethod] = {
 
 
 def method_of_config(config: Mapping[str, Any], name: str) -> str:
-    """The method of a model that is to make drafts.
+    """Return the method of a model that is to make drafts.
 
     Args:
         config: its config.json.
-        name: its folder or hub name. The config of an EAGLE head is that of a Llama with one layer.
+        name: its folder or hub name. The config of an EAGLE head is the config of a Llama with one
+            layer.
 
     >>> method_of_config({"model_type": "mlp_speculator"}, "a/b")
     'mlp_speculator'

@@ -1,4 +1,4 @@
-"""What is known of each family of models, for everything that needs it: one table, `FAMILIES`.
+"""The facts about each family of models, for all code that needs them: one table, `FAMILIES`.
 
 The modules of a family are in `vllm.model_executor.models`. Everything that other parts have to
 know of it is here, so that nothing else in the package asks for a `model_type` by name. Knows no
@@ -29,7 +29,7 @@ TEXT_TYPES = {
     name: family.text_type
     for family in FAMILIES.values()
     if family.text_type
-    for name in family.architectures
+    for name in (*family.architectures, *family.also_published_as)
 }
 """Architecture with a part for images -> `model_type` of its language model."""
 

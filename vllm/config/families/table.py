@@ -1,4 +1,4 @@
-"""One entry for each `model_type`: what is known of a family besides its modules.
+"""One entry for each `model_type`: the facts about a family other than its modules.
 
 A family that models/ has needs its names and its module here; everything else is for families that
 are not as most are.
@@ -650,6 +650,14 @@ _OTHERS = (
         tokenizer="GPT2Tokenizer",
     ),
     Family(
+        model_type="nemotron-nas",
+        also_typed=("deci",),
+        module="decilm",
+        architectures=("DeciLMForCausalLM",),
+        config_format="decilm",
+        tokenizer="",
+    ),
+    Family(
         model_type="deepseek",
         module="routed",
         architectures=("DeepseekForCausalLM",),
@@ -1273,6 +1281,22 @@ _WITH_MEDIA = (
         media="qwen3_5",
         tokenizer="Qwen3_5Tokenizer",
         replaces_tokenizer=True,
+    ),
+    Family(
+        model_type="kimi_k25",
+        module="text_of_images",
+        architectures=("KimiK25ForConditionalGeneration",),
+        also_published_as=("Kimi_K25ForConditionalGeneration",),
+        text_type="deepseek_v3",
+        also_text_types=("kimi_k2",),
+        tokenizer="",
+    ),
+    Family(
+        model_type="kimi_vl",
+        module="text_of_images",
+        architectures=("KimiVLForConditionalGeneration",),
+        text_type="deepseek_v3",
+        tokenizer="",
     ),
     Family(
         model_type="qwen2_audio",

@@ -53,13 +53,13 @@ _SCALE_PARAMS = {"input_backoff", "weight_backoff"}
 
 @dataclass(frozen=True, kw_only=True)
 class IncConfig:
-    """What one of these files asks for."""
+    """Settings in one of these files."""
 
     path: str
-    """The file, for errors."""
+    """Path of the file, for errors."""
     mode: IncMode
     scale_method: str = "maxabs_hw"
-    """One of SCALE_METHODS."""
+    """Method that computes scales from measured ranges; one of SCALE_METHODS."""
     dump_stats_path: str = "stats"
     """Beginning of the paths of the measurement files."""
     allowed_types: tuple[str, ...] = ()
@@ -69,14 +69,14 @@ class IncConfig:
     """Regular expressions, each for a part of a module name."""
     measures_outputs: bool = False
     device_for_scales: Literal["GAUDI2", "GAUDI3"] | None = None
-    """Whose range scales are made for; None: that of the device that runs."""
+    """Device whose e4m3 range scales are made for. None: the device that runs."""
     input_backoff: float = 0.25
-    """Largest measured input, as a share of the range of e4m3."""
+    """Largest measured input, as a fraction of the range of e4m3."""
     weight_backoff: float = 0.5
     ignores_missing: bool = False
-    """A layer that was not measured stays as it is; False: it is an error."""
+    """Whether a layer that was not measured runs unquantized. False: it is an error."""
     recalculates: bool = False
-    """Scales are computed anew, also where there is a file of them."""
+    """Whether scales are computed again even if there is a file with them."""
 
     @property
     def is_dynamic(self) -> bool:
@@ -156,7 +156,7 @@ def read_inc_config(path: str) -> IncConfig:
 
 
 def read_json_object(path: str | Path, what: str, advice: str) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Args:
         path: of the file.
@@ -192,7 +192,7 @@ class _Reader:
         )
 
     def choice(self, key: str, accepted: tuple[Any, ...], default: Any) -> Any:
-        """One of the accepted values; upper and lower case are the same."""
+        """Return one of the accepted values; upper and lower case are the same."""
         value = self.given.get(key, default)
         for each in accepted:
             is_text = isinstance(value, str) and isinstance(each, str)
@@ -217,7 +217,7 @@ class _Reader:
         return float(value)
 
     def module_list(self, key: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Types and names of modules."""
+        """Return types and names of modules."""
         value = self.given.get(key) or {}
         accepted = 'it must be {"types": [class names], "names": [parts of module names]}'
         if not isinstance(value, Mapping) or set(value) - {"types", "names"}:

@@ -7,7 +7,7 @@ _USUAL_NAMES = {"compressed_tensors": "compressed-tensors", "auto_round": "auto-
 
 
 def quant_method(arch: ModelArch) -> str | None:
-    """The format; None: the checkpoint is not quantized.
+    """Return the format; None: the checkpoint is not quantized.
 
     Raises:
         ConfigError: `quantization_config` is no object, or does not say.

@@ -1,4 +1,5 @@
-"""How many drafts are worthwhile: by how often they are right, and by what a step costs."""
+"""Decides how many drafts are worthwhile, from how often they are accepted and from what a step
+costs."""
 
 from collections.abc import Sequence
 
@@ -8,16 +9,16 @@ from vllm.request import Request
 _MEMORY = 0.98
 """Weight of the past, per step, in the fit of the time of a step."""
 _LEARNING = 0.15
-"""How much one draft changes the share of right drafts of its request."""
+"""Weight of one draft in the acceptance rate of its request."""
 _INITIAL_ACCURACY = 0.8
-"""Share of right drafts while there is no experience, and no evidence; the share of a request
-without drafts returns to it, so that it tries again."""
+"""Acceptance rate of a request without any evidence. The rate of a request without drafts returns
+to it, so that drafts are tried again."""
 _MOST_EVIDENCE = 8
 """More tokens than this that agree are no further evidence."""
 _LEARNING_OF_ALL = 0.01
-"""How much one draft changes the share of right drafts that a new request is expected to have."""
+"""Weight of one draft in the acceptance rate that a new request is expected to have."""
 _RECOVERY = 0.004
-"""How much of the way it returns in one step."""
+"""Fraction of the difference by which the rate of a request without drafts returns in one step."""
 _UNKNOWN_COST = 0.1
 """Cost of a token before steps of different sizes were seen."""
 _LEAST_STEPS = 3
@@ -69,8 +70,9 @@ class StepCost:
         self._xy = self._xy * _MEMORY + x * y
 
     def share_of_a_token(self, num_tokens: int) -> float:
-        """What one more token costs, in steps of `num_tokens` tokens divided by their number: 0 if
-        the time does not depend on the number of tokens, 1 if it grows with it."""
+        """Return the cost of one more token, in units of the time of a step divided by its
+        `num_tokens` tokens: 0 if the time does not depend on the number of tokens, 1 if it grows
+        with it."""
         if self._weight < 4:
             return _UNKNOWN_COST
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
@@ -84,7 +86,7 @@ class StepCost:
         return min(max(slope * num_tokens / total, _LEAST_COST), _LARGEST_COST)
 
     def seconds(self, num_tokens: int) -> float | None:
-        """Expected time of a step; None before some were seen."""
+        """Return the expected time of a step; None before some were measured."""
         if not self._weight:
             return None
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
@@ -171,7 +173,7 @@ class DraftPace:
 
 
 class DraftControl:
-    """Limits the drafts of each request, and counts what became of them.
+    """Limits the drafts of each request, and counts how many are accepted.
 
     The i-th draft of a request gives a token with the probability p ** i, where p is the share of
     its drafts with the same evidence that were right. It is worthwhile while that is more than what
@@ -203,7 +205,7 @@ class DraftControl:
     def limits(
         self, requests: Sequence[Request], num_running: int, most: Sequence[int] | None = None
     ) -> list[int]:
-        """How many drafts each request may have.
+        """Return how many drafts each request may have.
 
         Args:
             requests: that could have drafts in this step.
@@ -263,13 +265,13 @@ class DraftControl:
             request.draft_accuracy[evidence], self._usual_accuracy[evidence] = share, usual
 
     def _accuracy(self, request: Request) -> tuple[int, float]:
-        """The evidence for the drafts of a request, and the share of right ones to expect."""
+        """Return the evidence for the drafts of a request, and the acceptance rate to expect."""
         evidence = min(request.draft_evidence, _MOST_EVIDENCE)
         share = request.draft_accuracy.get(evidence)
         return evidence, self._usual_accuracy[evidence] if share is None else share
 
     def stats(self) -> DraftStats:
-        """What became of all drafts so far."""
+        """Return the counts of all drafts so far."""
         return DraftStats(
             num_drafts=self._num_drafts,
             num_draft_tokens=self._num_draft_tokens,

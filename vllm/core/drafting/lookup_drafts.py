@@ -28,11 +28,12 @@ class NgramDrafts:
         self._indexes: dict[str, TokenIndex] = {}
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
-        """See `DraftSource`."""
+        """Propose the tokens that followed earlier occurrences of the last tokens of each
+        request."""
         return [self._propose(request) for request in requests]
 
     def leave(self, request: Request) -> None:
-        """See `DraftSource`."""
+        """Drop the index of a request that has finished."""
         self._indexes.pop(request.request_id, None)
 
     def _propose(self, request: Request) -> list[int]:
@@ -44,8 +45,8 @@ class NgramDrafts:
         return index.continuation(end, self.max_drafts) if length else []
 
     def _index(self, request: Request) -> TokenIndex | None:
-        """The index of a request's own text; None while the text is too short, or so long that it
-        is not indexed to its end."""
+        """Return the index of a request's own tokens; None while they are too few, or so many that
+        they are not indexed to the end."""
         index = self._indexes.get(request.request_id)
         if index is None:
             index = self._indexes[request.request_id] = TokenIndex(self._n)

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 _MAX_PLACES = 8
-"""How many earlier places are compared for one lookup."""
+"""Maximum number of earlier occurrences that are compared for one lookup."""
 _TOKEN_BITS = 32
 """Of a token in a key."""
 
 
 class TokenIndex:
-    """Token sequences one behind the other, indexed by their n-grams.
+    """Token sequences one after the other, indexed by their n-grams.
 
     Adding a token takes constant time, and so does a lookup: the n-gram of the last tokens leads to
     the latest places where it occurred, and the place where most of the tokens before agree, too,
@@ -28,9 +28,9 @@ class TokenIndex:
         self._key = 0
         """Of the last n tokens; see `_key_of`."""
         self._latest: dict[int, int] = {}
-        """Key of an n-gram -> index behind its latest occurrence."""
+        """Key of an n-gram -> index after its latest occurrence."""
         self._before: list[int] = []
-        """For each index, the one behind the occurrence before of the same n-gram; 0: none."""
+        """For each index, the index after the previous occurrence of the same n-gram; 0: none."""
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -49,14 +49,14 @@ class TokenIndex:
         self._tokens.extend(tokens)
 
     def find(self, tail: Sequence[int], most: int) -> tuple[int, int]:
-        """Where the tail of a text occurred, followed by another token.
+        """Find where the tail of a text occurred before, followed by another token.
 
         Args:
             tail: last tokens of the text, at least n.
             most: how many of them are compared at most, at least n.
 
         Returns:
-            (end, length): the index behind the occurrence, and how many tokens agree. (0, 0) if
+            (end, length): the index after the occurrence, and how many tokens agree. (0, 0) if
             there is none. Of equally long ones, the latest.
         """
         n, text, best, best_length = self._n, self._tokens, 0, 0
@@ -74,7 +74,7 @@ class TokenIndex:
         return best, best_length
 
     def continuation(self, end: int, count: int, stop: int | None = None) -> list[int]:
-        """The tokens behind an index.
+        """Return the tokens after an index.
 
         Args:
             end: as `find` returns it.
@@ -92,8 +92,8 @@ class TokenIndex:
 
 
 def _key_of(tokens: Sequence[int]) -> int:
-    """An n-gram as one number, which takes less time and memory than a tuple: token ids from -1 on,
-    plus one, the last token in the lowest bits."""
+    """Encode an n-gram as one integer, which takes less time and memory than a tuple: token ids
+    from -1 on, plus one, the last token in the lowest bits."""
     key = 0
     for token in tokens:
         key = key << _TOKEN_BITS | token + 1

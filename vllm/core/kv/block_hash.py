@@ -13,9 +13,11 @@ from hashlib import sha256
 
 from vllm.messages import CacheKey, EngineRequest
 
+_TOKEN_BYTES = array("i").itemsize
+
 
 def root_hash(request: EngineRequest) -> bytes:
-    """The parent of a request's first block."""
+    """Return the hash that is the parent of a request's first block."""
     salt = _encoded(request.cache_salt or "")
     return sha256(b"vllm-block" + salt).digest()
 
@@ -27,7 +29,8 @@ def block_hashes(
     keys: Sequence[CacheKey] = (),
     start: int = 0,
 ) -> list[bytes]:
-    """The hashes of consecutive blocks that follow `parent`; a last block not full has none.
+    """Return the hashes of consecutive blocks that follow `parent`; a last block that is not full
+    has none.
 
     Args:
         parent: hash of the block before the first one, or of the root.
@@ -36,19 +39,26 @@ def block_hashes(
         keys: of the request, all of them.
         start: position of the first of the tokens.
     """
-    width = block_size * 8
-    data = array("q", token_ids).tobytes()
+    data = array("i", token_ids).tobytes()
+    width = block_size * _TOKEN_BYTES
     extra = _keys_of_blocks(keys, block_size, start) if keys else {}
     hashes: list[bytes] = []
-    for end in range(width, len(data) + 1, width):
-        parent = sha256(parent + data[end - width : end] + extra.get(len(hashes), b"")).digest()
+    if not extra:  # the common case, and a prompt of 32K tokens has 2,048 blocks
+        add = hashes.append
+        for begin in range(0, len(data) - width + 1, width):
+            parent = sha256(parent + data[begin : begin + width]).digest()
+            add(parent)
+        return hashes
+    for begin in range(0, len(data) - width + 1, width):
+        keys_of_block = extra.get(len(hashes), b"")
+        parent = sha256(parent + data[begin : begin + width] + keys_of_block).digest()
         hashes.append(parent)
     return hashes
 
 
 def group_keys(hashes: Iterable[bytes], group: int) -> Iterable[bytes]:
-    """The keys by which blocks of a group of layers are found. The keys of the first group are the
-    hashes."""
+    """Return the keys by which blocks of a group of layers are found. The keys of the first group
+    are the hashes."""
     if not group:
         return hashes
     suffix = group.to_bytes(2, "little")
@@ -61,7 +71,8 @@ def is_of_first_group(key: bytes) -> bool:
 
 
 def _keys_of_blocks(keys: Sequence[CacheKey], block_size: int, start: int) -> dict[int, bytes]:
-    """Index of a block behind `start` -> the keys that begin in it, encoded."""
+    """Return the keys that begin in each block, encoded, by the index of the block after
+    `start`."""
     found: dict[int, bytes] = {}
     for key in keys:
         index, offset = divmod(key.start - start, block_size)
@@ -70,6 +81,6 @@ def _keys_of_blocks(keys: Sequence[CacheKey], block_size: int, start: int) -> di
 
 
 def _encoded(text: str) -> bytes:
-    """The key with its length in front, so that ("ab", "c") and ("a", "bc") differ."""
+    """Encode the key with its length in front, so that ("ab", "c") and ("a", "bc") differ."""
     data = text.encode("utf-8", "surrogatepass")
     return len(data).to_bytes(8, "little") + data

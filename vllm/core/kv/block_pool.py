@@ -1,7 +1,7 @@
-"""Ownership of KV blocks: who holds a block, which blocks are free, and which content they still
-have.
+"""Tracks KV blocks: which requests hold a block, which blocks are free, and which content they
+still have.
 
-A block is an integer. Its reference count, its content hash and its place in the free queue
+A block is an integer. Its reference count, its content hash and its position in the free queue
 are entries of lists, so a pool of a million blocks costs a few lists and no objects.
 
     free queue:  [no content, freed last] ... [content, freed first] ... [content, freed last]
@@ -48,7 +48,7 @@ class BlockPool:
         return self.num_blocks - 1
 
     def num_refs(self, block_id: int) -> int:
-        """Number of requests that hold the block."""
+        """Return the number of requests that hold the block."""
         return self._num_refs[block_id]
 
     def allocate(self, count: int) -> list[int]:
@@ -88,7 +88,7 @@ class BlockPool:
                 self._link(block_id, at_front=self._hash_of[block_id] is None)
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks with these contents, up to the first content that no block has."""
+        """Return the blocks with these contents, up to the first content that no block has."""
         found = []
         block_of = self._block_of
         for block_hash in hashes:
@@ -99,7 +99,7 @@ class BlockPool:
         return found
 
     def find_one(self, block_hash: bytes) -> int | None:
-        """The block with this content, or None."""
+        """Return the block with this content, or None."""
         return self._block_of.get(block_hash)
 
     def share(self, block_ids: Sequence[int]) -> None:
@@ -110,7 +110,7 @@ class BlockPool:
             self._num_refs[block_id] += 1
 
     def is_free(self, block_id: int) -> bool:
-        """Nobody holds the block, and it is not the null block."""
+        """Whether no request holds the block, and it is not the null block."""
         return block_id != NULL_BLOCK_ID and self._num_refs[block_id] == 0
 
     def has_content(self, block_id: int) -> bool:
@@ -118,9 +118,9 @@ class BlockPool:
         return self._hash_of[block_id] is not None
 
     def exchange(self, held: int, free: int) -> None:
-        """Let a held block and a free one change places, with all that is known of them: the
-        holders of `held` have `free` from now on, whose cached content is in `held`, as old as it
-        was. The caller moves the contents."""
+        """Exchange a held block and a free one, with all that is known of them: the holders of
+        `held` have `free` from now on, whose cached content is in `held` and keeps its age. The
+        caller moves the contents."""
         refs, next_, prev = self._num_refs, self._next, self._prev
         assert refs[held] > 0 and self.is_free(free), f"{held} is not held, or {free} is"
         refs[free], refs[held] = refs[held], 0
@@ -134,7 +134,7 @@ class BlockPool:
                 self._block_of[content] = block_id
 
     def num_free_among(self, block_ids: Sequence[int]) -> int:
-        """How many of the blocks are free."""
+        """Count how many of the blocks are free."""
         return sum(self._num_refs[block_id] == 0 for block_id in block_ids)
 
     def remember(self, block_ids: Iterable[int], hashes: Iterable[bytes]) -> list[int]:
@@ -142,7 +142,7 @@ class BlockPool:
         has.
 
         Returns:
-            Positions in the arguments of those that are findable now and were not before.
+            Positions in the arguments of the contents that are findable now and were not before.
         """
         block_of, hash_of = self._block_of, self._hash_of
         stored = []

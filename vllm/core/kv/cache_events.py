@@ -42,7 +42,7 @@ class CacheEventLog:
         token_ids: Sequence[int],
         source: EngineRequest | None = None,
     ) -> None:
-        """Blocks of a request can be found from now on.
+        """Record that blocks of a request can be found from now on.
 
         Args:
             hashes: of all blocks of the request up to the last of these.
@@ -58,13 +58,14 @@ class CacheEventLog:
             first = position + 1
 
     def removed(self, hashes: Sequence[bytes]) -> None:
-        """Blocks cannot be found any more. Blocks of further groups of layers are ignored."""
+        """Record that blocks cannot be found any more. Blocks of further groups of layers are
+        ignored."""
         removed = [public_hash(key) for key in hashes if is_of_first_group(key)]
         if removed:
             self._events.append(BlockRemoved(block_hashes=removed))
 
     def cleared(self) -> None:
-        """No block can be found any more."""
+        """Record that no block can be found any more."""
         self._events.append(AllBlocksCleared())
 
     def drain(self) -> list[CacheEvent]:
@@ -109,5 +110,5 @@ def _media_of(media: Sequence[MediaItem], start: int, end: int) -> list[tuple[st
 
 
 def public_hash(block_hash: bytes) -> int:
-    """The hash of a block as events have it: its last 64 bits."""
+    """Return the hash of a block as events have it: its last 64 bits."""
     return int.from_bytes(block_hash[-_HASH_BYTES:], "big")

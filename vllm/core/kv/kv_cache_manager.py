@@ -29,7 +29,7 @@ class KVCacheManager:
         block_size: tokens per block.
         enable_caching: find and keep shared prefixes.
         events: log of changes of the prefix cache; None: no log is kept.
-        groups: of layers; those with full attention first.
+        groups: groups of layers, with full attention first.
         is_dense: see the attribute; asked for.
         states: kept states of a model with layers that have a state of each request; None: it has
             no such layers, or no states are kept.
@@ -73,7 +73,7 @@ class KVCacheManager:
         self._being_computed.clear()
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Number of blocks for `num_tokens` tokens, over all groups."""
+        """Return the number of blocks for `num_tokens` tokens, over all groups."""
         return -(-num_tokens // self.block_size) * self.num_groups
 
     def find_prefix(self, request: Request) -> list[int]:
@@ -140,8 +140,8 @@ class KVCacheManager:
         return tables
 
     def _last_missing(self, hashes: list[bytes], num_found: int) -> int | None:
-        """Index of the last block that is needed and not cached: only blocks before it can be used.
-        None if no block is missing."""
+        """Return the index of the last block that is needed and not cached: only blocks before it
+        can be used. None if no block is missing."""
         size = self.block_size
         for index, group in self._windowed.items():
             first = group.first_block(num_found * size, size)
@@ -152,12 +152,12 @@ class KVCacheManager:
         return None
 
     def num_tokens_in(self, shared: Sequence[int]) -> int:
-        """Number of tokens in the blocks that `find_prefix` has found; they need not be
+        """Return the number of tokens in the blocks that `find_prefix` has found; they need not be
         computed."""
         return len(shared) // self.num_groups * self.block_size
 
     def num_lacking(self, request: Request, shared: Sequence[int]) -> int:
-        """How many free blocks `admit` lacks; 0 or less: there are enough."""
+        """Return how many free blocks `admit` lacks; 0 or less: there are enough."""
         need = self.num_blocks_for(len(request.token_ids)) - len(shared)
         return need - self.pool.num_free + self.pool.num_free_among(self._real(shared))
 
@@ -184,7 +184,7 @@ class KVCacheManager:
         """Append a block to all tables of each; the caller has checked that they are free.
 
         Returns:
-            The blocks, request by request; those of a request are in the order of the groups.
+            The blocks, request by request, and for each request in the order of the groups.
         """
         num_groups = self.num_groups
         block_ids = self.pool.allocate(len(requests) * num_groups)
@@ -211,8 +211,8 @@ class KVCacheManager:
         return num_kept
 
     def num_passed(self, positions: IntArray) -> IntArray:
-        """Number of blocks that windows have passed, over all groups, if the next query is at this
-        position."""
+        """Return the number of blocks that windows have passed, over all groups, if the next query
+        is at this position."""
         passed = np.zeros_like(positions)
         for group in self._windowed.values():
             assert group.window is not None
@@ -240,15 +240,16 @@ class KVCacheManager:
         return passed
 
     def tables(self, request: Request) -> list[int]:
-        """All block tables of a request, concatenated."""
+        """Return all block tables of a request, concatenated."""
         return [*request.block_ids, *chain.from_iterable(request.more_block_ids)]
 
     def held(self, request: Request) -> list[int]:
-        """All blocks that a request holds."""
+        """Return all blocks that a request holds."""
         return list(self._real(self.tables(request)))
 
     def _real(self, block_ids: Sequence[int]) -> Sequence[int]:
-        """The blocks without null blocks, which only exist where windows have passed."""
+        """Return the blocks without null blocks, which exist only after a window has passed
+        blocks."""
         return [b for b in block_ids if b != NULL_BLOCK_ID] if self.has_windows else block_ids
 
     def remember(self, request: Request, num_tokens: int) -> None:
@@ -352,7 +353,7 @@ class KVCacheManager:
             pool.free(reversed(found))
 
     def _hashes(self, request: Request, count: int) -> list[bytes]:
-        """The hashes of the first `count` blocks. Each is computed once and kept."""
+        """Return the hashes of the first `count` blocks. Each is computed once and kept."""
         hashes, size = request.block_hashes, self.block_size
         first = len(hashes)
         if first < count:

@@ -31,7 +31,7 @@ _TEMPORARY_FILE = re.compile(r"\.[0-9a-f]{16}-[0-9]+\.tmp")
 _SCAN_SHARE = 20
 """The size of the folder is checked when a 20th of the limit was written since the last check."""
 _KEPT_SHARE = 0.9
-"""What is left of the limit when files have been removed."""
+"""Fraction of the limit that remains when files have been removed."""
 _FAILURES_PER_WARNING = 1000
 _HOUR_S = 3600.0
 
@@ -41,7 +41,7 @@ class BlockFolder:
 
     Args:
         path: of the folder; it is made if there is none.
-        max_bytes: of all files, about. Beyond it, those that were not used for the longest are
+        max_bytes: of all files, about. Beyond it, the least recently used files are
             removed, whoever has written them.
         saves: files are written. False: the folder may be one that can only be read.
         clock: seconds, as `time.time`.
@@ -87,7 +87,7 @@ class BlockFolder:
         return self._path(key).is_file()
 
     def read(self, key: bytes) -> BlockData | None:
-        """The block of a key; None if there is none, or it is damaged."""
+        """Return the block of a key; None if there is none, or it is damaged."""
         path = self._path(key)
         try:
             data = path.read_bytes()
@@ -97,7 +97,9 @@ class BlockFolder:
             os.utime(path)  # used now
         block = parse(key, data)
         if block is None:
-            logger.warning("the file %s of a KV block is damaged: it is computed again", path)
+            logger.warning(
+                "the file %s of a KV block is damaged: the block is computed again", path
+            )
             self.remove(key)
         return block
 
@@ -168,7 +170,7 @@ def _warn_of_others(root: Path) -> None:
     elif found.st_mode & stat.S_IWOTH:
         logger.warning(
             "every user of this machine can write files into the folder %s for KV blocks, and "
-            "change answers by that. Take the permission away (chmod o-w), or give another folder",
+            "change answers that way. Take the permission away (chmod o-w), or give another folder",
             root,
         )
 
@@ -185,7 +187,7 @@ def _remove(path: "os.PathLike[str]") -> bool:
 
 
 def _entries(root: Path) -> Iterator["os.DirEntry[str]"]:
-    """The files of blocks in all namespaces, unfinished ones too."""
+    """Yield the files of blocks in all namespaces, including unfinished ones."""
     for namespace in _listed(root):
         if not namespace.is_dir(follow_symlinks=False):
             continue
@@ -198,7 +200,7 @@ def _entries(root: Path) -> Iterator["os.DirEntry[str]"]:
 
 
 def _listed(folder: "os.PathLike[str]") -> "list[os.DirEntry[str]]":
-    """What is in a folder; nothing if it cannot be read."""
+    """Return the entries of a folder; nothing if it cannot be read."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)

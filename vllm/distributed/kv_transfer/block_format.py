@@ -13,11 +13,11 @@ _HEAD = struct.Struct("<8s32s32sI")
 _LENGTH = struct.Struct("<Q")
 _MAX_RANKS = 4096
 MAX_HEAD_BYTES = _HEAD.size + _MAX_RANKS * _LENGTH.size
-"""What a block in this format has besides its data, at most."""
+"""Maximum size of the header of a block in this format."""
 
 
 def compose(key: bytes, block: BlockData) -> list[bytes]:
-    """The bytes of a block, in several parts."""
+    """Return the bytes of a block, in several parts."""
     lengths = [_LENGTH.pack(len(part)) for part in block]
     digest = sha256(_LENGTH.pack(len(block)))
     for part in (*lengths, *block):
@@ -26,8 +26,8 @@ def compose(key: bytes, block: BlockData) -> list[bytes]:
 
 
 def parse(key: bytes, data: bytes) -> BlockData | None:
-    """The block of a key; None if it is shorter, longer, of another key, or not what its checksum
-    says."""
+    """Return the block of a key; None if it is shorter, longer, of another key, or does not match
+    its checksum."""
     if len(data) < _HEAD.size:
         return None
     magic, found_key, checksum, count = _HEAD.unpack_from(data)

@@ -66,7 +66,7 @@ class BlockServer:
             thread.
 
     Attributes:
-        port: that it listens on, also if 0 was asked for.
+        port: the port that it listens on, even if 0 was asked for.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -81,7 +81,7 @@ class BlockServer:
                 f"Set kv_ip to an address of this machine, and kv_port to a free port"
             ) from None
         self.port: int = self._server.server_address[1]
-        logger.info("KV blocks are sent to the engines that ask at %s:%d", host, self.port)
+        logger.info("serving KV blocks to other engines at %s:%d", host, self.port)
         threading.Thread(
             target=self._server.serve_forever, name="kv-block-server", daemon=True
         ).start()
@@ -105,8 +105,10 @@ class _Server(ThreadingTCPServer):
         super().__init__(address, _Answer)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A peer that is gone, too slow, or no peer, loses its connection and nothing else."""
-        logger.debug("connection of %s failed", client_address, exc_info=True)
+        """Drop only the connection of a peer that is gone, too slow, or not a peer."""
+        logger.debug(
+            "the connection of %s, which reads KV blocks, failed", client_address, exc_info=True
+        )
 
 
 class _Answer(BaseRequestHandler):
@@ -167,7 +169,7 @@ class BlockPeer:
         self._clock = clock
         self._paused_until = float("-inf")
         self._reason: str | None = None
-        """Why it failed when it was last asked."""
+        """Reason why it failed when it was last asked."""
 
     @property
     def is_asked(self) -> bool:
@@ -181,7 +183,8 @@ class BlockPeer:
         timeout_s: float,
         block_bytes: int | None = None,
     ) -> list[tuple[bytes, BlockData]]:
-        """Ask for consecutive blocks; those that came before anything failed. Never raises.
+        """Ask for consecutive blocks; return the blocks that arrived before anything failed. Never
+        raises.
 
         Args:
             block_bytes: of a block; larger ones are not received. None: not known.
@@ -218,7 +221,7 @@ class BlockPeer:
                 if kind == OTHER_NAMESPACE:
                     raise PeerError(
                         "its model, weights, or layout of the KV cache (dtype, block_size, "
-                        "tensor_parallel_size) differ from those here"
+                        "tensor_parallel_size) differ from this engine's"
                     )
                 if kind != BLOCK:
                     raise PeerError("it is not an engine of this version with a TCPConnector")
@@ -226,7 +229,7 @@ class BlockPeer:
                 if num_bytes > self._max_bytes:
                     return
                 if size > most_bytes:
-                    raise PeerError("it sent a block of another size")
+                    raise PeerError("it sent a block of an unexpected size")
                 block = parse(key, read_exactly(read, size))
                 if block is None:
                     raise PeerError("it sent a damaged block")
@@ -236,7 +239,8 @@ class BlockPeer:
         self._paused_until = self._clock() + _PAUSE_S
         if reason != self._reason:
             logger.warning(
-                "no KV blocks from the engine at %s:%d: %s. Prompts are computed here meanwhile",
+                "no KV blocks from the engine at %s:%d: %s. This engine computes the prompts "
+                "until it answers again",
                 *self._address,
                 reason,
             )
@@ -244,7 +248,7 @@ class BlockPeer:
 
     def _recover(self) -> None:
         if self._reason is not None:
-            logger.info("the engine at %s:%d sends KV blocks again", *self._address)
+            logger.info("KV blocks from the engine at %s:%d are available again", *self._address)
         self._reason = None
 
 
@@ -253,7 +257,8 @@ def _name(namespace: str) -> bytes:
 
 
 def _countdown(seconds: float, clock: Callable[[], float]) -> Callable[[], float]:
-    """Tells how many seconds are left from now on, and raises TimeoutError when none are."""
+    """Return a function for the seconds that are left from now on, which raises TimeoutError when
+    none are."""
     deadline = clock() + seconds
 
     def left_s() -> float:

@@ -15,7 +15,7 @@ _CONNECTORS: dict[str, type[KVConnector]] = {
 
 
 def make_connector(config: KVTransferConfig) -> KVConnector:
-    """The connector that a config asks for.
+    """Make the connector that a config asks for.
 
     Raises:
         ConfigError: a class of the user cannot be used, or a folder or an address that it needs.

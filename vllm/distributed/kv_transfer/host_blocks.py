@@ -32,7 +32,7 @@ class HostBlocks:
         return self._num_bytes
 
     def get(self, key: bytes) -> BlockData | None:
-        """The block with this key, which is the most recently used one from now on."""
+        """Return the block with this key, which is the most recently used one from now on."""
         with self._lock:
             block = self._blocks.get(key)
             if block is not None:
@@ -40,7 +40,7 @@ class HostBlocks:
             return block
 
     def put(self, key: bytes, block: BlockData) -> None:
-        """Keep a block, in place of the one with the same key."""
+        """Keep a block, which replaces the one with the same key."""
         with self._lock:
             self._drop(key)
             self._blocks[key] = block

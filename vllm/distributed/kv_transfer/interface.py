@@ -1,4 +1,4 @@
-"""What keeps KV blocks outside of the KV cache of an engine."""
+"""The interface for keeping KV blocks outside of the KV cache of an engine."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -50,11 +50,11 @@ class KVConnector(ABC):
 
     @abstractmethod
     def load(self, keys: Sequence[bytes]) -> list[BlockData]:
-        """The blocks with these keys, up to the first one that is not there or is damaged."""
+        """Return the blocks with these keys, up to the first one that is missing or damaged."""
 
     @abstractmethod
     def missing(self, keys: Sequence[bytes]) -> list[int]:
-        """Indices of the keys whose blocks should be saved."""
+        """Return the indices of the keys whose blocks should be saved."""
 
     @abstractmethod
     def save(self, keys: Sequence[bytes], blocks: Sequence[BlockData]) -> "Future[None] | None":

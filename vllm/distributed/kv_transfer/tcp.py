@@ -13,7 +13,7 @@ _NUM_FETCHES = 4
 
 
 class TCPConnector(KVConnector):
-    """Blocks in host memory, and in that of other engines.
+    """Blocks in host memory, and in the host memory of other engines.
 
     A request waits, without a step waiting for it, until the blocks of its prompt that other
     engines have are in host memory. Blocks that do not come are computed.
@@ -34,19 +34,19 @@ class TCPConnector(KVConnector):
         self._peers = [BlockPeer(host, port, self._max_bytes) for host, port in config.peers]
         self._threads = ThreadPoolExecutor(_NUM_FETCHES, "kv-fetch")
         self._fetches: dict[tuple[bytes, bytes], Future[None]] = {}
-        """Those that are not done, by their first and their last key."""
+        """Fetches in progress, by their first and their last key."""
 
     def open(self, namespace: str) -> None:
-        """See `KVConnector`."""
+        """Use the blocks of a namespace from now on."""
         if namespace == self._in_use[0]:
             return
-        # What is being fetched for the namespace before is put into the blocks that are dropped.
+        # Running fetches of the previous namespace are put into the dropped blocks.
         self._host = HostBlocks(self._max_bytes)
         self._fetches = {}
         self._in_use = namespace, self._host
 
     def prefetch(self, keys: Sequence[bytes]) -> "Future[None] | None":
-        """See `KVConnector`."""
+        """Fetch blocks from other engines in the background."""
         far = [key for key in keys if key not in self._host]
         if not far or not any(peer.is_asked for peer in self._peers):
             return None
@@ -58,7 +58,8 @@ class TCPConnector(KVConnector):
         return future
 
     def load(self, keys: Sequence[bytes]) -> list[BlockData]:
-        """See `KVConnector`."""
+        """Return the blocks with these keys that are in host memory, up to the first missing
+        one."""
         blocks = []
         for key in keys:
             block = self._host.get(key)
@@ -68,29 +69,29 @@ class TCPConnector(KVConnector):
         return blocks
 
     def missing(self, keys: Sequence[bytes]) -> list[int]:
-        """See `KVConnector`."""
+        """Return the indices of the keys whose blocks are not in host memory."""
         return [index for index, key in enumerate(keys) if key not in self._host]
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[BlockData]) -> "Future[None] | None":
-        """See `KVConnector`."""
+        """Keep blocks in host memory."""
         for key, block in zip(keys, blocks, strict=True):
             self._host.put(key, block)
         return None
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """See `KVConnector`."""
+        """Drop the blocks with these keys."""
         for key in keys:
             self._host.drop(key)
 
     def close(self) -> None:
-        """See `KVConnector`."""
+        """Stop the server and the threads, and drop all blocks."""
         if self._server is not None:
             self._server.close()
         self._threads.shutdown(cancel_futures=True)
         self._host.clear()
 
     def _blocks_of(self, namespace: str) -> HostBlocks | None:
-        """The blocks of this namespace; None: it is not the one in use."""
+        """Return the blocks of this namespace; None: it is not the one in use."""
         name, blocks = self._in_use
         return blocks if namespace == name else None
 

@@ -33,7 +33,7 @@ class TieredConnector(KVConnector):
         self._lock = threading.Lock()
 
     def open(self, namespace: str) -> None:
-        """See `KVConnector`."""
+        """Use the blocks of a namespace from now on."""
         if namespace == self._namespace:
             return
         self._namespace = namespace
@@ -43,7 +43,7 @@ class TieredConnector(KVConnector):
         self._host.clear()
 
     def prefetch(self, keys: Sequence[bytes]) -> "Future[None] | None":
-        """See `KVConnector`."""
+        """Read blocks from the folder in the background."""
         folder = self._folder
         far = [key for key in keys if key not in self._host]
         if folder is None or not far or not folder.has(far[0]):
@@ -51,7 +51,7 @@ class TieredConnector(KVConnector):
         return self._thread.submit(self._read, far)
 
     def load(self, keys: Sequence[bytes]) -> list[BlockData]:
-        """See `KVConnector`."""
+        """Return the blocks with these keys, up to the first missing one."""
         blocks: list[BlockData] = []
         for key in keys:
             block = self._host.get(key)
@@ -63,7 +63,7 @@ class TieredConnector(KVConnector):
         return blocks
 
     def missing(self, keys: Sequence[bytes]) -> list[int]:
-        """See `KVConnector`."""
+        """Return the indices of the keys whose blocks are in neither tier, or not in the folder."""
         folder = self._folder
         return [
             index
@@ -72,7 +72,7 @@ class TieredConnector(KVConnector):
         ]
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[BlockData]) -> "Future[None] | None":
-        """See `KVConnector`."""
+        """Keep blocks in host memory, and write them to the folder in the background."""
         for key, block in zip(keys, blocks, strict=True):
             self._host.put(key, block)
         num_bytes = sum(len(part) for block in blocks for part in block)
@@ -91,14 +91,14 @@ class TieredConnector(KVConnector):
         return written
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """See `KVConnector`."""
+        """Drop the blocks with these keys from both tiers."""
         for key in keys:
             self._host.drop(key)
         if self._folder is not None:
             self._thread.submit(self._remove, list(keys)).result()
 
     def close(self) -> None:
-        """See `KVConnector`."""
+        """Wait for the writes, and drop the blocks in host memory."""
         self._thread.shutdown()
         self._host.clear()
 

@@ -28,7 +28,7 @@ _SPACE = re.compile(r"\s")
 _MAX_WORD_CHARS = 4096
 """A text without white space for this many characters is split anywhere."""
 _WORD_CHARS = 32
-"""Cost of a bad word in characters, besides its length."""
+"""Additional cost of a bad word, in characters."""
 
 
 class BackgroundTokenizer:
@@ -68,7 +68,7 @@ class BackgroundTokenizer:
 
 
 def preparation_cost(prompt: PromptType, params: SamplingParams | PoolingParams) -> int:
-    """The cost of preparing a request, in characters of text. Cheap to compute."""
+    """Return the cost of preparing a request, in characters of text. Cheap to compute."""
     cost = 0
     if isinstance(params, SamplingParams):
         lists = (params.stop_token_ids, params.allowed_token_ids, params.logit_bias)
@@ -85,7 +85,7 @@ def preparation_cost(prompt: PromptType, params: SamplingParams | PoolingParams)
 
 
 def text_of(prompt: PromptType) -> str | None:
-    """The text that has to be tokenised, or None."""
+    """Return the text that has to be tokenised, or None."""
     if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None:
         return None
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt

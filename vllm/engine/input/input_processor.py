@@ -91,7 +91,7 @@ class InputProcessor:
         return self._max_model_len
 
     def with_tokenizer(self, tokenizer: "PreTrainedTokenizerBase | None") -> "InputProcessor":
-        """A processor for the same engine with its own tokenizer, for another thread."""
+        """Return a processor for the same engine with its own tokenizer, for another thread."""
         return InputProcessor(self._config, tokenizer, self._generation_defaults)
 
     def process(
@@ -112,7 +112,7 @@ class InputProcessor:
             params: how to sample; for several samples see `fan_out.fan_out`.
             arrival_time: in seconds of `time.time()`; None is now.
             priority: a smaller one goes first.
-            lora_request: the adapter to use; None: the model alone.
+            lora_request: the adapter to use; None: the model without an adapter.
 
         Returns:
             The prompt's text, None when it is not known, and the request.
@@ -227,12 +227,13 @@ class InputProcessor:
         return replace(tokenized, token_ids=media.token_ids, media=media)
 
     def adapter(self, asked: LoRARequest, is_busy: Callable[[], bool] | None = None) -> AdapterRef:
-        """The adapter that a request names; its files have been looked at, and hashed, which takes
+        """Return the adapter that a request names; its files have been read and hashed, which takes
         a while when they are new.
 
         Args:
             asked: names it.
-            is_busy: whether to do that in short turns, as requests run. None: they wait for it.
+            is_busy: whether requests run, so that the work is done in short slices. None: they
+                wait for it.
 
         Raises:
             RequestError: the engine accepts none, or its files are missing or wrong.
@@ -261,7 +262,7 @@ class InputProcessor:
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> tuple[str | None, EngineRequest]:
-        """`process` for a pooling model; see there.
+        """Check and tokenise a request to a pooling model; it has the arguments of `process`.
 
         Raises:
             RequestError: the request is wrong, or the model generates text.
@@ -271,10 +272,10 @@ class InputProcessor:
         )
 
     def attach_grammar(self, request: EngineRequest) -> EngineRequest:
-        """The request with its compiled grammar, if it asks for structured output.
+        """Return the request with its compiled grammar, if it asks for structured output.
 
         Blocks for as long as compiling takes, within the limits of the config. To be called
-        from any thread, after `process` and before the request goes to the core.
+        from any thread, after `process` and before the request is sent to the core.
 
         Raises:
             RequestError: the grammar is not valid, cannot be enforced, or is too costly to compile.
@@ -286,7 +287,8 @@ class InputProcessor:
         return _with_grammar(request, self.grammar_compiler.compile(guided))
 
     def attach_cached_grammar(self, request: EngineRequest) -> EngineRequest | None:
-        """As `attach_grammar` if nothing has to be compiled, else None; does not block."""
+        """Do what `attach_grammar` does if nothing has to be compiled, else return None; do not
+        block."""
         guided = request.sampling_params.guided_decoding
         if guided is None or request.grammar is not None:
             return request
@@ -325,7 +327,7 @@ class InputProcessor:
 
 
 def _with_grammar(request: EngineRequest, grammar: Grammar) -> EngineRequest:
-    """The request with its grammar, and with a JSON schema as text.
+    """Return the request with its grammar, and with a JSON schema as text.
 
     The schema becomes text because it may have integers beyond 64 bits, which messages to the core
     cannot.

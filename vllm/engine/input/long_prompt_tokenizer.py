@@ -39,7 +39,7 @@ class LongPromptTokenizer:
     async def encode(
         self, tokenizer: "PreTrainedTokenizerBase", text: str, *, add_special_tokens: bool
     ) -> list[int]:
-        """Token ids of a text. If this is cancelled, the process is killed.
+        """Return the token ids of a text. If this is cancelled, the process is killed.
 
         Args:
             tokenizer: a fast one (of the library tokenizers).

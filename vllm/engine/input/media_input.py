@@ -166,7 +166,8 @@ class MediaInput:
         for kind, several in items.items():
             if several and not self.limits[kind]:
                 raise _refused(
-                    f"this engine takes no {plural(kind)} (limit_mm_per_prompt): leave them out"
+                    f"this engine does not accept {plural(kind)} (limit_mm_per_prompt): leave "
+                    "them out"
                 )
             if len(several) > self.limits[kind]:
                 raise _refused(

@@ -228,7 +228,11 @@ class MediaLane:
         try:
             made = await loop.run_in_executor(self._thread, MediaFile, item.given.tensors)
         except OSError as error:  # such as too many open files
-            logger.warning("a media item travels in its request, which is slower: %s", error)
+            logger.warning(
+                "an image, sound or video is sent inside the message of its request, which is "
+                "slower than a shared file: %s",
+                error,
+            )
             return None
         self._files[item.key] = made
         return made

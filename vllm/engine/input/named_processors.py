@@ -39,7 +39,7 @@ class NamedProcessors:
                 self._check_name(name)
 
     def resolve(self, request: EngineRequest) -> EngineRequest:
-        """The request with a callable for every name; the request itself when it names none.
+        """Return the request with a callable for every name; unchanged if it names none.
 
         Raises:
             RequestError: a name is not allowed or cannot be imported, or the named object neither
@@ -55,8 +55,8 @@ class NamedProcessors:
     def _check_name(self, name: str) -> None:
         if self._pattern is None:
             raise _refused(
-                f"{name!r} cannot be used, as this engine takes no logits processors by name; "
-                "start it with --logits-processor-pattern to allow some"
+                f"{name!r} cannot be used: this engine accepts no logits processors by name. "
+                "Start it with --logits-processor-pattern to allow some"
             )
         if not self._pattern.fullmatch(name):
             raise _refused(
@@ -88,7 +88,7 @@ class NamedProcessors:
 
 
 def _name_of(processor: Any) -> str | None:
-    """The qualified name, or None for a callable."""
+    """Return the qualified name of a processor, or None for a callable."""
     if isinstance(processor, LogitsProcessorConstructor):
         return processor.qualname
     return processor if isinstance(processor, str) else None

@@ -33,13 +33,13 @@ def refuse_generation(pooler: PoolerConfig | None) -> None:
     if pooler is not None:
         raise RequestError(
             f"this model does not generate text: it runs with task {pooler.task!r}. Use "
-            f"{_CALLS[pooler.task]}; or, for a model that can generate, start it with "
-            f"task='generate'"
+            f"{_CALLS[pooler.task]}; or start the engine with task='generate' if the model can "
+            "generate"
         )
 
 
 def require_task(pooler: PoolerConfig | None, *tasks: str) -> PoolerConfig:
-    """The pooler of the model, which must run one of these tasks; any task if none is given.
+    """Return the pooler of the model, which must run one of these tasks; any task if none is given.
 
     Raises:
         RequestError: it does not; names the right methods, or how to start the model.
@@ -54,14 +54,14 @@ def require_task(pooler: PoolerConfig | None, *tasks: str) -> PoolerConfig:
         )
     if tasks and pooler.task not in tasks:
         raise RequestError(
-            f"this needs a model that is run with task {wanted}; this one is run with task "
+            f"this needs a model that runs with task {wanted}, but this one runs with task "
             f"{pooler.task!r}. Use {_CALLS[pooler.task]}"
         )
     return pooler
 
 
 def require_scores(pooler: PoolerConfig | None) -> PoolerConfig:
-    """The pooler of a model that can score pairs.
+    """Return the pooler of a model that can score pairs.
 
     Raises:
         RequestError: the model is neither for embeddings nor a classifier with one label.
@@ -102,7 +102,8 @@ class PoolingInput:
         """Check a request to a pooling model, and tokenise it."""
         if not isinstance(params, PoolingParams):
             raise RequestError(
-                f"expected PoolingParams, got {type(params).__name__}", param="pooling_params"
+                f"the parameters must be PoolingParams, got {type(params).__name__}",
+                param="pooling_params",
             )
         pooler = require_task(self._pooler)
         self._check_dimensions(pooler, params.dimensions)
@@ -140,7 +141,7 @@ class PoolingInput:
     def tokenize_pair(
         self, text: str, other: str, truncate_prompt_tokens: int | None = None
     ) -> TokensPrompt:
-        """Two texts as one prompt, as the tokenizer joins them for a cross-encoder.
+        """Join two texts into one prompt, as the tokenizer does for a cross-encoder.
 
         Raises:
             RequestError: one of them is not valid text, there is no tokenizer, or there is no room
@@ -169,7 +170,7 @@ class PoolingInput:
         if most > self._max_model_len:
             raise RequestError(
                 f"truncate_prompt_tokens must be at most max_model_len ({self._max_model_len}), "
-                f"got {most}; -1 stands for max_model_len",
+                f"or -1 for max_model_len, got {most}",
                 param="truncate_prompt_tokens",
             )
         return self._max_model_len if most == -1 else most
@@ -220,7 +221,8 @@ class PoolingInput:
             )
         if len(types) != num_tokens:
             raise RequestError(
-                f"token_type_ids has {len(types)} entries for {num_tokens} tokens",
+                f"token_type_ids must have one entry for each of the {num_tokens} tokens of the "
+                f"prompt, got {len(types)}",
                 param="prompt",
             )
 

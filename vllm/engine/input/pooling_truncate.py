@@ -19,7 +19,7 @@ def encode(
     most: int | None,
     add_special_tokens: bool = True,
 ) -> tuple[list[int], list[int] | None]:
-    """Token ids of a text, or of a pair as the tokenizer joins it, and their types.
+    """Return the token ids of a text, or of a pair as the tokenizer joins it, and their types.
 
     Args:
         tokenizer: of the model.
@@ -29,7 +29,7 @@ def encode(
         add_special_tokens: False adds none.
 
     Returns:
-        Token ids, and types of those of a pair; None where the `model_input_names` of the
+        Token ids, and their types for a pair; None if the `model_input_names` of the
         tokenizer have no types: the model was trained without them.
 
     Raises:
@@ -48,7 +48,7 @@ def encode(
 def _parts(
     tokenizer: "PreTrainedTokenizerBase", encoded: Any, token_ids: list[int]
 ) -> list[int | None]:
-    """The text that each token belongs to; None for special tokens."""
+    """Return the index of the text that each token belongs to; None for special tokens."""
     if tokenizer.is_fast:
         parts: list[int | None] = encoded.sequence_ids(0)
         return parts
@@ -57,7 +57,7 @@ def _parts(
 
 
 def _kept(parts: list[int | None], most: int, *, is_left: bool) -> list[int]:
-    """Positions of the tokens that are kept, in order."""
+    """Return the positions of the tokens that are kept, in order."""
     places = [[i for i, part in enumerate(parts) if part == text] for text in (0, 1)]
     room = most - parts.count(None)
     if room < 1:
@@ -74,7 +74,8 @@ def _kept(parts: list[int | None], most: int, *, is_left: bool) -> list[int]:
 
 
 def share_room(first: int, second: int, room: int) -> tuple[int, int]:
-    """Tokens that each of two texts keeps: the longer one is cut first, as by `tokenizers`.
+    """Return the number of tokens that each of two texts keeps: the longer one is cut first, as by
+    `tokenizers`.
 
     >>> share_room(3, 100, 11), share_room(100, 100, 11)
     ((3, 8), (5, 6))

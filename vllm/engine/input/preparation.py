@@ -1,7 +1,7 @@
 """Prepares requests for the core without blocking the event loop.
 
-Quick work is done at once. Long texts and lists go to a thread (a slow lane); texts that are
-certainly too long are refused before they are tokenised, and huge ones go to a process.
+Quick work is done at once. Long texts and lists are prepared in a thread (a slow lane); texts that
+are certainly too long are refused before they are tokenised, and huge ones go to a process.
 """
 
 from collections.abc import Callable, Mapping
@@ -99,7 +99,8 @@ class Preparation:
         return await self.run_in_background(partial(process, prompt), cost)
 
     async def _encode_huge_text(self, prompt: PromptType) -> PromptType:
-        """The prompt with its token ids, if its text is huge and can be left to a process."""
+        """Return the prompt with its token ids, if its text is huge and can be left to a
+        process."""
         text = text_of(prompt)
         if text is None or len(text) < HUGE_TEXT_CHARS:
             return prompt
@@ -119,7 +120,7 @@ class Preparation:
     async def tokenize(
         self, prompt: PromptType, *, is_long: bool = False, max_tokens: int | None = None
     ) -> TokenizedPrompt:
-        """Token ids of a prompt, as `PromptTokenizer.tokenize` gives them.
+        """Return the token ids of a prompt, as `PromptTokenizer.tokenize` does.
 
         Args:
             prompt: of any prompt type.

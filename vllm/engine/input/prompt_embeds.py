@@ -33,7 +33,7 @@ class PromptEmbeds:
         self._dtype = model.dtype_name
 
     def read(self, value: Any) -> TokenEmbeddings:
-        """One embedding per token of a prompt.
+        """Return one embedding per token of a prompt.
 
         Args:
             value: a tensor of torch or an array of numpy [T, embedding size]; base64 of a
@@ -80,7 +80,7 @@ class PromptEmbeds:
 
 
 def cache_keys(embeddings: Iterable[TokenEmbeddings]) -> tuple[CacheKey, ...]:
-    """Keys of the prefix cache for these embeddings, by the position where each begins."""
+    """Return keys of the prefix cache for these embeddings, by the position where each begins."""
     return tuple(CacheKey(part.start, _hash_of(part)) for part in embeddings)
 
 
@@ -91,7 +91,8 @@ def _hash_of(embeddings: TokenEmbeddings) -> str:
 
 
 def needs_tokens(name: str) -> RequestError:
-    """The error of a field that needs the tokens of the prompt, which embeddings do not have."""
+    """Make the error of a field that needs the tokens of the prompt, which embeddings do not
+    have."""
     return RequestError(
         f"{name} needs the tokens of the prompt, and prompt_embeds has none. Leave {name} out",
         param=name,

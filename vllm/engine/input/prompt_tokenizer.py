@@ -29,7 +29,7 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """The token ids of a prompt, or the embeddings in place of them."""
+    """The token ids of a prompt, or its embeddings."""
 
     token_ids: list[int]
     text: str | None
@@ -93,7 +93,8 @@ class PromptTokenizer:
         return eos, frozenset(others) - {eos}
 
     def tokenize(self, prompt: PromptType, *, max_tokens: int | None = None) -> TokenizedPrompt:
-        """Token ids of a prompt of any type; at least one, and all of them in the vocabulary.
+        """Return the token ids of a prompt of any type; at least one, and all of them in the
+        vocabulary.
 
         Args:
             prompt: of any prompt type.
@@ -113,7 +114,7 @@ class PromptTokenizer:
         return TokenizedPrompt(self._check_prompt_ids(prompt), None)
 
     def count_tokens(self, text: str) -> int:
-        """Number of tokens of a part of a text, without special tokens at its ends."""
+        """Count the tokens of a part of a text, without special tokens at its ends."""
         assert self.tokenizer is not None
         encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
         return len(encoded["input_ids"])
@@ -162,7 +163,7 @@ class PromptTokenizer:
     ) -> list[int]:
         if self.tokenizer is None:
             raise RequestError(
-                "a text prompt needs a tokenizer, and this engine runs without one "
+                "a text prompt needs a tokenizer, but this engine runs without one "
                 "(skip_tokenizer_init): send token ids",
                 param="prompt",
             )

@@ -1,5 +1,5 @@
-"""Checks the sampling parameters of a request against model and engine, and tokenises those that
-are text."""
+"""Checks the sampling parameters of a request against model and engine, and tokenises the
+parameters that are text."""
 
 from collections.abc import Collection, Sequence
 
@@ -38,15 +38,16 @@ class SamplingInput:
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(
-                f"expected SamplingParams, got {type(params).__name__}", param="sampling_params"
+                f"the parameters must be SamplingParams, got {type(params).__name__}",
+                param="sampling_params",
             )
         params.check_ranking()
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
             if value is not None and value > self._max_logprobs:
                 raise RequestError(
-                    f"{name} must be at most {self._max_logprobs}, got {value}; "
-                    f"the limit is max_logprobs of the engine",
+                    f"{name} must be at most {self._max_logprobs} (max_logprobs of the engine), "
+                    f"got {value}",
                     param=name,
                 )
         self._named_processors.check(params)
@@ -58,15 +59,15 @@ class SamplingInput:
             prompts = self._prompts
             if prompts.tokenizer is None or prompts.end_tokens == (None, frozenset()):
                 raise RequestError(
-                    "structured output needs a tokenizer with an end-of-sequence token; this "
-                    "engine has none",
+                    "structured output needs a tokenizer with an end-of-sequence token, but this "
+                    "engine's has none",
                     param=field_of(params.guided_decoding),
                 )
         for name in ("stop", "bad_words"):
             if getattr(params, name) and self._prompts.tokenizer is None:
                 raise RequestError(
-                    f"{name} needs a tokenizer, and this engine runs without one "
-                    f"(skip_tokenizer_init)",
+                    f"{name} needs a tokenizer, but this engine runs without one "
+                    "(skip_tokenizer_init)",
                     param=name,
                 )
 

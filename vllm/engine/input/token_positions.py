@@ -30,14 +30,15 @@ def with_positions(
     """
     if request.pooling_params is not None:
         raise RequestError(
-            "positions must be left out of a request to a pooling model, which counts tokens",
+            "positions must be left out of a request to a pooling model, whose tokens are "
+            "numbered by the engine",
             param="positions",
         )
     num_prompt = len(request.prompt_token_ids)
     if positions.shape != (arch.num_positions, num_prompt):
         raise RequestError(
-            f"the shape of positions must be [{arch.num_positions}, {num_prompt}], as this model "
-            f"takes {arch.num_positions} for each of the {num_prompt} tokens of the prompt; got "
+            f"positions must have the shape [{arch.num_positions}, {num_prompt}], "
+            f"{arch.num_positions} for each of the {num_prompt} tokens of the prompt, got "
             f"{list(positions.shape)}",
             param="positions",
         )

@@ -15,6 +15,7 @@ import msgspec
 
 from vllm.bucketing.traffic import TrafficTable
 from vllm.config import VllmConfig
+from vllm.cost_model.run_times import BucketTimes
 from vllm.engine.metrics.history import RateHistory, Rates
 from vllm.engine.metrics.media_metrics import MediaReadStats, add_encoder_metrics
 from vllm.engine.metrics.registry import Histogram, MetricSet
@@ -30,7 +31,7 @@ from vllm.messages import (
 )
 
 NUM_RECENT = 50
-"""How many finished requests are kept."""
+"""Number of finished requests that are kept."""
 
 # fmt: off
 _FIRST_TOKEN_S = (
@@ -182,8 +183,8 @@ class EngineMetrics:
         self._requests.observe(request)
 
     def record_loss(self, *, is_restarted: bool) -> None:
-        """The core has ended: it has no requests and no blocks, and the counters of another one
-        begin at 0."""
+        """Reset the metrics after the core has exited: it has no requests and no blocks, and the
+        counters of a new one begin at 0."""
         if is_restarted:
             self._restarts.add()
         self._counters.restart()
@@ -203,7 +204,7 @@ class EngineMetrics:
 
     @property
     def num_restarts(self) -> int:
-        """How often the core was restarted."""
+        """Return how often the core was restarted."""
         return int(self._restarts.value)
 
     @property
@@ -219,22 +220,28 @@ class EngineMetrics:
     @property
     def device_seconds(self) -> tuple[float, float]:
         """Predicted seconds of all forward passes, without padding and with it."""
-        return self.traffic.needed_s, self.traffic.padded_s
+        return self.traffic.device_seconds
+
+    @property
+    def bucket_times(self) -> BucketTimes:
+        """Measured seconds of forward passes by bucket."""
+        return self.traffic.times
 
     def read_media(self) -> MediaReadStats | None:
         """Return None: a replica reads no media, as the server does it for all."""
         return None
 
     def rates(self) -> Rates:
-        """Tokens of each second."""
+        """Return the tokens of each second."""
         return self.history.rates()
 
     def metric_sets(self) -> list[MetricSet]:
-        """All metrics, for exposition."""
+        """Return all metrics, for exposition."""
+        self.traffic.add_up()
         return [self._core_metrics(), self._metrics]
 
     def _core_metrics(self) -> MetricSet:
-        """The metrics of the core."""
+        """Make the metrics of the core."""
         metrics, totals = MetricSet(self._labels), self.totals
         for name, help, value in (
             ("num_requests_running", "Running requests.", totals.num_running),
@@ -286,7 +293,8 @@ class EngineMetrics:
 
 
 def _add_adapters(metrics: MetricSet, stats: SchedulerStats, max_loras: int) -> None:
-    """Which adapters are in use, for routers that send requests where theirs is loaded."""
+    """Add the adapters in use, for routers that send requests to a server where theirs is
+    loaded."""
     labels = {
         "running_lora_adapters": ",".join(stats.running_adapters),
         "waiting_lora_adapters": ",".join(stats.waiting_adapters),
@@ -381,12 +389,12 @@ class _CoreCounters:
         self._last = now
 
     def restart(self) -> None:
-        """The next counters start at 0."""
+        """Continue the totals when the next counters start at 0."""
         self._base = tuple(map(add, self._base, self._last))
         self._last = self._zero
 
     def totals(self, stats: SchedulerStats) -> SchedulerStats:
-        """`stats` with the counters of all cores together."""
+        """Return `stats` with the counters of all cores together."""
         queries, hits, preemptions, num_drafts, num_draft_tokens, num_declined, *rest = map(
             add, self._base, self._last
         )
@@ -429,7 +437,7 @@ class _CoreCounters:
 
 
 def round_to_one_two_five(most: int) -> list[int]:
-    """Bounds 1, 2, 5, 10, 20, 50, ... up to `most`."""
+    """Return bounds 1, 2, 5, 10, 20, 50, ... up to `most`."""
     bounds, power = [1], 1
     while bounds[-1] <= most:
         bounds += [2 * power, 5 * power, 10 * power]
@@ -477,5 +485,5 @@ def _add_draft_metrics(metrics: MetricSet, drafts: DraftStats) -> None:
 
 
 def _between(start: float | None, end: float | None) -> float | None:
-    """Seconds between two times; not below 0, because the clock may be set back."""
+    """Return the seconds between two times; not below 0, because the clock may be set back."""
     return None if start is None or end is None else max(0.0, end - start)

@@ -38,7 +38,7 @@ class RateHistory:
         second[2] += num_generation_tokens
 
     def rates(self) -> Rates:
-        """The last `HISTORY_S` whole seconds; idle ones are 0."""
+        """Return the rates of the last `HISTORY_S` whole seconds; idle ones are 0."""
         now = int(self._clock())
         prompt, generation = [0] * HISTORY_S, [0] * HISTORY_S
         for second, num_prompt, num_generation in self._seconds:

@@ -27,7 +27,7 @@ class Counter(Metric):
 
 @dataclass
 class Vector(Metric):
-    """Numbers that only grow, one per position, such as right drafts by place."""
+    """A counter with one value per position, such as accepted drafts by position."""
 
     values: list[int]
 

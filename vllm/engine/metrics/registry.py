@@ -49,7 +49,7 @@ class Histogram:
         self._sum: float = 0
 
     def observe(self, value: float) -> None:
-        """One observation."""
+        """Add one observation."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
@@ -60,13 +60,24 @@ class Histogram:
             counts[bisect_left(bounds, value)] += 1
         self._sum += sum(values)
 
+    def observe_many(self, count: int, value: float, total: float) -> None:
+        """Add observations that are in one bucket.
+
+        Args:
+            count: how many they are.
+            value: with the bucket that they are in.
+            total: sum of them.
+        """
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += total
+
     @property
     def sum(self) -> float:
         """Sum of all observations."""
         return self._sum
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, observations up to it)."""
+        """Return (upper bound, observations up to it) of each bucket."""
         total, pairs = 0, []
         names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         for name, count in zip(names, self._counts, strict=True):
@@ -79,7 +90,7 @@ class Family(Protocol):
     """One metric with all its label values."""
 
     def metric(self, constant: Mapping[str, str]) -> Metric:
-        """In the text format of Prometheus; every sample has the labels `constant`."""
+        """Return the metric in Prometheus' form; every sample has the labels `constant`."""
         ...
 
 
@@ -105,14 +116,14 @@ class Numbers:
         self._cells: dict[tuple[str, ...], Number] = {}
 
     def cell(self, *values: str) -> Number:
-        """The value with these label values."""
+        """Return the value with these label values."""
         found = self._cells.get(values)
         if found is None:
             found = self._cells[values] = Number()
         return found
 
     def metric(self, constant: Mapping[str, str]) -> Metric:
-        """See `Family`."""
+        """Return the counter or gauge in Prometheus' form."""
         make = CounterMetricFamily if self._kind == "counter" else GaugeMetricFamily
         metric = make(self._name, self._help, labels=[*constant, *self._labels])
         for values, cell in self._cells.items():
@@ -133,14 +144,14 @@ class Histograms:
         self._cells: dict[tuple[str, ...], Histogram] = {}
 
     def cell(self, *values: str) -> Histogram:
-        """The histogram with these label values."""
+        """Return the histogram with these label values."""
         found = self._cells.get(values)
         if found is None:
             found = self._cells[values] = Histogram(self._bounds)
         return found
 
     def metric(self, constant: Mapping[str, str]) -> Metric:
-        """See `Family`."""
+        """Return the histogram in Prometheus' form."""
         metric = HistogramMetricFamily(self._name, self._help, labels=[*constant, *self._labels])
         for values, cell in self._cells.items():
             metric.add_metric([*constant.values(), *values], cell.buckets(), cell.sum)
@@ -159,33 +170,33 @@ class MetricSet(Collector):
         self._families: list[Family] = []
 
     def counter(self, name: str, help: str) -> Number:
-        """A counter without labels; it is exposed from the start, as 0."""
+        """Add a counter without labels; it is exposed from the start, as 0."""
         return self.counters(name, help).cell()
 
     def gauge(self, name: str, help: str) -> Number:
-        """A gauge without labels."""
+        """Add a gauge without labels."""
         return self.gauges(name, help).cell()
 
     def histogram(self, name: str, help: str, bounds: Sequence[float]) -> Histogram:
-        """A histogram without labels."""
+        """Add a histogram without labels."""
         return self.histograms(name, help, bounds).cell()
 
     def counters(self, name: str, help: str, *labels: str) -> Numbers:
-        """A counter with labels."""
+        """Add a counter with labels."""
         return self._numbers("counter", name, help, labels)
 
     def gauges(self, name: str, help: str, *labels: str) -> Numbers:
-        """A gauge with labels."""
+        """Add a gauge with labels."""
         return self._numbers("gauge", name, help, labels)
 
     def histograms(self, name: str, help: str, bounds: Sequence[float], *labels: str) -> Histograms:
-        """A histogram with labels."""
+        """Add a histogram with labels."""
         family = Histograms(name, help, bounds, labels)
         self._families.append(family)
         return family
 
     def collect(self) -> Iterable[Metric]:
-        """Called by Prometheus' registry."""
+        """Return the metrics; called by Prometheus' registry."""
         return [family.metric(self._constant) for family in self._families]
 
     def _numbers(
@@ -207,7 +218,7 @@ class MergedMetrics(Collector):
         self._sets = list(sets)
 
     def collect(self) -> Iterable[Metric]:
-        """Called by Prometheus' registry."""
+        """Return the metrics of all sets; called by Prometheus' registry."""
         families: dict[str, Metric] = {}
         for each in self._sets:
             for metric in each.collect():
@@ -220,13 +231,13 @@ AnyMetrics = MetricSet | MergedMetrics
 
 
 def process_collectors() -> list[Collector]:
-    """`process_*` and `python_*` of this process."""
+    """Return collectors of the `process_*` and `python_*` metrics of this process."""
     registry = CollectorRegistry()
     return [ProcessCollector(registry=registry), PlatformCollector(registry), GCCollector(registry)]
 
 
 def expose(collectors: Iterable[Collector], accept: str = "") -> tuple[bytes, str]:
-    """The response to a scrape.
+    """Return the response to a scrape.
 
     Args:
         collectors: in the order of the page; they are not kept.

@@ -1,5 +1,5 @@
-"""The metrics of an engine of several replicas: each replica's own, and sums where one number is
-wanted."""
+"""The metrics of an engine of several replicas: each replica's own, and sums for readers that want
+one value."""
 
 from collections.abc import Callable, Reversible, Sequence
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ import msgspec
 
 from vllm.bucketing.traffic import TrafficTable
 from vllm.config import VllmConfig
+from vllm.cost_model.run_times import BucketTimes, add_times
 from vllm.engine.metrics.engine_metrics import NUM_RECENT, EngineMetrics, FinishedRequestStats
 from vllm.engine.metrics.history import Rates
 from vllm.engine.metrics.media_metrics import MediaReadStats, read_metrics
@@ -29,7 +30,8 @@ _Counters = TypeVar("_Counters", MediaStats, RunnerStats, TransferStats)
 
 
 class ReadableMetrics(Protocol):
-    """What logs and pages read: of one replica or of all together; see `EngineMetrics`."""
+    """The metrics that logs and pages read, of one replica or of all together; see
+    `EngineMetrics`."""
 
     @property
     def model_name(self) -> str: ...
@@ -58,6 +60,9 @@ class ReadableMetrics(Protocol):
     @property
     def device_seconds(self) -> tuple[float, float]: ...
 
+    @property
+    def bucket_times(self) -> BucketTimes: ...
+
     def read_media(self) -> MediaReadStats | None: ...
 
     def rates(self) -> Rates: ...
@@ -67,8 +72,8 @@ class ReadableMetrics(Protocol):
 
 @dataclass(frozen=True)
 class ReplicaMetrics:
-    """See `ReadableMetrics`. Every sample on the page of metrics has the label `engine`, the index
-    of its replica."""
+    """The metrics of several replicas. Every sample on the page of metrics has the label `engine`,
+    the index of its replica."""
 
     replicas: Sequence[EngineMetrics]
     """At least one."""
@@ -129,8 +134,13 @@ class ReplicaMetrics:
         needed, padded = zip(*(r.device_seconds for r in self.replicas), strict=True)
         return sum(needed), sum(padded)
 
+    @property
+    def bucket_times(self) -> BucketTimes:
+        """Return measured seconds of forward passes of all replicas by bucket."""
+        return add_times(*(replica.bucket_times for replica in self.replicas))
+
     def rates(self) -> Rates:
-        """Tokens of each second, of all replicas."""
+        """Return the tokens of each second, of all replicas."""
         every = [replica.rates() for replica in self.replicas]
         prompt, generation = zip(*every, strict=True)
         return Rates(
@@ -139,7 +149,7 @@ class ReplicaMetrics:
         )
 
     def metric_sets(self) -> list[AnyMetrics]:
-        """All metrics, for exposition."""
+        """Return all metrics, for exposition."""
         every = [replica.metric_sets() for replica in self.replicas]
         sets: list[AnyMetrics] = [MergedMetrics(parts) for parts in zip(*every, strict=True)]
         media = self.read_media()
@@ -149,7 +159,7 @@ class ReplicaMetrics:
 
 
 def sum_stats(every: Sequence[SchedulerStats]) -> SchedulerStats:
-    """Statistics of several replicas as those of one: sums, and the share of all blocks in use.
+    """Combine the statistics of several replicas: sums, and the fraction of all blocks in use.
 
     Args:
         every: at least one.

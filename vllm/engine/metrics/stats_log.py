@@ -28,7 +28,7 @@ class StatsLog:
         self._remember()
 
     async def run(self, interval_s: float = INTERVAL_S) -> None:
-        """Until it is cancelled."""
+        """Log a line at each interval until this is cancelled."""
         while True:
             await asyncio.sleep(interval_s)
             self.log()

@@ -4,19 +4,30 @@ A device without padded sizes has none of it.
 """
 
 import asyncio
+import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from vllm.bucketing.bucket import Phase
 from vllm.bucketing.catalog.bucket_plan import longest_prompt, traffic_step_limits
 from vllm.bucketing.catalog.from_traffic import choose_for_traffic
-from vllm.bucketing.traffic import TrafficTable
+from vllm.bucketing.traffic import TrafficTable, rounded
 from vllm.config import VllmConfig
 from vllm.cost_model.padded import forward_seconds
+from vllm.cost_model.run_times import (
+    FIELD,
+    BucketTimes,
+    RunEngine,
+    RunTimes,
+    add_times,
+    parse_run_times,
+)
 from vllm.engine.metrics.registry import MetricSet
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -31,30 +42,34 @@ _DAY_S = 86_400.0
 _POOR_PADDING = 0.05
 """Fraction of the device time above which other buckets are looked for."""
 _LEAST_GAIN = 0.03
-_LEAST_LAUNCHES = 10_000
+LEAST_LAUNCHES = 10_000
+"""Forward passes for which buckets are chosen."""
 _CHOOSING_S = 4.0
-_FIELDS = 7
+_FIELDS = 8
 """Values of a forward pass in `RunnerStats.recent_launches`."""
+_MAX_TALLIES = 1024
 _POWERS = tuple(2**power for power in range(18))
 
 
 class TrafficMetrics:
     """Counts the forward passes of one replica.
 
+    Forward passes of the same bucket and about the same sizes are added up, and enter the table,
+    the histograms and the seconds when someone reads these.
+
     Args:
         metrics: where its histograms are added.
         block_size: tokens of a KV block.
-
-    Attributes:
-        table: counts by size.
-        needed_s: predicted seconds of all forward passes without padding.
-        padded_s: the same with padding.
     """
 
     def __init__(self, metrics: MetricSet, block_size: int) -> None:
-        self.table = TrafficTable(block_size)
-        self.needed_s = self.padded_s = 0.0
+        self._table = TrafficTable(block_size)
+        self._times: BucketTimes = {}
+        self._needed_s = self._padded_s = 0.0
         self._num_seen = 0
+        self._tallies: dict[tuple[int, ...], list[int]] = {}
+        """By rounded sizes and bucket: forward passes, sums of batch, query length and blocks,
+        microseconds, and how many forward passes took these."""
         batch, query_len, blocks = (
             metrics.histograms(f"vllm:forward_pass_{name}", help, _POWERS, "phase")
             for name, help in (
@@ -69,9 +84,28 @@ class TrafficMetrics:
         ]
 
     @property
+    def table(self) -> TrafficTable:
+        """Counts by size."""
+        self.add_up()
+        return self._table
+
+    @property
+    def times(self) -> BucketTimes:
+        """Measured seconds by bucket."""
+        self.add_up()
+        return self._times
+
+    @property
+    def device_seconds(self) -> tuple[float, float]:
+        """Predicted seconds of all forward passes, without padding and with it."""
+        self.add_up()
+        return self._needed_s, self._padded_s
+
+    @property
     def padding(self) -> float | None:
         """Share of the device time that is padding, as predicted; None: nothing has run."""
-        return 1 - self.needed_s / self.padded_s if self.padded_s else None
+        needed_s, padded_s = self.device_seconds
+        return 1 - needed_s / padded_s if padded_s else None
 
     def count(self, runner: RunnerStats) -> None:
         """Count the forward passes since the last call.
@@ -88,20 +122,53 @@ class TrafficMetrics:
         num_new = num_launches - self._num_seen
         self._num_seen = num_launches
         if num_new > num_listed:  # of steps whose statistics nobody has read
-            self.table.num_forgotten += num_new - num_listed
+            self._table.num_forgotten += num_new - num_listed
             num_new = num_listed
-        block_size = self.table.block_size
+        tallies = self._tallies
         for start in range(1 + (num_listed - num_new) * _FIELDS, len(recent), _FIELDS):
-            phase, batch, query_len, blocks, *padded = recent[start : start + _FIELDS]
-            padded_batch, padded_len, padded_blocks = padded
-            self.table.add(phase, batch, query_len, blocks)
-            self.needed_s += forward_seconds(phase, batch, query_len, blocks, block_size)
-            self.padded_s += forward_seconds(
-                phase, padded_batch, padded_len, padded_blocks, block_size
-            )
-            histograms = self._histograms[phase]
-            for histogram, size in zip(histograms, (batch, query_len, blocks), strict=True):
-                histogram.observe(size)
+            phase, batch, query_len, blocks, to_batch, to_len, to_blocks, micros = recent[
+                start : start + _FIELDS
+            ]
+            key = (*rounded(phase, batch, query_len, blocks), to_batch, to_len, to_blocks)
+            tally = tallies.get(key)
+            if tally is None:
+                tally = tallies[key] = [0, 0, 0, 0, 0, 0]
+            tally[0] += 1
+            tally[1] += batch
+            tally[2] += query_len
+            tally[3] += blocks
+            if micros:
+                tally[4] += micros
+                tally[5] += 1
+        if len(tallies) > _MAX_TALLIES:
+            self.add_up()
+
+    def add_up(self) -> None:
+        """Count the forward passes since the last call in the table, histograms and seconds."""
+        size, tallies = self._table.block_size, self._tallies
+        self._tallies = {}
+        for key, (count, batches, lengths, blocks, micros, num_timed) in tallies.items():
+            phase, batch, query_len, num_blocks, *padded = key
+            self._table.add(phase, batch, query_len, num_blocks, micros / 1e6, count)
+            means = (batches / count, lengths / count, blocks / count)
+            self._needed_s += count * _seconds(phase, means, size)
+            self._padded_s += count * _seconds(phase, padded, size)
+            sums = (batches, lengths, blocks)
+            for histogram, value, total in zip(
+                self._histograms[phase], key[1:4], sums, strict=True
+            ):
+                # Rounding a size does not change its bucket, which ends at a power of two.
+                histogram.observe_many(count, value, total)
+            if num_timed:
+                bucket = (phase, padded[0], padded[1], padded[2])
+                before_count, before_s = self._times.get(bucket, (0, 0.0))
+                self._times[bucket] = before_count + num_timed, before_s + micros / 1e6
+
+
+def _seconds(phase: int, sizes: Sequence[float], block_size: int) -> float:
+    batch, query_len, blocks = sizes
+    seconds: float = forward_seconds(float(phase), batch, query_len, blocks, block_size)
+    return seconds
 
 
 class RecordedMetrics(Protocol):
@@ -109,6 +176,9 @@ class RecordedMetrics(Protocol):
 
     @property
     def traffic_table(self) -> TrafficTable: ...
+
+    @property
+    def bucket_times(self) -> BucketTimes: ...
 
     @property
     def device_seconds(self) -> tuple[float, float]: ...
@@ -127,6 +197,9 @@ class TrafficFile:
         metrics: of the engine.
         clock: seconds that only grow.
 
+    Attributes:
+        engine: that measures the times of the file; None: it is not known, and there are none.
+
     Raises:
         ConfigError: the file is no recorded traffic, or of another block size.
     """
@@ -140,6 +213,8 @@ class TrafficFile:
         self._path, self._metrics, self._clock = path, metrics, clock
         block_size = metrics.traffic_table.block_size
         self._before = TrafficTable(block_size)
+        self._times_before: RunTimes | None = None
+        self.engine: RunEngine | None = None
         if os.path.exists(path):  # a folder that cannot be read is one that cannot be written
             self._before = TrafficTable.load(path)
             if self._before.block_size != block_size:
@@ -148,11 +223,16 @@ class TrafficFile:
                     f"{self._before.block_size} tokens, and this engine has blocks of "
                     f"{block_size}. Use another file, or --block-size {self._before.block_size}."
                 )
+            self._times_before = parse_run_times(json.loads(path.read_text("utf-8")), str(path))
         self._last = clock()
         self._has_failed = self._is_writing = False
         self._lock = threading.Lock()
         self._num_written = 0.0
         """Forward passes of this engine that the file has, the forgotten ones included."""
+
+    def note_engine(self, described: dict[str, Any] | None) -> None:
+        """Note which engine measures: the fields of a `RunEngine`, or None."""
+        self.engine = None if described is None else msgspec.convert(described, RunEngine)
 
     async def run(self) -> None:
         """Write once a minute, until it is cancelled."""
@@ -164,15 +244,15 @@ class TrafficFile:
         """Write in the background what has been counted, if a minute has passed."""
         if self._clock() - self._last < WRITE_INTERVAL_S or self._is_writing:
             return
-        table = self._metrics.traffic_table.copy()
+        table, times = self._metrics.traffic_table.copy(), self._metrics.bucket_times.copy()
         self._last, self._is_writing = self._clock(), True
-        start_in_time_slices(lambda: self._write(table), "write traffic")
+        start_in_time_slices(lambda: self._write(table, times), "write traffic")
 
     def write(self) -> None:
         """Write now, as at the end of the engine."""
-        self._write(self._metrics.traffic_table.copy())
+        self._write(self._metrics.traffic_table.copy(), self._metrics.bucket_times.copy())
 
-    def _write(self, found: TrafficTable) -> None:
+    def _write(self, found: TrafficTable, times: BucketTimes) -> None:
         """Write what this engine has counted, unless the file has it, and more, already."""
         num_launches = found.num_launches + found.num_forgotten
         try:
@@ -180,7 +260,7 @@ class TrafficFile:
                 if num_launches > self._num_written:
                     table = self._before.copy()
                     table.merge(found)
-                    table.save(self._path)
+                    table.save(self._path, self._measured(times))
                     self._num_written = num_launches
         except OSError as error:
             if not self._has_failed:
@@ -192,6 +272,16 @@ class TrafficFile:
             self._has_failed = True
         finally:
             self._is_writing = False
+
+    def _measured(self, times: BucketTimes) -> dict[str, Any]:
+        """Return the field of the file with the times of this engine. Those of an engine that is
+        unlike it are replaced."""
+        before, engine = self._times_before, self.engine
+        if engine is None:
+            return {} if before is None else {FIELD: before.to_json()}
+        if before is not None and before.engine == engine:
+            times = add_times(before.times, times)
+        return {FIELD: RunTimes(engine, times).to_json()}
 
 
 class BucketAdvice:
@@ -236,7 +326,7 @@ class BucketAdvice:
             self._clock() < self._next
             or not totals.num_kv_blocks  # the engine is starting again
             or padded_s - needed_s <= _POOR_PADDING * padded_s
-            or self._metrics.traffic_table.num_launches < _LEAST_LAUNCHES
+            or self._metrics.traffic_table.num_launches < LEAST_LAUNCHES
         ):
             return False
         self._next = self._clock() + _DAY_S

@@ -17,7 +17,7 @@ are complete."""
 _MAX_TABLES = 8
 """Sets of hidden tokens whose tables are kept; all parsers of a server need two or three."""
 _CONTEXT_TOKENS = 8
-"""How many previous tokens decide how the next one is joined, such as with a space."""
+"""Number of previous tokens that decide how the next one is joined, such as with a space."""
 
 
 class Detokenizer(Protocol):
@@ -141,7 +141,7 @@ class DetokenizerFactory:
         kept_special_token_ids: Collection[int] = (),
         spaces_between_special_tokens: bool = True,
     ) -> Detokenizer:
-        """A detokenizer for output that follows a prompt.
+        """Return a detokenizer for output that follows a prompt.
 
         Args:
             prompt_token_ids: the prompt; its text is not part of the result. None: the prompt is
@@ -169,7 +169,8 @@ class DetokenizerFactory:
         return WindowDetokenizer(decode, self._known_ids - hidden, prompt_token_ids or ())
 
     def text_of(self, token_id: int) -> str:
-        """The text of one token on its own, special ones too; U+FFFD for part of a character."""
+        """Return the text of one token on its own, including special tokens; U+FFFD for part of a
+        character."""
         text = self._texts.get(token_id)
         if text is None:
             if self._decoding is not None:
@@ -204,7 +205,8 @@ _PER_BYTE = "vllm.one_mark_per_byte"
 
 
 def _one_mark_per_byte(error: UnicodeError) -> tuple[str, int]:
-    """SentencePiece shows U+FFFD for each bad byte; the codec's own handler one per sequence."""
+    """Replace each bad byte by U+FFFD, as SentencePiece does; the codec's own handler makes one per
+    sequence."""
     assert isinstance(error, UnicodeDecodeError)
     return _UNKNOWN * (error.end - error.start), error.end
 

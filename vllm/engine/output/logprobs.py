@@ -10,12 +10,13 @@ TextOf = Callable[[int], str]
 
 
 def to_dicts(rows: LogprobRows, num_top: int, text_of: TextOf | None) -> list[dict[int, Logprob]]:
-    """One dict per position: token id -> Logprob, the sampled (or actual) token first.
+    """Convert log-probabilities to one dict per position: token id -> Logprob, the sampled (or
+    actual) token first.
 
     Args:
         rows: consecutive positions.
-        num_top: likeliest tokens asked for besides the sampled one. A dict has one entry more
-            when the sampled token is not among them.
+        num_top: most likely tokens asked for in addition to the sampled one. A dict has one entry
+            more when the sampled token is not among them.
         text_of: None without a tokenizer.
     """
     columns = slice(0, 1 + num_top)

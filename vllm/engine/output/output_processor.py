@@ -71,7 +71,7 @@ class OutputProcessor:
         return list(self._requests)
 
     def request_id_of(self, core_id: str) -> str | None:
-        """The user's id of a request of the core; None if it is unknown or has ended."""
+        """Return the user's id of a request of the core; None if it is unknown or has finished."""
         sample = self._samples.get(core_id)
         return None if sample is None else sample.request.request_id
 
@@ -170,7 +170,7 @@ class OutputProcessor:
         return self._outputs(requests, time.time()), [sample.core_id for sample in running]
 
     def _take_details(self, output: EngineOutput) -> None:
-        """Process the data besides tokens, which few requests have."""
+        """Process the data other than tokens, which few requests have."""
         samples = self._samples
         for core_id, num_tokens in output.num_cached_tokens.items():
             sample = samples.get(core_id)
@@ -234,7 +234,7 @@ class OutputProcessor:
         return self._detokenizers.create(prompt_token_ids)
 
     def _text_of(self, params: SamplingParams) -> TextOf | None:
-        """The function token id -> text for log-probabilities; None if no text is wanted."""
+        """Return the function token id -> text for log-probabilities; None if no text is wanted."""
         if self._detokenizers is None or not params.detokenize:
             return None
         return self._detokenizers.text_of
@@ -258,7 +258,7 @@ class OutputProcessor:
 
 
 def _tokens_of_each(output: EngineOutput) -> Iterator[tuple[str, Sequence[int]]]:
-    """Yields the core's id and the new tokens of each request."""
+    """Yield the core's id and the new tokens of each request."""
     if output.num_tokens is None:
         yield from zip(output.request_ids, zip(output.token_ids, strict=True), strict=True)
         return

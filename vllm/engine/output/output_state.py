@@ -18,8 +18,8 @@ from vllm.outputs import (
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 _MOST_ROWS_KEPT = 8
-"""How many positions of log-probabilities are kept as arrays before they become dicts. Converting
-all at the end could take seconds, with a hundred samples of thousands of tokens."""
+"""Number of positions whose log-probabilities are kept as arrays before they become dicts.
+Converting all at the end could take seconds, with a hundred samples of thousands of tokens."""
 
 
 class SampleState:
@@ -102,18 +102,20 @@ class SampleState:
         return self._text.append(new)
 
     def read_newest(self, count: int) -> str | None:
-        """As `read` for all tokens, if only the last `count` were not read yet."""
+        """Read the new text like `read` does for all tokens, if only the last `count` were not read
+        yet."""
         if self._text is None:
             return None
         self._num_read += count
         return self._text.append(self.token_ids[-count:])
 
     def end(self, finished: Finished) -> None:
-        """The core has ended the sample. A stop string in its last token comes first."""
+        """Finish the sample as the core has done. A stop string in its last token takes
+        precedence."""
         num_tokens = len(self.token_ids)
         is_stop = finished.reason is FinishReason.STOP
         if is_stop and not self.request.params.include_stop_str_in_output:
-            num_tokens -= 1  # the text of a stop token is left out, like that of a stop string
+            num_tokens -= 1  # the text of a stop token is left out, like a stop string
         if (matched := self.read(num_tokens)) is not None:
             self.end_at_stop_string(matched)
             return
@@ -142,7 +144,7 @@ class SampleState:
         return self._cumulative_logprob
 
     def output(self, is_delta: bool) -> CompletionOutput:
-        """The whole sample, or what is new since the last output."""
+        """Return the whole sample, or what is new since the last output."""
         if self._new_logprobs:
             self._convert_logprobs()
         first_token = self._num_sent_tokens if is_delta else 0
@@ -205,7 +207,7 @@ class RequestState:
 
     Attributes:
         is_streamed: its user sees every step.
-        is_ranked: only the likeliest of its samples are returned.
+        is_ranked: only the most likely of its samples are returned.
         samples: ordered by index.
         num_running: samples that have not ended.
         num_cached_tokens: None until it is known.
@@ -256,7 +258,7 @@ class RequestState:
             self._prompt_logprobs += to_dicts(rows, self.params.prompt_logprobs, text_of)
 
     def output(self) -> AnyRequestOutput:
-        """The output for the user now; with deltas, only samples with new data."""
+        """Return the output for the user now; with deltas, only samples with new data."""
         samples, prompt_logprobs = self.samples, self._prompt_logprobs
         is_delta, is_finished = self._is_delta, self.num_running == 0
         if is_delta and (len(samples) > 1 or not samples[0].has_news):
@@ -285,7 +287,7 @@ class RequestState:
         return output
 
     def _best(self) -> list[SampleState]:
-        """The `n` likeliest samples, the likeliest first; failed ones come last."""
+        """Return the `n` most likely samples, the most likely first; failed ones are last."""
         ranked = sorted(
             self.samples,
             key=lambda sample: (

@@ -11,7 +11,7 @@ class OutputText:
     """Grows token by token.
 
     Args:
-        detokenizer: of this sample alone.
+        detokenizer: used by this sample only.
         stop: stop strings, or None.
         min_tokens: output tokens before which no stop string ends the output.
 

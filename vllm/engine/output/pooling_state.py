@@ -8,7 +8,7 @@ _NO_RESULT = "the request was ended before it had a result"
 
 
 class PoolingState(RequestState):
-    """A request whose one result comes with its end; its only sample has no tokens.
+    """A request with one result at its end; its only sample has no tokens.
 
     Attributes:
         result: [numbers] or [tokens, numbers]; None: not yet, or never.
@@ -17,7 +17,7 @@ class PoolingState(RequestState):
     result: FloatArray | None = None
 
     def output(self) -> AnyRequestOutput:
-        """The output with the result, or with the reason why there is none."""
+        """Return the output with the result, or with the reason why there is none."""
         error = None
         if self.result is None:
             reason = self.samples[0].stop_reason

@@ -37,7 +37,7 @@ class RequestStream(Generic[_Output]):
         self._wake()
 
     async def get(self) -> _Output:
-        """The next output; waits for it.
+        """Wait for the next output and return it.
 
         Raises:
             The error that the request has ended with.

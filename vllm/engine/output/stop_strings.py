@@ -53,7 +53,8 @@ class StopStrings:
         return first
 
     def num_held(self, text: str) -> int:
-        """Number of characters at the end of a text that may be the beginning of a stop string.
+        """Return the number of characters at the end of a text that may be the beginning of a stop
+        string.
 
         >>> StopStrings(["</end>"]).num_held("value</e")
         3

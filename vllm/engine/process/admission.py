@@ -11,7 +11,7 @@ class AdmissionLimits:
     """Limits of waiting requests. None: no limit."""
 
     max_queued_requests: int | None = None
-    """Maximum number of waiting requests, besides those of a full batch."""
+    """Maximum number of waiting requests, in addition to a full batch."""
     max_queued_tokens: int | None = None
     """Maximum number of prompt tokens of waiting requests."""
     request_timeout: float | None = None

@@ -54,8 +54,8 @@ class LaunchedCore:
             from vllm.logger import init_logger
 
             init_logger(__name__).warning(
-                "the engine process %d was killed, but has not ended after %.0f s: its memory and "
-                "its device stay occupied until the kernel lets it end",
+                "the engine process %d was killed and has not exited after %.0f s: it keeps its "
+                "memory and its device until the kernel lets it exit",
                 *(process.pid, _MAX_KILL_WAIT_S),
             )
             threading.Thread(target=self._reap, name="core-reaper", daemon=True).start()
@@ -102,5 +102,5 @@ def end_early_core() -> None:
 
 
 def take_core() -> LaunchedCore:
-    """The core of `early_core`, or one that is launched now."""
+    """Return the core of `early_core`, or one that is launched now."""
     return _early.pop() if _early else LaunchedCore()

@@ -176,7 +176,7 @@ class CoreLoop:
             return CallResult(call_id=message.call_id, value=encoded)
         except Exception as error:  # reported to the caller; the loop continues
             if not isinstance(error, (RequestError, CapacityError)):
-                logger.exception("call %s failed", message.name)
+                logger.exception("the call of %s failed", message.name)
             return CallResult(call_id=message.call_id, error=CallError.of(error))
 
 
@@ -236,7 +236,7 @@ class _Connection:
         return made
 
     def wake_for(self, descriptor: int | None) -> None:
-        """End a wait for messages, too, when this file descriptor is readable."""
+        """Also end a wait for messages when this file descriptor is readable."""
         if descriptor is not None:
             self._poller = zmq.Poller()
             self._poller.register(self._socket, zmq.POLLIN)
@@ -246,7 +246,7 @@ class _Connection:
         self._socket.send(encode(message))
 
     def receive(self, wait: bool) -> bytes | None:
-        """The next message; None if there is none and it must not wait, or was woken."""
+        """Return the next message; None if there is none and it must not wait, or was woken."""
         if wait and self._poller is not None:
             self._poller.poll()
             wait = False
@@ -298,7 +298,8 @@ def _run(start: StartCore, connection: _Connection) -> int:
 
 
 def _config_of(start: StartCore) -> VllmConfig:
-    """The config of the engine in this process, with the models and devices that it names."""
+    """Return the config of the engine in this process, with the models and devices that it
+    names."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     for name, place in start.models.items():

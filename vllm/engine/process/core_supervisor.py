@@ -82,8 +82,8 @@ class Core(Protocol):
 
 
 def start_core() -> "asyncio.Future[Core]":
-    """A core on this machine, which imports modules. No task: the end of the event loop does not
-    cancel it, so that a process that is being made can be ended."""
+    """Launch a core on this machine, which imports modules. It is no task, so the end of the event
+    loop does not cancel it and a process that is being made can be ended."""
     loop = asyncio.get_running_loop()
     return loop.run_in_executor(None, lambda: CoreClient())
 
@@ -185,8 +185,8 @@ class CoreSupervisor:
         self._release()
 
     async def restart(self) -> None:
-        """End the core and start another one, also when it has died for good. Its requests end with
-        an error. Returns when the other one computes requests.
+        """Stop the core and start another one, also when it has exited for good. Its requests fail.
+        Return when the new core computes requests.
 
         Raises:
             ConfigError, EngineDeadError: it could not be started.
@@ -336,9 +336,7 @@ class CoreSupervisor:
             self._on_call_result(message)
         elif isinstance(message, CoreFailed):
             self._failure = message
-            self._on_end(
-                "it has failed"
-            )  # now: its own end, with that of its workers, takes longer
+            self._on_end("it has failed")  # now: it takes longer to exit with its workers
         elif isinstance(message, CoreReady) and self._ready is not None:
             self._ready.set_result(None)
 
@@ -406,11 +404,11 @@ class CoreSupervisor:
                 return  # it has ended while it was called, which was noticed
             self._release_behind()
             if not self._is_stopped:
-                logger.error("the engine%s could not be started again: %s", self._suffix, error)
+                logger.error("the engine%s could not be restarted: %s", self._suffix, error)
                 is_told = isinstance(error, (ConfigError, EngineDeadError))
                 self._lose(error if is_told else EngineDeadError(repr(error)))
             return
-        logger.info("the engine%s runs again", self._suffix)
+        logger.info("the engine%s was restarted", self._suffix)
 
     async def _repeat_changes(self, core: Core | None) -> None:
         """Change a new core as the others were changed.

@@ -1,4 +1,4 @@
-"""What was changed in the cores since their start, for a core that is started again."""
+"""Records the changes in the cores since their start, for a core that is restarted."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -20,12 +20,12 @@ class Change(NamedTuple):
 
 
 class ReplayLog:
-    """Parts that sleep, and weights that were read from another folder.
+    """The calls (sleep, wake_up, reload_weights) that a restarted engine core must replay.
 
     Attributes:
         lock: held while all cores are changed, and while a core that was started again is changed
             as they were, so that it misses nothing.
-        calls: those that bring a new core to the state of the others, in their order.
+        calls: the calls that bring a new core to the state of the others, in their order.
     """
 
     def __init__(self) -> None:

@@ -79,8 +79,8 @@ class StartupState:
             logger.info("start: %s: %d of %d%s", phase, done, total, self._time_left())
 
     def _time_left(self) -> str:
-        """Until the engine is ready; while that is unknown, until the end of the phase, and the
-        line says so."""
+        """Describe the time until the engine is ready; while that is unknown, until the end of the
+        phase, and say so."""
         if self.eta_seconds is not None:
             return f", about {self.eta_seconds:.0f} s left"
         if self.done < _MIN_PACE_DONE:
@@ -89,7 +89,7 @@ class StartupState:
         return f", about {pace_s * max(0, self.total - self.done):.0f} s left of this phase"
 
     def _log_change(self, phase: str) -> None:
-        """One line per phase: what begins, and how long the one before it took."""
+        """Log one line per phase: what begins, and how long the previous phase took."""
         if phase in _ENDS:
             if self.phase not in (_NOT_STARTED, *_ENDS):
                 logger.info("start: %s took %.1f s", self.phase, self._elapsed_s())
@@ -109,19 +109,19 @@ class StartupState:
         return time.monotonic() - self._phase_began
 
     def set_ready(self) -> None:
-        """The engine is ready: wake up everyone who waits."""
+        """Mark the engine as ready: wake up everyone who waits."""
         self.error = None
         self._changed.set()
         self.report("ready")
 
     def set_unready(self, phase: str) -> None:
-        """The engine is not ready (any more): requests have to wait."""
+        """Mark the engine as not ready (any more): requests have to wait."""
         self.error = None
         self._changed.clear()
         self.report(phase)
 
     def set_failed(self, error: BaseException) -> None:
-        """The engine will never be ready: raise the error for everyone who waits."""
+        """Mark the start as failed: raise the error for everyone who waits."""
         self.error = error
         self._changed.set()
         self.report("failed")

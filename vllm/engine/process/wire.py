@@ -106,8 +106,8 @@ class CallResult(Message, frozen=True, kw_only=True):
 
 
 def requests_apart(data: bytes) -> dict[str, bytes]:
-    """Request id -> a message with this request alone, of an `AddRequests` message that cannot be
-    decoded; none for other messages."""
+    """Split an undecodable AddRequests message into one message per request, by request id. Empty
+    for other messages."""
     name, *fields = msgspec.msgpack.decode(data, type=list[msgspec.Raw])
     if msgspec.msgpack.decode(name) != AddRequests.__name__:
         return {}

@@ -36,7 +36,7 @@ _ALL_DRAINED = "every replica that is ready is being drained. Try again later"
 
 
 class ReplicaState(NamedTuple):
-    """What one replica does."""
+    """The state of one replica."""
 
     replica: int
     """Index, from 0."""
@@ -120,7 +120,7 @@ class CoreReplicas:
             replica.death_callbacks.append(self._note_death)
 
     def _start_of(self, index: int, num_local: int) -> tuple[Any, ...]:
-        """How a replica is started, if it runs on another machine."""
+        """Return how a replica is started, if it runs on another machine."""
         if self._far is None or index < num_local:
             return ()
         return partial(self._far.take, index), f"waiting for the machine of replica {index}"
@@ -135,7 +135,7 @@ class CoreReplicas:
 
     @property
     def num_restarts_done(self) -> int:
-        """How often cores were restarted."""
+        """Return how often cores were restarted."""
         return sum(replica.num_restarts_done for replica in self._all)
 
     @property
@@ -145,7 +145,7 @@ class CoreReplicas:
 
     @property
     def refusal(self) -> str | None:
-        """Why a running engine refuses new requests now; None: it takes them."""
+        """Return why a running engine refuses new requests now; None: it accepts them."""
         if sleeping := self.calls.sleeping_parts:
             return str(EngineAsleepError(sleeping))
         ready = {index for index, each in enumerate(self._all) if each.startup.is_ready}
@@ -213,7 +213,7 @@ class CoreReplicas:
         """Run `resolve` in a thread, and report its progress.
 
         Raises:
-            ConfigError: also for workers that only run in the process of the caller.
+            ConfigError: also if the workers can only run in the process of the caller.
         """
         startup_progress.listen(self.startup.report)
         try:
@@ -257,8 +257,11 @@ class CoreReplicas:
             raise CapacityError(
                 _ALL_DRAINED
                 if replica is None
-                else f"data_parallel_rank={replica}: this replica gets no requests now "
-                f"({self.states()[replica].state}). Try again later, or leave it out",
+                else (
+                    f"data_parallel_rank={replica}: this replica accepts no requests now "
+                    f"({self.states()[replica].state}). Try again later, or leave "
+                    "data_parallel_rank out"
+                ),
                 status=503,
             )
         return self._running.choose(request, core_ids, candidates)
@@ -272,7 +275,7 @@ class CoreReplicas:
         self._all[index].add(request)
 
     def owner(self, core_id: str) -> int:
-        """The replica that has a request; 0 if it has ended."""
+        """Return the replica that has a request; 0 if it has finished."""
         return self._running.owner(core_id) or 0
 
     def end(self, core_ids: Iterable[str]) -> None:
@@ -292,13 +295,14 @@ class CoreReplicas:
                 self._all[owner].send(AbortRequests(request_ids=ids))
 
     def forget_prefixes(self) -> None:
-        """The prefix caches of all replicas were emptied."""
+        """Forget which prefixes were sent, because the prefix caches of all replicas were
+        emptied."""
         self._running.forget_prefixes()
 
     # ---- one replica ----------------------------------------------------------------------
 
     def states(self) -> list[ReplicaState]:
-        """What each replica does."""
+        """Return the state of each replica."""
         loads = None if self._router is None else self._router.loads
         return [
             ReplicaState(
@@ -324,8 +328,8 @@ class CoreReplicas:
         while self._running.loads[index].requests:
             if index not in self._draining:
                 raise CapacityError(
-                    f"replica {index} was resumed before its last request had ended, so it is "
-                    f"neither drained nor restarted",
+                    f"replica {index} was resumed before its last request had finished, so it is "
+                    "not drained and is not restarted",
                     status=409,
                 )
             await asyncio.sleep(_DRAIN_POLL_S)
@@ -344,7 +348,7 @@ class CoreReplicas:
 
         Args:
             index: of the replica; it may have died for good.
-            timeout_s: time for its requests to end; those that have not ended then get an error.
+            timeout_s: time for its requests to finish; the others then get an error.
                 None: no limit.
 
         Raises:
@@ -366,7 +370,11 @@ class CoreReplicas:
                     await asyncio.wait_for(self.drain(index), timeout_s)
                 except asyncio.TimeoutError:
                     num_left = len(self._running.loads[index].requests)
-                    logger.warning("replica %d is restarted: %d requests end", index, num_left)
+                    logger.warning(
+                        "restarting replica %d: %d requests did not finish in time and fail",
+                        index,
+                        num_left,
+                    )
             if replica.startup.is_ready or replica.startup.error is not None:
                 await replica.restart()
             else:
@@ -384,8 +392,8 @@ class CoreReplicas:
     def _check_index(self, index: int, param: str = "replica") -> None:
         if not 0 <= index < len(self._all):
             raise RequestError(
-                f"{param}={index}: there is no such replica. This engine has "
-                f"{len(self._all)} (--data-parallel-size), counted from 0",
+                f"{param}={index}: this replica does not exist. This engine has {len(self._all)} "
+                "replicas (--data-parallel-size), counted from 0",
                 param=param,
             )
 
@@ -415,7 +423,7 @@ class CoreReplicas:
         self._on_lost(index, error, will_return, core_ids)
 
     def _note_change(self) -> None:
-        """A replica has another state: find out that of all together."""
+        """Update the state of all replicas together after one has changed."""
         if len(self._all) == 1:
             return
         states = [replica.startup for replica in self._all]
@@ -439,10 +447,10 @@ class CoreReplicas:
             for callback in self.death_callbacks:
                 callback(error)
         else:
-            logger.error("the other replicas serve on")
+            logger.error("the other replicas keep serving")
 
 
 def _latest(etas: list[float | None]) -> float | None:
-    """The largest estimate, as all have to be ready; None: one of them is unknown."""
+    """Return the largest estimate, as all have to be ready; None: one of them is unknown."""
     known = [eta for eta in etas if eta is not None]
     return max(known) if len(known) == len(etas) else None

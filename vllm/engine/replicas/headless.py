@@ -71,7 +71,7 @@ class HeadlessReplicas:
             except OSError as error:
                 if num_failed % _ATTEMPTS_PER_LINE == 0:
                     logger.info(
-                        "replica %d waits for the server at %s:%d (%s)",
+                        "replica %d is waiting for the server at %s:%d (%s)",
                         parallel.data_parallel_rank,
                         parallel.data_parallel_address,
                         parallel.data_parallel_rpc_port,
@@ -86,7 +86,7 @@ class HeadlessReplicas:
     async def _serve(
         self, config: VllmConfig, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """One connection, from the first message to its end."""
+        """Handle one connection, from the first message to its end."""
         replica = config.parallel.data_parallel_rank
         core: CoreClient | None = None
         try:
@@ -96,9 +96,11 @@ class HeadlessReplicas:
             if core is not None:
                 await self._pass_on(core, reader)
         except (OSError, EOFError):
-            logger.info("replica %d: the server has ended the connection", replica)
+            logger.info("replica %d: the server has closed the connection", replica)
         except (RemoteProtocolError, FrameError, msgspec.MsgspecError) as error:
-            logger.error("replica %d: what the server has sent cannot be used: %s", replica, error)
+            logger.error(
+                "replica %d: the server has sent a message that cannot be used: %s", replica, error
+            )
         finally:
             if core is not None:
                 self._cores.discard(core)
@@ -137,10 +139,10 @@ class HeadlessReplicas:
             return None
         core = await asyncio.to_thread(CoreClient)
         self._cores.add(core)
-        logger.info("replica %d is started as process %d", replica, core.pid)
+        logger.info("replica %d runs as process %d", replica, core.pid)
 
         def end(cause: str) -> None:
-            logger.error("replica %d: its process has ended (%s)", replica, cause)
+            logger.error("replica %d: its process has exited (%s)", replica, cause)
             writer.write(frame(ENDED, msgspec.msgpack.encode(CoreExited(cause))))
 
         core.attach_raw(lambda message: writer.write(frame(MESSAGE, message)), end)

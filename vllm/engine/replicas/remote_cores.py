@@ -57,27 +57,27 @@ class RemoteEngineCore:
         return self._reader.at_eof() or self._writer.is_closing()
 
     def configure(self, config: VllmConfig, models: dict[str, str]) -> None:
-        """See `Core`. The machine has a config of its own, and is told what both have to agree
-        on."""
+        """Send the facts on which both machines must agree; the other machine has a config of its
+        own."""
         data = msgspec.msgpack.encode(StartCore(facts_of_replica(config)))
         self._loop.call_soon_threadsafe(self._write, BEGIN, data)
 
     def attach(
         self, on_message: Callable[[FromCore], None], on_death: Callable[[str], None]
     ) -> None:
-        """See `Core`."""
+        """Start to read the messages of the core."""
         self._task = self._loop.create_task(self._read(on_message, on_death))
 
     def send(self, message: ToCore) -> None:
-        """See `Core`."""
+        """Send a message to the core."""
         self._write(MESSAGE, encode(message))
 
     def kill(self) -> None:
-        """See `Core`."""
+        """Close the connection, which ends the core."""
         self.close()
 
     def close(self) -> None:
-        """See `Core`. Its machine ends the core when the connection has ended."""
+        """Close the connection. The other machine ends the core when the connection is closed."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -131,8 +131,8 @@ class RemoteEngineCores:
         self._is_closed = False
 
     def take(self, replica: int) -> "asyncio.Future[Core]":
-        """A core that the machine of a replica can start, done when it has connected. The future
-        has a ConfigError if the address cannot be used."""
+        """Return a future with a core on the machine of a replica, done when it has connected. The
+        future has a ConfigError if the address cannot be used."""
         return asyncio.ensure_future(self._take(replica))
 
     async def _take(self, replica: int) -> Core:
@@ -148,7 +148,7 @@ class RemoteEngineCores:
         return await future
 
     def close(self) -> None:
-        """Listen no more. Those that wait are cancelled."""
+        """Stop listening, and cancel all that wait."""
         self._is_closed = True
         if self._server is not None:
             self._server.close()
@@ -208,7 +208,7 @@ class RemoteEngineCores:
         self._offered[hello.replica].append(core)
 
     def _check(self, kind: int, data: bytes) -> HandshakeRequest:
-        """The first message of a connection.
+        """Check and return the first message of a connection.
 
         Raises:
             RemoteProtocolError: it cannot be used.
@@ -220,13 +220,13 @@ class RemoteEngineCores:
             raise RemoteProtocolError(f"its first message cannot be read: {error}") from None
         if hello.version != __version__:
             raise RemoteProtocolError(
-                f"that machine has version {hello.version} of the package, and the server "
-                f"{__version__}. Install the same one on both"
+                f"that machine has version {hello.version} of vllm, and the server has "
+                f"{__version__}. Install the same version on both"
             )
         if hello.replica not in self._replicas:
             raise RemoteProtocolError(
-                f"replica {hello.replica} does not run on another machine; those that do: "
+                f"replica {hello.replica} does not belong to another machine; accepted: "
                 f"{', '.join(map(str, sorted(self._replicas)))}. Check data_parallel_start_rank "
-                f"and data_parallel_size_local on both machines"
+                "and data_parallel_size_local on both machines"
             )
         return hello

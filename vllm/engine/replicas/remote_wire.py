@@ -39,7 +39,7 @@ class StartCore(msgspec.Struct, frozen=True, array_like=True):
     """Start the core."""
 
     facts: dict[str, str]
-    """What the configs of both machines have to agree on."""
+    """Settings that must be equal in the configs of both machines."""
 
 
 class CoreExited(msgspec.Struct, frozen=True, array_like=True):
@@ -52,7 +52,8 @@ def check_kind(kind: int, expected: int) -> None:
     """Raise RemoteProtocolError where another kind of frame has arrived than is expected here."""
     if kind != expected:
         raise RemoteProtocolError(
-            f"a frame of kind {kind} was sent, where kind {expected} is expected"
+            f"expected a message of kind {expected}, got kind {kind}: is the peer another "
+            "program, or another version of vllm?"
         )
 
 

@@ -1,4 +1,4 @@
-"""Calls that go to the cores of all replicas, and what they have changed there."""
+"""Sends calls to the cores of all replicas, and records what they have changed."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -116,7 +116,7 @@ class ReplicaCalls:
     async def _call_ready(
         self, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> dict[int, Any]:
-        """The results of a call to every replica that is ready, by its index. A failure is a
+        """Call every replica that is ready, and return the results by its index. A failure is a
         result.
 
         Raises:
@@ -144,7 +144,7 @@ def _are_at_odds(results: Mapping[int, Any]) -> bool:
 
 
 def _all_of(results: Mapping[int, Any]) -> list[Any]:
-    """The results of a call, in the order of the replicas; raises its first failure."""
+    """Return the results of a call, in the order of the replicas; raise its first failure."""
     for result in results.values():
         if isinstance(result, BaseException):
             raise result

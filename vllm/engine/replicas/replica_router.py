@@ -24,13 +24,13 @@ _ENDS = (*range(64, 1025, 64), *range(1536, 4097, 512))
 
 
 class PrefixMemory:
-    """Which replica was sent which beginnings of prompts.
+    """Remembers which replica was sent which beginnings of prompts.
 
     A beginning is known by its hash. Two with one hash only make a choice worse, so the hash is
     Python's.
 
     Args:
-        capacity: beginnings to remember; those that were not sent for the longest are forgotten.
+        capacity: beginnings to remember; the least recently sent ones are forgotten.
     """
 
     def __init__(self, capacity: int = _MAX_PREFIXES) -> None:
@@ -42,7 +42,7 @@ class PrefixMemory:
         return len(self._replicas)
 
     def hashes(self, request: EngineRequest) -> list[int]:
-        """The hashes of the beginnings of a prompt, short ones first."""
+        """Return the hashes of the beginnings of a prompt, short ones first."""
         token_ids, found = request.prompt_token_ids, []
         last = hash((request.cache_salt, request.cache_extra_keys))
         start = 0
@@ -55,7 +55,7 @@ class PrefixMemory:
         return found
 
     def num_known_tokens(self, hashes: Sequence[int], num_replicas: int) -> list[int]:
-        """How many tokens of this beginning each replica was sent before."""
+        """Return how many tokens of this beginning each replica was sent before."""
         known = [0] * num_replicas
         left = (1 << num_replicas) - 1
         for end, key in zip(_ENDS, hashes, strict=False):
@@ -76,7 +76,7 @@ class PrefixMemory:
             del replicas[next(iter(replicas))]
 
     def forget(self, replica: int) -> None:
-        """A replica has lost its cache."""
+        """Forget a replica that has lost its cache."""
         mask = ~(1 << replica)
         kept = ((key, found & mask) for key, found in self._replicas.items())
         self._replicas = {key: found for key, found in kept if found}
@@ -84,7 +84,7 @@ class PrefixMemory:
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """What one replica has to do."""
+    """The load of one replica."""
 
     num_tokens: int = 0
     """Tokens to compute."""
@@ -122,7 +122,7 @@ class ReplicaRouter:
     def choose(
         self, request: EngineRequest, core_ids: Sequence[str], candidates: Sequence[int]
     ) -> int:
-        """The replica to send a request to. Its tokens count as that replica's from now on.
+        """Choose the replica to send a request to. Its tokens count as that replica's from now on.
 
         Args:
             request: to send.
@@ -148,11 +148,11 @@ class ReplicaRouter:
         return chosen
 
     def owner(self, core_id: str) -> int | None:
-        """The replica that has a request; None if it has ended."""
+        """Return the replica that has a request; None if it has finished."""
         return self._owners.get(core_id)
 
     def progress(self, replica: int, core_ids: Sequence[str]) -> None:
-        """Requests of a replica have new tokens."""
+        """Update the load of a replica whose requests have new tokens."""
         load = self.loads[replica]
         if not load.prefilling:
             return
@@ -163,7 +163,7 @@ class ReplicaRouter:
             load.num_tokens -= num_prompt
 
     def end(self, core_ids: Iterable[str]) -> None:
-        """Requests have ended; unknown ids are ignored."""
+        """Remove finished requests from the loads; unknown ids are ignored."""
         for core_id in core_ids:
             owner = self._owners.pop(core_id, None)
             if owner is None:
@@ -180,7 +180,7 @@ class ReplicaRouter:
         return core_ids
 
     def forget_prefixes(self) -> None:
-        """The prefix caches of all replicas were emptied."""
+        """Forget all prefixes, because the prefix caches of all replicas were emptied."""
         for index in range(len(self.loads)):
             self._prefixes.forget(index)
 

@@ -27,7 +27,7 @@ class CompatArgument:
     off: Any
     """Its default in the fork. Its type decides which values the flag accepts."""
     reason: str
-    """Why it has no effect, or why it is not available; a clause without a full stop."""
+    """Reason why it has no effect, or is not available; a clause without a full stop."""
     available: bool
     """True: accepted without effect. False: refused unless set to `off`."""
     also_off: tuple[Any, ...] = ()
@@ -50,14 +50,14 @@ def _missing(name: str, off: Any, reason: str, **more: Any) -> CompatArgument:
     return CompatArgument(name, off, reason, available=False, **more)
 
 
-_V0_ONLY = "it belongs to the V0 scheduler, which does not exist here"
-_NO_CUDA_GRAPHS = "there are no CUDA graphs here"
+_V0_ONLY = "it belongs to the V0 scheduler, which this version does not have"
+_NO_CUDA_GRAPHS = "this version does not use CUDA graphs"
 _TOKENIZER_POOL = "tokenisation runs in the frontend, without a pool"
-_ENCODER_WHOLE = "the engine decides how an encoder of images runs on several ranks"
+_ENCODER_WHOLE = "the engine decides how an image encoder is split over several ranks"
 _LORA_OFF = "adapters are read as peft writes them"
 _LORA_SHARDS = (
-    "the matrix of an adapter that a layer splits over ranks is split with it, and the other one "
-    "is whole on each rank; outputs are the same"
+    "the engine decides how the two matrices of an adapter are split over ranks; outputs are the "
+    "same"
 )
 _PROMPT_ADAPTERS_OFF = "it only matters with prompt adapters, which are not supported"
 _DP_LOCAL = (
@@ -71,7 +71,8 @@ _MERGE = (
 
 
 def _read_compilation(given: Any) -> Any:
-    """A level (`-O3`), a dict, its JSON, or an object of the fork; its level is checked."""
+    """Check a compilation level (`-O3`), given as a level, a dict, its JSON, or an object of the
+    fork."""
     try:
         content = json.loads(given) if isinstance(given, str) else given
     except ValueError:
@@ -92,7 +93,7 @@ _ARGUMENTS = (
     _ignored(
         "use_padding_aware_scheduling",
         False,
-        "the scheduler does not count padding: a step is split into launches that fit a bucket",
+        "the scheduler does not count padding: a step is split into batches that fit a bucket",
     ),
     _ignored("max_num_prefill_seqs", None, "prefills are limited by max_num_batched_tokens"),
     _ignored("scheduler_delay_factor", 0.0, _V0_ONLY),
@@ -101,19 +102,19 @@ _ARGUMENTS = (
     _ignored("disable_async_output_proc", False, _V0_ONLY),
     _ignored("disable_hybrid_kv_cache_manager", False, "there is only one KV cache manager"),
     _ignored("enable_multimodal_encoder_data_parallel", False, _ENCODER_WHOLE),
-    _ignored("disable_cascade_attn", False, "there is no cascade attention here"),
+    _ignored("disable_cascade_attn", False, "this version has no cascade attention"),
     _ignored("max_context_len_to_capture", None, _NO_CUDA_GRAPHS),
     _ignored("cuda_graph_sizes", (512,), _NO_CUDA_GRAPHS),
-    _ignored("disable_custom_all_reduce", False, "there is no custom all-reduce here"),
+    _ignored("disable_custom_all_reduce", False, "this version has no custom all-reduce"),
     _ignored(
         "compilation_config",
         None,
-        "the device decides what is compiled and recorded; enforce_eager switches it off",
+        "the device decides what is compiled and recorded; enforce_eager turns both off",
         aliases=("-O",),
         read=_read_compilation,
     ),
     _ignored("additional_config", {}, "no platform reads it"),
-    _ignored("override_neuron_config", {}, "there is no Neuron platform here"),
+    _ignored("override_neuron_config", {}, "this version has no Neuron platform"),
     _ignored("worker_use_ray", False, "--distributed-executor-backend ray chooses Ray"),
     _ignored("ray_workers_use_nsight", False, "workers are not started by a profiler"),
     _ignored("tokenizer_pool_size", 0, _TOKENIZER_POOL),
@@ -124,15 +125,19 @@ _ARGUMENTS = (
     _ignored("weights_load_device", None, "weights are read on the host, one tensor at a time"),
     _ignored("pt_load_map_location", "cpu", "weights are read on the host, one tensor at a time"),
     _ignored("max_parallel_loading_workers", None, "weights are read one tensor at a time"),
-    _ignored("split_qkv", False, "the model classes decide how projections are laid out"),
-    _ignored("enable_reasoning", None, "a reasoning parser is chosen by its name alone"),
+    _ignored("split_qkv", False, "the model classes decide how projections are stored"),
+    _ignored("enable_reasoning", None, "a reasoning parser is chosen by its name only"),
     _ignored(
         "reasoning_parser",
         "",
         "the outputs of an engine include the reasoning; `vllm serve --reasoning-parser` separates "
         "it, and so do the parsers of vllm.reasoning",
     ),
-    _ignored("weights_padding", False, "weights are laid out as the kernels of the device need"),
+    _ignored(
+        "weights_padding",
+        False,
+        "weights are stored in the layout that the kernels of the device need",
+    ),
     _ignored("enable_lora_bias", False, _LORA_OFF),
     _ignored(
         "speculative_draft_tensor_parallel_size",
@@ -195,7 +200,7 @@ _ARGUMENTS = (
     _missing(
         "scheduler_cls",
         "vllm.core.scheduler.Scheduler",
-        "there is one scheduler; scheduling_policy chooses the order of requests",
+        "there is only one scheduler; scheduling_policy chooses the order of requests",
         also_off=("vllm.v1.core.sched.scheduler.Scheduler",),
     ),
 )
@@ -225,6 +230,6 @@ def accept(name: str, value: Any) -> None:
 
 
 def describe_refusal(argument: CompatArgument, value: Any) -> str:
-    """The message that refuses an argument which is not available."""
+    """Return the message that refuses an argument which is not available."""
     reason = f"not available in this version: {argument.reason}"
     return f"{argument.name}={value!r}: {reason}. Leave it out."

@@ -37,6 +37,7 @@ from vllm.config.load import LoadFormat
 from vllm.config.model import ModelDType, ModelImpl
 from vllm.config.quantization.quant_method import quant_method
 from vllm.engine.resolve.hpu import (
+    check_launcher,
     check_simulation,
     fit_token_budget,
     refuse_variables,
@@ -110,6 +111,7 @@ def resolve_config(settings: Mapping[str, Any], platform: Platform | None = None
     config = VllmConfig(**{field.name: values[field.name] for field in fields(VllmConfig)})
     if isinstance(platform, HPUPlatform):
         check_simulation(config.hpu, platform)
+        check_launcher(config)
         config = fit_token_budget(config, is_given=settings["max_num_batched_tokens"] is not None)
     check_speculator(config)
     if values["platform"].name == "hpu":
@@ -395,7 +397,7 @@ def _resolve_model(
 
 
 def _metadata_folder(name: str, revision: str | None, load: LoadConfig) -> Path:
-    """The folder of a model, with everything but weights."""
+    """Return the folder of a model, with everything but weights."""
     return resolve_model_folder(name, revision, load.download_dir, (), "dummy", load.hf_token)
 
 
@@ -430,8 +432,8 @@ def _read_arch(
     dense_key = family_of(arch.model_type).dense_up_to_key
     if dense_key is not None and runs_as == arch.architecture:
         logger.warning(
-            "%s runs with dense attention: in texts of more than %s (%s) tokens the original "
-            "attends to some of the tokens only, so that its outputs differ there",
+            "%s runs with dense attention: with more than %s tokens (%s) the original model "
+            "attends to some of them only, so its outputs differ there",
             arch.architecture,
             dense_key,
             arch.hf_config.get(dense_key),
@@ -440,7 +442,7 @@ def _read_arch(
 
 
 def model_name(asked: ModelConfig) -> str:
-    """Folder or hub name of the model."""
+    """Return the folder or hub name of the model."""
     return asked.model or str(BUNDLED_MODEL)
 
 
@@ -500,7 +502,7 @@ def _class_of(architecture: str, model_impl: ModelImpl, raw: Mapping[str, Any]) 
 
 
 def _resolve_tokenizer(asked: ModelConfig, load: LoadConfig, folder: Path) -> str | None:
-    """The folder of the tokenizer, or None without a tokenizer."""
+    """Return the folder of the tokenizer, or None without a tokenizer."""
     if asked.skip_tokenizer_init:
         return None
     if asked.tokenizer is None and asked.tokenizer_revision in (None, asked.revision):
@@ -526,7 +528,8 @@ def _resolve_dtype(asked: ModelConfig, arch: ModelArch) -> ModelDType:
 
 
 def _allow_long_positions(max_model_len: int | None, arch: ModelArch) -> ModelArch:
-    """The model with positions up to `max_model_len`, if VLLM_ALLOW_LONG_MAX_MODEL_LEN is set.
+    """Return the model with positions up to `max_model_len`, if VLLM_ALLOW_LONG_MAX_MODEL_LEN is
+    set.
 
     Unchanged if that is impossible: a learned position embedding has a fixed number of rows, and
     the length of yarn follows from its factor.
@@ -551,7 +554,7 @@ def _allow_long_positions(max_model_len: int | None, arch: ModelArch) -> ModelAr
 
 
 def resolve_max_model_len(asked: ModelConfig, arch: ModelArch) -> int:
-    """The requested length, or the model's maximum.
+    """Return the requested length, or the model's maximum.
 
     Raises:
         ConfigError: the model supports fewer tokens.
@@ -601,7 +604,26 @@ def _resolve_scheduler(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        max_step_ms=_max_step_ms(settings, platform),
     )
+
+
+def _max_step_ms(settings: Mapping[str, Any], platform: Platform) -> int:
+    """Return the bound for the time of a step; 0: none.
+
+    Raises:
+        ConfigError: it is given where each rank would read a clock of its own.
+    """
+    asked = cast("int | None", settings["max_step_ms"])
+    is_external = settings["distributed_executor_backend"] == "external_launcher"
+    if is_external and asked:
+        raise ConfigError(
+            f"max_step_ms must be 0 with distributed_executor_backend='external_launcher', got "
+            f"{asked}: each process would schedule by its own times. Leave max_step_ms out"
+        )
+    if is_external or not settings["enable_chunked_prefill"]:
+        return asked or 0
+    return _given(asked, platform.default_max_step_ms)
 
 
 RESOLVERS: dict[str, Callable[..., Any]] = {

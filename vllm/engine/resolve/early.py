@@ -31,7 +31,7 @@ from vllm.utils.plugins import load_general_plugins
 
 
 def resolve_early(settings: Mapping[str, Any]) -> VllmConfig | None:
-    """The config of an engine; None if it needs a download or transformers.
+    """Return the config of an engine; None if it needs a download or transformers.
 
     Args:
         settings: as for `resolve_config`.

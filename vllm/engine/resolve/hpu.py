@@ -25,7 +25,7 @@ _STRATEGIES: dict[str, BucketingStrategy] = {"lin": "linear", "exp": "exponentia
 
 
 def resolve_hpu_config(asked: HPUConfig, *, has_slices: bool = True) -> HPUConfig:
-    """The settings of this process.
+    """Read the settings of this process.
 
     Args:
         asked: fields with flags are kept; fields of variables are read from the environment.
@@ -72,14 +72,31 @@ def check_simulation(hpu: HPUConfig, platform: HPUPlatform) -> None:
     """
     if hpu.prompt_attention == "flex" and platform.is_simulated:
         raise ConfigError(
-            "VLLM_PROMPT_USE_FLEX_ATTENTION=1 cannot run on a simulated card: flex_attention of "
-            "torch does not know its tensors. Unset it. VLLM_PROMPT_USE_FUSEDSDPA=0 alone runs "
-            "plain matrix products, and without both the fused kernel runs"
+            "VLLM_PROMPT_USE_FLEX_ATTENTION=1 cannot run on a simulated card, whose tensors "
+            "torch's flex_attention does not support. Unset it. VLLM_PROMPT_USE_FUSEDSDPA=0 then "
+            "uses plain matmuls, and otherwise the fused kernel is used"
+        )
+
+
+def check_launcher(config: VllmConfig) -> None:
+    """Refuse to leave buckets for later where no loop of a server would warm them up.
+
+    Raises:
+        ConfigError: other programs have started the processes of the engine.
+    """
+    if (
+        config.hpu.ready_when == "first"
+        and config.parallel.distributed_executor_backend == "external_launcher"
+    ):
+        raise ConfigError(
+            "ready_when='first' leaves buckets for later, and with "
+            "distributed_executor_backend='external_launcher' nothing warms them up: the processes "
+            "read different clocks. Use ready_when='all', or leave it out"
         )
 
 
 def fit_token_budget(config: VllmConfig, *, is_given: bool) -> VllmConfig:
-    """The config with a budget of a step that the smallest prompt bucket fits.
+    """Return the config with a token budget of a step that fits the smallest prompt bucket.
 
     A budget that nobody has given becomes that of the longest bucket: who asks for prompts of
     32,768 tokens in one launch is not to get them cut at the default.
@@ -120,7 +137,7 @@ def refuse_variables() -> None:
 
 
 def bucket_variables(settings: envs.Envs) -> tuple[tuple[str, int], ...]:
-    """The variables of linear bucketing that are set."""
+    """Return the variables of linear bucketing that are set."""
     values = ((name, getattr(settings, name)) for name in BUCKET_VARIABLES)
     return tuple((name, value) for name, value in values if value is not None)
 
@@ -131,14 +148,15 @@ def _strategy(settings: envs.Envs, traffic: str | None) -> BucketingStrategy:
     if traffic is not None:
         if strategy not in ("linear", "optimal") or settings.VLLM_EXPONENTIAL_BUCKETING:
             raise ConfigError(
-                f"--traffic {traffic} chooses the buckets, and VLLM_BUCKETING_STRATEGY={name} or "
-                f"VLLM_EXPONENTIAL_BUCKETING asks for others. Unset the variable, or leave out "
-                f"--traffic."
+                f"--traffic {traffic} chooses the buckets, but VLLM_BUCKETING_STRATEGY={name} or "
+                "VLLM_EXPONENTIAL_BUCKETING asks for others. Unset the variable, or leave out "
+                "--traffic."
             )
         if settings.VLLM_BUCKETING_FROM_FILE is not None:
             raise ConfigError(
-                f"--traffic {traffic} chooses the buckets, and VLLM_BUCKETING_FROM_FILE="
-                f"{settings.VLLM_BUCKETING_FROM_FILE} has others. Leave out one of them."
+                f"--traffic {traffic} chooses the buckets, but "
+                f"VLLM_BUCKETING_FROM_FILE={settings.VLLM_BUCKETING_FROM_FILE} has others. Leave "
+                "out one of them."
             )
         return "optimal"
     if settings.VLLM_EXPONENTIAL_BUCKETING is None:
@@ -158,8 +176,8 @@ def _prompt_attention(settings: envs.Envs) -> PromptAttention:
         return "fused" if settings.VLLM_PROMPT_USE_FUSEDSDPA else "naive"
     if settings.VLLM_PROMPT_USE_FUSEDSDPA:
         raise ConfigError(
-            "VLLM_PROMPT_USE_FLEX_ATTENTION=1 needs VLLM_PROMPT_USE_FUSEDSDPA=0: a prompt has one "
-            "kind of attention"
+            "VLLM_PROMPT_USE_FLEX_ATTENTION=1 needs VLLM_PROMPT_USE_FUSEDSDPA=0, as prompts can "
+            "use only one of them"
         )
     return "flex"
 
@@ -173,7 +191,7 @@ def _gc_thresholds(settings: envs.Envs) -> tuple[int, ...]:
 
 
 def _profiled_launch(settings: envs.Envs) -> str | None:
-    """The launch to profile, in the form of VLLM_PT_PROFILE."""
+    """Return the forward pass to profile, in the form of VLLM_PT_PROFILE."""
     found = [settings.VLLM_PT_PROFILE] if settings.VLLM_PT_PROFILE else []
     lists = (
         ("VLLM_PROFILE_PROMPT", settings.VLLM_PROFILE_PROMPT, "prompt", 3),
@@ -190,8 +208,8 @@ def _profiled_launch(settings: envs.Envs) -> str | None:
         found.append("_".join([phase, *sizes, "t"]))
     if len(found) > 1:
         raise ConfigError(
-            "VLLM_PT_PROFILE, VLLM_PROFILE_PROMPT and VLLM_PROFILE_DECODE each name the one launch "
-            "to profile. Set one of them"
+            "VLLM_PT_PROFILE, VLLM_PROFILE_PROMPT and VLLM_PROFILE_DECODE each name the only "
+            "forward pass to profile. Set one of them"
         )
     for text in found:
         parse_profiled(text)
@@ -204,8 +222,8 @@ def _const_norm(settings: envs.Envs) -> float | None:
         return None
     if settings.VLLM_PA_SOFTMAX_IMPL is not None:
         raise ConfigError(
-            "VLLM_SOFTMAX_CONST_NORM=1 and VLLM_PA_SOFTMAX_IMPL cannot be used together: both say "
-            "how the softmax of decode attention is normalised. Unset one of them"
+            "VLLM_SOFTMAX_CONST_NORM=1 and VLLM_PA_SOFTMAX_IMPL cannot be used together: both "
+            "choose how the softmax of decode attention is normalised. Unset one of them"
         )
     return settings.VLLM_SOFTMAX_CONST_NORM_VALUE
 

@@ -62,7 +62,7 @@ def resolve_media(
     if reason is None:
         return arch
     if family.decoder_keys:
-        raise ConfigError(f"{name} reads no text without {kind.name}: {reason}")
+        raise ConfigError(f"{name} cannot serve text only, without {kind.name}: {reason}")
     logger.info(
         "%s serves text input only: the part of the checkpoint for %s is not loaded, because %s",
         name,
@@ -95,9 +95,9 @@ def check_images_fit(config: VllmConfig) -> None:
         )
         fix = f"Raise max_num_batched_tokens to {num_tokens + limits.max_num_seqs - 1}"
     raise ConfigError(
-        f"an image of this model has {num_tokens} tokens, which have to run in one step, and a "
-        f"step has room for {limits.longest_chunk} of one prompt by {settings}. {fix}, or serve "
-        f"text only: limit_mm_per_prompt image=0"
+        f"an image of this model has {num_tokens} tokens, which must run in one step, but a step "
+        f"has room for only {limits.longest_chunk} tokens of one prompt with {settings}. {fix}, "
+        "or serve text only: limit_mm_per_prompt image=0"
     )
 
 
@@ -125,7 +125,9 @@ def check_media_settings(arch: ModelArch, folder: Path, config: MultiModalConfig
     except SettingsError:
         raise
     except ConfigError as error:
-        logger.debug("config.json is checked once it is complete: %s", error)
+        logger.debug(
+            "config.json cannot be checked yet and is checked once it is complete: %s", error
+        )
 
 
 def _reason_for_text(

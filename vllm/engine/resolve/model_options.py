@@ -33,7 +33,7 @@ _FP8_CHECKPOINTS = ("fp8", "fbgemm_fp8", "modelopt")
 
 
 def resolve_quantization(model: ModelConfig, platform: Platform) -> ModelConfig:
-    """The model with the content of its file of Intel Neural Compressor, if there is one.
+    """Return the model with the content of its file of Intel Neural Compressor, if there is one.
 
     Raises:
         ConfigError: the file cannot be used, or the quantization is not known here, or does not go
@@ -121,7 +121,7 @@ def _check_dtype(model: ModelConfig, what: str) -> None:
 
 
 def without_gguf(asked: ModelConfig, folder: Path) -> ModelConfig:
-    """Without `--quantization gguf`, which says only what the file says itself.
+    """Leave out `--quantization gguf`, which repeats what the file says itself.
 
     Args:
         asked: as the user set it.
@@ -195,7 +195,8 @@ def resolve_offload(load: LoadConfig, model: ModelConfig, platform: Platform) ->
 
 
 def resolve_windows(asked: ModelConfig, arch: ModelArch) -> tuple[ModelArch, int | None]:
-    """The model with full attention in every layer, if that was asked for, and its new limit.
+    """Return the model with full attention in every layer, if that was asked for, and its new
+    limit.
 
     Up to the length of its smallest window a model computes the same with and without windows.
 
@@ -211,13 +212,13 @@ def resolve_windows(asked: ModelConfig, arch: ModelArch) -> tuple[ModelArch, int
     limit = min(windows)
     if asked.max_model_len is not None and asked.max_model_len > limit:
         raise ConfigError(
-            f"max_model_len ({asked.max_model_len}) is more than the {limit} tokens of the model's "
-            f"sliding window, which are the limit with disable_sliding_window. Lower max_model_len "
-            f"to {limit}, or leave disable_sliding_window out"
+            f"max_model_len ({asked.max_model_len}) must be at most {limit}, the size of the "
+            "model's sliding window, with disable_sliding_window. Lower max_model_len to "
+            f"{limit}, or leave disable_sliding_window out"
         )
     if asked.max_model_len is None and limit < arch.derived_max_model_len:
         logger.info(
-            "max_model_len is %d, the length of the model's sliding window, and not %d "
+            "max_model_len is %d, the size of the model's sliding window, instead of %d "
             "(disable_sliding_window)",
             limit,
             arch.derived_max_model_len,
@@ -226,7 +227,7 @@ def resolve_windows(asked: ModelConfig, arch: ModelArch) -> tuple[ModelArch, int
 
 
 def check_connector(connector: ConnectorConfig, cache: CacheConfig) -> ConnectorConfig:
-    """`connector`, if the engine can use it.
+    """Return `connector`, if the engine can use it.
 
     Raises:
         ConfigError: blocks cannot be kept outside of this KV cache.
@@ -246,7 +247,7 @@ _ROWS_WITH_STATES = 32
 
 
 def for_states(settings: Mapping[str, Any], platform: Platform) -> Mapping[str, Any]:
-    """The settings of a model whose layers keep a state of each request.
+    """Return the settings of a model whose layers keep a recurrent state of each request.
 
     A state is a summary of all tokens so far. It cannot go back to an earlier token, so a prefix is
     found only where its state was kept.
@@ -256,14 +257,14 @@ def for_states(settings: Mapping[str, Any], platform: Platform) -> Mapping[str, 
     """
     if platform.needs_static_shapes and envs.get().VLLM_MERGED_PREFILL:
         raise ConfigError(
-            "VLLM_MERGED_PREFILL=1 lays prompts end to end in one row, and the model has "
-            "recurrent layers (Mamba, DeltaNet), which would mix them up. Leave it out"
+            "VLLM_MERGED_PREFILL=1 concatenates prompts, which would mix up the recurrent state "
+            "of the model's Mamba or DeltaNet layers. Leave it out"
         )
     changed: dict[str, Any] = {}
     if settings["enable_prefix_caching"] and settings["kv_transfer_config"]:
         raise ConfigError(
-            "kv_transfer_config cannot be used with a model that has recurrent states: blocks are "
-            "transferred without them. Leave it out"
+            "kv_transfer_config cannot be used with a model that has recurrent (Mamba or "
+            "DeltaNet) layers: their state is not transferred. Leave it out"
         )
     if settings["max_num_seqs"] is None:
         most = settings["max_num_batched_tokens"] or _ROWS_WITH_STATES

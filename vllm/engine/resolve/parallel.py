@@ -1,4 +1,4 @@
-"""How the model is divided over workers, checked against the model and the device."""
+"""Divides the model over workers, and checks this against the model and the device."""
 
 from dataclasses import replace
 
@@ -15,8 +15,8 @@ _PARTITION = "VLLM_PP_LAYER_PARTITION"
 def resolve_parallel(
     asked: ParallelConfig, model: ModelConfig, device: DeviceConfig
 ) -> ParallelConfig:
-    """The sizes of the groups, with the layers of each stage, and the steps that run at the same
-    time.
+    """Return the sizes of the groups, with the layers of each stage, and the steps that run at the
+    same time.
 
     Raises:
         ConfigError: the model or another setting needs one worker or one stage.
@@ -28,7 +28,7 @@ def resolve_parallel(
     if arch.is_one_stage:
         raise ConfigError(
             f"pipeline_parallel_size={size}: {arch.architecture} needs 1, as its last layers read "
-            f"earlier layers, embeddings or an encoder. Use tensor_parallel_size"
+            "earlier layers, embeddings or an encoder. Use tensor_parallel_size"
         )
     num_layers = arch.num_layers
     partition = _asked_partition(size, num_layers) or even_partition(num_layers, size)
@@ -44,8 +44,9 @@ def _stages_share_cores(parallel: ParallelConfig, device: DeviceConfig) -> bool:
     """Whether the stages of a replica run on the same cores of this machine, and read one memory.
 
     In turn, each of them has all cores, and reads each weight once for the whole batch. At the same
-    time they would read it once for each share of it: where memory sets the time, as with small
-    batches, that takes as many times longer as there are stages."""
+    time they would read it once for each part of it: where memory sets the time, as with small
+    batches, that takes as many times longer as there are stages.
+    """
     if device.device != "cpu" or parallel.distributed_executor_backend not in (None, "mp"):
         return False
     cores_of_ranks = device.bound_cores
@@ -74,7 +75,7 @@ def _asked_partition(size: int, num_layers: int) -> list[int] | None:
         if len(found) == size and sum(found) == num_layers:
             return found
     raise ConfigError(
-        f"{_PARTITION}={text!r} must be {size} numbers of layers, one for each stage of "
-        f"pipeline_parallel_size={size}, with the sum {num_layers}, the layers of the model, such "
+        f"{_PARTITION}={text!r} must be {size} layer counts, one for each stage of "
+        f"pipeline_parallel_size={size}, whose sum is the {num_layers} layers of the model, such "
         f"as {','.join(map(str, even_partition(num_layers, size)))}"
     )

@@ -24,8 +24,8 @@ _CLASSIFIER = "ForSequenceClassification"
 def resolve_pooler(
     asked: ModelConfig, arch: ModelArch, folder: Path
 ) -> tuple[PoolerConfig | None, int | None]:
-    """The pooling of the model, or None if it generates, and the length that its files recommend,
-    in tokens.
+    """Return the pooling of the model, or None if it generates, and the length that its files
+    recommend, in tokens.
 
     Raises:
         ConfigError: the model cannot do the task, or `override_pooler_config` is wrong.
@@ -55,7 +55,7 @@ def resolve_pooler(
 
 
 def _tasks_of(arch: ModelArch, *, has_modules: bool) -> tuple[ModelTask, ...]:
-    """The tasks of an architecture; the first one is the default."""
+    """Return the tasks of an architecture; the first one is the default."""
     name = arch.architecture
     if name.endswith(_CLASSIFIER):
         is_scorer = len(_labels(arch)) == 1
@@ -113,7 +113,8 @@ def _defaults(
 
 
 def _labels(arch: ModelArch) -> tuple[str, ...]:
-    """Names of the classes, in order; transformers counts two where config.json names none."""
+    """Return the names of the classes, in order; two, as in transformers, if config.json names
+    none."""
     names: Mapping[Any, Any] = arch.hf_config.get("id2label") or {}
     count = len(names) or int(arch.hf_config.get("num_labels") or 2)
     by_index = {int(index): str(name) for index, name in names.items()}
@@ -121,7 +122,7 @@ def _labels(arch: ModelArch) -> tuple[str, ...]:
 
 
 def _classifier_activation(arch: ModelArch, labels: tuple[str, ...]) -> Activation:
-    """The activation in config.json, of sentence-transformers or transformers."""
+    """Return the activation in config.json, of sentence-transformers or transformers."""
     config = arch.hf_config
     named = (config.get("sentence_transformers") or {}).get("activation_fn")
     named = named or config.get("sbert_ce_default_activation_function")
@@ -181,7 +182,8 @@ def _overrides(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def for_pooling(settings: Mapping[str, Any], pooler: PoolerConfig) -> Mapping[str, Any]:
-    """The settings for pooling: if all tokens of a prompt are pooled, it has to run in one step."""
+    """Return the settings for pooling: if all tokens of a prompt are pooled, it has to run in one
+    step."""
     if not pooler.needs_whole_prompts:
         return settings
     logger.info(

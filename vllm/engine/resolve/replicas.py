@@ -20,7 +20,7 @@ _PORT = re.compile(r"^(tcp://.*:)(\d+)$")
 
 
 def resolve_device(platform: Platform, parallel: ParallelConfig) -> DeviceConfig:
-    """The device, and the cores that VLLM_CPU_OMP_THREADS_BIND names.
+    """Return the device, and the cores that VLLM_CPU_OMP_THREADS_BIND names.
 
     Raises:
         ConfigError: the variable has a wrong value.
@@ -44,8 +44,8 @@ def resolve_device(platform: Platform, parallel: ParallelConfig) -> DeviceConfig
 
 
 def replica_configs(config: VllmConfig) -> list[VllmConfig]:
-    """The config of each replica on this machine. The memory that is free now is divided among
-    them.
+    """Return the config of each replica on this machine. The memory that is free now is divided
+    among them.
 
     Args:
         config: of all of them together; with one replica, it is the config of that one.
@@ -95,8 +95,8 @@ def _cpu_share(device: DeviceConfig, index: int, count: int, *, is_ray: bool) ->
 
 
 def _with_own_endpoints(config: VllmConfig, index: int) -> VllmConfig:
-    """Events of the KV cache are published, and its blocks are sent, on one port per replica,
-    counted upwards."""
+    """Give each replica its own ports, counted upwards, for events of the KV cache and for its
+    blocks."""
     transfer = config.connector.kv_transfer
     if transfer is not None and transfer.saves and index:
         port = transfer.kv_port and transfer.kv_port + index  # 0: any free port

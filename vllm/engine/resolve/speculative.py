@@ -18,7 +18,7 @@ logger = init_logger(__name__)
 def asked_draft_model(
     speculative: SpeculativeConfig, model: ModelConfig, platform: Platform
 ) -> ModelConfig | None:
-    """The draft model that is asked for, not yet resolved; None if there is none."""
+    """Return the draft model that is asked for, not yet resolved; None if there is none."""
     options = speculative.drafts
     if options is None or options.method != "draft_model" or model.pooler is not None:
         return None
@@ -38,7 +38,7 @@ def asked_draft_model(
 
 
 def check_draft_model(draft: ModelConfig, model: ModelConfig, platform: Platform) -> ModelConfig:
-    """The draft model, with a length that the model can reach.
+    """Check the draft model, and give it a length that the model can reach.
 
     Raises:
         ConfigError: it cannot make drafts for this model.
@@ -48,8 +48,8 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig, platform: Platform
         raise ConfigError(f"{name} does not generate text. Name one that does")
     if draft.resolved_arch.has_states:
         raise ConfigError(
-            f"{name} keeps states (Mamba or DeltaNet layers), which cannot go back to where a "
-            f"draft was wrong. Name a model without them, or use the method ngram"
+            f"{name} has recurrent (Mamba or DeltaNet) layers, whose state cannot be rolled back "
+            "after a rejected draft token. Name a model without them, or use the method ngram"
         )
     try:
         draft = resolve_quantization(draft, platform)
@@ -62,12 +62,12 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig, platform: Platform
             if vocabularies[0] == vocabularies[1]:
                 return draft  # sizes may differ by padding
             raise ConfigError(
-                f"{name} has another tokenizer than the model '{model.model}'. Name a model of the "
-                f"same family, or use the method ngram"
+                f"{name} does not have the tokenizer of the model '{model.model}'. Name a model "
+                "of the same family, or use the method ngram"
             )
     if sizes[0] != sizes[1]:
         raise ConfigError(
-            f"{name} has a vocabulary of {sizes[0]} tokens, and the model '{model.model}' has "
+            f"{name} has a vocabulary of {sizes[0]} tokens, but the model '{model.model}' has "
             f"{sizes[1]}. Name a draft model with the same tokenizer, or use the method ngram"
         )
     return draft
@@ -76,8 +76,7 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig, platform: Platform
 def resolve_lookup(
     speculative: SpeculativeConfig, scheduler: SchedulerConfig, platform: Platform
 ) -> SpeculativeConfig:
-    """The settings with the number of drafts that lookups have on this platform, where none is
-    given."""
+    """Return the settings with the platform's number of lookup drafts, if the user sets none."""
     options, given = speculative.drafts, speculative.speculative_config
     if options is None or options.method not in ("ngram", "suffix"):
         return speculative
@@ -88,7 +87,7 @@ def resolve_lookup(
 
 
 def max_draft_tokens(speculative: SpeculativeConfig, model: ModelConfig, platform: Platform) -> int:
-    """Drafts that a step verifies for one request; 0: there are none."""
+    """Return the number of drafts that a step verifies for one request; 0: there are none."""
     drafts = speculative.drafts
     for key, value in speculative.speculative_config.items():
         if key in KEYS_WITHOUT_EFFECT and value is not None:
@@ -112,7 +111,7 @@ def max_draft_tokens(speculative: SpeculativeConfig, model: ModelConfig, platfor
 
 
 def resolve_decodes(scheduler: SchedulerConfig, num_stages: int) -> SchedulerConfig:
-    """The limits of a step, with one decode where it cannot have several.
+    """Return the limits of a step, with one decode if it cannot have several.
 
     Args:
         scheduler: its max_draft_tokens is settled.
@@ -130,7 +129,7 @@ def resolve_decodes(scheduler: SchedulerConfig, num_stages: int) -> SchedulerCon
 
 
 def _vocabulary(folder: str) -> dict[str, int] | None:
-    """Tokens and their ids; None where the folder has no tokenizer.json that lists them."""
+    """Return tokens and their ids; None if the folder has no tokenizer.json that lists them."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         return None

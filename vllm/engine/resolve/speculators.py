@@ -17,8 +17,8 @@ from vllm.transformers_utils.hub import resolve_model_folder
 def find_method(
     speculative: SpeculativeConfig, platform: Platform, load: LoadConfig
 ) -> SpeculativeConfig:
-    """The settings with the method that a model without one is for, by its config.json, which is
-    read only where some method that has a model runs."""
+    """Find the method by the config.json of a model that is given without one. The file is read
+    only if some method with a model can run."""
     given = speculative.speculative_config
     if not (platform.can_run_speculators or platform.can_run_draft_models):
         return speculative
@@ -33,7 +33,7 @@ def find_method(
 def resolve_speculator(
     speculative: SpeculativeConfig, model: ModelConfig, platform: Platform, load: LoadConfig
 ) -> SpeculativeConfig:
-    """The settings with the speculator that they ask for, its weights not yet at hand; as they are
+    """Resolve the speculator that the settings ask for, without its weights; return them unchanged
     if they ask for none.
 
     Raises:
@@ -63,8 +63,8 @@ def resolve_speculator(
         max_drafts = min(max_drafts, found.max_drafts)
     if max_drafts > found.max_drafts:
         raise ConfigError(
-            f"speculative_config: num_speculative_tokens is {max_drafts}, and the speculator "
-            f"'{name}' has {found.max_drafts} heads; accepted: 1 to {found.max_drafts}"
+            f"speculative_config: num_speculative_tokens must be from 1 to {found.max_drafts}, "
+            f"the number of heads of the speculator '{name}', got {max_drafts}"
         )
     lengths = (options.max_model_len, found.arch.derived_max_model_len, model.max_model_len or 0)
     asked = ModelConfig(
@@ -96,15 +96,15 @@ def check_speculator(config: VllmConfig) -> None:
         return
     if config.connector.kv_transfer is not None:
         raise ConfigError(
-            f"speculative_config: the method {method}, which reads hidden states of the model, and "
-            f"kv_transfer_config cannot be used together in this version. Leave one of them out, "
-            f"or use the method ngram"
+            f"speculative_config: the method {method}, which reads hidden states of the model, "
+            "cannot be used together with kv_transfer_config in this version. Leave one of them "
+            "out, or use the method ngram"
         )
 
 
 def _read_config(
     name: str, revision: str | None, load: LoadConfig
 ) -> tuple[Path, Mapping[str, Any]]:
-    """The folder of a speculator, and its config.json."""
+    """Return the folder of a speculator, and its config.json."""
     folder = resolve_model_folder(name, revision, load.download_dir, (), "dummy", load.hf_token)
     return folder, read_hf_config(folder, {})

@@ -28,8 +28,8 @@ def no_architecture(raw: Mapping[str, Any], folder: Path) -> ConfigError:
     """
     if "_class_name" in raw:  # of diffusers
         return ConfigError(
-            f"config.json of '{folder}' describes {raw['_class_name']}, a part of a model of "
-            f"diffusers, which makes images. Use a language model"
+            f"config.json of '{folder}' describes {raw['_class_name']}, a part of a diffusers "
+            "model that makes images. Use a language model"
         )
     kind = raw.get("model_type")
     hint = f"; its model_type is {kind!r}" if isinstance(kind, str) else ""

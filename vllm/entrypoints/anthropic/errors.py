@@ -51,7 +51,7 @@ ERROR_BODIES[_PATH] = error_body
 
 
 def error_event(error: BaseException) -> bytes:
-    """The event that ends a stream that fails midway."""
+    """Make the event that ends a stream that fails midway."""
     return event(error_body(describe_error(error)), "error")
 
 
@@ -59,7 +59,7 @@ class AnthropicRoute(BodyRoute):
     """A route whose errors have these bodies, whatever its handler raises."""
 
     def get_route_handler(self) -> Handler:
-        """FastAPI's handler, which reads and checks the body, with its errors caught."""
+        """Return FastAPI's handler, which reads and checks the body, with its errors caught."""
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:

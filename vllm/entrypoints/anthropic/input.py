@@ -340,7 +340,7 @@ def _block_type(where: str, block: Any, known: Sequence[str]) -> str | None:
         return kind
     if kind in _KNOWN:
         raise RequestError(
-            f"{where}: a block of type {kind!r:.80} is not supported here; supported: "
+            f"{where}: a block of type {kind!r:.80} is not supported by this server; supported: "
             f"{', '.join(known)}",
             param=f"{where}.type",
         )

@@ -115,7 +115,8 @@ class MessageWriter:
         return [*events, {"type": "message_stop"}]
 
     def _enter(self, block: dict[str, Any]) -> list[Event]:
-        """Events that end the open block and begin this one; none if a block like it is open."""
+        """Return events that end the open block and begin this one; none if a block like it is
+        open."""
         if self._block is not None and self._block["type"] == block["type"]:
             return []
         events = self._close()
@@ -124,7 +125,7 @@ class MessageWriter:
         return [*events, self._event("content_block_start", content_block=dict(block))]
 
     def _close(self) -> list[Event]:
-        """Events that end the open block.
+        """Return events that end the open block.
 
         The arguments of a call are sent here in one piece, because only now it is known whether
         they are a JSON object.
@@ -162,8 +163,8 @@ def describe_usage(
     num_cached_tokens: int,
     num_thinking_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """`usage` of a message: cached prompt tokens are counted separately. Details of the output are
-    left out where None thinking tokens are known."""
+    """Return `usage` of a message: cached prompt tokens are counted separately. Details of the
+    output are left out if the number of thinking tokens is None."""
     usage: dict[str, Any] = {
         "input_tokens": num_prompt_tokens - num_cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -178,7 +179,7 @@ def describe_usage(
 def describe_stop(
     finish_reason: str | None, stop_reason: int | str | None, *, has_calls: bool
 ) -> tuple[str, str | None]:
-    """`stop_reason` and `stop_sequence` of a message.
+    """Return `stop_reason` and `stop_sequence` of a message.
 
     Args:
         finish_reason: of the chat API.
@@ -195,7 +196,7 @@ def describe_stop(
 
 
 def _read_arguments(text: str) -> tuple[dict[str, Any], str]:
-    """The arguments of a call as an object, and the JSON text of this object.
+    """Read the arguments of a call as an object, and return the JSON text of this object as well.
 
     A text that is no JSON object, because the model has made a mistake or was cut off, is itself
     the only argument: a tool refuses the unknown name, where it might run with a part of the

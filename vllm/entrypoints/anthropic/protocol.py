@@ -93,7 +93,7 @@ class MessagesRequest(Conversation):
 
 
 class ErrorDetail(RequestModel):
-    """What went wrong."""
+    """Type and message of an error."""
 
     type: str
     message: str

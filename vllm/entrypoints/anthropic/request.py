@@ -15,7 +15,7 @@ _SAMPLING_FIELDS = ("temperature", "top_p", "top_k")
 
 
 def as_chat_request(request: MessagesRequest) -> ChatCompletionRequest:
-    """The equivalent chat request.
+    """Convert to the equivalent chat request.
 
     Raises:
         RequestError: a block, a tool or a format is not available, or fields contradict each other.
@@ -36,7 +36,7 @@ THREAD_UNSUPPORTED = "thread_unsupported_request"
 
 
 def prompt_fields(conversation: Conversation) -> dict[str, Any]:
-    """The fields of a chat request that determine its prompt.
+    """Return the fields of a chat request that determine its prompt.
 
     If the last turn is the assistant's, it is the beginning of the answer, and the model continues
     it.
@@ -46,8 +46,8 @@ def prompt_fields(conversation: Conversation) -> dict[str, Any]:
     """
     if conversation.thread is not None:
         raise RequestError(
-            "thread is not available: this server holds no conversations. Leave it out, and send "
-            "all messages",
+            "thread is not available: this server does not store conversations. Leave it out, and "
+            "send all messages",
             param="thread",
             code=THREAD_UNSUPPORTED,
         )
@@ -87,7 +87,7 @@ def _response_format(conversation: Conversation) -> dict[str, Any] | None:
     name, value = wanted.popitem()
     if any(other != value for other in wanted.values()):
         raise RequestError(
-            "output_format must be equal to output_config.format, or be left out",
+            "output_format must be equal to output_config.format. Leave it out",
             param="output_format",
         )
     if value.get("type") != "json_schema" or not isinstance(value.get("schema"), dict):
@@ -100,8 +100,8 @@ def _response_format(conversation: Conversation) -> dict[str, Any] | None:
 
 
 def _template_kwargs(conversation: Conversation) -> dict[str, Any] | None:
-    """Thinking and effort under the names that chat templates use; a template ignores names that it
-    does not know."""
+    """Return thinking and effort under the names that chat templates use; a template ignores
+    unknown names."""
     kwargs: dict[str, Any] = {}
     if conversation.thinking is not None:
         kwargs["enable_thinking"] = conversation.thinking.type != "disabled"

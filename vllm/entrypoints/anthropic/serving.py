@@ -80,7 +80,7 @@ async def _write_at_once(turn: ChatTurn, writer: MessageWriter) -> None:
 
 
 async def _write_events(turn: ChatTurn, writer: MessageWriter) -> AsyncGenerator[list[Event], None]:
-    """The events of a message, one list per engine step; nothing before the first output."""
+    """Yield the events of a message, one list per engine step; nothing before the first output."""
     async with aclosing(turn.stream()) as deltas:
         is_begun = False
         async for delta in deltas:
@@ -118,7 +118,8 @@ def _usage(turn: ChatTurn, num_output_tokens: int | None = None) -> dict[str, An
 
 
 async def _encoded(events: AsyncGenerator[list[Event], None]) -> AsyncGenerator[bytes, None]:
-    """The encoded events. An error before the first event is raised; later it becomes an event."""
+    """Yield the encoded events. An error before the first event is raised; later it becomes an
+    event."""
     is_begun = False
     async with aclosing(events):
         try:

@@ -108,8 +108,8 @@ async def _work(
 
 
 async def answer_line(app: ASGIApp, line: bytes, fetch: Fetch) -> dict[str, Any]:
-    """The record of a line, as JSON values. Errors of the line or the route become part of the
-    record."""
+    """Return the record of a line, as JSON values. Errors of the line or the route become part of
+    the record."""
     try:
         request = _read_line(line)
         given = bytes(request.body)

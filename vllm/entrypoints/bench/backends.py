@@ -1,4 +1,4 @@
-"""The requests that the benchmark sends to a server, and how it reads their event streams.
+"""Makes the requests that the benchmark sends to a server, and reads their event streams.
 
 Counts of tokens are those of `usage`, which the server is asked to send at the end of a stream;
 pieces of text are not counted as tokens.
@@ -17,7 +17,7 @@ from vllm.entrypoints.bench.http_client import HttpClient
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What to send: a prompt, and how many tokens to ask for."""
+    """A request to send: a prompt, and the number of tokens to ask for."""
 
     prompt: str | list[int]
     """Text, or token ids."""
@@ -30,7 +30,7 @@ class BenchRequest:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """How one request went. Times in seconds of `time.perf_counter()`."""
+    """Result of one request. Times in seconds of `time.perf_counter()`."""
 
     start_s: float
     """When it was sent."""
@@ -44,7 +44,7 @@ class RequestRecord:
     num_output_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
-    """Why it failed; None when it completed."""
+    """Reason why it failed; None when it completed."""
     is_cut: bool = False
     """Whether this side ended it early: neither completed nor failed."""
     text: list[str] = field(default_factory=list)
@@ -109,7 +109,7 @@ class Backend:
     Args:
         client: of the server.
         path: below the client's URL.
-        is_chat: messages in place of a prompt.
+        is_chat: whether it takes messages instead of a prompt.
         fields: further fields of every request, such as model and temperature.
         keep_text: keep the text of answers in the records.
     """
@@ -183,7 +183,7 @@ class _StreamReader:
                 self._take(_DECODER.decode(data), received_s)
 
     def finish(self) -> str | None:
-        """What is wrong with the complete stream, or None."""
+        """Return what is wrong with the complete stream, or None."""
         if self._error is not None:
             return self._error
         if not self._is_done:
@@ -219,7 +219,7 @@ class _StreamReader:
 
 
 def _output_of(choice: _Choice) -> str:
-    """The text of a piece; for a tool call, whether there is one."""
+    """Return the text of a piece; for a tool call, whether there is one."""
     if choice.text is not None:
         return choice.text
     delta = choice.delta
@@ -255,7 +255,8 @@ class SseParser:
         self._rest = b""
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The `data` of every event that this piece completes; comments and names are left out.
+        """Return the `data` of every event that this piece completes; comments and names are left
+        out.
 
         Raises:
             ValueError: an event does not end.
@@ -267,7 +268,10 @@ class SseParser:
             return [text[6:-2]]
         *events, self._rest = _END.split(text)
         if len(self._rest) > _MAX_EVENT_BYTES:
-            raise ValueError(f"an event of more than {_MAX_EVENT_BYTES} bytes")
+            raise ValueError(
+                f"the server sent an event of more than {_MAX_EVENT_BYTES} bytes, which is too "
+                "long to read"
+            )
         return [data for event in events if (data := _data(event)) is not None]
 
 

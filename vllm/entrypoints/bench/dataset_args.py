@@ -1,4 +1,4 @@
-"""Which requests a benchmark makes: the settings, and the flags that set them."""
+"""Settings for the requests of a benchmark, and the flags that set them."""
 
 import argparse
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _DATASET_NAMES = {"custom": "jsonl"}
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetArgs:
-    """Which requests to make.
+    """Settings for the requests to make.
 
     Raises:
         ConfigError: a number is out of its range, or the dataset needs a file and has none.
@@ -65,12 +65,12 @@ class DatasetArgs:
 
 
 def dataset_of(path: str | None) -> str:
-    """The dataset that a file is, by its name; random without one."""
+    """Return the type of a dataset file by its name; random without one."""
     return "random" if path is None else _BY_SUFFIX.get(Path(path).suffix, "text")
 
 
 def add_dataset_flags(parser: argparse.ArgumentParser, *, input_len: int, num_prompts: int) -> None:
-    """The flags of `DatasetArgs`."""
+    """Add the flags of `DatasetArgs`."""
     group = parser.add_argument_group("prompts")
     add = group.add_argument
     add(
@@ -123,7 +123,7 @@ def add_dataset_flags(parser: argparse.ArgumentParser, *, input_len: int, num_pr
 
 
 def read_dataset_flags(args: argparse.Namespace) -> DatasetArgs:
-    """The arguments from the flags of `add_dataset_flags`, with the seed of the benchmark.
+    """Read the flags of `add_dataset_flags`, with the seed of the benchmark.
 
     Raises:
         ConfigError: a flag is out of its range.

@@ -31,7 +31,7 @@ _NUM_WORDS = 512
 
 
 def random_lengths(args: DatasetArgs, rng: random.Random) -> list[tuple[int, int]]:
-    """Prompt tokens, without the prefix, and output tokens of each request."""
+    """Draw prompt tokens, without the prefix, and output tokens of each request."""
 
     def draw(mean: int) -> int:
         low, high = round(mean * (1 - args.range_ratio)), round(mean * (1 + args.range_ratio))
@@ -42,7 +42,7 @@ def random_lengths(args: DatasetArgs, rng: random.Random) -> list[tuple[int, int
 
 
 def random_requests(args: DatasetArgs, token_ids: Sequence[int]) -> list[BenchRequest]:
-    """Prompts of ids drawn evenly from `token_ids`."""
+    """Make prompts of ids drawn evenly from `token_ids`."""
     rng = random.Random(args.seed)
     prefix = rng.choices(token_ids, k=args.prefix_len)
     return [
@@ -54,7 +54,7 @@ def random_requests(args: DatasetArgs, token_ids: Sequence[int]) -> list[BenchRe
 
 
 def random_texts(args: DatasetArgs, tokenizer: "PreTrainedTokenizerBase") -> list[BenchRequest]:
-    """Prompts as text: words drawn from the vocabulary, of the wanted number of tokens.
+    """Make prompts as text: words drawn from the vocabulary, of the wanted number of tokens.
 
     Some tokenizers do not give the same tokens back for the text; the number is then approximate.
     """
@@ -82,13 +82,13 @@ def with_images(args: DatasetArgs, requests: list[BenchRequest]) -> list[BenchRe
 
 
 def ordinary_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """All token ids but the special ones."""
+    """Return all token ids except the special ones."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return [token_id for token_id in range(len(tokenizer)) if token_id not in special]
 
 
 def _words(tokenizer: "PreTrainedTokenizerBase", rng: random.Random) -> list[int]:
-    """Tokens that stay the same when they are decoded and encoded again."""
+    """Return tokens that do not change when they are decoded and encoded again."""
     ids = ordinary_ids(tokenizer)
     rng.shuffle(ids)
     words: list[int] = []
@@ -104,7 +104,7 @@ def _words(tokenizer: "PreTrainedTokenizerBase", rng: random.Random) -> list[int
 def _text_of(
     ids: list[int], words: list[int], tokenizer: "PreTrainedTokenizerBase", rng: random.Random
 ) -> tuple[str, int]:
-    """A text for about these ids, and its tokens."""
+    """Return a text for about these ids, and its number of tokens."""
     wanted = len(ids)
     for _ in range(_MAX_ATTEMPTS):
         text = cast(str, tokenizer.decode(ids))
@@ -118,7 +118,7 @@ def _text_of(
 def _encode(
     tokenizer: "PreTrainedTokenizerBase", text: str, *, is_prompt: bool = False
 ) -> list[int]:
-    """Token ids; those of a prompt begin with the special tokens that the server adds."""
+    """Return the token ids; a prompt begins with the special tokens that the server adds."""
     ids: list[int] = tokenizer(text, add_special_tokens=is_prompt, verbose=False)["input_ids"]
     return ids
 
@@ -131,7 +131,7 @@ def file_requests(
     tokenizer: "PreTrainedTokenizerBase | None",
     max_model_len: int | None = None,
 ) -> list[BenchRequest]:
-    """Requests of a file in random order by the seed; repeated if the file has too few.
+    """Read requests of a file in random order by the seed; repeated if the file has too few.
 
     Args:
         args: with a path.
@@ -155,8 +155,8 @@ def file_requests(
             break
     if not requests:
         raise ConfigError(
-            f"none of the {len(items)} requests in {args.path!r} (read as {args.name}) fits the "
-            f"context length of the model"
+            f"none of the {len(items)} requests in {args.path!r} (read as {args.name}) fits into "
+            "the context length of the model"
             if items
             else f"{args.path!r} contains no prompt in the format {args.name}"
         )

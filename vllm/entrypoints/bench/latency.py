@@ -31,7 +31,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the benchmark. Prints a table to stdout, and JSON if requested.
+    """Run the benchmark. Print a table to stdout, and JSON if requested.
 
     Raises:
         RequestError: n and temperature contradict each other.
@@ -58,12 +58,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _time_batch(llm: "LLM", args: argparse.Namespace, num_tokens: int, seed: int) -> float:
-    """Seconds for one batch. Each seed has other prompts, so that none is in the prefix cache."""
+    """Return the seconds for one batch. Each seed has different prompts, so that none is in the
+    prefix cache."""
     vocab_size = llm.llm_engine.vllm_config.model.resolved_arch.vocab_size
     dataset = DatasetArgs(
         name="random", num_prompts=args.batch_size, input_len=args.input_len, seed=seed
     )
-    # The first ids are those of special tokens, in most vocabularies.
+    # In most vocabularies the first ids are special tokens.
     requests = random_requests(dataset, range(min(16, vocab_size - 1), vocab_size))
     prompts: Any = [{"prompt_token_ids": request.prompt} for request in requests]
     params = offline.sampling(num_tokens, args)

@@ -17,7 +17,7 @@ from vllm.entrypoints.bench.backends import BenchRequest, RequestRecord
 def arrival_times(
     count: int, request_rate: float, burstiness: float, rng: random.Random
 ) -> list[float]:
-    """Times in ascending order; the first one is 0.
+    """Return times in ascending order; the first one is 0.
 
     Gaps have a gamma distribution with mean 1 / `request_rate` and coefficient of variation
     1 / sqrt(`burstiness`): 1 is a Poisson process, less gives bursts, more gives even gaps.
@@ -174,7 +174,7 @@ class LoadProgress:
             self._bar.close()
 
     def update(self, record: RequestRecord) -> None:
-        """One more request has ended."""
+        """Count one more finished request."""
         self._num_failed += record.error is not None
         if self._bar is not None:
             self._bar.update(1)

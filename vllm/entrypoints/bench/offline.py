@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 def make_llm(args: argparse.Namespace) -> "LLM":
-    """The engine that the flags describe."""
+    """Make the engine that the flags describe."""
     from vllm import LLM
 
     return LLM(**vars(EngineArgs.from_cli_args(args)))
 
 
 def sampling(num_tokens: int, args: argparse.Namespace) -> "SamplingParams":
-    """Sampling parameters for exactly `num_tokens` tokens, without detokenisation."""
+    """Return sampling parameters for exactly `num_tokens` tokens, without detokenisation."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -30,7 +30,7 @@ def sampling(num_tokens: int, args: argparse.Namespace) -> "SamplingParams":
 
 
 def facts(llm: "LLM") -> dict[str, Any]:
-    """The facts that a result depends on: model, device, threads."""
+    """Return the facts that a result depends on: model, device, threads."""
     import torch
 
     config = llm.llm_engine.vllm_config
@@ -44,7 +44,7 @@ def facts(llm: "LLM") -> dict[str, Any]:
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
-    """The flags that both have, and those of the engine."""
+    """Add the flags that both benchmarks have, and the flags of the engine."""
     group = parser.add_argument_group("requests")
     group.add_argument("--n", type=int, default=1, metavar="N", help="outputs per prompt")
     group.add_argument(

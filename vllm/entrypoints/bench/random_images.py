@@ -25,7 +25,7 @@ _QUALITY = 85
 
 @dataclass(frozen=True, kw_only=True)
 class RandomImageArgs:
-    """Number and sizes of the pictures of each request.
+    """Number and sizes of the images of each request.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -34,7 +34,7 @@ class RandomImageArgs:
     num_items: int = 1
     """Average number of pictures of a request."""
     range_ratio: float = 0.0
-    """Numbers are drawn evenly from `(1 - range_ratio) * num_items` to `(1 + range_ratio) *
+    """Counts are drawn evenly from `(1 - range_ratio) * num_items` to `(1 + range_ratio) *
     num_items`."""
     max_items: int = _DEFAULT_LIMIT
     """Maximum number of images of a request."""
@@ -100,20 +100,21 @@ def add_image_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="pictures of each request (default: 1)",
+        help="images of each request (default: 1)",
     )
     add(
         "--random-mm-num-mm-items-range-ratio",
         type=float,
         default=0.0,
         metavar="X",
-        help="counts of pictures differ by up to this fraction from the given count (default: 0)",
+        help="counts of images differ by up to this fraction from the given count (default: 0)",
     )
     add(
         _LIMIT,
         default="{}",
         metavar="JSON",
-        help=f"most pictures of a request, such as '{{\"image\": 3}}' (default: {_DEFAULT_LIMIT})",
+        help=f"maximum number of images of a request, such as '{{\"image\": 3}}' "
+        f"(default: {_DEFAULT_LIMIT})",
     )
     add(
         _SIZES,

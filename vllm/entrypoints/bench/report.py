@@ -14,7 +14,7 @@ from vllm.version import __version__
 
 
 def machine() -> dict[str, Any]:
-    """The machine: facts that a result depends on besides the settings."""
+    """Describe the machine: facts that a result depends on in addition to the settings."""
     has_affinity = hasattr(os, "sched_getaffinity")
     return {
         "cpus": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
@@ -24,12 +24,12 @@ def machine() -> dict[str, Any]:
 
 
 def timestamp() -> str:
-    """Local time, fit for a file name."""
+    """Return the local time in a form for file names."""
     return datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
 def write_table(rows: Iterable[Sequence[object]], file: TextIO) -> None:
-    """Columns as wide as they need; the first one to the left, the others to the right."""
+    """Write columns as wide as they need; the first one left-aligned, the others right-aligned."""
     texts = [[_text(cell) for cell in row] for row in rows]
     widths = [
         max(len(row[i]) for row in texts if i < len(row)) for i in range(max(map(len, texts)))
@@ -66,7 +66,7 @@ def write_json(result: Mapping[str, Any], target: str) -> None:
 
 
 def emit(result: Mapping[str, Any], rows: Iterable[Sequence[object]], output: str | None) -> None:
-    """Print the table to stdout, or to stderr if the JSON goes to stdout.
+    """Print the table to stdout, or to stderr if the JSON is written to stdout.
 
     Args:
         result: what is written as JSON.

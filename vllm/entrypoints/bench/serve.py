@@ -163,7 +163,7 @@ async def _send_load(
 
 @contextmanager
 def _stop_at_ctrl_c() -> Iterator[asyncio.Event]:
-    """An event that the first Ctrl-C sets; the second one ends the program."""
+    """Yield an event that the first Ctrl-C sets; the second one ends the program."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -183,7 +183,8 @@ def _stop_at_ctrl_c() -> Iterator[asyncio.Event]:
 
 
 def _allow_many_sockets() -> None:
-    """Every request in flight is a file; the usual limit of 1,024 is soft."""
+    """Raise the limit of open files: every request in flight is one, and the usual limit of 1,024
+    is soft."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # some systems cap it lower than they say
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -223,7 +224,7 @@ def _tokenizer(args: argparse.Namespace, served: ServedModel) -> "PreTrainedToke
         return get_tokenizer(name, args.tokenizer_mode, args.trust_remote_code)
     except ConfigError as error:
         raise ConfigError(
-            f"{error}; here, give --tokenizer, or --random-vocab-size N with --backend openai"
+            f"{error}; give --tokenizer instead, or --random-vocab-size N with --backend openai"
         ) from None
 
 

@@ -22,7 +22,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 
 
 def check_args(args: argparse.Namespace) -> None:
-    """Check the flags, and resolve those that depend on each other.
+    """Check the flags, and resolve the flags that depend on each other.
 
     Raises:
         ConfigError: a value is out of its range or is not written as documented.
@@ -139,7 +139,7 @@ def _add_request_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--tokenizer",
         metavar="TEXT",
-        help="tokenizer that makes the random prompts; not set: the model's",
+        help="tokenizer that makes the random prompts (default: the model's)",
     )
     add("--tokenizer-mode", choices=("auto", "slow"), default="auto", help="(default: auto)")
     add("--trust-remote-code", action="store_true", help="run code that comes with the tokenizer")
@@ -156,7 +156,12 @@ def _add_request_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--temperature", type=float, default=0.0, metavar="X", help="(default: 0, greedy)")
     add("--top-p", type=float, metavar="X", help="nucleus sampling")
-    add("--top-k", type=int, metavar="N", help="0 is off")
+    add(
+        "--top-k",
+        type=int,
+        metavar="N",
+        help=("sample from this many of the most likely tokens; 0: all"),
+    )
     add("--logprobs", type=int, metavar="N", help="log-probabilities per token")
     add(
         "--extra-body",
@@ -190,14 +195,20 @@ def _add_result_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--output-json", metavar="FILE", help="write the result as JSON; - is stdout")
     add("--save-result", action="store_true", help="write the result to a file named after the run")
-    add("--result-dir", metavar="FOLDER", help="of --save-result")
-    add("--result-filename", metavar="FILE", help="of --save-result")
+    add("--result-dir", metavar="FOLDER", help="folder for the file of --save-result")
+    add("--result-filename", metavar="FILE", help="name of the file of --save-result")
     add(
         "--save-detailed",
         action="store_true",
         help="include the times and the text of every request in the result",
     )
-    add("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="stored with the result")
+    add(
+        "--metadata",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help=("key=value pairs that are stored with the result"),
+    )
 
 
 def _percentiles(text: str) -> list[float]:

@@ -21,7 +21,7 @@ _COUNTERS = {
     "useful_tokens": "useful_tokens",
     "padded_tokens": "padded_tokens",
 }
-"""Name in our results, and in `/metrics` behind `vllm:` and before `_total`."""
+"""Name in our results, and in `/metrics` after `vllm:` and before `_total`."""
 
 _GAUGES = ("warm_buckets", "wanted_buckets")
 
@@ -123,7 +123,7 @@ async def read_server(client: HttpClient) -> Readings | None:
 
 
 def difference(before: Readings | None, after: Readings | None) -> dict[str, float] | None:
-    """By how much counters have grown, and how many buckets were warm where not all were."""
+    """Return by how much counters have grown, and how many buckets were warm if not all were."""
     if before is None or after is None:
         return None
     old, new = before.counters, after.counters

@@ -17,14 +17,14 @@ METRICS = {
 
 
 def percentile_name(percentile: float) -> str:
-    """`p99`, `p99.9`."""
+    """Return the name of a percentile, such as `p99` or `p99.9`."""
     return f"p{percentile:g}"
 
 
 def describe(
     values: Sequence[float], percentiles: Sequence[float], digits: int = 3
 ) -> dict[str, Any]:
-    """Mean, median, standard deviation and percentiles (linear between values); None without
+    """Return mean, median, standard deviation and percentiles (linear between values); None without
     values."""
     import numpy as np
 
@@ -40,7 +40,7 @@ def describe(
 
 
 def metric_values(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
-    """Milliseconds of every metric over completed requests."""
+    """Return the milliseconds of every metric over completed requests."""
     return {
         "ttft": [r.ttft_s * 1e3 for r in records],
         "tpot": [tpot * 1e3 for r in records if (tpot := r.tpot_s) is not None],
@@ -50,7 +50,7 @@ def metric_values(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
 
 
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """`ttft:200` means at most 200 ms.
+    """Parse limits: `ttft:200` means at most 200 ms.
 
     Raises:
         ConfigError: a pair is malformed, or names another metric than ttft, tpot and e2el.
@@ -75,7 +75,7 @@ def summarize(
     percentiles: Sequence[float],
     goodput: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """All figures of a load that has ended; latencies in milliseconds, of completed requests."""
+    """Return all figures of a finished load; latencies in milliseconds, of completed requests."""
     done = [r for r in run.records if not r.is_cut and r.error is None]
     failed = [r for r in run.records if not r.is_cut and r.error is not None]
     duration_s = max(run.duration_s, 1e-9)
@@ -108,7 +108,7 @@ def summarize(
 
 
 def _count_good(records: Sequence[RequestRecord], limits: Mapping[str, float]) -> int:
-    """Number of requests within all limits. A limit for later tokens does not apply to a request
+    """Count the requests within all limits. A limit for later tokens does not apply to a request
     with one token."""
 
     def is_good(record: RequestRecord) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.errors import ConfigError
 
 _KEYS = ("text", "prompt", "question", "content")
-"""Where the text of an object is; the first of these that it has."""
+"""Keys for the text of an object; the first of these that it has."""
 
 _SEED = 42
 _SHARE_HELD_OUT = 0.2
@@ -18,7 +18,7 @@ _MIN_TOKENS = 2
 
 
 def read_texts(path: str) -> list[str]:
-    """The texts of a file: .jsonl (an object or a string per line), .json (a list of them), or
+    """Read the texts of a file: .jsonl (an object or a string per line), .json (a list of them), or
     plain text.
 
     Raises:
@@ -26,8 +26,8 @@ def read_texts(path: str) -> list[str]:
     """
     if path.endswith((".pkl", ".pickle")):
         raise ConfigError(
-            f"--dataset {path}: pickle files run code when they are read. Write the texts to a "
-            f'.jsonl file with lines such as {{"text": "..."}}'
+            f"--dataset {path}: pickle files are not read, as they can run code. Write the texts "
+            'to a .jsonl file with lines such as {"text": "..."}'
         )
     try:
         content = Path(path).expanduser().read_text(encoding="utf-8")
@@ -35,7 +35,7 @@ def read_texts(path: str) -> list[str]:
         raise ConfigError(f"--dataset {path}: cannot be read: {error}") from None
     texts = [text for text in _texts(path, content) if text.strip()]
     if not texts:
-        raise ConfigError(f"--dataset {path}: there is no text in it")
+        raise ConfigError(f"--dataset {path}: the file contains no text")
     return texts
 
 
@@ -80,9 +80,10 @@ def split_samples(
     sample_tokens: int,
     num_samples: int,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Samples of at most `sample_tokens` tokens: those to measure, and those held out.
+    """Split texts into samples of at most `sample_tokens` tokens: samples to measure, and held-out
+    ones.
 
-    Which is which depends on the texts alone. A single sample is both.
+    The split depends only on the texts. A single sample is both.
 
     Raises:
         ConfigError: the texts are too short.
@@ -95,7 +96,10 @@ def split_samples(
             if len(sample) >= _MIN_TOKENS:
                 samples.append(sample)
     if not samples:
-        raise ConfigError("--dataset: all of its texts are shorter than two tokens")
+        raise ConfigError(
+            "--dataset: all of its texts have fewer than two tokens; at least one longer text is "
+            "needed"
+        )
     random.Random(_SEED).shuffle(samples)
     num_held_out = max(1, round(_SHARE_HELD_OUT * min(num_samples, len(samples))))
     if len(samples) == 1:
@@ -111,7 +115,7 @@ def write_samples(path: Path, samples: Sequence[Sequence[int]]) -> None:
 
 
 def read_samples(path: Path) -> list[list[int]]:
-    """What `write_samples` has written.
+    """Read the samples that `write_samples` has written.
 
     Raises:
         ConfigError: it is not there, or was changed.

@@ -99,7 +99,7 @@ class CalibrationFolder:
         return self.path / f"calibration_{self.device}.json"
 
     def read_state(self) -> dict[str, Any]:
-        """What earlier runs have written; empty: nothing.
+        """Read the state that earlier runs have written; empty if there is none.
 
         Raises:
             ConfigError: the file is damaged.
@@ -125,7 +125,7 @@ class CalibrationFolder:
     # ---- steps without a model ------------------------------------------------------------
 
     def read_measurements(self, rank: int, world_size: int) -> Measurements:
-        """The measurements of a rank.
+        """Read the measurements of a rank.
 
         Raises:
             ConfigError: they are missing or damaged.
@@ -136,7 +136,7 @@ class CalibrationFolder:
         return read_file(path, "DynamicRange")
 
     def postprocess(self, world_size: int) -> None:
-        """Let products of attention have the ranges of the caches that they read.
+        """Copy the measured KV-cache ranges to the attention matmuls that read the cache.
 
         Raises:
             ConfigError: measurements are missing or damaged.
@@ -147,7 +147,7 @@ class CalibrationFolder:
                 self._write_ranks(measured.path, measured.nodes, rank, world_size)
 
     def unify(self, world_size: int, target: int, *, shares_experts: bool = False) -> None:
-        """Make measurements for `target` ranks of those of `world_size`.
+        """Make measurements for `target` ranks from the measurements of `world_size`.
 
         Args:
             world_size: ranks that were measured.
@@ -159,8 +159,8 @@ class CalibrationFolder:
         """
         if not 0 < target < world_size or world_size % target:
             raise ConfigError(
-                f"--unify-ranks {target}: it must be less than the {world_size} measured ranks "
-                f"(--tensor-parallel-size), and divide them"
+                f"--unify-ranks {target} must be less than the {world_size} measured ranks "
+                "(--tensor-parallel-size), and divide them"
             )
         size = world_size // target
         for rank in range(target):
@@ -169,15 +169,15 @@ class CalibrationFolder:
             self._write_ranks(file_path(self.prefix, rank, target), nodes, rank, target)
 
     def expand(self, world_size: int, target: int) -> None:
-        """Make measurements for `target` ranks of those of `world_size`, which are fewer.
+        """Make measurements for `target` ranks from the measurements of fewer ranks, `world_size`.
 
         Raises:
             ConfigError: that is not possible, or measurements are missing or damaged.
         """
         if target <= world_size or target % world_size:
             raise ConfigError(
-                f"--expand-ranks {target}: it must be a multiple of the {world_size} measured "
-                f"ranks (--tensor-parallel-size), and more than those"
+                f"--expand-ranks {target} must be a multiple of the {world_size} measured ranks "
+                f"(--tensor-parallel-size), and more than {world_size}"
             )
         size = target // world_size
         for rank in range(world_size):
@@ -200,12 +200,12 @@ class CalibrationFolder:
 
 
 def link_attention(nodes: dict[str, Node]) -> bool:
-    """Give products of attention the ranges of what they read and write: the second input of
-    matmul_qk and matmul_av is what the cache holds, and the output of fused attention is the input
-    of o_proj.
+    """Give attention matmuls the ranges of their inputs and outputs: the second input of matmul_qk
+    and matmul_av is the content of the cache, and the output of fused attention is the input of
+    o_proj.
 
     Returns:
-        Whether anything has changed. Nothing does without modules for these products.
+        Whether anything has changed, which needs modules for these matmuls.
     """
     has_changed = False
     for name, node in list(nodes.items()):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def perplexity(llm: "LLM", samples: Sequence[Sequence[int]], *, use_tqdm: bool = False) -> float:
-    """exp of the mean of -log p over all tokens but the first of each sample.
+    """Return exp of the mean of -log p over all tokens except the first of each sample.
 
     Args:
         llm: takes samples as prompts with room for one more token.

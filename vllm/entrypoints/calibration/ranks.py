@@ -1,4 +1,4 @@
-"""Measurements of some ranks as those of fewer, or of more.
+"""Converts measurements of some ranks to fewer ranks, or to more.
 
 Ranks that slice experts have the same ones, with parts of their features; ranks that share the
 experts out (`--enable-expert-parallel`) number theirs from 0 on each. Reads no files.
@@ -14,7 +14,7 @@ _EXPERT = re.compile(r"(?P<op>.+)\.(?P<part>w13_list|w2_list)\.(?P<number>\d+)")
 
 
 def unify(parts: Sequence[Measurements], *, shares_experts: bool = False) -> dict[str, Node]:
-    """The larger numbers of several ranks, as of one.
+    """Return the larger values of several ranks, as the measurements of one.
 
     Args:
         parts: neighbours, in their order.
@@ -48,8 +48,8 @@ def unify(parts: Sequence[Measurements], *, shares_experts: bool = False) -> dic
 
 
 def expand(measured: Measurements, num_parts: int) -> list[dict[str, Node]]:
-    """The measurements of one rank as those of `num_parts`, which share its experts; what is not of
-    experts is the same on each.
+    """Divide the measurements of one rank among `num_parts`, which divide its experts; other
+    measurements are the same on each.
 
     Raises:
         ConfigError: the experts cannot be shared out evenly.
@@ -58,8 +58,8 @@ def expand(measured: Measurements, num_parts: int) -> list[dict[str, Node]]:
     for op, count in counts.items():
         if count % num_parts:
             raise ConfigError(
-                f"{measured.path}: Nodes.{op} has {count} experts, which {num_parts} ranks cannot "
-                f"share evenly"
+                f"{measured.path}: Nodes.{op} has {count} experts, which cannot be divided evenly "
+                f"among {num_parts} ranks"
             )
     found: list[dict[str, Node]] = [{} for _ in range(num_parts)]
     for name, node in measured.nodes.items():
@@ -77,7 +77,7 @@ def expand(measured: Measurements, num_parts: int) -> list[dict[str, Node]]:
 
 
 def _expert_counts(nodes: Mapping[str, Node]) -> dict[str, int]:
-    """Module of all experts of a layer -> how many there are."""
+    """Count the experts of a layer, by the module of all of them."""
     numbers: dict[str, set[int]] = {}
     for name in nodes:
         if (match := _EXPERT.fullmatch(name)) is not None:
@@ -86,5 +86,5 @@ def _expert_counts(nodes: Mapping[str, Node]) -> dict[str, int]:
 
 
 def _of_all(node: Node) -> Node:
-    """Without the inputs of single experts."""
+    """Return the node without the inputs of single experts."""
     return Node(node.inputs[:1], node.outputs, node.weight)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationSettings:
-    """What a user asks for."""
+    """Settings that a user gives."""
 
     dataset: str | None
     """File with texts; None where no step reads it."""
@@ -39,7 +39,7 @@ class CalibrationSettings:
     batch_size: int
     scale_method: str
     blocked: tuple[str, ...]
-    """Names of modules that stay as they are; none: those of the model's family."""
+    """Names of modules that are not quantized; none: the ones of the model's family."""
     unify_ranks: int | None = None
     unify_experts: bool = False
     """Each rank has measured other experts."""
@@ -50,7 +50,7 @@ class CalibrationSettings:
 
     @property
     def other_ranks(self) -> int | None:
-        """For how many ranks scales are made, if not for those that ran."""
+        """Number of ranks for which scales are made, if it differs from the ranks that ran."""
         return self.unify_ranks or self.expand_ranks
 
 
@@ -58,7 +58,7 @@ class Calibration:
     """One model, its folder, and the steps.
 
     Args:
-        engine: arguments of the engine; those of quantization are set here.
+        engine: arguments of the engine; quantization is set here.
         folder: of the files.
         settings: of the user.
         say: called with each line for the user.
@@ -82,9 +82,9 @@ class Calibration:
         self.world_size: int = engine.tensor_parallel_size * engine.pipeline_parallel_size
         if engine.pipeline_parallel_size > 1 and settings.other_ranks is not None:
             raise ConfigError(
-                f"--pipeline-parallel-size is {engine.pipeline_parallel_size}: stages have other "
-                f"layers, so --unify-ranks and --expand-ranks need 1. Without stages, measure with "
-                f"tensor parallelism alone: any number of stages can use such files"
+                "--unify-ranks and --expand-ranks need --pipeline-parallel-size 1 (got "
+                f"{engine.pipeline_parallel_size}), because each stage measures different layers. "
+                "Measure with tensor parallelism only; such files work with any number of stages"
             )
         self._inputs = {
             "model": engine.model,
@@ -117,7 +117,7 @@ class Calibration:
         if state.get("scale_method") != self.settings.scale_method:
             state["done"] = [s for s in state["done"] if s in steps_before("quantize")]
         state["scale_method"] = self.settings.scale_method
-        self._write_configs()  # also of earlier runs: the folder may have another place by now
+        self._write_configs()  # also after earlier runs: the folder may have been moved
         if step is not None:
             self._do(step, f"step 1 of 1, {step}", state)
             return state
@@ -137,9 +137,11 @@ class Calibration:
 
     def _do(self, name: str, line: str, state: dict[str, Any]) -> None:
         if not self._is_asked_for(name):
-            raise ConfigError(f"--step {name} needs {STEPS[name].flag}: for how many devices")
+            raise ConfigError(
+                f"--step {name} needs {STEPS[name].flag}, the number of devices to make scales for"
+            )
         self.say(line)
-        # What follows from this step has to be done again.
+        # The steps that depend on this one have to be done again.
         state["done"] = [s for s in state["done"] if s in steps_before(name)]
         getattr(self, f"_{name}")(state)
         state["done"].append(name)
@@ -151,7 +153,7 @@ class Calibration:
         from vllm.transformers_utils.tokenizer import get_tokenizer
 
         if self.settings.dataset is None:
-            raise ConfigError("--dataset is needed for the step prepare: a file with texts")
+            raise ConfigError("the step prepare needs --dataset, a file with texts")
         texts = read_texts(self.settings.dataset)
         model = self.engine.create_engine_config().model
         tokenizer = get_tokenizer(
@@ -189,7 +191,7 @@ class Calibration:
                 batch = samples[start : start + size]
                 prompts = [TokensPrompt(prompt_token_ids=sample) for sample in batch]
                 llm.generate(prompts, params, use_tqdm=False)
-                # After each batch: a run that is stopped goes on here.
+                # After each batch, so that a stopped run continues here.
                 llm.collective_rpc("save_measurements", args=(True,))
                 state["num_measured"] = start + len(batch)
                 self.folder.write_state(state)
@@ -221,7 +223,8 @@ class Calibration:
         state["perplexity"] = {"before": before, "after": after}
 
     def _write_configs(self) -> None:
-        """With what the family of the model leaves out, unless the user has said what."""
+        """Write the configs, without the modules that the model's family leaves out, unless the
+        user has named some."""
         arch = self.engine.create_engine_config().model.resolved_arch
         scales = family_of(arch.model_type).fp8_scales
         blocked = list(self.settings.blocked or scales.blocked)

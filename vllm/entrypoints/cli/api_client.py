@@ -1,6 +1,6 @@
 """The client of `vllm chat` and `vllm complete` for an OpenAI server: models and streamed answers.
 
-Standard library alone: the official client is a large dependency for two commands.
+Only the standard library: the official client is a large dependency for two commands.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class ApiClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def first_model(self) -> str:
-        """The name of the model that the server lists first.
+        """Return the name of the model that the server lists first.
 
         Raises:
             ConfigError: the server cannot be reached.
@@ -55,7 +55,7 @@ class ApiClient:
         return str(models[0].get("id"))
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The chunks of a streamed answer. Closing the iterator ends the request.
+        """Yield the chunks of a streamed answer. Closing the iterator ends the request.
 
         Raises:
             ConfigError: the server cannot be reached.
@@ -154,14 +154,14 @@ def _describe_refusal(response: http.client.HTTPResponse) -> str:
 
 
 def _message_of(body: Mapping[str, Any]) -> str:
-    """The message of an error body, flat or nested."""
+    """Return the message of an error body, flat or nested."""
     error = body.get("error")
     inner = error if isinstance(error, dict) else body
     return str(inner.get("message") or error or "no reason given")
 
 
 def text_of(chunk: Mapping[str, Any]) -> str:
-    """The text in a chunk of a chat or a completion."""
+    """Return the text in a chunk of a chat or a completion."""
     choices = chunk.get("choices") or [{}]
     delta = choices[0].get("delta")
     text = choices[0].get("text") if delta is None else delta.get("content")
@@ -169,7 +169,7 @@ def text_of(chunk: Mapping[str, Any]) -> str:
 
 
 def add_client_flags(parser: FlexibleArgumentParser) -> None:
-    """Flags that say which server and which model."""
+    """Add flags for the server and the model."""
     parser.add_argument(
         "--url",
         default="http://localhost:8000/v1",
@@ -248,7 +248,7 @@ def answer_prompts(quick: str | None, greeting: str, ask: Callable[[str], None])
 
 
 def read_prompts() -> Iterator[str]:
-    """Lines that the user enters, with history and editing; Ctrl-C or Ctrl-D ends them."""
+    """Yield lines that the user enters, with history and editing; Ctrl-C or Ctrl-D ends them."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):

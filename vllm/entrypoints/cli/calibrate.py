@@ -17,7 +17,7 @@ _DEVICES = ("g2", "g3")
 
 
 def _blocked_by_default() -> str:
-    """Return the names of modules that stay as they are in a calibration of some families."""
+    """Return the names of modules that a calibration of some families leaves unquantized."""
     families: dict[tuple[str, ...], list[str]] = {}
     for family in FAMILIES.values():
         if family.fp8_scales.blocked:
@@ -39,8 +39,10 @@ def add_parser(
     """Declare the subcommand and return its parser."""
     parser = subparsers.add_parser(
         "calibrate",
-        description="Measure a model on texts, and write the scales with which it runs in FP8. A "
-        "run that was stopped goes on where it was.",
+        description=(
+            "Measure a model on texts, and write the scales with which it runs in FP8. A run that "
+            "was stopped continues where it stopped."
+        ),
         usage="vllm calibrate --model MODEL --dataset FILE --out FOLDER [flags]",
     )
     group = parser.add_argument_group("calibration")
@@ -67,7 +69,7 @@ def add_parser(
         "--scale-method",
         choices=SCALE_METHODS[:-2],
         default="maxabs_hw",
-        help="how scales follow from what was measured (default: maxabs_hw)",
+        help="method that computes scales from the measured ranges (default: maxabs_hw)",
     )
     group.add_argument(
         "--block",
@@ -90,19 +92,21 @@ def add_parser(
         *("-r", "--unify-ranks"),
         type=int,
         metavar="N",
-        help="make the scales for N devices, fewer than ran",
+        help="make the scales for N devices, fewer than were measured",
     )
     group.add_argument(
         *("-u", "--unify-experts"),
         action="store_true",
-        help="each device had other experts when they were measured (default: with "
-        "--enable-expert-parallel)",
+        help="the measured devices had different experts (default: with --enable-expert-parallel)",
     )
     group.add_argument(
         *("-w", "--expand-ranks"),
         type=int,
         metavar="N",
-        help="make the scales for N devices, more than ran, which share the experts",
+        help=(
+            "make the scales for N devices, more than were measured, which divide the experts "
+            "among them"
+        ),
     )
     group.add_argument(
         "--warmup",
@@ -177,7 +181,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _device(args: argparse.Namespace, engine: EngineArgs) -> str:
-    """The card that scales are for."""
+    """Return the card that scales are for."""
     from vllm.platforms import resolve_platform
     from vllm.platforms.hpu import HPUPlatform
 

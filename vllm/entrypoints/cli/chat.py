@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
         chunks = client.stream("/chat/completions", {**fields, "messages": messages})
         try:
             answer = write_answer(chunks)
-        except RequestError:  # the conversation goes on without this message
+        except RequestError:  # the conversation continues without this message
             messages.pop()
             raise
         messages.append({"role": "assistant", "content": answer})

@@ -52,10 +52,10 @@ def add_parser(
         "--top-k",
         type=int,
         metavar="N",
-        help="sample from this many of the likeliest tokens; 0: all",
+        help="sample from this many of the most likely tokens; 0: all",
     )
     sampling.add_argument("--n", type=int, metavar="N", help="outputs per prompt")
-    # No --seed: that of the engine flags already makes the whole run reproducible.
+    # No --seed: the engine's flag already makes the whole run reproducible.
     sampling.add_argument(
         "--stop",
         action="append",
@@ -112,7 +112,7 @@ def _read_prompts(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _read_sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters of the flags, checked before the model is loaded."""
+    """Read the sampling parameters of the flags, which are checked before the model is loaded."""
     from vllm import SamplingParams
 
     names = ("max_tokens", "temperature", "top_p", "top_k", "n", "stop")
@@ -147,7 +147,7 @@ def _as_json(prompt: str, output: "RequestOutput") -> str:
 
 
 def _as_text(prompt: str, output: "RequestOutput", *, chat: bool) -> str:
-    """The text to print: an answer below its question, or a completion directly after its
+    """Return the text to print: an answer below its question, or a completion directly after its
     prompt."""
     gap = "\n\n" if chat else ""
     return "".join(f"{prompt}{gap}{sample.text}\n\n" for sample in output.outputs)

@@ -60,7 +60,7 @@ def add_parser(
         default="",
         metavar="NAME",
         help="folder or Hugging Face name of the model whose decoder layer is checked, with random "
-        "weights. Not set: the bundled demonstration model",
+        "weights. Default: the bundled demonstration model",
     )
     return parser
 
@@ -106,7 +106,7 @@ def _save(path: Path, bridge: "HabanaBridge", *, is_simulated: bool) -> None:
     cards = [card for card in CARDS if bridge.device_name.lower().startswith(card)]
     if not cards:
         raise ConfigError(
-            f"the rates of a {bridge.device_name} cannot be used by a plan; known: "
+            f"a plan cannot use the rates of a {bridge.device_name}; supported cards: "
             f"{', '.join(CARDS)}"
         )
     Measured(cards[0], is_simulated, measure_rates(bridge)).write(path)

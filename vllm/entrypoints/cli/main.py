@@ -62,14 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepared(words: Sequence[str]) -> AbstractContextManager[None]:
-    """What the command has `prepare` for."""
+    """Return the context that the `prepare` of the command opens, if it has one."""
     name = _given(words)
     prepare = getattr(_module(name), "prepare", None) if name in _COMMANDS else None
     return nullcontext() if prepare is None else prepare(words)
 
 
 def _given(words: Sequence[str]) -> str:
-    """The name of the command, or what is in its place; empty if there is none."""
+    """Return the name of the command, or the word that is in its position; empty if there is
+    none."""
     return next((word for word in words if not word.startswith("-")), "")
 
 
@@ -96,7 +97,7 @@ def _create_parser(words: Sequence[str]) -> FlexibleArgumentParser:
 
 
 def _find_mistake(word: str) -> str | None:
-    """What is wrong with the first word of a command line; None if it may be right."""
+    """Return what is wrong with the first word of a command line; None if it may be right."""
     if word in _COMMANDS or word in ("-h", "--help", "-v", "--version"):
         return None
     if word.startswith("-"):

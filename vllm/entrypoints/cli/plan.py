@@ -39,9 +39,11 @@ def add_parser(
 
     parser = subparsers.add_parser(
         "plan",
-        description="Show the memory, the buckets and the warm-up of a model on a device, which "
-        "this machine may lack. Reads only config.json, or the header of a GGUF file. Takes the "
-        "flags of 'vllm serve'.",
+        description=(
+            "Show the memory, the buckets and the warm-up of a model on a device, which does not "
+            "have to be in this machine. Reads only config.json, or the header of a GGUF file. "
+            "Takes the flags of 'vllm serve'."
+        ),
         usage="vllm plan MODEL --device gaudi2|gaudi3|cpu [flags]",
         conflict_handler="resolve",
     )
@@ -51,7 +53,7 @@ def add_parser(
     group.add_argument(
         "--num-cards",
         metavar="N",
-        help="number of cards that divide each layer; the same as --tensor-parallel-size",
+        help="number of cards over which each layer is split; the same as --tensor-parallel-size",
     )
     group.add_argument(
         "--host-memory",
@@ -231,12 +233,12 @@ def _add_goals(parser: FlexibleArgumentParser) -> None:
         "in this way. With --traffic of request lengths, also the highest rate of them at which "
         "90 %% of the requests meet --goal-ttft and --goal-tpot.",
     )
-    group.add_argument("--goal-ttft", type=float, metavar="MS", help="largest time to first token")
+    group.add_argument("--goal-ttft", type=float, metavar="MS", help="maximum time to first token")
     group.add_argument(
-        "--goal-tpot", type=float, metavar="MS", help="largest time per output token"
+        "--goal-tpot", type=float, metavar="MS", help="maximum time per output token"
     )
     group.add_argument(
-        "--goal-tokens-per-s", type=float, metavar="N", help="fewest output tokens per second"
+        "--goal-tokens-per-s", type=float, metavar="N", help="minimum output tokens per second"
     )
     for name, default in _LENGTHS.items():
         group.add_argument(
@@ -321,7 +323,7 @@ def _search(
     sizes = {name: usual[name] if size is None else size for name, size in given.items()}
     for name, size in sizes.items():
         if size < 1:
-            raise ConfigError(f"--{name}-len is {size}, and must be at least 1")
+            raise ConfigError(f"--{name}-len must be at least 1, got {size}")
 
     def make_plan(num_cards: int, max_num_seqs: int | None) -> "EnginePlan":
         changes: dict[str, Any] = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
@@ -373,7 +375,7 @@ def _device(name: str | None) -> str:
     """Return the device.
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: the device is unknown.
     """
     accepted = ", ".join(DEVICES)
     if name is None:
@@ -387,7 +389,7 @@ def _check_num_cards(given: str | None) -> None:
     """Check --num-cards.
 
     Raises:
-        ConfigError: it is no positive number.
+        ConfigError: it is not a positive integer.
     """
     if given is not None and (not given.isdecimal() or int(given) < 1):
         raise ConfigError(f"--num-cards {given} must be a number of at least 1")
@@ -416,7 +418,7 @@ def _host_bytes(args: argparse.Namespace) -> int | None:
     """Return the bytes of --host-memory; None: not given.
 
     Raises:
-        ConfigError: it is no positive number of GiB, or the device is a card.
+        ConfigError: it is not a positive number of GiB, or the device is a card.
     """
     text: Any = args.host_memory
     if text is None:

@@ -31,7 +31,10 @@ def add_parser(
     )
     parser.add_argument("--out", required=True, metavar="FOLDER", help="new folder for the files")
     parser.add_argument(
-        "--bits", type=int, choices=(2, 3, 4, 8), help="bits of a number, gptq only (default: 4)"
+        "--bits",
+        type=int,
+        choices=(2, 3, 4, 8),
+        help=("bits of a quantized value, gptq only (default: 4)"),
     )
     parser.add_argument(
         "--group-size",

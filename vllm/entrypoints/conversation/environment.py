@@ -63,7 +63,9 @@ class _SafeNamespace(Namespace):
 
 def _refuse_private(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace must not have the attribute {name!r}: it begins with _")
+        raise SecurityError(
+            f"a namespace must not have the attribute {name!r}, as it begins with _"
+        )
 
 
 def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:

@@ -152,8 +152,8 @@ class MediaParts:
             count = sum(part.modality == modality for part in self.parts)
             if count and not limit:
                 raise RequestError(
-                    f"this server takes no {plural(modality)} (limit_mm_per_prompt): leave them "
-                    f"out",
+                    f"this server does not accept {plural(modality)} (limit_mm_per_prompt): leave "
+                    "them out",
                     param="messages",
                 )
             if count > limit:

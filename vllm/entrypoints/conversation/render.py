@@ -102,7 +102,7 @@ def render_conversation(
         if written[kind] != expected[kind]:
             raise CannotRenderError(
                 f"it must write one placeholder for each of the {expected[kind]} {plural(kind)}, "
-                f"and writes {written[kind]}"
+                f"but it writes {written[kind]}"
             )
     return Rendering(text, order, literals)
 

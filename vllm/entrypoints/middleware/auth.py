@@ -19,7 +19,7 @@ class Authentication:
     OPTIONS, which browsers send without headers.
 
     Args:
-        app: behind it.
+        app: the wrapped application.
         keys: at least one.
     """
 
@@ -56,7 +56,7 @@ def _given_key(scope: Scope) -> bytes | None:
 
 
 def _password(credentials: str) -> bytes | None:
-    """The password of Basic authentication (RFC 7617), which is the key; any user name."""
+    """Return the password of Basic authentication (RFC 7617), which is the key; any user name."""
     try:
         return base64.b64decode(credentials, validate=True).partition(b":")[2]
     except ValueError:

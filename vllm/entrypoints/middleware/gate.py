@@ -37,10 +37,10 @@ class Gate:
 
     Before, they wait or get 503 with Retry-After, as `early_requests` says; one whose client
     leaves stops waiting. While the server drains they get 503, and 500 when the engine is dead.
-    The bodies have been read: behind it, `receive` only tells that the client has left.
+    The bodies have been read: after it, `receive` only reports that the client has left.
 
     Args:
-        app: behind it.
+        app: the wrapped application.
         context: of the server.
         routes: of the server; a path that none of them has is answered at once.
     """

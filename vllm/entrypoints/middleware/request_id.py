@@ -18,7 +18,7 @@ class RequestIds:
     Routes see the same id in the headers: an unsafe id of a client is replaced.
 
     Args:
-        app: behind it.
+        app: the wrapped application.
         is_sent_back: as a header of the response.
     """
 

@@ -22,10 +22,10 @@ _DATA_URL = re.compile(r"\s*(data:[^,\s]{0,100},)", re.IGNORECASE)
 
 
 class RequestLog:
-    """Logs the JSON bodies of requests. Stands behind `BodyLimits`: a body is one message.
+    """Logs the JSON bodies of requests. Must be inside `BodyLimits`, so that a body is one message.
 
     Args:
-        app: behind it.
+        app: the wrapped application.
         max_log_len: most characters of a text, and most entries of a list. None: all.
     """
 

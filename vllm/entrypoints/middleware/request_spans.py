@@ -15,7 +15,7 @@ from vllm.utils.otel import AttributeValue, Tracer
 class RequestSpans:
     """Makes a span for each request, with the engine's figures of it.
 
-    Stands behind `RequestIds`: the id in the headers is part of the ids that the engine sees.
+    Must be inside `RequestIds`: the id in the headers is part of the ids that the engine sees.
     """
 
     def __init__(self, app: ASGIApp, context: ServerContext, tracer: Tracer) -> None:
@@ -59,7 +59,7 @@ class RequestSpans:
             span.end(attributes, error=error)
 
     def _finished(self, request_id: str) -> list[FinishedRequestStats]:
-        """The engine's figures of the request, one entry per prompt."""
+        """Return the engine's figures of the request, one entry per prompt."""
         metrics = self._context.engine.metrics
         if metrics is None:
             return []

@@ -39,7 +39,7 @@ def find_middleware(name: str) -> Any:
     except Exception as error:  # foreign code, which may raise anything
         raise ConfigError(
             f"middleware={name!r} cannot be imported: {type(error).__name__}: {error}. Give it as "
-            f"module.name, where Python can import the module."
+            "module.name, with the module on Python's path."
         ) from error
     if not inspect.isclass(found) and not inspect.iscoroutinefunction(found):
         raise ConfigError(f"middleware={name!r} is neither a class nor a coroutine function")

@@ -23,7 +23,7 @@ class PendingInterrupt:
             raise KeyboardInterrupt
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
-        """The signal handler. The second Ctrl-C interrupts at once."""
+        """Handle the signal. The second Ctrl-C interrupts at once."""
         if self.is_set:
             raise KeyboardInterrupt
         self.is_set = True

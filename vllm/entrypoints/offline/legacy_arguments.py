@@ -28,7 +28,8 @@ def with_token_ids(
     texts = [None] * len(lists) if prompts is None else as_list(prompts)
     if len(texts) != len(lists):
         raise RequestError(
-            f"prompt_token_ids has {len(lists)} entries for {len(texts)} prompts",
+            f"prompt_token_ids must have one entry for each of the {len(texts)} prompts, got "
+            f"{len(lists)}",
             param="prompt_token_ids",
         )
     return [
@@ -42,7 +43,7 @@ def with_token_ids(
 def with_guided_options(
     params: SamplingParams | Sequence[SamplingParams], options: Any
 ) -> SamplingParams | list[SamplingParams]:
-    """The sampling parameters with the deprecated `guided_options_request`; copies of them.
+    """Return copies of the sampling parameters with the deprecated `guided_options_request`.
 
     Args:
         params: one for all prompts or one per prompt.
@@ -84,8 +85,8 @@ def _read_options(options: Any) -> GuidedDecodingParams:
 def _with_guided(params: SamplingParams, guided: GuidedDecodingParams) -> SamplingParams:
     if params.guided_decoding is not None:
         raise RequestError(
-            "guided_options_request and SamplingParams(guided_decoding=...) are both given: "
-            "leave guided_options_request out",
+            "guided_options_request and SamplingParams(guided_decoding=...) cannot be used "
+            "together: leave guided_options_request out",
             param="guided_options_request",
         )
     own = params.clone()

@@ -83,7 +83,7 @@ def naming_prompt(index: int, count: int) -> Iterator[None]:
 
 
 def per_prompt(name: str, values: Iterable[Any] | None, count: int) -> list[Any] | None:
-    """The values as a list with one entry per prompt; None stays None.
+    """Return the values as a list with one entry per prompt; None stays None.
 
     Raises:
         RequestError: there are not as many as prompts.
@@ -93,14 +93,14 @@ def per_prompt(name: str, values: Iterable[Any] | None, count: int) -> list[Any]
     found = list(values)
     if len(found) != count:
         raise RequestError(
-            f"{name} has {len(found)} entries for {count} prompts: give one per prompt",
+            f"{name} must have one entry for each of the {count} prompts, got {len(found)}",
             param=name,
         )
     return found
 
 
 def as_list(prompts: Prompts) -> list[PromptType]:
-    """One prompt, or several, as a list.
+    """Return one prompt, or several, as a list.
 
     Raises:
         RequestError: neither.

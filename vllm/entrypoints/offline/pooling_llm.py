@@ -57,7 +57,7 @@ class PoolingMethods:
         Args:
             prompts: one or several, of any prompt type.
             pooling_params: one for all or one per prompt.
-            prompt_token_ids: prompts as token ids, in place of `prompts`.
+            prompt_token_ids: prompts as token ids, instead of `prompts`.
             truncate_prompt_tokens: cut longer prompts to so many tokens; -1: to max_model_len.
             use_tqdm: show a progress bar; or what makes one.
             lora_request, prompt_adapter_request: only None for now.
@@ -93,7 +93,7 @@ class PoolingMethods:
         lora_request: Any = None,
         prompt_adapter_request: Any = None,
     ) -> list[EmbeddingRequestOutput]:
-        """A vector for every prompt; arguments as for `encode`.
+        """Return a vector for every prompt; arguments as for `encode`.
 
         Raises:
             RequestError: as for `encode`, and when the model is not run for embeddings.
@@ -144,7 +144,7 @@ class PoolingMethods:
         lora_request: Any = None,
         prompt_adapter_request: Any = None,
     ) -> list[ClassificationRequestOutput]:
-        """A probability per label for every prompt; arguments as for `encode`.
+        """Return a probability per label for every prompt; arguments as for `encode`.
 
         Raises:
             RequestError: as for `encode`, and when the model is not a classifier.
@@ -237,7 +237,7 @@ class PoolingMethods:
         truncate: int | None,
         use_tqdm: bool | MakeBar,
     ) -> list[Pooled]:
-        """Results as numpy arrays; raises when one of the prompts has none."""
+        """Return results as numpy arrays; raise an error if one of the prompts has none."""
         each = _params_per_prompt(params, truncate, len(prompts))
         requests = []
         for index, prompt in enumerate(prompts):

@@ -36,7 +36,7 @@ class GenerationProgress:
             self._bar.close()
 
     def update(self, output: AnyRequestOutput) -> None:
-        """One more request has finished."""
+        """Count one more finished request."""
         if self._bar is None:
             return
         self._num_input_tokens += len(output.prompt_token_ids or ())

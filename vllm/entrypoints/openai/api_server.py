@@ -18,6 +18,7 @@ from vllm.entrypoints.openai.cli_args import (
     serve_while_warming,
 )
 from vllm.entrypoints.server.log_setup import configure_logs
+from vllm.entrypoints.shared.replayed_traffic import with_recorded_traffic
 from vllm.entrypoints.shared.server_args import ServerArgs
 from vllm.utils import FlexibleArgumentParser
 from vllm.utils.imports import without_collections
@@ -78,6 +79,7 @@ def _check_and_serve(
 ) -> int:
     from vllm.entrypoints.server.start_checks import check_start
 
+    engine_args = with_recorded_traffic(engine_args)
     config = check_start(engine_args, args)
     if args.headless:
         from vllm.engine.replicas.headless import run_host

@@ -56,7 +56,7 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
         help="YAML file with flags, without their dashes; flags of the command line have priority",
     )
     EngineArgs.add_cli_args(parser)
-    # Some flags that the engine alone would refuse belong to the server here.
+    # Some flags that the engine by itself refuses belong to the server.
     group = parser.add_argument_group(
         "ServerArgs", (ServerArgs.__doc__ or "").strip(), conflict_handler="resolve"
     )
@@ -135,7 +135,7 @@ def _read_list(name: str, given: Any) -> Any:
     try:
         return json.loads(given[0])
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{name} must be a list of texts: {error}") from None
+        raise ConfigError(f"{name} must be a list of strings: {error}") from None
 
 
 def _take_compat(argument: CompatArgument, value: Any) -> None:
@@ -147,7 +147,7 @@ def _take_compat(argument: CompatArgument, value: Any) -> None:
 
 
 def _read_file(path: str) -> dict[str, Any]:
-    """Settings of a YAML file by name.
+    """Read settings of a YAML file by name.
 
     Raises:
         ConfigError: it cannot be read, or has a name that is not a flag.
@@ -180,7 +180,7 @@ def _read_file(path: str) -> dict[str, Any]:
 
 
 def known_names() -> list[str]:
-    """Names of every flag that a file may set, sorted."""
+    """Return names of every flag that a file may set, sorted."""
     parser = make_arg_parser(FlexibleArgumentParser(add_help=False))
     return sorted({action.dest for action in parser._actions} - {"config"})
 

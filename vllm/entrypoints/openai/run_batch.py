@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.entrypoints.openai.run_batch")
 
 _SHOWN_FAILURES = 3
-"""How many different reasons of failed requests the summary shows."""
+"""Number of different reasons of failed requests that the summary shows."""
 
 
 def add_arguments(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
@@ -68,8 +68,7 @@ def add_arguments(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     group.add_argument(
         "--fail-on-error",
         action="store_true",
-        help="end with the exit code 1 if a request fails (default: 0, because its error is in the "
-        "output)",
+        help="exit with code 1 if a request fails (default: 0, because its error is in the output)",
     )
     return parser
 
@@ -93,8 +92,10 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm.entrypoints.server.log_setup import configure_logs
     from vllm.entrypoints.server.start_checks import check_start
+    from vllm.entrypoints.shared.replayed_traffic import with_recorded_traffic
 
     configure_logs(server_args)
+    engine_args = with_recorded_traffic(engine_args)
     config = check_start(engine_args, server_args)
     with open_input(source) as lines, open_output(target, folder) as output:
         num_lines = _count_lines(source, lines)
@@ -202,10 +203,10 @@ def _log_end(counts: "BatchCounts", elapsed_s: float) -> None:
         counts.num_failed,
     )
     for reason, count in counts.failures.most_common(_SHOWN_FAILURES):
-        logger.warning("%d failed: %s", count, reason)
+        logger.warning("%d requests failed: %s", count, reason)
     if len(counts.failures) > _SHOWN_FAILURES:
         logger.warning(
-            "%d more reasons of failed requests are not shown",
+            "%d other reasons for failed requests are not shown",
             len(counts.failures) - _SHOWN_FAILURES,
         )
 

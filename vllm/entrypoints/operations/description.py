@@ -22,7 +22,7 @@ _lock = threading.Lock()
 
 @router.get("/openapi.json", include_in_schema=False)
 async def openapi(request: Request) -> JSONResponse:
-    """What the routes accept and return."""
+    """Return the description of all routes."""
     description = await asyncio.to_thread(run_in_time_slices, partial(_describe, request.app))
     root_path = request.scope.get("root_path", "").rstrip("/")
     if root_path:

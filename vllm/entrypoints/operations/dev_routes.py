@@ -30,7 +30,7 @@ class WorkerCall(RequestBody):
 
 @router.get("/server_info")
 async def server_info(request: Request) -> JSONResponse:
-    """The settings of the server and its engine."""
+    """Return the settings of the server and its engine."""
     context = get_context(request)
     args = dataclasses.asdict(context.args) | {"api_key": "***" if context.args.api_key else None}
     config = None
@@ -79,7 +79,7 @@ async def sleep(request: Request, level: int = 1) -> Response:
 
 @router.post("/wake_up")
 async def wake_up(request: Request, tags: Tags = None) -> Response:
-    """Allocate the memory again: of all parts, or of those that `tags` names."""
+    """Allocate the memory again: of all parts, or of the parts that `tags` names."""
     await get_context(request).engine.wake_up(tags)
     return Response(status_code=200)
 

@@ -51,19 +51,19 @@ async def health(request: Request) -> Response:
 @router.get("/ping", operation_id="ping", response_class=Response)
 @router.post("/ping", operation_id="ping_post", response_class=Response)
 async def ping(request: Request) -> Response:
-    """As /health."""
+    """Answer like /health."""
     return await health(request)
 
 
 @router.get("/version")
 async def version() -> JSONResponse:
-    """The version of this package."""
+    """Return the version of this package."""
     return JSONResponse({"version": __version__})
 
 
 @router.get("/load")
 async def load(request: Request) -> JSONResponse:
-    """Requests in progress."""
+    """Return the number of requests in progress."""
     return JSONResponse({"server_load": get_context(request).num_in_progress})
 
 

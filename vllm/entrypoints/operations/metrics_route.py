@@ -1,4 +1,4 @@
-"""GET /metrics, and the metrics of HTTP requests, which are added to those of the engine.
+"""GET /metrics, and the metrics of HTTP requests, which are added to the engine's.
 
 Labels come from fixed sets: templates of routes, known methods, classes of status. Nothing that a
 client sends becomes a label.
@@ -126,7 +126,7 @@ class CountHttp:
 
 
 def engine_metrics(context: ServerContext) -> ReadableMetrics | None:
-    """The metrics of the engine; None before it is ready for the first time."""
+    """Return the metrics of the engine; None before it is ready for the first time."""
     is_there = context.has_been_ready or context.engine.startup.is_ready
     return context.engine.metrics if is_there else None
 
@@ -147,7 +147,7 @@ def count_http(app: FastAPI, routers: Iterable[APIRouter]) -> None:
 
 @router.get("/metrics", include_in_schema=False)
 async def metrics(request: Request) -> Response:
-    """All metrics, in the format that the scraper accepts."""
+    """Return all metrics, in the format that the scraper accepts."""
     context = get_context(request)
     engine = engine_metrics(context)
     cards = await context.card_readings()

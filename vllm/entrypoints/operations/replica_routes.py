@@ -18,7 +18,12 @@ router = APIRouter(tags=["development"])
 
 Timeout = Annotated[
     float | None,
-    Query(gt=0, description="seconds for its requests to end; then they end with an error"),
+    Query(
+        gt=0,
+        description=(
+            "seconds to wait for its requests to finish; after that they fail with an error"
+        ),
+    ),
 ]
 
 

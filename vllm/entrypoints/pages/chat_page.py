@@ -1,6 +1,6 @@
 """GET /chat.json: facts about the server for the chat page.
 
-The page talks to the API as any client does; conversations stay in the browser.
+The page talks to the API as any client does; conversations are stored only in the browser.
 """
 
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/chat.json")
 async def about(request: Request) -> Response:
-    """Facts for the page."""
+    """Return facts for the page."""
     return fresh_json(describe(get_context(request)))
 
 
 def describe(context: ServerContext) -> dict[str, Any]:
-    """State of the server, and the abilities of its model once it is ready."""
+    """Return the state of the server, and the abilities of its model once it is ready."""
     server = describe_server(context) | {
         "has_status_page": context.args.status_page,
         "has_docs": not context.args.disable_fastapi_docs,
@@ -49,7 +49,7 @@ def _describe_model(context: ServerContext) -> dict[str, Any]:
 
 
 def _refusal(context: ServerContext) -> str | None:
-    """Why this model cannot chat, and what it can do instead; None if it can chat."""
+    """Return why this model cannot chat, and what it can do instead; None if it can chat."""
     try:
         refuse_generation(context.config.model.pooler)
     except RequestError as error:

@@ -5,7 +5,7 @@ from vllm.entrypoints.shared.server_args import ServerArgs
 
 
 def page_paths(args: ServerArgs) -> dict[str, str]:
-    """Path -> name of the page that this server shows there."""
+    """Return the name of the page that this server shows, by its path."""
     paths: dict[str, str] = {}
     if args.status_page:
         paths |= {"/": "status", "/status": "status"}

@@ -12,7 +12,7 @@ from vllm.entrypoints.shared.server_args import ServerArgs
 
 
 def page_routers(args: ServerArgs) -> list[APIRouter]:
-    """Routers for the pages that this server shows."""
+    """Return routers for the pages that this server shows."""
     pages = APIRouter(include_in_schema=False)
     for path, name in page_paths(args).items():
         pages.add_api_route(path, _show(name), methods=["GET", "HEAD"])

@@ -10,7 +10,7 @@ from vllm.version import __version__
 
 
 def describe_server(context: ServerContext) -> dict[str, Any]:
-    """Version, state in one word, and progress.
+    """Return version, state in one word, and progress.
 
     `eta_s` is the time until the engine is ready; None while it is not known.
 
@@ -32,7 +32,7 @@ def describe_server(context: ServerContext) -> dict[str, Any]:
 
 
 def fresh_json(value: Any) -> Response:
-    """A JSON response that must not be cached."""
+    """Make a JSON response that must not be cached."""
     body = msgspec.json.encode(value)
     headers = {"content-type": "application/json", "cache-control": "no-store"}
     return Response(body, headers=headers)

@@ -20,20 +20,31 @@ from vllm.platforms.card_reading import CardReading
 
 router = APIRouter(include_in_schema=False)
 
+_PHASES = ("prefill", "decode")
 _MAX_ID_CHARS = 128
 """Limit for shown ids, which clients may choose."""
 
 
 @router.get("/status.json")
 async def status(request: Request) -> Response:
-    """Data for the page."""
+    """Return data for the page."""
     context = get_context(request)
     return fresh_json(describe(context, await context.card_readings()))
 
 
+@router.get("/status_buckets.json")
+async def buckets(request: Request) -> Response:
+    """Return the buckets for the map of the page: phase, sizes, and whether they are warm."""
+    context = get_context(request)
+    if engine_metrics(context) is None or not context.engine.is_running:
+        return fresh_json({"buckets": []})
+    found = await context.engine.list_buckets()
+    return fresh_json({"buckets": [[_PHASES[phase], *rest] for phase, *rest in found]})
+
+
 def describe(context: ServerContext, cards: Sequence[CardReading] = ()) -> dict[str, Any]:
-    """The server, its engine and its cards. Times and rates are per second; None is not known
-    (yet)."""
+    """Describe the server, its engine and its cards. Times are in seconds, and rates per second;
+    None is not known (yet)."""
     server = describe_server(context) | {
         "uptime_s": round(max(0.0, time.time() - context.created), 1),
         "in_progress": context.num_in_progress,
@@ -109,7 +120,7 @@ def _describe_media(
 
 
 def _describe_request(request: FinishedRequestStats) -> dict[str, Any]:
-    """Ids and numbers of a request, without its texts."""
+    """Return ids and counts of a request, without its texts."""
     return {
         "id": request.request_id[:_MAX_ID_CHARS],
         "reason": request.finish_reason,

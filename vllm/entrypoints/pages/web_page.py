@@ -41,7 +41,7 @@ class WebPage:
 
 @cache
 def load_page(name: str) -> WebPage:
-    """The page in the folder of this name."""
+    """Load the page in the folder of this name."""
     sources: dict[str, list[str]] = {"style": [], "script": []}
 
     def include(match: re.Match[str]) -> str:
@@ -90,7 +90,8 @@ def _number_field(name: str, number: Number) -> str:
 
 
 def _policy(styles: list[str], scripts: list[str]) -> str:
-    """Own styles and scripts run, nothing is requested, and no text becomes HTML."""
+    """Make a policy: only own styles and scripts run, nothing is requested, and no text becomes
+    HTML."""
     return (
         f"default-src 'none'; script-src {' '.join(scripts)}; style-src {' '.join(styles)}; "
         "img-src data:; media-src data:; base-uri 'none'; form-action 'none'; "

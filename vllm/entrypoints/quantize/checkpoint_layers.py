@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are weights of layers that can be quantized.
+"""Finds the tensors of a checkpoint that are weights of layers that can be quantized.
 
 The model that will load the quantized checkpoint says so: a layer is quantized as a whole, with all
 that runs in one product, or not at all. Knows no files and no formats.
@@ -68,11 +68,11 @@ class CheckpointLayers:
         self._known: dict[MethodLayer, bool] = {}
 
     def key(self, name: str) -> str:
-        """The key of a module that a checkpoint, or transformers, calls so."""
+        """Return the key of a module by its name in a checkpoint or in transformers."""
         return self._model.renamed(f"{name}.weight").removesuffix(".weight")
 
     def key_of_tensor(self, name: str) -> str:
-        """The name in the model of a tensor of the checkpoint."""
+        """Return the name in the model of a tensor of the checkpoint."""
         return self._model.renamed(name)
 
     def is_quantized(self, key: str) -> bool:
@@ -86,7 +86,8 @@ class CheckpointLayers:
         return bool(parts) and all(isinstance(p.module, ParallelLinear) for p, _ in parts)
 
     def heads(self) -> list[str]:
-        """Names in the checkpoint of output heads, which stay dense; also of one that is tied."""
+        """Return the names in the checkpoint of output heads, which are not quantized; also of a
+        tied one."""
         return [
             self._name_in_checkpoint(path)
             for layer, path in self._paths.items()
@@ -94,7 +95,7 @@ class CheckpointLayers:
         ]
 
     def dense_experts(self) -> list[str]:
-        """Names in the checkpoint of experts that stay dense."""
+        """Return the names in the checkpoint of experts that are not quantized."""
         found = [
             layer
             for layer in self._model.modules()
@@ -103,7 +104,7 @@ class CheckpointLayers:
         return [self._name_in_checkpoint(self._paths[layer]) for layer in found]
 
     def weights_of(self, name: str, tensor: Tensor) -> Iterator[CheckpointWeight]:
-        """The weights in a tensor of the checkpoint that are to be quantized."""
+        """Yield the weights in a tensor of the checkpoint that are to be quantized."""
         stem = name.removesuffix(".weight")
         if tensor.dim() == 2 and stem != name:
             key = self.key(stem)
@@ -117,7 +118,7 @@ class CheckpointLayers:
             yield from self._experts_in(name, tensor)
 
     def _experts_in(self, name: str, tensor: Tensor) -> Iterator[CheckpointWeight]:
-        """Of a tensor with a matrix for each expert."""
+        """Yield the weights in a tensor with a matrix for each expert."""
         source = CheckpointTensor(tensor.shape, tensor.__getitem__, dtype=tensor.dtype)
         for part, matrix in self._model.convert(self._model.renamed(name), source):
             key = part.removesuffix(".weight")
@@ -131,7 +132,7 @@ class CheckpointLayers:
         return next(iter(names_in_checkpoint(path, self._model)), path)
 
     def _parts(self, key: str) -> list[tuple[ParamTarget, Features | None]]:
-        """Where the parts of a layer go; none: it is no linear layer."""
+        """Return the targets of the parts of a layer; none: it is not a linear layer."""
         whole = f"{key}.weight"
         found: list[tuple[ParamTarget, Features | None]] = []
         parts = ((whole, _PROBE),) if whole in self._places else self._model.convert(whole, _PROBE)

@@ -1,4 +1,4 @@
-"""What each method writes: tensors of a layer, and `quantization_config`.
+"""Writes the output of each method: tensors of a layer, and `quantization_config`.
 
 By the public descriptions of the formats: GPTQ (`qweight`, `qzeros`, `scales`, `g_idx`), AWQ in the
 layout gemm, and compressed-tensors for fp8 and int8.
@@ -47,7 +47,7 @@ def gptq_settings(grid: Grid, by_activation: bool, dense: Sequence[str]) -> dict
 
 
 def awq_tensors(rounded: Rounded) -> dict[str, Tensor]:
-    """Eight outputs of an input in a word."""
+    """Pack eight outputs of an input in a word."""
 
     def words(numbers: Tensor) -> Tensor:
         eights = numbers.unflatten(1, (-1, 8))[..., list(AWQ_ORDER)]
@@ -61,7 +61,7 @@ def awq_tensors(rounded: Rounded) -> dict[str, Tensor]:
 
 
 def awq_settings(grid: Grid, dense: Sequence[str]) -> dict[str, Any]:
-    """Arguments as of `gptq_settings`."""
+    """Return the settings; arguments as for `gptq_settings`."""
     return {
         "quant_method": "awq",
         "bits": grid.bits,
@@ -73,19 +73,19 @@ def awq_settings(grid: Grid, dense: Sequence[str]) -> dict[str, Any]:
 
 
 def fp8_tensors(weight: Tensor) -> dict[str, Tensor]:
-    """e4m3, with a scale per output."""
+    """Round to e4m3, with a scale per output."""
     scales = _row_scales(weight, torch.finfo(torch.float8_e4m3fn).max)
     return {"weight": (weight.float() / scales).to(torch.float8_e4m3fn), "weight_scale": scales}
 
 
 def int8_tensors(weight: Tensor) -> dict[str, Tensor]:
-    """int8, with a scale per output."""
+    """Round to int8, with a scale per output."""
     scales = _row_scales(weight, 127)
     return {"weight": (weight.float() / scales).round().to(torch.int8), "weight_scale": scales}
 
 
 def compressed_settings(kind: str, ignored: Sequence[str]) -> dict[str, Any]:
-    """Of 8 bits per number, with inputs rounded row by row.
+    """Return the settings for 8 bits per value, with inputs rounded row by row.
 
     Args:
         kind: "float" or "int".

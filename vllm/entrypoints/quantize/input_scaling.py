@@ -1,4 +1,5 @@
-"""Which modules of a decoder layer AWQ may scale: what makes the inputs of what."""
+"""Finds the modules of a decoder layer that AWQ may scale: which module makes the inputs of
+which."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ _EXPERT_UPS = ("mlp.experts.*.up_proj", "block_sparse_moe.experts.*.up_proj")
 
 
 def pairs_of(family: Family, layer: nn.Module) -> Iterator[ScaledPair]:
-    """The pairs of a decoder layer of transformers, with experts as linear layers."""
+    """Yield the pairs of a decoder layer of transformers, with experts as linear layers."""
     names = [name.removesuffix(".weight") for name, _ in layer.named_parameters()]
     # Some versions of transformers keep all experts of Granite in one tensor, which is not scaled.
     has_other_experts = any(weight.dim() == 3 for weight in layer.parameters())

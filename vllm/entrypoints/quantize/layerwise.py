@@ -1,4 +1,4 @@
-"""Quantizing a model one decoder layer after the other, with the inputs that the quantized layers
+"""Quantizes a model one decoder layer after the other, with the inputs that the quantized layers
 before it make.
 
 The modules are those of transformers, in float32, one layer at a time; so any decoder works whose
@@ -21,7 +21,7 @@ _SAMPLE_ROWS = 2048
 
 @dataclass
 class Inputs:
-    """What is known of the inputs of a linear layer."""
+    """Statistics of the inputs of a linear layer."""
 
     hessian: Tensor
     """[in, in] x.T @ x"""
@@ -37,8 +37,8 @@ class Inputs:
 
 
 QuantizeLayer = Callable[[str, nn.Module, dict[str, Inputs]], None]
-"""(name of a decoder layer, the layer, inputs of its linear layers by their names in it): puts
-rounded weights in the place of the layer's."""
+"""Replaces a layer's weights by rounded ones: called with the name of a decoder layer, the layer,
+and inputs of its linear layers by their names in it."""
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def quantize_layers(
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of modules with the most parameters, and its name.
+    """Return the list of modules with the most parameters, and its name.
 
     Raises:
         ConfigError: there is none.
@@ -83,7 +83,7 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def linear_layers(layer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers of a module with their names in it."""
+    """Yield the linear layers of a module with their names in it."""
     for name, module in layer.named_modules():
         if isinstance(module, nn.Linear):
             yield name, module
@@ -92,8 +92,8 @@ def linear_layers(layer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 def _first_inputs(
     model: nn.Module, layers: nn.ModuleList, samples: Sequence[Sequence[int]]
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """Inputs of the first layer for each sample, and keywords of each layer, which are the same
-    for all samples."""
+    """Return inputs of the first layer for each sample, and keywords of each layer, which are the
+    same for all samples."""
     hidden: list[Tensor] = []
     keywords: list[dict[str, Any]] = []
 
@@ -116,7 +116,7 @@ def _first_inputs(
 
 
 class _EnoughError(Exception):
-    """What was wanted is known; the rest of the model need not run."""
+    """Raised when the wanted inputs are known; the rest of the model need not run."""
 
 
 def _as_float(value: Any) -> Any:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 
 def use_linear_modules(model: nn.Module) -> None:
-    """Put linear layers in the place of layers with transposed weights (GPT-2) and of experts whose
-    weights are one tensor.
+    """Replace layers with transposed weights (GPT-2), and experts whose weights are one tensor, by
+    linear layers.
 
     Experts become modules with a number each, with `gate_proj`, `up_proj` and `down_proj`. Those
     that are stored in another way, or have biases, stay as they are.
@@ -53,7 +53,8 @@ class _LinearExperts(nn.Module):
             self.add_module(str(number), expert)
 
     def forward(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """[T, hidden], and [T, k] of the experts that a token uses -> [T, hidden]"""
+        """Run the experts: [T, hidden], and [T, k] of the experts that a token uses -> [T,
+        hidden]."""
         out = torch.zeros_like(hidden_states)
         experts: list[Any] = [each for each in self.children() if each is not self.act_fn]
         for number, expert in enumerate(experts):

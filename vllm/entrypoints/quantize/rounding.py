@@ -17,7 +17,7 @@ _NUM_RATIOS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The numbers that a weight is rounded to."""
+    """The values that a weight is rounded to."""
 
     bits: int
     group_size: int
@@ -25,7 +25,7 @@ class Grid:
     is_symmetric: bool
 
     def size_of(self, num_inputs: int) -> int:
-        """Inputs of a group of a layer."""
+        """Return the inputs of a group of a layer."""
         return num_inputs if self.group_size == -1 else self.group_size
 
     def fits(self, num_outputs: int, num_inputs: int) -> bool:
@@ -34,7 +34,7 @@ class Grid:
         return is_whole and num_inputs % self.size_of(num_inputs) == 0
 
     def scales_of(self, group: Tensor) -> tuple[Tensor, Tensor]:
-        """Scales, which float16 holds, and zero points of groups [..., inputs].
+        """Return scales, which float16 can hold, and zero points of groups [..., inputs].
 
         A zero point is at least 1: the first format of GPTQ stores it less one.
         """
@@ -53,13 +53,13 @@ class Grid:
         return scales, zeros
 
     def round(self, weight: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-        """The nearest numbers of a weight whose scales and zero points broadcast to it."""
+        """Round a weight to the nearest codes; scales and zero points broadcast to it."""
         return ((weight / scales).round() + zeros).clamp(0, 2**self.bits - 1)
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A weight [out, in] in whole numbers."""
+    """A weight [out, in] in integers."""
 
     numbers: Tensor
     """[out, in] uint8."""
@@ -71,7 +71,7 @@ class Rounded:
     """[in] int32: the group of each input."""
 
     def dequantize(self) -> Tensor:
-        """[out, in] float32."""
+        """Dequantize to [out, in] float32."""
         scales, zeros = (x.T[:, self.groups.long()] for x in (self.scales, self.zeros))
         return (self.numbers.float() - zeros.float()) * scales
 
@@ -136,7 +136,8 @@ def round_by_gptq(weight: Tensor, hessian: Tensor, grid: Grid, *, by_activation:
 
 
 def input_scales(weights: Sequence[Tensor], inputs: Tensor, grid: Grid) -> Tensor:
-    """Factors for the inputs of layers, [in], by which rounding changes their outputs least.
+    """Return factors for the inputs of layers, [in], with which rounding changes their outputs
+    least.
 
     Weights are multiplied by them before they are rounded, and inputs divided (AWQ; Lin et al.
     2023, arXiv 2306.00978, section 3.2): inputs that are large are kept more exactly.

@@ -61,9 +61,9 @@ def quantize(args: argparse.Namespace) -> int:
     """
     out = Path(args.out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {args.out}: it exists and is not empty; name a new folder")
+        raise ConfigError(f"--out {args.out} exists and is not empty; name a new folder")
     if args.method in ("awq", "gptq") and args.dataset is None:
-        raise ConfigError(f"--method {args.method} needs texts to measure: --dataset FILE")
+        raise ConfigError(f"--method {args.method} needs --dataset FILE, texts to measure with")
     folder = resolve_model_folder(args.model)
     config = read_hf_config(folder, {})
     if config.get("quantization_config"):
@@ -87,14 +87,14 @@ def _settings(args: argparse.Namespace, changes: "_Changes") -> dict[str, Any]:
         kind = "float" if args.method == "fp8" else "int"
         return compressed_settings(kind, [*dense, *changes.layers.heads()])
     if dense:
-        logger.warning("%d layers stay as they are, such as %s", len(dense), dense[0])
+        logger.warning("%d layers were not quantized, for example %s", len(dense), dense[0])
     if args.method == "awq":
         return awq_settings(_grid_of(args), dense)
     return gptq_settings(_grid_of(args), args.desc_act, dense)
 
 
 class _Changes:
-    """What takes the place of tensors of the checkpoint.
+    """Replacements of tensors of the checkpoint.
 
     Args:
         layers: of the checkpoint.
@@ -116,7 +116,7 @@ class _Changes:
         """Names in the checkpoint of layers that stay dense."""
 
     def apply(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
-        """What a tensor of the checkpoint becomes."""
+        """Return the tensors that replace a tensor of the checkpoint."""
         made: dict[str, Tensor] = {}
         for found in self.layers.weights_of(name, tensor):
             parts = self._tensors(found)
@@ -137,7 +137,7 @@ class _Changes:
         if found.key not in self.stored:
             raise ConfigError(
                 f"transformers has no layer for {found.name} of the checkpoint, so its inputs "
-                f"cannot be measured; use --method fp8 or int8"
+                "cannot be measured; use --method fp8 or int8"
             )
         return self.stored.pop(found.key)
 
@@ -152,12 +152,14 @@ def _calibrate(folder: Path, config: Mapping[str, Any], args: argparse.Namespace
     if is_awq and not family.awq_pairs:
         supported = ", ".join(name for name, each in FAMILIES.items() if each.awq_pairs)
         raise ConfigError(
-            f"--method awq: the model is of the type {str(config.get('model_type'))!r}; supported: "
-            f"{supported}. Use --method gptq"
+            f"--method awq does not support models of the type {str(config.get('model_type'))!r}; "
+            f"supported: {supported}. Use --method gptq"
         )
     grid = _grid_of(args)
     if is_awq and grid.bits != 4:
-        raise ConfigError(f"--bits {grid.bits}: AWQ has 4 bits. Leave it out, or use --method gptq")
+        raise ConfigError(
+            f"--bits {grid.bits}: AWQ supports 4 bits only. Leave it out, or use --method gptq"
+        )
 
     def fits(num_outputs: int, num_inputs: int, features: Features | None) -> bool:
         is_whole = features is None or features.in_words(grid.bits) is not None
@@ -201,14 +203,14 @@ def _calibrate(folder: Path, config: Mapping[str, Any], args: argparse.Namespace
     quantize_layers(model, samples, one_layer)
     if not changes.stored:
         raise ConfigError(
-            f"--group-size {args.group_size} divides the input features of no layer; name a "
-            f"smaller one, or -1"
+            f"--group-size {args.group_size} does not divide the input features of any layer; "
+            "name a smaller one, or -1"
         )
     return changes
 
 
 def _samples(folder: Path, args: argparse.Namespace) -> list[list[int]]:
-    """Samples of equal length."""
+    """Return samples of equal length."""
     tokenizer = get_tokenizer(str(folder))
     texts = read_texts(args.dataset)
     text = "\n\n".join(texts)
@@ -216,8 +218,8 @@ def _samples(folder: Path, args: argparse.Namespace) -> list[list[int]]:
     whole = [s for s in (*samples, *held_out) if len(s) == args.sample_tokens]
     if not whole:
         raise ConfigError(
-            f"--dataset {args.dataset}: its texts have fewer than {args.sample_tokens} tokens; "
-            f"add texts, or lower --sample-tokens"
+            f"--dataset {args.dataset} must have texts of at least {args.sample_tokens} tokens in "
+            "total; add texts, or lower --sample-tokens"
         )
     return whole[: args.num_samples]
 
@@ -294,8 +296,9 @@ def _write(folder: Path, out: Path, changes: _Changes) -> None:
     left = {*changes.stored, *changes.dense}
     if left:
         raise ConfigError(
-            f"the checkpoint in {folder} has no tensor for {min(left)}: its names are not those of "
-            f"transformers, so it cannot be quantized with this method; use --method fp8 or int8"
+            f"the checkpoint in {folder} has no tensor for {min(left)}: its names differ from "
+            "transformers' names, so it cannot be quantized with this method; use --method fp8 "
+            "or int8"
         )
     flush()
     if len(set(index.values())) == 1:

@@ -21,7 +21,7 @@ class DirectRoutes:
     server in both cases.
 
     Args:
-        app: FastAPI behind its middleware.
+        app: FastAPI inside its middleware.
         server: whose handlers of exceptions serve.
         routers: of the server, without a prefix.
     """

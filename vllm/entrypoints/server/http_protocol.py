@@ -87,7 +87,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._start_head_timer()  # bytes that begin no request yet
 
     def on_message_begin(self) -> None:
-        """The parser has seen the first byte of a request."""
+        """Handle the first byte of a request."""
         super().on_message_begin()
         if not self._is_in_head:
             self._is_in_head = True
@@ -96,7 +96,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._start_head_timer()
 
     def on_headers_complete(self) -> None:
-        """The parser has seen the end of the headers."""
+        """Handle the end of the headers."""
         self._is_in_head = False
         self._stop_head_timer()
         self._is_in_body = True
@@ -113,7 +113,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.cycle.transport = _ClosesAfterBody(self.transport, self)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
-        """The parser has seen a part of a body."""
+        """Handle a part of a body."""
         if self._body_left is not None:
             self._body_left -= len(body)
         if self.cycle.response_complete:
@@ -121,7 +121,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The parser has seen the end of a request."""
+        """Handle the end of a request."""
         self._is_in_body = False
         self._stop_body_timer()
         super().on_message_complete()
@@ -131,7 +131,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             )
 
     def on_response_complete(self) -> None:
-        """The application has answered; discard the rest of the body for a limited time."""
+        """Handle the answer of the application; discard the rest of the body for a limited time."""
         if self._is_lingering:
             self.server_state.total_requests += 1
             return  # the connection takes no further request
@@ -219,7 +219,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def with_body_timeout(seconds: float) -> type[BoundedHttpProtocol]:
-    """A protocol class with this timeout for bodies."""
+    """Return a protocol class with this timeout for bodies."""
 
     class Protocol(BoundedHttpProtocol):
         body_timeout_s = seconds

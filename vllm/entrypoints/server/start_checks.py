@@ -59,16 +59,15 @@ def _check_machines(engine_args: "EngineArgs", args: ServerArgs) -> None:
     if not args.headless:
         if start:
             raise ConfigError(
-                f"data_parallel_start_rank={start} is for machines without a server: the server "
-                f"has the first replicas. Add --headless, or leave it out"
+                f"data_parallel_start_rank={start} needs --headless, as the server has the first "
+                "replicas. Add --headless, or leave data_parallel_start_rank out"
             )
         return
     if not start and (local is None or local == size):
         raise ConfigError(
-            f"headless runs some of the replicas of a server on another machine; "
-            f"data_parallel_size is {size}, data_parallel_size_local {local} and "
-            f"data_parallel_start_rank 0. Give data_parallel_size as on the server, how many of "
-            f"them run here, and the index of the first one"
+            "--headless needs data_parallel_size (as on the server), data_parallel_size_local "
+            "(replicas on this machine) and data_parallel_start_rank (index of the first one), "
+            f"got {size}, {local} and 0"
         )
 
 
@@ -78,7 +77,8 @@ def _check_adapters(engine_args: "EngineArgs", args: ServerArgs) -> None:
         return
     if not engine_args.enable_lora:
         raise ConfigError(
-            f"lora_modules={' '.join(args.lora_modules)} needs enable_lora=True: give both, or none"
+            f"lora_modules={' '.join(args.lora_modules)} needs enable_lora=True: give both, or "
+            "neither"
         )
     from vllm.entrypoints.shared.served_adapters import ServedAdapters
 

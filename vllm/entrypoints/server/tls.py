@@ -57,7 +57,7 @@ def check_certificates(args: ServerArgs) -> None:
 
 
 def _explain(error: OSError) -> str:
-    """The reason of OpenSSL without its codes; it is often missing."""
+    """Return the reason of OpenSSL without its codes; it is often missing."""
     reason = getattr(error, "reason", None) or "it is not in PEM format, or the key is missing"
     return str(reason).replace("_", " ").lower()
 

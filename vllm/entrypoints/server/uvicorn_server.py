@@ -82,8 +82,8 @@ def _bind_unix(path: str) -> socket.socket:
         if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
             with socket.socket(socket.AF_UNIX) as probe:
                 if probe.connect_ex(path) == 0:
-                    raise OSError("another server listens there")
-            os.unlink(path)  # left behind by a killed server
+                    raise OSError("another server uses this port")
+            os.unlink(path)  # left by a killed server
         listener.bind(path)
     except OSError as error:
         listener.close()
@@ -211,7 +211,7 @@ class _Server(uvicorn.Server):
     def _on_signal(self, signum: int) -> None:
         name = signal.Signals(signum).name
         if self._is_draining:
-            logger.warning("%s received again: ending now, without waiting for requests", name)
+            logger.warning("%s received again: stopping now, without waiting for requests", name)
             self._exit_code = 128 + signum
             self._shut_engine_down()
             self.should_exit = self.force_exit = True
@@ -295,7 +295,7 @@ def _log_address(listener: socket.socket, args: ServerArgs) -> None:
 
 
 def _name_for_browsers(host: str) -> str:
-    """The host for a URL that a browser on this machine can open."""
+    """Return the host for a URL that a browser on this machine can open."""
     if host in ("0.0.0.0", "::"):
         return "localhost"
     return f"[{host}]" if ":" in host else host

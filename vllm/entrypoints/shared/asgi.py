@@ -1,6 +1,6 @@
 """Shared code of the middleware: paths, headers, and error responses before any route.
 
-Middleware here is plain ASGI: it sees every request, also those without a route, and adds no cost
+Middleware here is plain ASGI: it sees every request, even without a route, and adds no cost
 per event of a stream unless it has to.
 """
 
@@ -16,18 +16,18 @@ PROBES = frozenset({"/livez", "/startupz", "/readyz", "/health", "/ping"})
 PAGES = frozenset({"/", "/status", "/docs"})
 """Pages without data of this server. They ask for a key if the data that they load needs one."""
 
-PAGE_FIGURES = frozenset({"/chat.json", "/status.json"})
-"""Data that these pages request repeatedly, also before the model is loaded."""
+PAGE_FIGURES = frozenset({"/chat.json", "/status.json", "/status_buckets.json"})
+"""Data that these pages request repeatedly, even before the model is loaded."""
 
 
 def route_path(scope: Scope) -> str:
-    """The path as the router sees it, without `root_path`. Guards of routes must use only this
-    path."""
+    """Return the path as the router sees it, without `root_path`. Guards of routes must use only
+    this path."""
     return get_route_path(scope)
 
 
 def get_header(scope: Scope, name: bytes) -> str | None:
-    """The first header of this name, given in lower case."""
+    """Return the first header of this name, given in lower case."""
     for key, value in scope["headers"]:
         if key == name:
             return bytes(value).decode("latin-1")
@@ -41,7 +41,7 @@ async def refuse(scope: Scope, receive: Receive, send: Send, info: ErrorInfo) ->
 
 
 def replay(message: Message, receive: Receive) -> Receive:
-    """A `receive` that first returns a message that was already received."""
+    """Return a `receive` that first returns a message that was already received."""
     pending = [message]
 
     async def next_message() -> Message:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Run = Callable[[list[TokensPrompt], SamplingParams, list[int]], list[RequestOutput]]
-"""What to run, and the index of the prompt that each of it continues."""
+"""Function that runs prompts, each with the index of the prompt that it continues."""
 RunAsync = Callable[[list[TokensPrompt], SamplingParams, list[int]], Awaitable[list[RequestOutput]]]
 _Rounds = Generator[
     tuple[list[TokensPrompt], SamplingParams, list[int]],
@@ -37,7 +37,7 @@ class _Search:
     prompt: TokensPrompt
     """Without its text, which the engine does not need."""
     live: list[BeamSearchSequence]
-    """Unfinished beams, all of the same length, the likeliest first."""
+    """Unfinished beams, all of the same length, the most likely first."""
     done: list[BeamSearchSequence] = field(default_factory=list)
 
 
@@ -105,7 +105,7 @@ async def search_beams_async(
     max_model_len: int,
     tokenizer: "PreTrainedTokenizerBase | None",
 ) -> list[BeamSearchOutput]:
-    """As `search_beams`, where `run` is awaited."""
+    """Run `search_beams` with a `run` that is awaited."""
     rounds = _search(prompts, params, end_tokens, max_model_len, tokenizer)
     outputs: list[RequestOutput] | None = None
     while True:
@@ -147,7 +147,7 @@ def _search(
 
 
 def _num_logprobs(width: int) -> int:
-    """Candidates per beam: enough that end tokens cannot use up all of them."""
+    """Return the candidates per beam: enough that end tokens cannot use up all of them."""
     return 2 * width
 
 
@@ -176,7 +176,7 @@ def _advance(
         if not sample.logprobs and sample.is_refused:
             raise RequestError(str(sample.stop_reason), param="lora_request")
         if not sample.logprobs:
-            raise RuntimeError(f"beam search step failed: {sample.stop_reason}")
+            raise RuntimeError(f"a step of the beam search failed: {sample.stop_reason}")
         for token_id, logprob in sample.logprobs[0].items():
             child = BeamSearchSequence(
                 tokens=[*beam.tokens, token_id],
@@ -215,7 +215,7 @@ def _rank_of(beam: BeamSearchSequence, params: BeamSearchParams) -> _Rank:
 
 
 def _rank(cum_logprob: float, num_tokens: int, length_penalty: float) -> _Rank:
-    """A sort key with the order of the score `cum_logprob / num_tokens ** length_penalty`.
+    """Return a sort key with the order of the score `cum_logprob / num_tokens ** length_penalty`.
 
     The power can be too large or too small for a float, so logarithms are compared: those of the
     magnitudes, divided by the size of the penalty where it is above 1, which keeps the order.

@@ -30,7 +30,8 @@ class BodyRoute(APIRoute):
     """
 
     def get_route_handler(self) -> Handler:
-        """A handler that reads and validates the body; FastAPI's for a request without one."""
+        """Return a handler that reads and validates the body; FastAPI's for a request without
+        one."""
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
@@ -93,7 +94,7 @@ class BodyRoute(APIRoute):
 
 
 def _body_classes(annotation: Any) -> list[type]:
-    """The class of a body, or the classes of a union."""
+    """Return the class of a body, or the classes of a union."""
     if isinstance(annotation, type):
         return [annotation]
     return [kind for part in getattr(annotation, "__args__", ()) for kind in _body_classes(part)]

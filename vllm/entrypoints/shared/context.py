@@ -66,8 +66,8 @@ class ServerContext:
 
     @property
     def state(self) -> str:
-        """What the server does, in one word: starting, ready, paused (it runs, but takes no new
-        requests), draining (it shuts down) or failed."""
+        """Return the state of the server in one word: starting, ready, paused (it runs, but accepts
+        no new requests), draining (it shuts down) or failed."""
         startup = self.engine.startup
         if self.is_draining:
             return "draining"
@@ -109,7 +109,7 @@ class ServerContext:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Names that requests may give as `model`; the first one is that of the responses."""
+        """Return the names that requests may give as `model`; responses have the first one."""
         return self.config.model.served_model_name
 
     @property
@@ -127,7 +127,7 @@ class ServerContext:
         return self._adapters
 
     def adapter(self, name: str | None) -> "LoRARequest | None":
-        """The adapter that a request names as `model`; None for the model itself."""
+        """Return the adapter that a request names as `model`; None for the model itself."""
         return None if self.adapters is None else self.adapters.find(name)
 
     def check_model(self, name: str | None) -> str:
@@ -149,6 +149,6 @@ class ServerContext:
 
 
 def get_context(request: "Request") -> ServerContext:
-    """The context of the server of this request."""
+    """Return the context of the server of this request."""
     context: ServerContext = request.app.state.context
     return context

@@ -91,7 +91,7 @@ def error_body(path: str, info: ErrorInfo) -> dict[str, Any]:
 
 
 def describe_error(error: BaseException) -> ErrorInfo:
-    """The error for the client. Unexpected exceptions are logged."""
+    """Describe the error for the client. Unexpected exceptions are logged."""
     if isinstance(error, RequestValidationError):
         message, param = describe_validation(error.errors())
         return ErrorInfo(400, _as_text(message), param)
@@ -115,13 +115,13 @@ def describe_error(error: BaseException) -> ErrorInfo:
 
 
 def error_response(path: str, error: BaseException) -> JSONResponse:
-    """The response for an exception, in the format of the API that the path belongs to."""
+    """Make the response for an exception, in the format of the API that the path belongs to."""
     info = describe_error(error)
     return JSONResponse(error_body(path, info), status_code=info.status, headers=dict(info.headers))
 
 
 def error_events(error: BaseException) -> bytes:
-    """The events that end an OpenAI stream that fails midway: the error, then [DONE].
+    """Make the events that end an OpenAI stream that fails midway: the error, then [DONE].
 
     OpenAI's clients raise when an event has the key `error`.
     """
@@ -165,7 +165,7 @@ def _describe_http(error: HTTPException) -> ErrorInfo:
 
 
 def _as_text(message: str) -> str:
-    """The text, shortened and without surrogates, which a response cannot encode."""
+    """Return the text, shortened and without surrogates, which a response cannot encode."""
     if len(message) > _MAX_MESSAGE_CHARS:
         message = message[:_MAX_MESSAGE_CHARS] + "..."
     return message.encode("utf-8", "replace").decode()

@@ -29,7 +29,7 @@ def mark_request(num_bytes: int) -> None:
 
 
 async def run(work: Callable[[], T], *, is_large: bool | None = None) -> T:
-    """The result of `work`, in a thread when the request is large.
+    """Return the result of `work`, which runs in a thread when the request is large.
 
     If cancelled before its thread starts, it does not run; in a thread it runs to its end.
 

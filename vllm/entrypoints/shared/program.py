@@ -70,7 +70,7 @@ def _fail(error: VllmError, code: int, names: Collection[str]) -> int:
 
 
 def with_flags(message: str, names: Collection[str]) -> str:
-    """The message with flags in place of the names of settings.
+    """Return the message with flags instead of the names of settings.
 
     A name with an underscore is always replaced; another name, such as `port`, only before `=` or
     at the beginning, because it may be a word of the sentence.

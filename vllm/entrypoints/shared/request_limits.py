@@ -96,7 +96,7 @@ class LimitedBody:
 
 @functools.cache
 def limits_of(kind: type[LimitedBody]) -> Limits:
-    """Field -> limit, for a class of bodies and its base classes."""
+    """Return the limits of the fields of a class of bodies and its base classes."""
     found: dict[str, tuple[Limit, ...]] = {}
     for base in reversed(kind.__mro__):
         found.update(vars(base).get("LIMITS", {}))
@@ -122,8 +122,8 @@ def check_limits(kind: type[LimitedBody], body: Mapping[str, Any], args: ServerA
             count, most = limit.count(value), getattr(args, limit.setting)
             if count > most:
                 raise RequestError(
-                    f"{name}: {count} {limit.unit} are more than the {most} that this server "
-                    f"takes ({flag_of(limit.setting)}). Use fewer.",
+                    f"{name}: {count} {limit.unit} are more than this server accepts, at most "
+                    f"{most} ({flag_of(limit.setting)}). Use fewer.",
                     param=name,
                 )
     kind.check_totals(body, args)
@@ -144,14 +144,14 @@ def check_num_values(body: bytes, args: ServerArgs) -> None:
     num_values, num_names = count_values(body)
     if num_values > most:
         raise RequestError(
-            f"the body holds {num_values} JSON values (numbers, texts, lists and objects), more "
-            f"than the {most} that this server takes (--max-request-values). Send less in one "
-            f"request."
+            f"the body has {num_values} JSON values (numbers, strings, lists and objects), more "
+            f"than the {most} that this server accepts (--max-request-values). Send less in one "
+            "request."
         )
     if num_names > most_names:
         raise RequestError(
             f"the JSON objects of the body have {num_names} members, more than the {most_names} "
-            f"that this server takes (--max-request-names). Send less in one request."
+            "that this server accepts (--max-request-names). Send less in one request."
         )
 
 

@@ -26,8 +26,8 @@ class ScopedCancel:
         self._task.cancel()
 
     def is_the_only_one(self) -> bool:
-        """Whether a CancelledError that the task got is due to `request` alone; it is then taken
-        back, and the task continues as if it had not been cancelled."""
+        """Whether only `request` caused a CancelledError that the task got; it is then undone, and
+        the task continues as if it had not been cancelled."""
         if not self.is_requested:
             return False
         uncancel = getattr(self._task, "uncancel", None)  # since Python 3.11

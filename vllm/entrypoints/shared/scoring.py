@@ -21,21 +21,20 @@ def pair_up(
     second = [text_2] if isinstance(text_2, str) else list(text_2)
     for name, texts in (("text_1", first), ("text_2", second)):
         if not texts:
-            raise RequestError(f"{name} has no texts; at least one is needed", param=name)
+            raise RequestError(f"{name} must have at least one text, got none", param=name)
         if not all(isinstance(text, str) for text in texts):
             raise RequestError(f"{name} must be a text or a list of texts", param=name)
     if len(first) == 1:
         first *= len(second)
     if len(first) != len(second):
         raise RequestError(
-            f"text_1 has {len(first)} texts and text_2 has {len(second)}: text_1 must have one "
-            f"text, or as many as text_2",
+            f"text_1 must have one text, or as many as text_2 ({len(second)}), got {len(first)}",
             param="text_1",
         )
     return first, second
 
 
 def cosine(left: FloatArray, right: FloatArray) -> float:
-    """Cosine of the angle between two vectors; 0 if one of them is zero."""
+    """Return the cosine of the angle between two vectors; 0 if one of them is zero."""
     lengths = float(np.linalg.norm(left)) * float(np.linalg.norm(right))
     return float(left @ right) / lengths if lengths else 0.0

@@ -55,8 +55,8 @@ class ServedAdapters:
         return list(self._by_name.values())
 
     def find(self, name: str | None) -> LoRARequest | None:
-        """The adapter with this name, which may be a folder that was not used yet; None if there
-        is none.
+        """Return the adapter with this name, which may be a folder that was not used yet; None if
+        there is none.
 
         Raises:
             RequestError: the files in its folder cannot be used.
@@ -84,7 +84,8 @@ class ServedAdapters:
     def check(
         self, name: str, path: str, base: str | None = None, *, replaces: bool = False
     ) -> LoRARequest:
-        """What requests for an adapter will name, if it can be offered; its weights are not read.
+        """Check whether an adapter can be offered, and return what requests for it will name; its
+        weights are not read.
 
         Args:
             name: of the adapter.

@@ -1,4 +1,4 @@
-"""The settings of the server, without those of the engine: flags of `vllm serve`.
+"""The settings of the server, without the engine's: flags of `vllm serve`.
 
 One field is one flag, as for the engine (`vllm.config.fields`); docs/server_arguments.md is made
 of it. Imports no framework.
@@ -19,22 +19,22 @@ class ServerArgs:
     """The HTTP server."""
 
     host: str | None = None
-    """Address to listen on. Not set: all of them."""
+    """Address to listen on. Default: all of them."""
 
     port: int = 8000
     """Port to listen on; 0 takes a free one and logs it."""
 
     headless: bool = False
-    """Run replicas of a server on another machine (data_parallel_address), and listen to no
-    clients."""
+    """Run replicas of a server on another machine (data_parallel_address), without an HTTP server
+    for clients."""
 
     uds: str | None = None
-    """Path of a Unix domain socket to listen on, in place of host and port."""
+    """Path of a Unix domain socket to listen on, instead of host and port."""
 
     api_key: tuple[str, ...] = field(default=(), repr=False)
     """Keys of which a client must send one as `Authorization: Bearer KEY`, or `x-api-key`. Guards
     every route but the health ones and the pages at /, /status and /docs, which contain no
-    data and ask for a key themselves. Not set: VLLM_API_KEY, or everyone is served."""
+    data and ask for a key themselves. Default: VLLM_API_KEY, or everyone is served."""
 
     root_path: str = ""
     """Path prefix under which a proxy serves this server."""
@@ -77,26 +77,26 @@ class ServerArgs:
     """Requests that come before the model is ready: wait for it, or get 503 with Retry-After."""
 
     max_queued_requests: int | None = None
-    """Requests that may wait for the engine; further ones get 503. Not set: no limit."""
-
-    max_queued_tokens: int | None = None
-    """Prompt tokens of all waiting requests together; further requests get 503. Not set: no
+    """Maximum number of requests that wait for the engine; further ones get 503. Default: no
     limit."""
 
+    max_queued_tokens: int | None = None
+    """Maximum number of prompt tokens of all waiting requests together; further requests get 503.
+    Default: no limit."""
+
     request_timeout: float | None = None
-    """Seconds after which a request is ended with 504. Not set: never."""
+    """Seconds after which a request is aborted with 504. Default: never."""
 
     max_request_bytes: int = 16 * 2**20
-    """Largest request body; larger ones get 413."""
+    """Maximum size of a request body; larger ones get 413."""
 
     max_media_request_bytes: int = 96 * 2**20
-    """Largest body of a request that may have images, sounds or videos, if the model reads any. The
-    default is for 16 files of 4 MB as base64."""
+    """Maximum size of a request body that may have images, sounds or videos, if the model reads
+    any. The default is for 16 files of 4 MB as base64."""
 
     keep_alive_timeout: int = 120
     """Seconds that a connection without a request stays open. Proxies keep theirs for 60 to 90
-    seconds, and answer 502 if the server closes first. VLLM_HTTP_TIMEOUT_KEEP_ALIVE is used where
-    this flag is not given."""
+    seconds, and answer 502 if the server closes first. Default: VLLM_HTTP_TIMEOUT_KEEP_ALIVE."""
 
     body_timeout: float = 60.0
     """Seconds for the body of a request to arrive, however slowly; then it gets 408."""
@@ -146,7 +146,7 @@ class ServerArgs:
     """Maximum number of entries in guided_choice."""
 
     max_request_values: int = 2**20
-    """Maximum number of JSON values (numbers, texts, lists, objects) in one request body."""
+    """Maximum number of JSON values (numbers, strings, lists, objects) in one request body."""
 
     max_request_names: int = 2**17
     """Maximum number of members (name and value) of all JSON objects in one request body."""
@@ -157,13 +157,14 @@ class ServerArgs:
     (prompt_logprobs + 1) times n."""
 
     shutdown_timeout: float = 30.0
-    """Seconds for running requests to end after SIGTERM or Ctrl-C; a second signal ends at once."""
+    """Seconds to wait for running requests to finish after SIGTERM or Ctrl-C; a second signal stops
+    the server at once."""
 
     restart_engine: int = 0
     """How often an engine process that died is restarted before the server exits."""
 
     chat_template: str | None = None
-    """Jinja template of conversations: a file, or the template itself. Not set: the model's."""
+    """Jinja template of conversations: a file, or the template itself. Default: the model's."""
 
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
     """How the template expects the content of messages: as a string, or as a list of parts
@@ -183,14 +184,15 @@ class ServerArgs:
     """Format in which the model writes tool calls; `--tool-call-parser help` lists the names."""
 
     tool_parser_plugin: str | None = None
-    """Python file that registers further tool parsers, or reasoning parsers; those written for
-    vLLM work too."""
+    """Python file that registers further tool parsers, or reasoning parsers. Parsers that were
+    written for vLLM also work."""
 
     reasoning_parser: str | None = None
     """Format in which the model writes its reasoning; `--reasoning-parser help` lists the names."""
 
     reasoning_parser_plugin: str | None = None
-    """Python file that registers further reasoning parsers; those written for vLLM work too."""
+    """Python file that registers further reasoning parsers. Parsers that were written for vLLM also
+    work."""
 
     enable_reasoning: bool = False
     """Older flag without an effect of its own: reasoning_parser, which it needs, separates
@@ -228,12 +230,12 @@ class ServerArgs:
     """Log the body of each request, prompts included."""
 
     max_log_len: int | None = None
-    """Maximum number of characters of a text, and of entries of a list, that log_requests shows.
-    Not set: all."""
+    """Maximum number of characters of a string, and of entries of a list, that log_requests shows.
+    Default: all."""
 
     log_format: Literal["text", "json"] | None = None
-    """Format of the server's log lines. Not set: as VLLM_LOGGING_FORMAT, which also sets that of
-    the engine."""
+    """Format of the server's log lines. Default: the value of VLLM_LOGGING_FORMAT, which is also
+    the format of the engine's."""
 
     log_config_file: str | None = None
     """JSON file for `logging.config.dictConfig`."""
@@ -245,10 +247,10 @@ class ServerArgs:
     """Do not log a line for each HTTP request."""
 
     otlp_traces_endpoint: str | None = None
-    """Where to send OpenTelemetry traces to; needs the extra `vllm[otel]`."""
+    """Address to send OpenTelemetry traces to; needs the extra `vllm[otel]`."""
 
     dev_mode: bool = field(default=False, metadata={"cli": False})
-    """Serve the routes for development too (VLLM_SERVER_DEV_MODE)."""
+    """Also serve the routes for development (VLLM_SERVER_DEV_MODE)."""
 
     can_update_adapters: bool = field(default=False, metadata={"cli": False})
     """Serve the routes that add and remove LoRA adapters (VLLM_ALLOW_RUNTIME_LORA_UPDATING)."""
@@ -257,7 +259,7 @@ class ServerArgs:
     """Folder of LoRA adapters that requests may name (VLLM_LORA_RESOLVER_CACHE_DIR)."""
 
     can_profile: bool = field(default=False, metadata={"cli": False})
-    """Serve the routes that begin and end a trace (VLLM_TORCH_PROFILER_DIR is set)."""
+    """Serve the routes that start and stop a trace (VLLM_TORCH_PROFILER_DIR is set)."""
 
     def __post_init__(self) -> None:
         check_one_of(self, "early_requests", ("wait", "reject"))
@@ -284,7 +286,7 @@ class ServerArgs:
                 "names), or leave --enable-reasoning out"
             )
         if self.allow_credentials and "*" in self.allowed_origins:
-            raise ConfigError("allow_credentials needs allowed_origins without *")
+            raise ConfigError("allow_credentials needs allowed_origins to name the origins, not *")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("ssl_keyfile needs ssl_certfile")
         if self.ssl_ca_certs and not self.ssl_certfile:
@@ -305,15 +307,14 @@ class ServerArgs:
             raise ConfigError("api_key must not be empty")
         if any(key != key.strip() or not key.isprintable() for key in self.api_key):
             raise ConfigError(
-                "api_key has a line break, another control character, or spaces around it: no "
-                "client can send that in a header. Give the key alone."
+                "api_key must not have line breaks, other control characters, or spaces around "
+                "it: no client can send them in a header. Give only the key."
             )
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path must begin with /, got {self.root_path!r}")
         if self.prompt_adapters:
             raise ConfigError(
-                "prompt_adapters is not available: prompt adapters are not supported. Put "
-                "instructions into a system prompt"
+                "prompt_adapters is not supported. Put instructions into a system prompt"
             )
 
 

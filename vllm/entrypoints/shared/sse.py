@@ -32,7 +32,7 @@ class ClientDisconnected(Exception):
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    """One server-sent event.
+    """Make one server-sent event.
 
     Args:
         data: what msgspec can encode as JSON.
@@ -63,7 +63,7 @@ class EventStream(Response):
 
     Args:
         events: complete events as bytes, several in one item or one in several. Closed in any
-            case, also when the client leaves before the first one. It should not raise after the
+            case, even when the client leaves before the first one. It should not raise after the
             first item: the connection would be cut.
         headers: further ones.
     """

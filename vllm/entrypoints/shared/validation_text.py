@@ -82,7 +82,7 @@ def describe_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
 
 
 def show_value(value: Any) -> str:
-    """A request's value for a message: shortened JSON; of lists and objects only the type."""
+    """Show a request's value in a message: shortened JSON; of lists and objects only the type."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, (list, tuple)):
@@ -106,7 +106,7 @@ def _describe_body(error: Mapping[str, Any]) -> str:
 def _describe(error: Mapping[str, Any]) -> str:
     fields, text = _fields(error["loc"]), _problem(error)
     if error["type"] == _TOO_DEEP:
-        fields = fields[:1]  # deeper places have names of pydantic's
+        fields = fields[:1]  # deeper locations have names of pydantic's
     is_key = bool(fields) and fields[-1] == _KEY
     if is_key:
         fields = fields[:-2]
@@ -137,13 +137,13 @@ def _problem(error: Mapping[str, Any]) -> str:
 
 
 def _param(error: Mapping[str, Any]) -> str | None:
-    """The field at fault; a check of several fields names it in its context."""
+    """Return the field at fault; a check of several fields names it in its context."""
     fields = _fields(error["loc"])
     field_name = fields[0] if fields else error.get("ctx", {}).get("field")
     return None if field_name is None else str(field_name)
 
 
 def _fields(location: Sequence[int | str]) -> list[str]:
-    """`("body", "stop", 2)` -> ["stop", "2"], without the kinds that one body may have."""
+    """Convert `("body", "stop", 2)` to ["stop", "2"], without the kinds that one body may have."""
     own = location[1:] if location and location[0] in _ORIGINS else location
     return [str(part) for part in own if not str(part).startswith(TAG_SIGN)]

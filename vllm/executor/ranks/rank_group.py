@@ -1,4 +1,4 @@
-"""The processes of the ranks beside the engine's own: started, called, watched and ended.
+"""The processes of the ranks other than the engine's own: started, called, watched and ended.
 
 One thread watches the processes as long as they live. It starts them, too, as the kernel kills a
 process with the *thread* that has started it; those that are copies of this process are started
@@ -114,8 +114,8 @@ class RankGroup:
                 self._start(are_copies=True)
             except OSError as error:  # no memory, where the system counts all that a copy could use
                 logger.warning(
-                    "this process cannot be copied (%s): each rank is a new interpreter, so the "
-                    "start takes a second longer",
+                    "cannot fork the workers (%s): starting new Python processes instead, which "
+                    "takes about a second longer",
                     error,
                 )
         started: Future[None] = Future()
@@ -147,8 +147,8 @@ class RankGroup:
                 self._send_bytes(each, data)
 
     def expect_step(self, step_id: int) -> "Future[ModelRunnerOutput]":
-        """The result of a step that the last stage of a pipeline will send; called before the step
-        is broadcast."""
+        """Return a future for the result of a step that the last stage of a pipeline will send;
+        called before the step is broadcast."""
         future: Future[ModelRunnerOutput] = Future()
         with self._lock:
             self._steps[step_id] = future
@@ -183,7 +183,7 @@ class RankGroup:
         return [_decoded(answer) for answer in answers]
 
     def _expect_answers(self) -> "tuple[int, list[Future[bytes]]]":
-        """The id of a new call, and the answer of each rank to it."""
+        """Return the id of a new call, and a future for the answer of each rank to it."""
         call_id = next(self._call_ids)
         with self._lock:
             futures: dict[tuple[int, int], Future[bytes]] = {
@@ -227,7 +227,7 @@ class RankGroup:
                 raise TimeoutError(text)
             if stopped := [each.name for each in late if each.is_stopped]:
                 raise RankError(
-                    f"{', '.join(stopped)} is stopped (SIGSTOP), and has not answered {method} "
+                    f"{', '.join(stopped)} is stopped (SIGSTOP), and did not answer {method} "
                     f"within {look_s} s"
                 )
             warn_of_wait(logger, method, ranks, look_s)
@@ -238,8 +238,9 @@ class RankGroup:
             raise self._failure
 
     def explain(self, error: Exception) -> Exception:
-        """What to raise when rank 0 has failed: the failure of another rank if there is one, as the
-        reason; else the error itself, with the ranks that are stopped. All ranks are ended."""
+        """Return the error to raise when rank 0 has failed: the failure of another rank if there is
+        one, as the reason; else the error itself, with the ranks that are stopped. All ranks are
+        ended."""
         # The other end of a broken connection may be noticed before the end of the process.
         if not self._has_failed.wait(1.0):
             error = self._with_stopped(error)
@@ -250,7 +251,8 @@ class RankGroup:
         return self._failure
 
     def _with_stopped(self, error: Exception) -> Exception:
-        """An error, with the ranks that a signal has stopped: it may come from there."""
+        """Return an error with the names of ranks that a signal has stopped, which may have caused
+        it."""
         stopped = [each.name for each in self._ranks if each.is_stopped]
         return (
             RankError(f"{', '.join(stopped)} is stopped (SIGSTOP): {error}") if stopped else error
@@ -325,7 +327,7 @@ class RankGroup:
         return is_open
 
     def _receive(self, each: ChildRank) -> bool:
-        """The same, whatever its end means."""
+        """Receive from a rank, whatever its end means."""
         try:
             is_open = each.reader.receive()
         except OSError:  # it ended with messages of ours unread
@@ -361,7 +363,7 @@ class RankGroup:
             future.set_result(message.value)
 
     def _fail(self, each: ChildRank) -> None:
-        """A rank has ended: end the others, and everything that waits for one."""
+        """Handle the exit of a rank: end the others, and everything that waits for one."""
         if self._failure is not None:
             return
         each = self._first_to_fail(each)
@@ -378,7 +380,8 @@ class RankGroup:
         self.end(failure)
 
     def _first_to_fail(self, each: ChildRank) -> ChildRank:
-        """The rank that has ended without a word, if one has and this one only waited for it."""
+        """Return the rank that has exited without a message, if there is one and this one only
+        waited for it."""
         if each.last_words is None or not each.last_words.is_of_another:
             return each
         deadline = time.monotonic() + _NOTICE_TIMEOUT_S
@@ -394,7 +397,8 @@ class RankGroup:
         return each
 
     def _end_processes(self, patience_s: float) -> None:
-        """Close the connections, which ends the processes; kill those that do not end in time."""
+        """Close the connections, which ends the processes; kill the ones that do not exit in
+        time."""
         for each in self._ranks:
             with contextlib.suppress(OSError):
                 each.connection.shutdown(socket.SHUT_WR)

@@ -110,7 +110,9 @@ class RankLoop:
         try:
             self._send(failure)
         except OSError:
-            logger.debug("the engine has ended before rank could report: %s", failure.message)
+            logger.debug(
+                "the engine exited before this rank could report its error: %s", failure.message
+            )
 
 
 def main(socket_fd: int, arena_fd: int, port: int) -> int:

@@ -116,12 +116,12 @@ class RankServer:
             value = encode_value(
                 f"the result of {method}", call_worker(self._worker, method, args, kwargs)
             )
-        except Exception as error:  # reported to the caller; the rank goes on
+        except Exception as error:  # reported to the caller; the rank continues
             return RankResult(call_id=message.call_id, error=CallError.of(error))
         return RankResult(call_id=message.call_id, value=value)
 
     def _own(self, method: str, args: list[Any]) -> Any:
-        """A call of the start sequence."""
+        """Run a call of the start sequence."""
         if method == Worker.join.__name__:
             self._meeting = self._meet()  # kept, as others may still need the store that it serves
             return self._worker.join(self._meeting)
@@ -134,7 +134,7 @@ class RankServer:
 
 
 def failure_of(error: Exception) -> RankFailed:
-    """What the engine is told about the error that ends a rank."""
+    """Describe to the engine the error that ends a rank."""
     if isinstance(error, ConfigError):
         return RankFailed(message=str(error), is_config_error=True)
     # The message of an error of ours says it all.
@@ -147,5 +147,5 @@ def failure_of(error: Exception) -> RankFailed:
 
 
 def is_result_rank(start: StartRank) -> bool:
-    """Whether this rank is the first of those that sample."""
+    """Whether this rank is the first of the ranks that sample."""
     return start.rank == RankLayout.of(start.config.parallel).result_rank

@@ -40,16 +40,16 @@ _NOT_IN_NUMBERS = tuple(f for f in SchedulerOutput.__struct_fields__ if f not in
 
 
 class RankAssignment(msgspec.Struct, frozen=True, kw_only=True):
-    """The place of a rank on one of several machines."""
+    """The position of a rank on one of several machines."""
 
     index: int
     """Among the ranks of the machine."""
     count: int
     """Ranks of the machine."""
     has_own_devices: bool
-    """The rank sees its own devices alone, not those of all ranks of the machine."""
+    """Whether the rank sees only its own devices, not the devices of all ranks of the machine."""
     has_whole_stage: bool = False
-    """All ranks that share layers with it are on the machine, too."""
+    """Whether all ranks that share layers with it are on the same machine."""
 
 
 class StartRank(Message, frozen=True, kw_only=True):
@@ -109,7 +109,7 @@ class RankResult(Message, frozen=True, kw_only=True):
     value: bytes = b"\xc0"
     """The result as msgpack."""
     error: CallError | None = None
-    """The call has failed; the rank goes on."""
+    """Error of the call; the rank continues."""
 
 
 class StepResult(Message, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ decode_from_rank = msgspec.msgpack.Decoder(FromRank, dec_hook=decode_array).deco
 
 
 def framed(message: ToRank | FromRank) -> bytes | bytearray:
-    """A message as it is sent: a frame."""
+    """Frame a message for sending."""
     if isinstance(message, RunStep) and (numbers := _framed_numbers(message.step)):
         return numbers
     data = begin_frame()
@@ -147,10 +147,11 @@ def framed(message: ToRank | FromRank) -> bytes | bytearray:
 
 
 def _framed_numbers(step: SchedulerOutput) -> bytes | None:
-    """A step that has nothing but rows, tokens and blocks, as most have; None: another one.
+    """Encode a step that has only batch indices, tokens and blocks, as most do; None: it has more.
 
     Weights have emptied the caches when a step is sent, and each object and each call waits for
-    memory. So the arrays are put one behind the other, with their sizes before them."""
+    memory. So the arrays are put one behind the other, with their sizes before them.
+    """
     if not all(_is_empty(getattr(step, name)) for name in _NOT_IN_NUMBERS):
         return None
     rows, block_rows, block_ids = step.rows, step.block_rows, step.block_ids
@@ -167,7 +168,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def decode_to_rank(data: bytes, kind: int = MESSAGE) -> ToRank:
-    """The message that `framed` was given.
+    """Decode the message that `framed` was given.
 
     Args:
         data: content of the frame.
@@ -196,5 +197,5 @@ def decode_to_rank(data: bytes, kind: int = MESSAGE) -> ToRank:
 
 @cache
 def result_decoder(method: Callable[..., Any]) -> Any:
-    """What decodes the result of a method of `Worker`, by its declared type."""
+    """Return a decoder for the result of a method of `Worker`, by its declared type."""
     return decoder(method.__annotations__["return"]).decode

@@ -22,12 +22,12 @@ _ACCEPTED = (
 
 
 def make_worker(config: VllmConfig, rank: int, place: RankAssignment | None = None) -> Worker:
-    """The worker of a rank in this process, not yet loaded.
+    """Make the worker of a rank in this process, not yet loaded.
 
     Args:
         config: of the engine.
         rank: of the worker.
-        place: of the rank on its machine; None: all ranks are on this machine.
+        place: position of the rank on its machine; None: all ranks are on this machine.
 
     Raises:
         ConfigError: a class that `config.parallel` names cannot be used, or there is no device.
@@ -63,7 +63,7 @@ def refuse_code(parallel: ParallelConfig, request: EngineRequest) -> None:
 
 
 def name_to_send(method: WorkerMethod) -> str:
-    """The method of a call for workers in other processes.
+    """Return the name of a method for workers in other processes.
 
     Raises:
         RequestError: it is a function, not the name of a method.
@@ -99,7 +99,7 @@ def refuse_engine_method(method: WorkerMethod) -> None:
 
 
 def resolve_worker_class(parallel: ParallelConfig, platform_class: str) -> type:
-    """The class of the workers, with the methods of the user's extension if there is one.
+    """Return the class of the workers, with the methods of the user's extension if there is one.
 
     Args:
         parallel: names the classes.
@@ -120,8 +120,8 @@ def resolve_worker_class(parallel: ParallelConfig, platform_class: str) -> type:
     both = sorted(n for n in dir(extension) if not n.startswith("__") and hasattr(worker_class, n))
     if both:
         raise ConfigError(
-            f"worker_extension_cls={parallel.worker_extension_cls!r} defines "
-            f"{', '.join(both)}, which the worker has already. Choose other names"
+            f"worker_extension_cls={parallel.worker_extension_cls!r} defines {', '.join(both)}, "
+            "which the worker has already. Choose other names"
         )
     return type(worker_class.__name__, (worker_class, extension), {})
 

@@ -37,7 +37,7 @@ class RankActor:
         """Answer, if this actor can."""
 
     def version(self) -> str:
-        """Of the package on this machine."""
+        """Return the version of the package on this machine."""
         return __version__
 
     def open_address(self) -> tuple[str, int]:

@@ -85,11 +85,11 @@ class RayExecutor(Executor):
 
     @property
     def failure_fd(self) -> int | None:
-        """See `Executor.failure_fd`."""
+        """Return the file descriptor that becomes readable when a rank fails."""
         return None if self._watch is None else self._watch.failure_fd
 
     def check_health(self) -> None:
-        """See `Executor.check_health`."""
+        """Raise the failure of a rank that has failed."""
         if self._watch is not None and self._watch.failure is not None:
             raise self._watch.failure
 
@@ -149,7 +149,11 @@ class RayExecutor(Executor):
         )
 
     def _check_versions(self) -> None:
-        """Raises: ConfigError: a machine has another version of this package."""
+        """Check that all machines have the version of this package.
+
+        Raises:
+            ConfigError: a machine has another version.
+        """
         for rank, call in enumerate([actor.version.remote() for actor in self._actors]):
             try:
                 (version,) = self._get([call])
@@ -158,8 +162,8 @@ class RayExecutor(Executor):
             if version != __version__:
                 raise ConfigError(
                     f"distributed_executor_backend='ray': the machine of rank {rank} has version "
-                    f"{version} of vllm, and the engine is {__version__}. Install one version on "
-                    f"all machines of the Ray cluster"
+                    f"{version} of vllm, but the engine has {__version__}. Install the same "
+                    "version on all machines of the Ray cluster"
                 )
 
     def call_workers(self, method: Callable[..., _Result], *args: Any) -> list[_Result]:
@@ -236,8 +240,8 @@ class RayExecutor(Executor):
         return output.with_errors(found[0].output.errors)
 
     def prepare(self, request: EngineRequest) -> "Future[str | None] | None":
-        """See `Executor.prepare`. The workers prepare while the request waits for its first step,
-        which waits for them.
+        """Tell the workers to load what a request needs, while it waits for its first step, which
+        waits for them.
 
         Raises:
             RequestError: the request has code, which cannot be sent.
@@ -248,7 +252,7 @@ class RayExecutor(Executor):
         return None
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """See `Executor.release`."""
+        """Tell the workers to release what they hold for finished requests."""
         self._tell(ReleaseRequests(request_ids=list(request_ids)))
 
     def _tell(self, message: ToRank) -> None:
@@ -272,7 +276,7 @@ class RayExecutor(Executor):
         return [decode_value(answer.value) for answer in answers]
 
     def stats(self) -> RunnerStats:
-        """Counters of the rank that sends results, as of its last step."""
+        """Return counters of the rank that sends results, as of its last step."""
         return self._stats
 
     def shutdown(self) -> None:
@@ -308,7 +312,7 @@ class RayExecutor(Executor):
     def _answers(
         self, refs: Sequence[Any], method: str, timeout: float | None = None
     ) -> list[list[FromRank]]:
-        """The answers to a call, by rank. Raises the failure of the first rank that fails.
+        """Return the answers to a call, by rank. Raise the failure of the first rank that fails.
 
         A rank may work as long as it needs, if there is no `timeout`, but it has to be there.
         """
@@ -322,7 +326,7 @@ class RayExecutor(Executor):
             ready, waiting = self._ray.wait(waiting, num_returns=1, timeout=left_s)
             if not ready and deadline is not None:
                 late = ranks_text([ranks[ref] for ref in waiting])
-                raise TimeoutError(f"{late} has not answered {method} within {timeout} s")
+                raise TimeoutError(f"{late} did not answer {method} within {timeout} s")
             if not ready:
                 self._check_answers(method)
                 warn_of_wait(logger, method, [ranks[ref] for ref in waiting], look_s)
@@ -332,8 +336,8 @@ class RayExecutor(Executor):
         return [found[rank] for rank in range(len(refs))]
 
     def _timeout_error(self, what: str, refs: Sequence[Any], limit_s: float) -> CollectiveError:
-        """The error of a call that has taken too long: names the ranks that have not finished,
-        unless one does not answer at all, which is raised."""
+        """Make the error of a call that has taken too long: it names the ranks that have not
+        finished. If one does not answer at all, raise an error about that."""
         self._check_answers(what)
         done, _ = self._ray.wait(list(refs), num_returns=len(refs), timeout=0)
         late = [rank for rank, ref in enumerate(refs) if ref not in done]
@@ -342,7 +346,11 @@ class RayExecutor(Executor):
         return CollectiveError(what, late[0], reason)
 
     def _check_answers(self, what: str) -> None:
-        """Raises: CollectiveError: actors do not answer, whatever they are doing."""
+        """Check that the actors answer.
+
+        Raises:
+            CollectiveError: some do not, whatever they are doing.
+        """
         assert self._watch is not None
         if silent := self._watch.unresponsive_ranks():
             reason = "its process is stopped, or its machine cannot be reached"
@@ -350,7 +358,7 @@ class RayExecutor(Executor):
             raise CollectiveError(what, silent[0], text)
 
     def _read(self, ref: Any, rank: int) -> list[FromRank]:
-        """The answers of a rank, which are there.
+        """Read the answers of a rank, which have arrived.
 
         Raises:
             ConfigError, RankError: the rank has failed.

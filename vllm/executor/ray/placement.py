@@ -1,4 +1,4 @@
-"""Where in a Ray cluster each rank runs."""
+"""Decides where in a Ray cluster each rank runs."""
 
 import time
 from collections import Counter
@@ -15,14 +15,14 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 _LOOK_S = 1.0
-"""How often to look whether machines have joined."""
+"""Interval of looking whether machines have joined."""
 _QUIET_S = 5.0
-"""How long to wait for resources before saying so."""
+"""Time to wait for resources before it is logged."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where ranks run."""
+    """Machines on which ranks run."""
 
     group: Any
     """The placement group of Ray."""
@@ -57,8 +57,9 @@ def place_ranks(parallel: ParallelConfig, resources: dict[str, float]) -> Placem
         bundles, strategy = [stage] * layout.pipeline_size, "SPREAD"
     else:
         logger.warning(
-            "No machines of the Ray cluster have room for %d stages of %d workers each, so a stage "
-            "is divided among machines: its workers exchange tensors over the network",
+            "No machine of the Ray cluster has room for all workers of one stage (%d stages, %d "
+            "workers each), so the workers of a stage run on several machines and exchange "
+            "tensors over the network",
             *(layout.pipeline_size, layout.tensor_size),
         )
         bundles, strategy = [resources] * size, "PACK"
@@ -67,7 +68,7 @@ def place_ranks(parallel: ParallelConfig, resources: dict[str, float]) -> Placem
     order = _ordered(found, ray.get_runtime_context().get_node_id())
     ranks = [bundle for bundle in order for _ in range(layout.tensor_size if is_whole else 1)]
     nodes = [found[bundle] for bundle in ranks]
-    logger.info("%d workers on %d machines of the Ray cluster", size, len(set(nodes)))
+    logger.info("Ray: %d workers on %d machines of the cluster", size, len(set(nodes)))
     places = _places(nodes, has_own_devices="HPU" in resources, has_whole_stage=is_whole)
     return Placement(group, ranks, nodes, places)
 
@@ -100,7 +101,7 @@ def _wait_for_machines(ray: Any, size: int, resources: dict[str, float], timeout
 
 
 def _reserve(ray: Any, bundles: list[dict[str, float]], strategy: str, timeout_s: float) -> Any:
-    """The placement group, which has its resources.
+    """Return the placement group once it has its resources.
 
     Raises:
         ConfigError: they are not free in time.
@@ -119,13 +120,13 @@ def _reserve(ray: Any, bundles: list[dict[str, float]], strategy: str, timeout_s
     ray.util.remove_placement_group(group)
     raise ConfigError(
         f"distributed_executor_backend='ray': {wanted} were not free in the Ray cluster within "
-        f"{timeout_s:.0f} s, what the wait for machines has left of distributed_timeout_s. End "
-        f"what uses them (`ray status` shows it), or raise distributed_timeout_s"
+        f"{timeout_s:.0f} s, the rest of distributed_timeout_s. Stop the jobs that use them (`ray "
+        "status` lists them), or raise distributed_timeout_s"
     )
 
 
 def _lack(there: dict[str, float], size: int, resources: dict[str, float]) -> str | None:
-    """What a cluster has too little of, as a sentence without its full stop."""
+    """Return what a cluster has too little of, as a sentence without its full stop."""
     for name, count in resources.items():
         total = there.get(name, 0)
         if total < count * size:
@@ -140,7 +141,7 @@ def _lack(there: dict[str, float], size: int, resources: dict[str, float]) -> st
 
 
 def _room(node: dict[str, Any], tensor_size: int, resources: dict[str, float]) -> int:
-    """Stages that a machine could run."""
+    """Count the stages that a machine could run."""
     if not node["Alive"]:
         return 0
     there = node["Resources"]
@@ -148,8 +149,8 @@ def _room(node: dict[str, Any], tensor_size: int, resources: dict[str, float]) -
 
 
 def _ordered(nodes: dict[int, str], here: str) -> list[int]:
-    """The bundles: the fullest machines first, as a stage fits into one; and this one before others
-    like it."""
+    """Sort the bundles: the fullest machines first, as a stage fits into one; and this one before
+    others like it."""
     on_node = Counter(nodes.values())
     return sorted(nodes, key=lambda b: (-on_node[nodes[b]], nodes[b] != here, nodes[b]))
 

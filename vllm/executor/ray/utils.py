@@ -22,7 +22,7 @@ _caretakers: list[subprocess.Popen[bytes]] = []
 
 
 def import_ray() -> Any:
-    """The package `ray`.
+    """Import the package `ray`.
 
     Raises:
         ConfigError: it is not installed.
@@ -107,8 +107,8 @@ def _refuse_client(is_client: bool) -> None:
 
 
 def _find_address(ray_address: str | None) -> tuple[str, str]:
-    """The address of a cluster that Ray will join, and where it is from. Empty: Ray will start a
-    cluster, or take one that it finds among the processes of this machine."""
+    """Return the address of a cluster that Ray will join, and where it is from. Empty: Ray will
+    start a cluster, or use one that it finds among the processes of this machine."""
     if ray_address not in (None, "auto"):
         return str(ray_address), "in ray_address"
     ray_address = envs.of_launcher("RAY_ADDRESS") or ray_address
@@ -127,7 +127,7 @@ def _find_address(ray_address: str | None) -> tuple[str, str]:
 
 
 def _connect_error(host: str, port: int) -> str:
-    """Why nothing takes a connection at an address; empty if something does."""
+    """Return why no server accepts a connection at an address; empty if one does."""
     try:
         socket.create_connection((host, port), _CONNECT_TIMEOUT_S).close()
     except OSError as error:
@@ -153,5 +153,5 @@ def _processes_below() -> set[psutil.Process]:
 
 
 def worker_environment() -> dict[str, str]:
-    """The variables of this process that workers on other machines get."""
+    """Return the variables of this process that workers on other machines get."""
     return envs.passed_on()

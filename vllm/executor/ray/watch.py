@@ -10,7 +10,7 @@ from vllm.executor.ranks.rank_group import RankError
 WATCH_GROUP = "watch"
 """Concurrency group of the methods that an actor answers while it works."""
 _LOOK_S = 1.0
-"""How often the thread looks whether it is to end."""
+"""Interval at which the thread checks whether to end."""
 _ANSWER_TIMEOUT_S = 3.0
 """For an actor that only has to say that it is there."""
 
@@ -40,13 +40,13 @@ class ActorWatch:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> RankError | None:
-        """The failure of an actor, if there is one within `timeout_s`."""
+        """Return the failure of an actor, if there is one within `timeout_s`."""
         self._has_failed.wait(timeout_s)
         return self.failure
 
     def unresponsive_ranks(self) -> list[int]:
-        """The ranks whose actors do not answer: their processes are stopped, or their machines
-        cannot be reached."""
+        """Return the ranks whose actors do not answer: their processes are stopped, or their
+        machines cannot be reached."""
         asked = [each.ping.options(concurrency_group=WATCH_GROUP).remote() for each in self._actors]
         _, silent = self._ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_TIMEOUT_S)
         return [rank for rank, call in enumerate(asked) if call in silent]
@@ -73,11 +73,11 @@ class ActorWatch:
 
 
 def exit_reason(rank: int, error: Exception) -> RankError:
-    """What an engine reports when the actor of a rank has ended.
+    """Return the error that an engine reports when the actor of a rank has exited.
 
     Args:
         rank: of the actor.
         error: of Ray.
     """
     reason = " ".join(str(error).split())
-    return RankError(f"rank {rank} (an actor of Ray) has ended: {reason}")
+    return RankError(f"rank {rank} (a Ray actor) has exited: {reason}")

@@ -64,7 +64,7 @@ _LEARNED: dict[str, type[nn.Module]] = {"xielu": XIELU}
 
 
 def get_activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The elementwise function of this name; a module if it has parameters.
+    """Return the elementwise function of this name; a module if it has parameters.
 
     Raises:
         ConfigError: unknown name; the message lists the known ones.
@@ -80,7 +80,7 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def get_gated_activation(name: str) -> nn.Module:
-    """`act(gate) * up` for the elementwise function of this name.
+    """Return `act(gate) * up` for the elementwise function of this name.
 
     Raises:
         ConfigError: no gated MLP has it; the message lists the known ones.

@@ -147,7 +147,7 @@ class PackedTable(DenseTable):
 
 @torch.no_grad()
 def _pack(weight: Tensor, stored_as: StoredAs) -> PackedWeight | None:
-    """The weight in the first format that it fits; None: in none."""
+    """Pack the weight in the first format that it fits; None: in none."""
     for weight_format in _FORMATS[stored_as]:
         if can_pack(weight, weight_format):
             if weight_format is None:

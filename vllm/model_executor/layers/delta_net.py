@@ -79,7 +79,7 @@ class DeltaNetSizes:
         check_activation(self.activation)
         if self.num_value_heads % self.num_key_heads:
             raise ConfigError(
-                f"config.json: linear_num_value_heads ({self.num_value_heads}) is not a multiple "
+                f"config.json: linear_num_value_heads ({self.num_value_heads}) must be a multiple "
                 f"of linear_num_key_heads ({self.num_key_heads})"
             )
 
@@ -140,8 +140,8 @@ class DeltaLayer(SlicedModule, StateLayer):
             fitting = sizes_that_fit(lambda size: _fits(sizes, size), sizes.num_value_heads)
             raise ConfigError(
                 f"tensor_parallel_size ({tp.size}) must divide the {sizes.num_value_heads} value "
-                f"heads of the model's linear attention, and must divide, or be a multiple of, its "
-                f"{sizes.num_key_heads} key heads. {fitting}"
+                "heads of the model's linear attention, and must divide, or be a multiple of, "
+                f"its {sizes.num_key_heads} key heads. {fitting}"
             )
         self.num_replicas = max(1, tp.size // sizes.num_key_heads)
         """Ranks that have the same key heads."""

@@ -16,18 +16,18 @@ from vllm.ops.lora_weights import AdaptedLayer
 
 
 class EmbeddingMethod(WeightMethod["VocabParallelEmbedding"]):
-    """How a table with a row for each token is stored, looked up and multiplied with.
+    """Storage format of an embedding table, and the operations with it.
 
     `layer` states what to hold: `local_size` rows of `embedding_dim` elements.
     """
 
     @abstractmethod
     def embed(self, layer: "VocabParallelEmbedding", ids: Tensor) -> Tensor:
-        """Rows of this rank, [T] int64 -> [T, embedding_dim]"""
+        """Look up rows of this rank, [T] int64 -> [T, embedding_dim]."""
 
     @abstractmethod
     def multiply(self, layer: "VocabParallelEmbedding", hidden_states: Tensor) -> Tensor:
-        """hidden_states [N, embedding_dim] @ table.T -> [N, local_size]"""
+        """Compute hidden_states [N, embedding_dim] @ table.T -> [N, local_size]."""
 
 
 class DenseTable(EmbeddingMethod):
@@ -64,7 +64,7 @@ class VocabParallelEmbedding(MethodLayer, ReadsContext):
     is_head_elsewhere: bool = False
     """Another stage of the pipeline has an output head with the same parameters."""
     adapted: AdaptedLayer | None = None
-    """What adapters may add to its rows; None: nothing."""
+    """Layer of LoRA adapters that may add to its rows; None: none."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, tp: TPGroup, scale: float = 1.0
@@ -77,7 +77,7 @@ class VocabParallelEmbedding(MethodLayer, ReadsContext):
         self.scale = scale
         self.local_size = -(-num_embeddings // tp.size)
         self.first_id = tp.rank * self.local_size
-        # As the linear layer that a product with the table is.
+        # A matmul with the table is a linear layer.
         self.input_size, self.output_size = embedding_dim, self.local_size
         self.feature_slices = {"": Slice(0, 0, self.local_size, num_embeddings)}
         self.use_method(DenseTable())
@@ -111,7 +111,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         num_embeddings: tokens of the vocabulary.
         embedding_dim: features of the hidden states.
         tp: the ranks that share it.
-        has_bias: whether a number is added to the logit of each token.
+        has_bias: whether a bias is added to the logit of each token.
 
     Shape: [N, embedding_dim] -> [N, num_embeddings]
     """
@@ -139,7 +139,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         self._share()
 
     def use_method(self, method: WeightMethod[Any]) -> None:
-        """See `MethodLayer.use_method`; the input embedding follows if it is tied."""
+        """Use a method for the weights; the input embedding follows if it is tied."""
         if not self._tied:
             super().use_method(method)
             return

@@ -29,16 +29,16 @@ from vllm.ops.prepared import ExpertProducts
 
 
 class ExpertsMethod(WeightMethod["Experts"]):
-    """How the weights of all experts of a layer are stored and applied."""
+    """Storage format of the weights of all experts of a layer, and the operations with them."""
 
     @abstractmethod
     def apply(self, layer: "Experts", x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """As `Experts.forward`, before the sum over ranks."""
+        """Compute what `Experts.forward` returns, before the sum over ranks."""
 
     @abstractmethod
     def products(self, layer: "Experts") -> ExpertProducts | None:
-        """The products of single experts, without biases; None: the loaded weights are only for
-        all experts at once."""
+        """Return the matmuls of single experts, without biases; None: the loaded weights are only
+        for all experts at once."""
 
 
 class _DenseProducts:
@@ -99,8 +99,8 @@ class Experts(MethodLayer):
         hidden_size: features of x.
         intermediate_size: of one expert, over all ranks.
         tp: the ranks that share the layer.
-        options: what an expert computes between its products.
-        has_bias: both products of an expert have one; gated experts only.
+        options: what an expert computes between its matmuls.
+        has_bias: both matmuls of an expert have one; gated experts only.
 
     Shape: x [T, hidden], ids [T, k] int64, weights [T, k] float32 -> [T, hidden]
 
@@ -183,14 +183,14 @@ class Experts(MethodLayer):
 
 
 def _ids_of_rank(num_experts: int, tp: TPGroup) -> range:
-    """The experts of a rank: all, or as many as others have, or one more."""
+    """Return the experts of a rank: all, or as many as others have, or one more."""
     if not tp.has_whole_experts:
         return range(num_experts)
     if num_experts < tp.size:
         raise ConfigError(
-            f"enable_expert_parallel: the model has {num_experts} experts per layer for "
-            f"{tp.size} ranks, and each rank needs one. Lower tensor_parallel_size to "
-            f"{num_experts} or less, or leave enable_expert_parallel out"
+            f"enable_expert_parallel: the model has {num_experts} experts per layer, but each of "
+            f"the {tp.size} ranks needs at least one. Lower tensor_parallel_size to {num_experts} "
+            "or less, or leave enable_expert_parallel out"
         )
     return range(num_experts * tp.rank // tp.size, num_experts * (tp.rank + 1) // tp.size)
 
@@ -203,15 +203,14 @@ def check_top_k(num_experts: int, top_k: int) -> None:
     """
     if not 1 <= top_k <= num_experts:
         raise ConfigError(
-            f"config.json: a token must use from 1 to all experts of a layer, and it has "
-            f"{num_experts} experts (num_experts, num_local_experts or n_routed_experts) and "
-            f"{top_k} for each token (num_experts_per_tok or top_k_experts). Correct the file, or "
-            f"give other values with hf_overrides"
+            "config.json: num_experts_per_tok (or top_k_experts) must be from 1 to the number of "
+            f"experts (num_experts, num_local_experts or n_routed_experts), got {top_k} of "
+            f"{num_experts}. Correct the file, or give other values with hf_overrides"
         )
 
 
 class Router(ColumnParallelLinear):
-    """Chooses the experts of each token: those with the largest logits.
+    """Chooses the experts of each token: the ones with the largest logits.
 
     Args:
         hidden_size: features of x.

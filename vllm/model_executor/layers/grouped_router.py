@@ -14,7 +14,7 @@ from vllm.ops.expert_options import RoutingOptions
 
 @dataclass(frozen=True)
 class Routing:
-    """How experts are chosen."""
+    """Rules by which experts are chosen."""
 
     num_experts: int
     options: RoutingOptions
@@ -54,5 +54,5 @@ class GroupedRouter(ColumnParallelLinear):
         )
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, hidden] -> (ids [T, k] int64, weights [T, k] float32)."""
+        """Choose the experts of x [T, hidden]: (ids [T, k] int64, weights [T, k] float32)."""
         return get_ops().route(self.forward(x.float()), self.options, self.e_score_correction_bias)

@@ -18,7 +18,7 @@ from vllm.ops.prepared import PreparedHeads
 
 
 class LatentUpProjection(ColumnParallelLinear, ReadsContext):
-    """`kv_b_proj`: for each head the rows of its key, then those of its value.
+    """`kv_b_proj`: for each head the rows of its key, then the rows of its values.
 
     While weights are loaded it is a linear layer like any other, in whatever format the checkpoint
     has. When they are complete it becomes two batches of matrices of the model's dtype, one matrix
@@ -41,7 +41,7 @@ class LatentUpProjection(ColumnParallelLinear, ReadsContext):
     value_up: PreparedHeads
     """[V, M] of each head, once the layer is finished."""
     adapted: tuple[LoRAHeads, LoRAHeads] | None = None
-    """What adapters may add to the products with both; None: nothing."""
+    """Layers of LoRA adapters that may add to both matmuls; None: none."""
 
     def __init__(
         self, latent_size: int, num_heads: int, key_size: int, value_size: int, tp: TPGroup
@@ -64,12 +64,13 @@ class LatentUpProjection(ColumnParallelLinear, ReadsContext):
         self.value_up = get_ops().prepare_heads(value_up.mT)
 
     def absorb(self, query: Tensor, rotated: Tensor) -> Tensor:
-        """Queries [T, H, N] -> [T, H, V]: their products with latents are those with keys. The
-        rotated parts [T, H, R] of the queries are put behind: [T, H, V + R]."""
+        """Project queries [T, H, N] -> [T, H, V]: their dot products with latents equal the dot
+        products with keys. The rotated parts [T, H, R] of the queries are appended: [T, H, V +
+        R]."""
         return self._adapt(0, query, self.key_up.multiply(query, rotated))
 
     def expand(self, attended: Tensor) -> Tensor:
-        """Weighted latents [T, H, V] -> weighted values [T, H, M]."""
+        """Project weighted latents [T, H, V] -> weighted values [T, H, M]."""
         return self._adapt(1, attended, self.value_up.multiply(attended))
 
     def _adapt(self, which: int, x: Tensor, y: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
 
 
 class LinearMethod(WeightMethod["ParallelLinear"]):
-    """How the weight of a linear layer is stored and applied.
+    """Storage format of the weight of a linear layer, and its matmul.
 
     `layer` states what to hold: `input_size` and `output_size` of this rank, and `feature_slices`,
     whose dim says which of the two is split (0: output, 1: input).
@@ -25,12 +25,12 @@ class LinearMethod(WeightMethod["ParallelLinear"]):
 
     @abstractmethod
     def apply(self, layer: "ParallelLinear", x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [..., input_size] @ weight.T + bias -> [..., output_size]"""
+        """Compute x [..., input_size] @ weight.T + bias -> [..., output_size]."""
 
     def dense_weight(self, layer: "ParallelLinear", dtype: torch.dtype) -> Tensor:
-        """The weight [output_size, input_size], once all parameters are filled; in place of
-        `finish`. Without an override it is the product with the identity in `dtype`, so inputs
-        must not be rounded."""
+        """Return the weight [output_size, input_size], once all parameters are filled; called
+        instead of `finish`. The default multiplies the identity in `dtype`, so inputs must not be
+        rounded."""
         device = next(layer.parameters()).device
         self.finish(layer)
         identity = torch.eye(layer.input_size, dtype=dtype).to(device)
@@ -53,14 +53,14 @@ class UnquantizedLinear(LinearMethod):
 
 
 class ParallelLinear(MethodLayer):
-    """What column- and row-parallel layers share: sizes, the method, the bias."""
+    """The base of column- and row-parallel layers: sizes, the method, the bias."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     method: LinearMethod
 
     keeps_precision: bool = False
-    """The weight stays in the model's dtype where others are stored in fewer bits."""
+    """Whether the weight keeps the model's dtype while other weights are stored in fewer bits."""
 
     is_of_head: bool = False
     """Its rows are the hidden states whose logits are computed."""
@@ -140,7 +140,7 @@ class ColumnParallelLinear(ParallelLinear):
 def whole_linear(
     input_size: int, size: int, tp: TPGroup, bias: bool = False
 ) -> ColumnParallelLinear:
-    """A linear layer that every rank has whole."""
+    """Make a linear layer that every rank has whole."""
     return ColumnParallelLinear(input_size, {"": size}, tp, {"": tp.size}, bias)
 
 

@@ -1,5 +1,5 @@
-"""Mixers of Mamba and Mamba-2, which take the place of attention: a convolution over the last
-tokens, and a state-space model with parameters that depend on the token.
+"""Mixers of Mamba and Mamba-2, which replace attention: a convolution over the last tokens, and a
+state-space model with parameters that depend on the token.
 
 Independent of launches: `StateLayer` knows whose tokens they are.
 """
@@ -83,7 +83,8 @@ class Convolution(SlicedModule):
             self.slices["bias"] = slices
 
     def forward(self, x: Tensor, window: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `vllm.ops.native.state_space.convolve`."""
+        """Convolve x with the last inputs of its sequence; see
+        `vllm.ops.native.state_space.convolve`."""
         return convolve(x, window, self.weight[:, 0], self.bias, lengths, self.has_silu)
 
 
@@ -160,7 +161,7 @@ class Mamba2Sizes:
     num_groups: int
     """Of heads that share B and C."""
     state_size: int
-    """N: numbers in the state of each of a head's features."""
+    """N: number of elements in the state of each of a head's features."""
     kernel: int
     """Tokens that the convolution sees."""
     has_bias: bool
@@ -181,8 +182,8 @@ class Mamba2Sizes:
         check_activation(self.activation)
         if self.num_heads % self.num_groups:
             raise ConfigError(
-                f"config.json: the {self.num_heads} heads of Mamba layers are not a multiple of "
-                f"their {self.num_groups} groups"
+                f"config.json: the number of Mamba heads ({self.num_heads}) must be a multiple of "
+                f"the number of their groups ({self.num_groups})"
             )
 
     @property
@@ -339,7 +340,7 @@ class Mamba2Mixer(SlicedModule, StateLayer):
         return (y + x * self.D[:, None]).flatten(-2)
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [..., H, P], B and C [..., G, N] of what the convolution has put out."""
+        """Split the output of the convolution into x [..., H, P], B and C [..., G, N]."""
         shared = self.num_groups * self.state_size
         x, b, c = mixed.split((self.num_heads * self.head_size, shared, shared), dim=-1)
         heads = (self.num_heads, self.head_size)
@@ -355,7 +356,7 @@ class MambaSizes:
     inner_size: int
     """Channels."""
     state_size: int
-    """N: numbers in the state of a channel."""
+    """N: number of elements in the state of a channel."""
     rank: int
     """Of the projection to time steps."""
     kernel: int

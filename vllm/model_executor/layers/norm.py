@@ -43,7 +43,7 @@ class RMSNorm(nn.Module):
 
 
 class SplitRMSNorm(SlicedModule):
-    """An `RMSNorm` of features that are divided over ranks, whose mean of squares is that of all.
+    """An `RMSNorm` of features that are divided over ranks; the mean of squares is over all ranks.
 
     Args:
         size: features over all ranks.
@@ -69,7 +69,7 @@ class SplitRMSNorm(SlicedModule):
 
     @staticmethod
     def of_each(norms: "Sequence[SplitRMSNorm]", xs: Sequence[Tensor]) -> list[Tensor]:
-        """Each norm of its tensor, with one exchange between the ranks for all of them.
+        """Apply each norm to its tensor, with one exchange between the ranks for all of them.
 
         Args:
             norms: of the same ranks.
@@ -84,7 +84,8 @@ class SplitRMSNorm(SlicedModule):
         return [norm._scaled(x, total) for (norm, x), total in zip(pairs, sums, strict=True)]
 
     def _scaled(self, x: Tensor, total: Tensor) -> Tensor:
-        """
+        """Scale x by the mean of squares.
+
         Args:
             x: [..., features of this rank].
             total: [..., 1] float32, sum of the squares of all ranks.

@@ -16,7 +16,7 @@ from vllm.pooling_params import PoolingParams
 def pool_tokens(
     hidden_states: Tensor, config: PoolerConfig, starts: IntArray, counts: IntArray
 ) -> Tensor:
-    """One row per prompt, or one per token where each counts on its own.
+    """Pool to one row per prompt, or one per token if each counts on its own.
 
     Args:
         hidden_states: [T, hidden] of a launch.
@@ -44,7 +44,7 @@ def pool_tokens(
 
 
 def split_results(numbers: FloatArray, config: PoolerConfig, counts: IntArray) -> list[FloatArray]:
-    """What belongs to each prompt of a result of `pool_tokens` that went through the head.
+    """Split a result of `pool_tokens` that went through the head by prompts.
 
     Args:
         numbers: [n or sum(counts), size].
@@ -62,7 +62,7 @@ def split_results(numbers: FloatArray, config: PoolerConfig, counts: IntArray) -
 def finish(
     numbers: FloatArray, config: PoolerConfig, params: PoolingParams, token_ids: IntArray
 ) -> FloatArray:
-    """Steps chosen, numbers chosen, cut and brought into range.
+    """Select steps and values, shorten them, and apply the activation.
 
     Args:
         numbers: [size] or [tokens, size].
@@ -83,7 +83,7 @@ def finish(
 
 
 def activate(numbers: FloatArray, activation: str) -> FloatArray:
-    """The last function, over the last dimension; see `vllm.config.pooler.Activation`."""
+    """Apply the activation over the last dimension; see `vllm.config.pooler.Activation`."""
     if activation == "normalize":
         length = np.sqrt(np.square(numbers).sum(-1, keepdims=True))
         return numbers / np.maximum(length, np.float32(1e-12))

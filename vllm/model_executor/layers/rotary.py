@@ -86,7 +86,7 @@ class RotaryEmbedding(nn.Module, ReadsContext):
 
 
 def number_rotary_tables(model: nn.Module) -> list[RotaryEmbedding]:
-    """The tables of a model, each with its index in this list."""
+    """Return the tables of a model, and give each its index in this list."""
     tables = [module for module in model.modules() if isinstance(module, RotaryEmbedding)]
     for index, table in enumerate(tables):
         table.index = index
@@ -109,8 +109,8 @@ def rotary_sections(rope: RopeConfig) -> Tensor:
 
 
 def rotary_frequencies(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
-    """Angle per position of each pair of elements, [rotary_dim / 2] float32, and the factor on
-    cosines and sines.
+    """Return the angle per position of each pair of elements, [rotary_dim / 2] float32, and the
+    factor on cosines and sines.
 
     Raises:
         ConfigError: the type is unknown, or a parameter of it is missing.
@@ -130,7 +130,7 @@ def _parameter(rope: RopeConfig, name: str) -> float:
 
 
 def _powers(theta: float | Tensor, rotary_dim: int) -> Tensor:
-    """theta^(2 i / rotary_dim) for every pair i: [rotary_dim / 2]"""
+    """Compute theta^(2 i / rotary_dim) for every pair i: [rotary_dim / 2]."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     return theta**exponents
 
@@ -140,19 +140,19 @@ def _default(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
 
 
 def _linear(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
-    """Positions are divided by the factor (Chen et al. 2023, arXiv 2306.15595)."""
+    """Divide positions by the factor (Chen et al. 2023, arXiv 2306.15595)."""
     return 1.0 / _powers(rope.theta, rope.rotary_dim) / _parameter(rope, "factor"), 1.0
 
 
 def _dynamic(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
-    """The base grows with the longest sequence ("NTK-aware", in appendix A of arXiv 2309.00071).
+    """Increase the base with the longest sequence ("NTK-aware", in appendix A of arXiv 2309.00071).
 
     The longest sequence is `max_positions`, so a token's angles do not depend on what else is
     in the batch, and a key in the cache stays right when its request grows.
     """
     factor, dim = _parameter(rope, "factor"), rope.rotary_dim
     original = _parameter(rope, "original_max_position_embeddings")
-    longest = torch.tensor(float(max(max_positions, original)))  # the base is float32, too
+    longest = torch.tensor(float(max(max_positions, original)))  # the base is also float32
     stretch = factor * longest / original - (factor - 1)
     return 1.0 / _powers(rope.theta * stretch ** (dim / (dim - 2)), dim), 1.0
 
@@ -167,7 +167,7 @@ def _proportional(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
 
 
 def _llama3(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
-    """Low frequencies are divided by the factor, high ones kept, with a ramp between.
+    """Divide low frequencies by the factor, keep high ones, with a ramp between.
 
     Llama 3.1 (Grattafiori et al. 2024, arXiv 2407.21783). A frequency is low when its period
     fits less than `low_freq_factor` times into the original context.
@@ -184,7 +184,7 @@ def _llama3(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
 
 
 def _yarn(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
-    """Fast pairs are kept, slow ones divided by the factor, with a ramp over the pairs between.
+    """Keep fast pairs, divide slow ones by the factor, with a ramp over the pairs between.
 
     YaRN (Peng et al. 2023, arXiv 2309.00071); pairs are told apart by how often they rotate
     within the original context: `beta_fast` times and more is kept, up to `beta_slow` divided.
@@ -211,8 +211,7 @@ def _yarn(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
 
 
 def _longrope(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
-    """Each pair is slowed down by a factor of its own (LongRoPE; Ding et al. 2024, arXiv
-    2402.13753).
+    """Slow each pair down by a factor of its own (LongRoPE; Ding et al. 2024, arXiv 2402.13753).
 
     There are factors for contexts up to the original length, and others for longer ones. Which
     are used depends on `uses_long_factor`, thus on the longest request that is served, so that a
@@ -236,7 +235,7 @@ def _longrope(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
 
 
 def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
-    """What query and key are multiplied by, so that attention stays as sharp as it was."""
+    """Return the factor on query and key with which attention stays as sharp as it was."""
     given = rope.scaling.get("attention_factor")
     if given is not None:
         return float(given)
@@ -248,8 +247,8 @@ def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
 
 
 def yarn_sharpness(factor: float, mscale: float) -> float:
-    """What keeps attention as sharp as it was when contexts grow by a factor (arXiv 2309.00071,
-    section 3.4), with a weight on its growth."""
+    """Return the factor that keeps attention as sharp as it was when contexts grow by a factor
+    (arXiv 2309.00071, section 3.4), with a weight on its growth."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint tensor lands in a parameter, as data.
+"""Describes, as data, which part of a parameter a checkpoint tensor fills.
 
 A layer states it once, per parameter and checkpoint name; one loader reads it for every model.
 Independent of files and names of models.
@@ -22,7 +22,7 @@ DENSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Of weights as they were trained."""
 
 WORD_BITS = 32
-"""Of a word in which formats pack numbers of few bits."""
+"""Bits of a word in which formats pack values of few bits."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Features:
     start: int
     """First one in a group."""
     count: int
-    """How many of a group."""
+    """Number of features of a group."""
 
     @property
     def size(self) -> int:
@@ -45,7 +45,7 @@ class Features:
         return self.total // self.group * self.count
 
     def in_words(self, bits: int) -> "Features | None":
-        """The same in words of numbers of so many bits; None: they do not fill words."""
+        """Return the features in words of values of so many bits; None: they do not fill words."""
         sizes = [n * bits for n in (self.total, self.group, self.start, self.count)]
         if any(size % WORD_BITS for size in sizes):
             return None
@@ -64,15 +64,15 @@ class CheckpointTensor:
     dtype: torch.dtype | None = None
     """In the checkpoint; None: unknown."""
     features: Features | None = None
-    """Only these output features of a layer are meant. Where they are in the tensor is known to the
-    format of the layer, which says so to `picked`."""
+    """The output features of a layer to which this is limited. The format of the layer knows where
+    they are in the tensor, and passes this to `picked`."""
     path: Path | None = None
     """Of the file that it is in, for errors; None: unknown."""
     is_converted: bool = False
     """Name and layout are as in the model, not as in a checkpoint of the family."""
 
     def narrow(self, dim: int, start: int, count: int) -> "CheckpointTensor":
-        """Indices [start, start + count) of a dimension, as a tensor of their own."""
+        """Return the indices [start, start + count) of a dimension, as a tensor of their own."""
 
         def read(index: Index) -> Tensor:
             inner = [*index, *(slice(None) for _ in range(dim + 1 - len(index)))]
@@ -86,7 +86,7 @@ class CheckpointTensor:
         )
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "CheckpointTensor":
-        """What `function` makes of the tensor, whose whole is read for every part."""
+        """Return what `function` makes of the tensor, which is read whole for every part."""
         made = function(torch.empty(self.shape, dtype=self.dtype, device="meta"))
         return CheckpointTensor(
             made.shape,
@@ -109,7 +109,7 @@ class CheckpointTensor:
         )
 
     def picked(self, name: str, dim: int | None = 0, bits: int = WORD_BITS) -> "CheckpointTensor":
-        """The output features that are meant, as a tensor of their own.
+        """Return the selected output features, as a tensor of their own.
 
         Args:
             name: of the tensor, for errors.
@@ -128,16 +128,16 @@ class CheckpointTensor:
         places = part.in_words(bits)
         if places is None:
             raise WeightLoadError(
-                f"tensor {name} has {WORD_BITS // bits} output features in a word: the part of "
-                f"{part.count} features from number {part.start} on in each {part.group} is not "
-                f"made of whole words, so the layer cannot be split as the model needs it. Use a "
-                f"checkpoint in another format"
+                f"tensor {name} stores {WORD_BITS // bits} output features in a word: the "
+                f"{part.count} features from index {part.start} in each {part.group} do not fill "
+                "whole words, so the layer cannot be split as the model needs it. Use a "
+                "checkpoint in a different format"
             )
         if len(self.shape) <= dim or self.shape[dim] != places.total:
             raise WeightLoadError(
-                f"tensor {name} has shape {list(self.shape)} in the checkpoint, the model needs "
-                f"{places.total} in dimension {dim}, for the {part.total} output features of the "
-                f"layer"
+                f"tensor {name} has shape {list(self.shape)} in the checkpoint, but the model "
+                f"needs {places.total} in dimension {dim}, for the {part.total} output features "
+                "of the layer"
             )
         if places.group == places.total:
             return whole.narrow(dim, places.start, places.count)
@@ -170,7 +170,7 @@ class Slice:
     num_replicas: int = 1
     """Ranks that hold the same shard; above 1 when there are fewer KV heads than ranks."""
     tensor: str | None = None
-    """Last part of the name in the checkpoint; None: that of the parameter."""
+    """Last part of the name in the checkpoint; None: the name of the parameter."""
 
     def checkpoint_shape(self, param: Tensor) -> torch.Size:
         """Shape the checkpoint tensor must have."""
@@ -179,7 +179,7 @@ class Slice:
         return torch.Size(shape)
 
     def in_groups(self, group: int) -> "Slice":
-        """The same place in a parameter with one column for each `group` columns."""
+        """Return the same part of a parameter with one column for each `group` columns."""
         if self.dim == 0:
             return self
         offset, size, total = (n // group for n in (self.offset, self.size, self.total))
@@ -198,7 +198,7 @@ class Slice:
 
 
 def whole(dim: int, offset: int, size: int, tp: TPGroup) -> Slice:
-    """Rows or columns of a parameter that a checkpoint tensor fills alike on every rank."""
+    """Return rows or columns of a parameter that a checkpoint tensor fills alike on every rank."""
     return Slice(dim, offset, size, size, num_replicas=tp.size)
 
 
@@ -216,12 +216,12 @@ class ExpertSlice(Slice):
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
-    """As people write it: float32."""
+    """Return the usual name of a dtype, such as float32."""
     return str(dtype).removeprefix("torch.")
 
 
 WeightSlices = dict[str, dict[str, Slice]]
-"""Parameter name -> name of the checkpoint module, "" for the layer's own -> its place."""
+"""Parameter name -> name of the checkpoint module, "" for the layer's own -> its slice."""
 
 
 class SlicedModule(torch.nn.Module):
@@ -242,7 +242,7 @@ class SlicedModule(torch.nn.Module):
 
 @dataclass(frozen=True)
 class ParamTarget:
-    """Where a checkpoint tensor goes."""
+    """The parameter that a checkpoint tensor fills."""
 
     module: torch.nn.Module
     param_name: str
@@ -273,8 +273,8 @@ class ParamTarget:
         expected = self.slice.checkpoint_shape(param) if self.slice else param.shape
         if source.shape != expected:
             raise WeightLoadError(
-                f"tensor {name} has shape {list(source.shape)} in the checkpoint, "
-                f"the model needs {list(expected)}"
+                f"tensor {name} has shape {list(source.shape)} in the checkpoint, but the model "
+                f"needs {list(expected)}"
             )
         if self.slice is None:
             source.fill(param)

@@ -1,4 +1,4 @@
-"""How a layer stores its weights, as an object that a quantization format can put in its place.
+"""Storage of a layer's weights, as an object that a quantization format can replace.
 
 A layer knows the sizes of its features and how they are split over ranks. Its method knows which
 parameters hold them, how checkpoint tensors fill these, what becomes of them once they are filled,
@@ -17,15 +17,15 @@ Layer = TypeVar("Layer", bound="MethodLayer")
 
 
 class WeightMethod(ABC, Generic[Layer]):
-    """How one kind of layer stores its weights. One object serves one layer, or layers that share
-    their parameters.
+    """Storage of the weights of one kind of layer. One object serves one layer, or layers that
+    share their parameters.
 
     The steps of its life are `create_weights`, `load` for each checkpoint tensor, and `finish`.
     """
 
     @abstractmethod
     def create_weights(self, layer: Layer) -> None:
-        """Register the parameters, uninitialised, and their places in `layer.slices`.
+        """Register the parameters, uninitialised, and their slices in `layer.slices`.
 
         Called under the model's dtype and, while a model is built, on the meta device.
         """
@@ -34,7 +34,7 @@ class WeightMethod(ABC, Generic[Layer]):
         """Fill a parameter, or a part of it, from a checkpoint tensor.
 
         Args:
-            place: of the tensor, as `layer.slices` says.
+            place: the parameter of the tensor, from `layer.slices`.
             name: of the tensor in the checkpoint.
             source: the tensor.
             tp: the ranks that share the layer.
@@ -86,7 +86,7 @@ class MethodLayer(SlicedModule):
     """Names of parameters that are not the method's."""
 
     weight_dtype: ClassVar[torch.dtype | None] = None
-    """Of a dense weight, and of the inputs; None: that of the model."""
+    """Dtype of a dense weight, and of the inputs; None: the dtype of the model."""
 
     is_held: bool = False
     """The layer only loads: another one takes its parameters over."""
@@ -97,7 +97,7 @@ class MethodLayer(SlicedModule):
 
     method: WeightMethod[Any]
     tp: TPGroup
-    """The ranks that share the layer: those of the model, or none but this one."""
+    """The ranks that share the layer: all ranks of the model, or only this one."""
 
     def use_method(self, method: WeightMethod[Any]) -> None:
         """Store the weights in another way. Before they are loaded only."""
@@ -106,7 +106,7 @@ class MethodLayer(SlicedModule):
         method.create_weights(self)
 
     def remove_weights(self) -> None:
-        """Remove all parameters but those that are the layer's own, such as the bias."""
+        """Remove all parameters except the layer's own, such as the bias."""
         named = self.named_parameters(recurse=False)
         names = [name for name, _ in named if name not in self.own_parameters]
         for name in names:

@@ -1,7 +1,8 @@
 """The tensors of a checkpoint folder, one at a time, read from disk only as far as needed.
 
-Reads safetensors (also those of Mistral AI), GGUF and PyTorch `.bin` files. Independent of models.
-Nothing here can run code from a checkpoint: `.bin` files are unpickled with `weights_only=True`.
+Reads safetensors (including Mistral AI's files), GGUF and PyTorch `.bin` files. Independent of
+models. Nothing here can run code from a checkpoint: `.bin` files are unpickled with
+`weights_only=True`.
 """
 
 import pickle
@@ -25,12 +26,12 @@ from vllm.transformers_utils.weight_files import CONSOLIDATED
 def iterate_tensors(
     files: list[Path], show_progress: bool, on_file: Callable[[int], None] | None = None
 ) -> Generator[tuple[str, CheckpointTensor], None, None]:
-    """Every tensor of the files with its name. A `Source` is valid until the next one.
+    """Yield every tensor of the files with its name. A source is valid until the next one.
 
     Args:
         files: from `find_files`.
         show_progress: show a bar.
-        on_file: called before each file with the number of those that are done.
+        on_file: called before each file with the number of files that are done.
 
     Raises:
         WeightLoadError: a file is damaged or is not what its name says.
@@ -55,7 +56,7 @@ def _read_files(
 
 
 def _read_gguf(files: list[Path], show_progress: bool) -> Iterator[tuple[str, CheckpointTensor]]:
-    """All files of a model are one, as the metadata is in the first."""
+    """Yield the tensors of all files of a model, whose metadata is in the first."""
     bar = tqdm(desc="Loading tensors of the GGUF file", disable=not show_progress)
     with bar:
         for entry in read_gguf(files):
@@ -64,7 +65,7 @@ def _read_gguf(files: list[Path], show_progress: bool) -> Iterator[tuple[str, Ch
 
 
 def read_bin(path: Path) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Every tensor of a file of torch.save with its name; nothing else in it is loaded.
+    """Yield every tensor of a file of torch.save with its name; nothing else in it is loaded.
 
     Raises:
         WeightLoadError: the file is damaged, or holds more than tensors.

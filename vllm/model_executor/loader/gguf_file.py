@@ -1,4 +1,5 @@
-"""The tensors of a GGUF model as those of our modules: names, the order of rows, and numbers.
+"""Reads the tensors of a GGUF model in the form of this package's modules: names, the order of
+rows, and values.
 
 A tensor is read and dequantized a few rows at a time, straight into its parameter. A method that
 keeps its blocks as they are reads their parts (`BlockSource`).
@@ -37,7 +38,7 @@ _PART_NUMBERS = 1 << 21
 
 
 def stored_format(files: list[Path]) -> GGUFBlocks | None:
-    """The format of the layers of a GGUF model; None: the files are others.
+    """Return the format of the layers of a GGUF model; None: the files have another format.
 
     Raises:
         WeightLoadError: a file is damaged.
@@ -52,7 +53,7 @@ def stored_format(files: list[Path]) -> GGUFBlocks | None:
 
 
 def read_gguf(files: list[Path]) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Every tensor of a model by the name of its parameter; valid until the next.
+    """Yield every tensor of a model by the name of its parameter; valid until the next.
 
     Args:
         files: all of the model, the first one first.
@@ -116,7 +117,7 @@ def _joined(keys: CheckpointTensor, values: CheckpointTensor, num_heads: int) ->
 
 
 def _order(model: GGUFModel, name: str, stored: StoredTensor) -> Tensor | None:
-    """For each row the row of the file; None: as they are.
+    """Return the row of the file for each row; None: the order does not change.
 
     Llama's GGUF files rotate neighbouring elements of a head, i.e. rows 0, D / 2, 1, D / 2 + 1...
     """
@@ -138,7 +139,7 @@ class _Rows:
     order: Tensor | None
 
     def read(self, start: int, end: int) -> Tensor:
-        """The bytes of rows [start, end): [rows, bytes] uint8."""
+        """Return the bytes of rows [start, end): [rows, bytes] uint8."""
         if self.order is None:
             return self._read(start, end)
         wanted = self.order[start:end]
@@ -148,7 +149,7 @@ class _Rows:
         return self._read(first, last + 1)[wanted - first]
 
     def finite(self, numbers: Tensor) -> Tensor:
-        """What some rows mean, which is checked."""
+        """Return the dequantized values of some rows, after checking that they are finite."""
         if not bool(numbers.isfinite().all()):
             raise WeightLoadError(
                 f"tensor {self.name} has the type {self.stored.type.name}, and scales that are NaN "
@@ -196,7 +197,7 @@ def _source(rows: _Rows) -> CheckpointTensor:
 def _in_parts(
     shape: torch.Size, dtype: torch.dtype, read_rows: Callable[[int, int], Tensor]
 ) -> CheckpointTensor:
-    """A tensor of which a few rows are made at a time.
+    """Return a tensor of which a few rows are made at a time.
 
     Args:
         shape: of the tensor.

@@ -48,7 +48,7 @@ def load_kv_scale(model: nn.Module, name: str, source: CheckpointTensor, tp: TPG
     scales = numbers if len(numbers) == 1 else _of_rank(name, numbers, layer.num_kv_heads, tp)
     wrong = numbers[~(numbers.isfinite() & (numbers > 0))].tolist()
     if wrong:
-        raise WeightLoadError(f"tensor {name} must have numbers above 0 alone, got {wrong[0]}")
+        raise WeightLoadError(f"tensor {name} must have values above 0 only, got {wrong[0]}")
     scales = scales * cache_scale_factor()
     if "k" in match["of"]:
         layer.set_cache_scales(key=scales)
@@ -58,20 +58,20 @@ def load_kv_scale(model: nn.Module, name: str, source: CheckpointTensor, tp: TPG
 
 
 def cache_scale_factor() -> int:
-    """What scales for the range of checkpoints, which is 448, are multiplied by: numbers are halved
-    where e4m3 ends at 240."""
+    """Return the factor on scales of checkpoints, whose e4m3 range is 448: values are halved on
+    devices whose e4m3 ends at 240."""
     return 2 if get_ops().fp8_max < _LARGEST else 1
 
 
 def _of_rank(name: str, numbers: Tensor, num_kv_heads: int, tp: TPGroup) -> Tensor:
-    """The scales of the heads that this rank has, of one for each head of the model. With fewer
-    heads than ranks, several ranks have the same."""
+    """Select the scales of the heads that this rank has, from one for each head of the model. With
+    fewer heads than ranks, several ranks have the same."""
     total = num_kv_heads * tp.size
     num_replicas = total // len(numbers) if len(numbers) else 0
     if num_replicas * len(numbers) != total or (num_replicas > 1 and num_kv_heads > 1):
         raise WeightLoadError(
-            f"tensor {name} has {len(numbers)} numbers; it must have one for the layer, or one for "
-            f"each of its key/value heads, of which this rank has {num_kv_heads}"
+            f"tensor {name} must have one value for the layer, or one for each of its key/value "
+            f"heads ({num_kv_heads} on this rank), got {len(numbers)}"
         )
     start = tp.rank // num_replicas * num_kv_heads
     return numbers[start : start + num_kv_heads]

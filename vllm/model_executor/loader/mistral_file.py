@@ -29,7 +29,7 @@ _NAMES = {
 def in_the_order_of_transformers(
     folder: Path, tensors: Iterable[tuple[str, CheckpointTensor]]
 ) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Names and tensors of a folder with a `params.json`.
+    """Yield names and tensors of a folder with a `params.json`, as transformers has them.
 
     Args:
         folder: of the files.

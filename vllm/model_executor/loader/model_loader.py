@@ -58,7 +58,7 @@ def load_model(
     *,
     has_values: bool = True,
 ) -> CausalLM | PoolingModel:
-    """The model of `config` with its weights on `device`, ready to run.
+    """Load the model of `config` with its weights on `device`, ready to run.
 
     A `PoolingModel` where `config.model.pooler` is set.
 
@@ -120,7 +120,7 @@ def load_speculator(
     *,
     has_values: bool = True,
 ) -> Speculator:
-    """The speculator of `config` with its weights on `device`, ready to run.
+    """Load the speculator of `config` with its weights on `device`, ready to run.
 
     Args:
         class_path: module:Class of the network.
@@ -139,9 +139,9 @@ def load_speculator(
         folder = Path(config.model.resolved_path)
         if (folder / shard_name(0)).exists():
             raise WeightLoadError(
-                f"{folder} has the files of ranks (tools/save_sharded_state.py), which do not have "
-                "the weights of its speculator. Load the whole checkpoint, without --load-format "
-                "sharded_state, or leave --speculative-config out"
+                f"{folder} has the checkpoint files of ranks (tools/save_sharded_state.py), which "
+                "do not contain the weights of its speculator. Load the whole checkpoint, "
+                "without --load-format sharded_state, or leave --speculative-config out"
             )
         files = speculator_class.find_files(folder, config.load.load_format)
         names = frozenset(name for name, _ in iterate_tensors(files, show_progress=False))
@@ -164,7 +164,7 @@ def load_speculator(
 def _formats(
     model: ModelConfig, files: list[Path], device: torch.device, dense_format: Quantization | None
 ) -> list[Quantization]:
-    """What is asked for the method of each layer, in this order."""
+    """Return the formats that are asked for the method of each layer, in this order."""
     asked = quantization_of(model, device.type)
     found = (asked, stored_format(files), head_quantization_of(model), dense_format)
     return [each for each in found if each is not None]
@@ -211,7 +211,7 @@ def _read(
                 )
         materialize_buffers(model, device)
     for module in model.modules():
-        finisher.finish(module)  # those without parameters that only they have
+        finisher.finish(module)  # modules without parameters of their own
     for quantization in formats:
         quantization.finish_model(model)
     model.check()
@@ -232,9 +232,9 @@ def log_dequantized(model: nn.Module) -> None:
     ]
     if names:
         logger.warning(
-            "%d quantized layers are dense in memory, as this device has no kernel for how they "
-            "are stored: %s%s. They take as much memory as unquantized ones; docs/quantization.md "
-            "says which formats stay small",
+            "%d quantized layers are dequantized in memory, as this device has no kernel for "
+            "their format: %s%s. They take as much memory as unquantized layers; "
+            "docs/quantization.md says which formats stay small",
             *(len(names), ", ".join(names[:3]), ", ..." if len(names) > 3 else ""),
         )
 
@@ -251,8 +251,8 @@ def _check_size(num_bytes: int, files: Sequence[Path]) -> None:
     if num_bytes > max(_SMALL_BYTES, _LARGEST_RATIO * in_files):
         raise WeightLoadError(
             f"a model of the sizes in config.json has {num_bytes / 2**30:.4g} GiB of weights, but "
-            f"the files of the checkpoint have {in_files / 2**30:.4g} GiB. Is config.json that of "
-            f"another model, or are files missing?"
+            f"the files of the checkpoint have {in_files / 2**30:.4g} GiB. Does config.json "
+            "belong to a different model, or are files missing?"
         )
 
 
@@ -267,7 +267,7 @@ def build_model(
     stage: Stage | None = None,
     last_embeds: bool = False,
 ) -> CausalLM | PoolingModel:
-    """The model in eval mode with parameters on the meta device: shapes without memory.
+    """Build the model in eval mode with parameters on the meta device: shapes without memory.
 
     Args:
         arch: of the model.
@@ -335,7 +335,8 @@ class _LayerFinisher:
                 self._waiting[layer] = {*held, layer} if has_own else set(held)
 
     def finish_filled(self, module: nn.Module) -> None:
-        """The module's own parameters are filled; one that takes over others waits for them."""
+        """Note that the module's own parameters are filled; a module that takes over others waits
+        for them."""
         owner = self._owners.get(module, module)
         waiting = self._waiting.get(owner, set())
         waiting.discard(module)
@@ -343,7 +344,8 @@ class _LayerFinisher:
             self.finish(owner)
 
     def finish(self, module: nn.Module) -> None:
-        """All parameters of the module, and of those in it, are filled."""
+        """Finish a module whose parameters, including the ones of its submodules, are all
+        filled."""
         if isinstance(module, MethodLayer) and module not in self._finished:
             self._finished.add(module)
             module.finish()
@@ -435,12 +437,12 @@ def materialize_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 class ParameterMemory:
-    """Puts parameters with memory, uninitialised, in the place of those on the meta device.
+    """Replaces parameters on the meta device by uninitialised ones with memory.
 
     Args:
         model: built on the meta device.
         device: where the parameters go.
-        on_host: modules whose parameters, those of modules in them too, stay on the host.
+        on_host: modules whose parameters, with the ones of their submodules, are kept on the host.
     """
 
     def __init__(
@@ -454,7 +456,7 @@ class ParameterMemory:
                 self._places.setdefault(id(param), []).append((module, name))
 
     def allocate(self, module: nn.Module) -> None:
-        """Give the module's own parameters memory, also where others share them.
+        """Give the module's own parameters memory, even if others share them.
 
         Those that have it already stay as they are.
         """

@@ -1,4 +1,4 @@
-"""A safetensors file, read straight into the memory that its tensors are for.
+"""Reads a safetensors file directly into the memory of its tensors.
 
 The file is not mapped: pages of a mapping would count as memory of the process beside the copies
 that are made of them. Large tensors are read in parts by several threads, as what takes time is
@@ -47,7 +47,8 @@ _PART_BYTES = 8 << 20
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Every tensor of a file with its name, in the order of the file; valid until the next one.
+    """Yield every tensor of a file with its name, in the order of the file; valid until the next
+    one.
 
     Raises:
         WeightLoadError: the file is damaged, is not a safetensors file, or has a dtype that
@@ -61,7 +62,7 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, CheckpointTensor]]:
 def open_safetensors(
     path: Path, num_threads: int
 ) -> Iterator[Iterator[tuple[str, CheckpointTensor]]]:
-    """The same, valid until the file is closed.
+    """Open a file and return its tensors, which are valid until it is closed.
 
     Args:
         path: of the file.
@@ -106,14 +107,14 @@ def _read_header(path: Path, fd: int) -> dict[str, _Place]:
 
 
 class _Buffers(threading.local):
-    """One buffer for each thread that reads, which ends with it. Memory that is taken and given
-    back for each part would stay with the process."""
+    """One buffer for each thread that reads, with the lifetime of the thread. Memory that is
+    allocated and freed for each part would not be returned to the system."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def of_bytes(self, num_bytes: int) -> Tensor:
-        """Uninitialised, until the same thread asks again."""
+        """Return uninitialised memory, valid until the same thread asks again."""
         if len(self._memory) < num_bytes:
             self._memory = torch.empty(max(num_bytes, _PART_BYTES), dtype=torch.uint8)
         return self._memory[:num_bytes]
@@ -132,7 +133,7 @@ class _TensorInFile:
     shape: torch.Size
 
     def read(self, index: Index) -> Tensor:
-        """A part in new memory."""
+        """Read a part into new memory."""
         shape = list(self.shape)
         for dim, part_of_dim in enumerate(index):
             shape[dim] = len(range(*part_of_dim.indices(shape[dim])))

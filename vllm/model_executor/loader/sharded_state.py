@@ -28,12 +28,12 @@ from vllm.transformers_utils.weight_files import find_files, shard_name
 def shards_of(
     files: list[Path], tp: TPGroup, stage: Stage, *, last_embeds: bool = False
 ) -> list[Path]:
-    """The files that this rank reads, of all files of a folder: its own, and the one with the
-    embedding if it needs that as well.
+    """Return the files that this rank reads, of all files of a folder: its own, and the one with
+    the embedding if it needs that as well.
 
     Args:
         files: of all ranks.
-        tp, stage: place of this rank.
+        tp, stage: position of this rank.
         last_embeds: see `keep_stage`.
 
     Raises:
@@ -53,8 +53,7 @@ def shards_of(
     if found and found != wanted:
         raise WeightLoadError(
             f"{file} has the part {_named(found)} of the model, but this rank needs the part "
-            f"{_named(wanted)}. {again} for these sizes, or load them with those they were saved "
-            f"for"
+            f"{_named(wanted)}. {again} for these sizes, or use the sizes that they were saved for"
         )
     if not last_embeds or not stage.is_last or stage.is_first:
         return [file]
@@ -65,8 +64,8 @@ def shards_of(
 def tensors_once(
     tensors: Iterable[tuple[str, CheckpointTensor]],
 ) -> Iterator[tuple[str, CheckpointTensor]]:
-    """The first tensor of each name: of two files both may have an embedding that is the output
-    head, too."""
+    """Yield the first tensor of each name: two files may both have an embedding that is also the
+    output head."""
     seen: set[str] = set()
     for name, source in tensors:
         if name not in seen:
@@ -79,7 +78,7 @@ def _file_name(tp: TPGroup, stage: Stage) -> str:
 
 
 def _part(tp: TPGroup, stage: Stage) -> dict[str, str]:
-    """Which part of a model a rank has, as the metadata of a file."""
+    """Describe which part of a model a rank has, as the metadata of a file."""
     return {
         "tensor_parallel_size": str(tp.size),
         "tensor_parallel_rank": str(tp.rank),
@@ -89,7 +88,7 @@ def _part(tp: TPGroup, stage: Stage) -> dict[str, str]:
 
 
 def _read_part(file: Path) -> dict[str, str]:
-    """What `_part` has said when the file was saved; empty where it says nothing."""
+    """Read the description by `_part` from a file; empty if it has none."""
     try:
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata() or {}
@@ -114,8 +113,8 @@ def save_shard(
     """Read one rank's weights from a checkpoint, and write them to its file.
 
     Args:
-        model: of this rank, with the layers of its stage alone, on the meta device.
-        tp: the rank among those that share its layers; needs no process group.
+        model: of this rank, with only the layers of its stage, on the meta device.
+        tp: the rank among the ranks that share its layers; needs no process group.
         stage: of the rank.
         source: folder of the checkpoint.
         target: folder for the file.

@@ -19,12 +19,12 @@ class PPMissingLayer(nn.Module):
 
 
 def keep_stage(model: LayeredModel, stage: Stage, *, last_embeds: bool = False) -> None:
-    """Drop what the stage does not run.
+    """Drop the modules that the stage does not run.
 
     Args:
         model: without memory.
         stage: that remains.
-        last_embeds: the last stage has the embedding, too, for a speculator beside the model.
+        last_embeds: the last stage also has the embedding, for a speculator.
     """
     model.stage = stage
     if stage.count == 1:
@@ -53,12 +53,12 @@ def keep_stage(model: LayeredModel, stage: Stage, *, last_embeds: bool = False) 
 
 
 def present_layers(model: LoadableModel) -> list[nn.Module]:
-    """The layers of a model that this rank has, in the order they run."""
+    """Return the layers of a model that this rank has, in the order they run."""
     return [layer for layer in model.layers if not isinstance(layer, PPMissingLayer)]
 
 
 def absent_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """The beginnings of the names of all parameters that other stages have."""
+    """Return the beginnings of the names of all parameters that other stages have."""
     return tuple(
         f"{path}." for path, module in model.named_modules() if isinstance(module, PPMissingLayer)
     )

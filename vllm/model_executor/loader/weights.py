@@ -25,12 +25,13 @@ from vllm.model_executor.models.interface import LoadableModel
 from vllm.transformers_utils.weight_files import name_some
 
 _SCALE_OF_ATTENTION = re.compile(r"\.self_attn\.(attn\.|q_proj\.)?(q|prob)_scale$")
-"""Names of scales for products of queries and of probabilities in fp8, which are in bf16 here."""
+"""Names of scales for FP8 matmuls of queries and of probabilities, which run in bfloat16 in this
+package."""
 
 
 @dataclass
 class _Targets:
-    """What a checkpoint has to bring."""
+    """The tensors that a checkpoint must have."""
 
     by_name: dict[str, ParamTarget] = field(default_factory=dict)
     aliases: set[str] = field(default_factory=set)
@@ -94,7 +95,7 @@ def load_parameters(
 
 
 def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Full name, module and name there of every parameter; one that is shared comes once."""
+    """Yield full name, module and name in it of every parameter; a shared one once."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
@@ -209,7 +210,8 @@ def _converted(
 
 
 def names_in_checkpoint(name: str, model: LoadableModel) -> list[str]:
-    """What a module may be called in a checkpoint, where that differs from its name in the model.
+    """Return the names that a module may have in a checkpoint, where they differ from its name in
+    the model.
 
     Args:
         name: of the module in the model.
@@ -230,7 +232,7 @@ def names_in_checkpoint(name: str, model: LoadableModel) -> list[str]:
 
 
 def find_places(model: LoadableModel) -> dict[str, ParamTarget]:
-    """Where each tensor goes that a checkpoint has to bring, by its name in the model."""
+    """Return the parameter of each tensor that a checkpoint must have, by its name in the model."""
     return _find_targets(model).by_name
 
 
@@ -262,7 +264,8 @@ def _find_targets(model: LoadableModel) -> _Targets:
 
 
 def checkpoint_name(path: str, part_name: str, tensor: str) -> str:
-    """Packed parts are siblings: qkv_proj of a.b packs a.b.q_proj, a.b.k_proj, a.b.v_proj."""
+    """Return the name in the checkpoint. Packed parts are siblings: qkv_proj of a.b packs
+    a.b.q_proj, a.b.k_proj, a.b.v_proj."""
     if part_name:
         parent = path.rpartition(".")[0]
         path = f"{parent}.{part_name}" if parent else part_name

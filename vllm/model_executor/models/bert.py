@@ -12,6 +12,7 @@ from vllm.errors import ConfigError
 from vllm.model_executor.layers.activation import get_activation
 from vllm.model_executor.layers.embedding import LearnedPositionalEmbedding, VocabParallelEmbedding
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.norm import LayerNorm
 from vllm.model_executor.models.interface import PoolingModel
 
 PRETRAINING_TENSORS = (
@@ -26,7 +27,7 @@ PRETRAINING_TENSORS = (
     "cls.seq_relationship.bias",
     "cls.seq_relationship.weight",
 )
-"""What checkpoints may have of the heads that the encoder was trained with."""
+"""Tensors in checkpoints of the heads that the encoder was trained with."""
 
 
 class EncoderEmbeddings(nn.Module):
@@ -35,7 +36,7 @@ class EncoderEmbeddings(nn.Module):
     Args:
         arch: of the model.
         tp: the ranks that share the token table.
-        position_offset: rows of the position table before that of the first token.
+        position_offset: rows of the position table before the row of the first token.
 
     Shape: embeddings of tokens [T, hidden], positions and token_type_ids [T] -> [T, hidden]
     """
@@ -54,7 +55,7 @@ class EncoderEmbeddings(nn.Module):
             arch.max_position_embeddings, size, position_offset
         )
         self.token_type_embeddings = nn.Embedding(num_types, size)
-        self.LayerNorm = nn.LayerNorm(size, eps=arch.norm_eps)
+        self.LayerNorm = LayerNorm(size, arch.norm_eps)
 
     def forward(self, embedded: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         if types is None:
@@ -96,7 +97,7 @@ class EncoderResidual(nn.Module):
     def __init__(self, arch: ModelArch, input_size: int, tp: TPGroup) -> None:
         super().__init__()
         self.dense = RowParallelLinear(input_size, arch.hidden_size, tp, bias=True)
-        self.LayerNorm = nn.LayerNorm(arch.hidden_size, eps=arch.norm_eps)
+        self.LayerNorm = LayerNorm(arch.hidden_size, arch.norm_eps)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         out: Tensor = self.LayerNorm(self.dense(x) + residual)
@@ -234,11 +235,12 @@ class BertForSequenceClassification(EncoderModel):
         self.classifier = nn.Linear(arch.hidden_size, num_labels(arch))
 
     def head(self, pooled: Tensor) -> Tensor:
-        """[N, hidden] of the first tokens -> [N, labels]"""
+        """Compute the labels [N, labels] from the first tokens [N, hidden]."""
         out: Tensor = self.classifier(self.pooler(pooled).tanh())
         return out
 
 
 def num_labels(arch: ModelArch) -> int:
-    """Classes of a classifier; transformers counts two where config.json does not say."""
+    """Count the classes of a classifier; two, as in transformers, if config.json does not name
+    any."""
     return len(arch.hf_config.get("id2label") or ()) or int(arch.hf_config.get("num_labels") or 2)

@@ -1,4 +1,4 @@
-"""BLOOM and MPT: ALiBi in place of positions."""
+"""BLOOM and MPT: ALiBi instead of positions."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -61,7 +61,7 @@ class BloomForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Query, key and value are stored as one, head by head."""
+        """Split query, key and value, which are stored as one, head by head."""
         return split_qkv_groups(self.arch, name, source)
 
 
@@ -83,7 +83,7 @@ class MptForCausalLM(DecoderForCausalLM):
         attention = dict(arch.hf_config.get("attn_config") or {})
         if arch.num_heads & (arch.num_heads - 1):
             raise ConfigError(
-                f"MPTForCausalLM has ALiBi slopes for a power of two heads, not {arch.num_heads}"
+                f"MPTForCausalLM with ALiBi must have a power of two heads, got {arch.num_heads}"
             )
         if not attention.get("alibi", True) or attention.get("qk_ln"):
             raise ConfigError("MPTForCausalLM needs attn_config with alibi, and without qk_ln")
@@ -101,7 +101,7 @@ class MptForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Query, key and value are stored as one."""
+        """Split query, key and value, which are stored as one."""
         if ".qkv_proj." not in name:
             return ((name, source),)
         return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))

@@ -13,8 +13,7 @@ from vllm.model_executor.models.llama import llama_options
 
 
 class CohereForCausalLM(DecoderForCausalLM):
-    """Command R: attention and MLP beside each other, rotations of neighbouring elements, scaled
-    logits."""
+    """Command R: parallel attention and MLP, rotations of neighbouring elements, scaled logits."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         config = arch.hf_config
@@ -29,4 +28,5 @@ class CohereForCausalLM(DecoderForCausalLM):
 
 
 class Cohere2ForCausalLM(CohereForCausalLM):
-    """Command R7B and Command A: most layers have a window, those without have no rotations."""
+    """Command R7B and Command A: most layers have a sliding window; the others have no rotary
+    positions."""

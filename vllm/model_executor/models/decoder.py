@@ -1,4 +1,4 @@
-"""The decoder that Llama, GPT and many others share, with what differs as options.
+"""The decoder that Llama, GPT and many others share, with the differences as options.
 
 Layers of attention and an MLP between embeddings and an output head. A family gives options; one
 that has norms and residuals in other places gives a `Layer` of its own. Knows no device, no KV
@@ -39,7 +39,7 @@ NormFactory = Callable[[ModelArch, int], nn.Module]
 
 
 def rms_norm(arch: ModelArch, size: int) -> RMSNorm:
-    """The norm of Llama."""
+    """Make the norm of Llama."""
     return RMSNorm(size, arch.norm_eps)
 
 
@@ -49,12 +49,12 @@ def rms_norm_from_one(arch: ModelArch, size: int) -> RMSNorm:
 
 
 def layer_norm(arch: ModelArch, size: int) -> LayerNorm:
-    """The norm of GPT."""
+    """Make the norm of GPT."""
     return LayerNorm(size, arch.norm_eps)
 
 
 def layer_norm_without_bias(arch: ModelArch, size: int) -> LayerNorm:
-    """A layer norm with weights only."""
+    """Make a layer norm with weights only."""
     return LayerNorm(size, arch.norm_eps, has_bias=False)
 
 
@@ -76,7 +76,7 @@ class QueryTemperature:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderOptions:
-    """What differs between the families."""
+    """Differences between the families."""
 
     norm: NormFactory = rms_norm
     """Of the hidden states."""
@@ -91,7 +91,7 @@ class DecoderOptions:
     head_norm: NormFactory | None = None
     """Of every query and key head before the rotation."""
     has_norm_per_head: bool = False
-    """The same, a layer norm with weights of its own for each head."""
+    """Whether queries and keys have a layer norm with weights of its own for each head."""
     norms_rotated_heads: bool = False
     """Head norms come after the rotation."""
     temperature: QueryTemperature | None = None
@@ -112,9 +112,9 @@ class DecoderOptions:
     """False: states tell the order of tokens, so that attention, if any, may have no positions."""
     has_embedding_norm: bool = False
     table_scale: float = 1.0
-    """Multiplies the embeddings of tokens, and none that are given in their place."""
+    """Factor on the embeddings of tokens, but not on embeddings that replace them."""
     embedding_scale: float = 1.0
-    """Multiplies all embeddings, also those that are given in place of tokens."""
+    """Factor on all embeddings, including the ones that replace tokens."""
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
@@ -205,12 +205,12 @@ class DecoderAttention(SlicedModule):
         return self.o_proj(attended.flatten(1))
 
     def project(self, hidden_states: Tensor) -> list[Tensor]:
-        """Query, key, value and maybe the gate, [T, heads, head_size] each."""
+        """Project to query, key, value and maybe the gate, [T, heads, head_size] each."""
         packed = self.qkv_proj(hidden_states).split(self.qkv_proj.split_sizes, dim=-1)
         return [part.unflatten(-1, (-1, self.head_size)) for part in packed]
 
     def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Query and key as they are rotated."""
+        """Return query and key normalized, before they are rotated."""
         if self.q_norm is None or self.k_norm is None:
             return query, key
         return self.q_norm(query), self.k_norm(key)
@@ -261,7 +261,7 @@ class PlainMLP(nn.Module):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What a layer of a decoder is made from.
+    """Parameters from which a layer of a decoder is made.
 
     Args:
         arch: of the model.
@@ -287,7 +287,7 @@ class LayerSpec:
         return windows[self.index] if self.index < len(windows) else None
 
     def new_norm(self) -> nn.Module:
-        """A norm of hidden states."""
+        """Make a norm of hidden states."""
         return self.options.norm(self.arch, self.arch.hidden_size)
 
 
@@ -311,11 +311,11 @@ class Layer(nn.Module, ABC):
         self.mlp = self.make_mlp(spec)
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
-        """Attention: positions [T], hidden_states [T, hidden] -> [T, hidden]."""
+        """Make attention: positions [T], hidden_states [T, hidden] -> [T, hidden]."""
         return DecoderAttention(spec.arch, spec.options, spec.window, spec.rotary_emb, spec.tp)
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
-        """The MLP: [T, hidden] -> [T, hidden]."""
+        """Make the MLP: [T, hidden] -> [T, hidden]."""
         mlp = GatedMLP if spec.options.is_gated else PlainMLP
         return mlp(spec.arch, spec.options.mlp_bias, spec.tp)
 
@@ -342,7 +342,7 @@ class DecoderLayer(Layer):
 
 
 class PrePostNormLayer(Layer):
-    """A norm before attention and MLP each, and one behind, as in Gemma 2."""
+    """One norm before attention and MLP each, and one after, as in Gemma 2."""
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
@@ -360,7 +360,7 @@ class PrePostNormLayer(Layer):
 
 
 class ParallelLayer(Layer):
-    """Attention and MLP beside each other: x + attention(norm(x)) + mlp(norm(x)), as in GPT-J.
+    """Parallel attention and MLP: x + attention(norm(x)) + mlp(norm(x)), as in GPT-J.
 
     Added from left to right: in bf16 the error is up to 3 % larger where both outputs are added
     first. With `num_norms` 2 the MLP has a norm of its own, as in GPT-NeoX.
@@ -393,7 +393,8 @@ class ParallelLayerOfTwoNorms(ParallelLayer):
 def add_norm(
     norm: nn.Module, hidden_states: Tensor, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The sum of both parts of the stream, normed, and the sum; in one pass if the norm can."""
+    """Return the sum of both parts of the stream, normed, and the sum; in one pass if the norm
+    can."""
     if residual is None:
         return norm(hidden_states), hidden_states
     if isinstance(norm, RMSNorm):
@@ -452,12 +453,12 @@ class Decoder(nn.Module):
         """
         if self.is_one_stage and (first, end) != (0, len(self.layers)):
             raise ConfigError(
-                "the layers of this model cannot run apart: they read earlier layers, embeddings, "
-                "or a table by token ids. Leave out what divides them"
+                "the layers of this model cannot be divided: they read earlier layers, "
+                "embeddings, or a table by token ids. Leave out the setting that divides them"
             )
 
     def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
-        """See `CausalLM.run_layers`.
+        """Run consecutive layers; see `CausalLM.run_layers`.
 
         Between two calls the stream is the sum of its two parts: the next norm would round that
         sum to the same dtype before it does anything else.

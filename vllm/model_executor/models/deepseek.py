@@ -54,7 +54,7 @@ class LatentSelfAttention(nn.Module):
 
     Keys and values of all heads are projections of one latent vector, which is what is cached,
     with one key behind it that all heads share, rotated unless there are no positions. Queries may
-    be projected from a compressed vector, too.
+    also be projected from a compressed vector.
 
     Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]
     """
@@ -124,8 +124,8 @@ def latent_attention(spec: LayerSpec, scales: LatentScales = _NO_SCALES) -> Late
 
 
 def _attention_scale(arch: ModelArch) -> float:
-    """1 / sqrt(head size), and with YaRN the square of the weight `mscale_all_dim`, which other
-    families put into the cosines and sines of queries and keys."""
+    """Return 1 / sqrt(head size), and with YaRN the square of the weight `mscale_all_dim`, which
+    other families put into the cosines and sines of queries and keys."""
     head_size = arch.config_size("qk_nope_head_dim") + arch.config_size("qk_rope_head_dim")
     scale = float(head_size) ** -0.5
     rope = arch.rope
@@ -181,7 +181,7 @@ _WEIGHTS: dict[tuple[str, bool], WeightsOfChosen] = {
 
 
 def deepseek_routing(arch: ModelArch, default_method: str = "greedy") -> Routing:
-    """What config.json says.
+    """Read the routing from config.json.
 
     Args:
         arch: of the model.
@@ -237,7 +237,7 @@ class RoutedLayer(DecoderLayer):
     """A `DecoderLayer` with experts as in DeepSeek. The first layers have an MLP."""
 
     default_method: ClassVar[str] = "greedy"
-    """How tokens choose experts, where config.json has no topk_method."""
+    """Method by which tokens choose experts, if config.json has no topk_method."""
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
         return self.make_mixture(spec) if self.has_experts(spec) else super().make_mlp(spec)
@@ -253,8 +253,9 @@ class RoutedLayer(DecoderLayer):
         if kinds and spec.index < num_layers:  # the list has no layers for drafts
             if len(kinds) < num_layers:
                 raise ConfigError(
-                    f"config.json: mlp_layer_types names {len(kinds)} layers, num_hidden_layers "
-                    f"is {num_layers}. Correct the file, or give another value with hf_overrides"
+                    f"config.json: mlp_layer_types has {len(kinds)} entries; it must have "
+                    f"num_hidden_layers ({num_layers}). Correct the file, or give another value "
+                    "with hf_overrides"
                 )
             return bool(kinds[spec.index] == "sparse")
         return config.get("n_routed_experts") is not None and is_behind_first_layers(spec)
@@ -283,8 +284,8 @@ def is_behind_first_layers(spec: LayerSpec) -> bool:
     step = config.get("moe_layer_freq") or 1
     if type(step) is not int:
         raise ConfigError(
-            f"config.json: 'moe_layer_freq' must be a whole number, or null, got {step!r}. "
-            f"Correct the file, or give another value with hf_overrides"
+            f"config.json: 'moe_layer_freq' must be an integer, or null, got {step!r}. Correct "
+            "the file, or give another value with hf_overrides"
         )
     return spec.index >= first and spec.index % step == 0
 
@@ -303,7 +304,7 @@ class DeepseekV3Layer(DeepseekLayer):
 
 
 def deepseek_options(arch: ModelArch) -> DecoderOptions:
-    """Which elements rotations pair."""
+    """Return the options, with the pairs of elements that are rotated together."""
     return DecoderOptions(is_neox=not arch.hf_config.get("rope_interleave", True))
 
 

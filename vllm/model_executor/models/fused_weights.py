@@ -24,13 +24,13 @@ JOINED_EXPERTS = {
 def split_features(
     name: str, source: CheckpointTensor, fused: str, sizes: Mapping[str, int]
 ) -> Iterator[tuple[str, CheckpointTensor]]:
-    """The parts of a layer whose output features are those of one part after the other.
+    """Yield the parts of a layer whose output features are stored one part after the other.
 
     Args:
         name: of a tensor of the layer, with `fused` in it.
         source: the tensor.
         fused: what is replaced in the name.
-        sizes: what takes its place -> output features of the part.
+        sizes: name of the part -> its output features.
     """
     total = sum(sizes.values())
     return _split(name, source, fused, sizes, total, total)
@@ -44,13 +44,14 @@ def split_groups(
     head_size: int,
     num_groups: int,
 ) -> Iterator[tuple[str, CheckpointTensor]]:
-    """The parts of a layer whose output features are groups, each with some heads of every part.
+    """Yield the parts of a layer whose output features are groups, each with some heads of every
+    part.
 
     Args:
         name: of a tensor of the layer, with `fused` in it.
         source: the tensor.
         fused: what is replaced in the name.
-        heads: what takes its place -> heads of that part in a group.
+        heads: name of the part -> its heads in a group.
         head_size: features of a head.
         num_groups: of all features.
     """
@@ -89,8 +90,8 @@ def _split(
 def split_qkv_groups(
     arch: ModelArch, name: str, source: CheckpointTensor
 ) -> Iterable[tuple[str, CheckpointTensor]]:
-    """A tensor of `qkv_proj` that has query, key and value of one key/value head after the other;
-    other tensors as they are."""
+    """Split a tensor of `qkv_proj` that has query, key and value of one key/value head after the
+    other; return other tensors unchanged."""
     if ".qkv_proj." not in name:
         return ((name, source),)
     heads = qkv_heads(arch)
@@ -109,7 +110,7 @@ def _plus_one(weight: Tensor) -> Tensor:
 
 
 def experts_in(name: str, source: CheckpointTensor, num_experts: int) -> range:
-    """The experts that have a matrix, or a bias, each in a tensor.
+    """Return the indices of the experts whose matrices, or biases, a tensor holds.
 
     Args:
         name: of the tensor.
@@ -177,11 +178,11 @@ def split_transposed_experts(
 
 
 def qkv_sizes(arch: ModelArch) -> dict[str, int]:
-    """Rows of the query, key and value projection."""
+    """Return the rows of the query, key and value projection."""
     kv_size = arch.num_kv_heads * arch.head_size
     return {"q_proj": arch.num_heads * arch.head_size, "k_proj": kv_size, "v_proj": kv_size}
 
 
 def qkv_heads(arch: ModelArch) -> dict[str, int]:
-    """Query, key and value heads that belong to one key/value head."""
+    """Return the numbers of query, key and value heads that belong to one key/value head."""
     return {"q_proj": arch.num_heads // arch.num_kv_heads, "k_proj": 1, "v_proj": 1}

@@ -29,7 +29,7 @@ class _Gemma(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """The weight of a norm is 1 + what is stored."""
+        """Add 1 to the stored weight of a norm."""
         return add_one_to_norms(name, source)
 
 

@@ -161,8 +161,8 @@ class Gemma3nLayer(Layer):
         sparsity = arch.config_number("activation_sparsity_pattern", 0.0)
         if not 0 <= sparsity < 1:
             raise ConfigError(
-                f"activation_sparsity_pattern in config.json must have parts of 1, at least 0 and "
-                f"below 1, got {sparsity}. Correct the file"
+                "activation_sparsity_pattern in config.json must have fractions of at least 0 "
+                f"and below 1, got {sparsity}. Correct the file"
             )
         if sparsity:
             return SparseMLP(arch, sparsity, spec.tp)

@@ -37,7 +37,7 @@ class GlmForCausalLM(DecoderForCausalLM):
 
 
 class Glm4ForCausalLM(GlmForCausalLM):
-    """GLM-4-0414: norms before and behind attention and MLP."""
+    """GLM-4-0414: norms before and after attention and MLP."""
 
     layer = PrePostNormLayer
 

@@ -60,8 +60,8 @@ class GPT2LMHeadModel(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Weights of layers are stored transposed, and query, key and value as one. What quantized
-        checkpoints have in place of weights is not."""
+        """Transpose the weights of layers, and split query, key and value, which are stored as one.
+        Quantized tensors are not stored transposed."""
         is_weight = name.startswith("model.layers.") and name.endswith(".weight")
         if is_weight and len(source.shape) == 2:
             source = source.mapped(lambda weight: weight.T)
@@ -77,7 +77,8 @@ class GPTBigCodeForCausalLM(GPT2LMHeadModel):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Query, key and value are stored as one; head by head where each query has its own."""
+        """Split query, key and value, which are stored as one; head by head if each query has its
+        own key and value."""
         if ".qkv_proj." not in name:
             return ((name, source),)
         if self.arch.num_kv_heads == 1:

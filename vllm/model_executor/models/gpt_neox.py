@@ -49,7 +49,7 @@ class GPTNeoXForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Query, key and value are stored as one, head by head."""
+        """Split query, key and value, which are stored as one, head by head."""
         return split_qkv_groups(self.arch, name, source)
 
 

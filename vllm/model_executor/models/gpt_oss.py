@@ -45,8 +45,8 @@ class GptOssForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """The weights of all experts are stored as one: [experts, in, out], or in MXFP4 [experts,
-        out, in]. Gates and ups alternate."""
+        """Split the weights of all experts, which are stored as one: [experts, in, out], or in
+        MXFP4 [experts, out, in]. Gates and ups alternate."""
         parent, _, kind = name.rpartition(".experts.")
         if not parent:
             return ((name, source),)
@@ -74,7 +74,7 @@ class GptOssForCausalLM(DecoderForCausalLM):
                 yield f"{parent}{expert}.{name}.weight", part
 
     def check_tensors(self) -> None:
-        """See `LoadableModel.check_tensors`."""
+        """Refuse a checkpoint that has only one of the blocks and scales of a weight."""
         for weight, (suffix, _) in self._blocks.items():
             missing = "blocks" if suffix == "scales" else "scales"
             raise WeightLoadError(
@@ -86,7 +86,7 @@ class GptOssForCausalLM(DecoderForCausalLM):
 def _by_expert(
     parent: str, weight: str, source: CheckpointTensor, is_bias: bool, experts: range
 ) -> Iterator[tuple[str, CheckpointTensor]]:
-    """The dense matrices, or biases, of each expert."""
+    """Yield the dense matrices, or biases, of each expert."""
     for expert in experts:
         stored = source.read((slice(expert, expert + 1),))[0]
         kind = "bias" if is_bias else "weight"
@@ -96,7 +96,7 @@ def _by_expert(
 def _parts_of(
     parent: str, weight: str, expert: int, rows: Tensor, kind: str
 ) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Of one expert: gate and up [I, ...] of [2 * I, ...], or down as it is."""
+    """Yield the parts of one expert: gate and up [I, ...] of [2 * I, ...], or down unchanged."""
     for name, which in _rows_of(weight):
         part = rows[which]
         yield (
@@ -106,7 +106,7 @@ def _parts_of(
 
 
 def _rows_of(weight: str) -> tuple[tuple[str, slice], ...]:
-    """The matrices of an expert in one of the checkpoint, and their rows."""
+    """Return the matrices of an expert in one of the checkpoint, and their rows."""
     if weight == "gate_up_proj":
         return ("gate_proj", slice(0, None, 2)), ("up_proj", slice(1, None, 2))
     return (("down_proj", slice(None)),)

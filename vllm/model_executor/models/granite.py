@@ -18,7 +18,8 @@ from vllm.ops.attention_options import AttentionOptions
 
 
 class GraniteLayer(DecoderLayer):
-    """What attention and MLP put out is scaled before it is added to the residual stream."""
+    """A layer that scales the outputs of attention and MLP before it adds them to the residual
+    stream."""
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
@@ -38,15 +39,15 @@ class GraniteLayer(DecoderLayer):
 
 
 class GraniteForCausalLM(DecoderForCausalLM):
-    """Granite 3 and 4, dense (IBM 2024, "Granite 3.0 Language Models"); its multipliers are those
-    of muP (arXiv 2203.03466)."""
+    """Granite 3 and 4, dense (IBM 2024, "Granite 3.0 Language Models"); its multipliers follow muP
+    (arXiv 2203.03466)."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, granite_options(arch), GraniteLayer)
 
 
 def granite_options(arch: ModelArch) -> DecoderOptions:
-    """Those of Llama, and what is multiplied with what."""
+    """Return the options of Llama, with Granite's multipliers."""
     return replace(
         llama_options(arch),
         attention=AttentionOptions(arch.config_number("attention_multiplier")),

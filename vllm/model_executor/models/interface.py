@@ -54,7 +54,7 @@ class LoadableModel(nn.Module, ABC):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """What a tensor of the checkpoint is here: one or several tensors.
+        """Convert a tensor of the checkpoint to one or several tensors of this model.
 
         Args:
             name: after `checkpoint_prefixes` and `checkpoint_names`.
@@ -76,14 +76,14 @@ class LoadableModel(nn.Module, ABC):
         return cls
 
     def check_tensors(self) -> None:
-        """Called once, when `convert` has had all tensors of the checkpoint.
+        """Check the checkpoint once, when `convert` has had all of its tensors.
 
         Raises:
             WeightLoadError: one of several that belong together is missing.
         """
 
     def check(self) -> None:
-        """Called once, with all weights loaded.
+        """Check the model once, with all weights loaded.
 
         Raises:
             ConfigError: the model cannot run.
@@ -92,8 +92,9 @@ class LoadableModel(nn.Module, ABC):
     @property
     @abstractmethod
     def layers(self) -> Sequence[nn.Module]:
-        """The layers of the decoder or encoder, in the order they run. On a card a mark may follow
-        each, each may be compiled on its own, and the weights of some may stay on the host."""
+        """Return the layers of the decoder or encoder, in the order they run. On a card a mark may
+        follow each, each may be compiled on its own, and the weights of some may be kept on the
+        host."""
 
 
 class LayeredModel(LoadableModel, ABC):
@@ -115,8 +116,9 @@ class LayeredModel(LoadableModel, ABC):
         self.stage = Stage(0, arch.num_layers)
 
     def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """What only the first stage of a pipeline runs besides its layers, and what only the last
-        one does. Modules that are in neither list are on every stage."""
+        """Return the modules outside the layers that only the first stage of a pipeline runs, and
+        the ones that only the last stage does. Modules that are in neither list are on every
+        stage."""
         return [], []
 
     @property
@@ -130,9 +132,9 @@ class LayeredModel(LoadableModel, ABC):
         """The table of the embeddings of tokens."""
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Token ids [T] int64 -> their embeddings [T, embedding_size], where a launch may bring its
-        own: what `transformers` takes as `inputs_embeds`. `run_layers` adds or multiplies what
-        applies to those as well, such as learned positions."""
+        """Look up the embeddings [T, embedding_size] of token ids [T] int64, some of which a launch
+        may replace: the argument `inputs_embeds` of transformers. `run_layers` adds or multiplies
+        what applies to both, such as learned positions."""
         embedded: Tensor = self.embedding(input_ids)
         return embedded
 
@@ -158,10 +160,12 @@ class CausalLM(LayeredModel):
 
     @abstractmethod
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Rows of the result of `forward`, [N, hidden] -> [N, vocab_size] on every rank."""
+        """Compute logits from rows of the result of `forward`, [N, hidden] -> [N, vocab_size] on
+        every rank."""
 
     def forward(self, inputs: Tensor, positions: Tensor) -> Tensor:
-        """Token ids [T] and positions [P, T], int64 -> hidden states [T, hidden] after the norm.
+        """Run the model: token ids [T] and positions [P, T], int64 -> hidden states [T, hidden]
+        after the norm.
 
         A stage of a pipeline takes what the stage before has returned in place of token ids, and
         returns the input of the next stage; the last one returns hidden states after the norm.
@@ -173,7 +177,7 @@ class CausalLM(LayeredModel):
     def forward_and_inputs(
         self, inputs: Tensor, positions: Tensor, layers: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
-        """What `forward` returns, and the inputs of some layers.
+        """Return the result of `forward`, and the inputs of some layers.
 
         Args:
             inputs, positions: see `forward`.
@@ -196,7 +200,8 @@ class PoolingModel(LayeredModel):
     """An encoder or a decoder whose hidden states are the result, or lead to it."""
 
     num_token_types: int = 1
-    """Kinds of tokens that `forward` tells apart besides their ids, such as the parts of a pair."""
+    """Number of kinds of tokens that `forward` distinguishes in addition to their ids, such as the
+    parts of a pair."""
 
     @abstractmethod
     def run_layers(
@@ -216,14 +221,15 @@ class PoolingModel(LayeredModel):
     def forward(
         self, inputs: Tensor, positions: Tensor, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """Token ids, positions and types, [T] int64 -> hidden states [T, hidden]. No types: all
-        are 0. A stage of a pipeline takes and returns what one of a `CausalLM` does."""
+        """Run the model: token ids, positions and types, [T] int64 -> hidden states [T, hidden]. No
+        types: all are 0. A stage of a pipeline takes and returns what a stage of a `CausalLM`
+        does."""
         stage = self.stage
         hidden_states = self.embed(inputs) if stage.is_first else inputs
         first, end = stage.first_layer, stage.end_layer
         return self.run_layers(hidden_states, positions, first, end, token_type_ids)
 
     def head(self, pooled: Tensor) -> Tensor:
-        """Pooled hidden states [N, hidden] -> numbers [N, size], before any activation. Only the
-        last stage of a pipeline pools."""
+        """Apply the head: pooled hidden states [N, hidden] -> values [N, size], before any
+        activation. Only the last stage of a pipeline pools."""
         return pooled

@@ -34,7 +34,7 @@ class InternLM2ForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Query, key and value are stored as one, by key/value heads."""
+        """Split query, key and value, which are stored as one, by key/value heads."""
         return split_qkv_groups(self.arch, name, source)
 
 

@@ -98,7 +98,7 @@ class HunYuanDenseV1ForCausalLM(DecoderForCausalLM):
 
 
 def llama_options(arch: ModelArch) -> DecoderOptions:
-    """Which projections have a bias, where config.json says it as it does for Llama."""
+    """Return which projections have a bias, if config.json has Llama's keys for it."""
     has_attention_bias = bool(arch.hf_config.get("attention_bias", False))
     return DecoderOptions(
         qkv_bias=has_attention_bias,

@@ -71,8 +71,8 @@ class Llama4Attention(DecoderAttention):
 
 
 class Llama4Layer(DecoderLayer):
-    """A `DecoderLayer`; some, or all, have experts of which each token uses one, beside an MLP that
-    all tokens use."""
+    """A `DecoderLayer`; some, or all, have experts of which each token uses one, parallel to an MLP
+    that all tokens use."""
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
         return Llama4Attention(spec.arch, spec.options, spec.rotary_emb, spec.tp)
@@ -113,7 +113,8 @@ class Llama4ForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """The weights of all experts are stored as one, [experts, in, out]; gates, then ups."""
+        """Split the weights of all experts, which are stored as one, [experts, in, out]; gates,
+        then ups."""
         if name.rpartition(".experts.")[2] not in JOINED_EXPERTS:  # quantized: one by one
             return ((name, source),)
         experts_in(name, source, self.arch.config_size("num_local_experts"))

@@ -46,7 +46,7 @@ class LongcatMixture(nn.Module):
             arch.hidden_size,
             arch.config_size("expert_ffn_hidden_size"),
             tp,
-            replace(SILU_EXPERTS, first_expert=0),  # leaves out the ids of those without weights
+            replace(SILU_EXPERTS, first_expert=0),  # leaves out the ids of experts without weights
         )
 
     def forward(self, x: Tensor) -> Tensor:

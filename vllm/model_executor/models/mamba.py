@@ -86,8 +86,8 @@ class Mamba2ForCausalLM(MambaForCausalLM):
 def split_mixer(
     name: str, source: CheckpointTensor, sizes: Mamba2Sizes
 ) -> Iterable[tuple[str, CheckpointTensor]]:
-    """The parts of a tensor of the projection in, or of the convolution, of a Mamba-2 mixer; other
-    tensors as they are."""
+    """Split a tensor of the input projection, or of the convolution, of a Mamba-2 mixer; return
+    other tensors unchanged."""
     for fused, parts in (("in_proj", sizes.in_parts), ("conv1d", sizes.conv_parts)):
         if f".{fused}." in name:
             return split_features(name, source, fused, parts)
@@ -95,7 +95,7 @@ def split_mixer(
 
 
 def mamba_sizes(arch: ModelArch) -> MambaSizes:
-    """What config.json says, in the words of Mamba."""
+    """Read the sizes from config.json, with Mamba's keys."""
     config = arch.hf_config
     rank = config.get("time_step_rank", "auto")
     return MambaSizes(
@@ -112,7 +112,7 @@ def mamba_sizes(arch: ModelArch) -> MambaSizes:
 
 
 def mamba2_sizes(arch: ModelArch) -> Mamba2Sizes:
-    """What config.json says, in the words of Mamba-2."""
+    """Read the sizes from config.json, with Mamba-2's keys."""
     config = arch.hf_config
     return Mamba2Sizes(
         hidden_size=arch.hidden_size,
@@ -130,7 +130,7 @@ def mamba2_sizes(arch: ModelArch) -> Mamba2Sizes:
 
 
 def hybrid_sizes(arch: ModelArch) -> Mamba2Sizes:
-    """What config.json says of the mixers of a hybrid, in the words of Bamba and Granite."""
+    """Read the sizes of a hybrid's mixers from config.json, with the keys of Bamba and Granite."""
     config = arch.hf_config
     num_heads = arch.config_size("mamba_n_heads")
     head_size = config.get("mamba_d_head", "auto")
@@ -154,7 +154,7 @@ def hybrid_sizes(arch: ModelArch) -> Mamba2Sizes:
 
 
 def _limits(config: Mapping[str, Any]) -> tuple[float, float]:
-    """Least and largest time step.
+    """Return the smallest and the largest time step.
 
     Raises:
         ConfigError: they are not two numbers.

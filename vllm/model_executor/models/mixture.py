@@ -1,4 +1,4 @@
-"""Decoders with a mixture of experts in place of the MLP: Mixtral, Qwen MoE, Phi MoE, Granite
+"""Decoders with a mixture of experts instead of the MLP: Mixtral, Qwen MoE, Phi MoE, Granite
 MoE."""
 
 from collections.abc import Iterable
@@ -30,14 +30,14 @@ from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions, Routing
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOptions:
-    """What differs between the families."""
+    """Differences between the families."""
 
     num_experts: int
     top_k: int
     intermediate_size: int
     """Of one expert."""
     routing: Routing = "softmax_of_chosen"
-    """How much a chosen expert counts."""
+    """Weight of a chosen expert."""
     tolerance: float = 0.0
     """Largest distance below the chosen expert, relative to its logit, of others that count."""
     shared_size: int = 0
@@ -45,9 +45,9 @@ class MixtureOptions:
     has_shared_gate: bool = True
     """A gate says how much that expert counts."""
     has_bias: bool = False
-    """Of the router, and of both products of the experts."""
+    """Whether the router and both matmuls of the experts have biases."""
     experts: ExpertOptions = SILU_EXPERTS
-    """What an expert computes between its products."""
+    """Computation of an expert between its matmuls."""
 
 
 class Mixture(nn.Module):
@@ -86,7 +86,7 @@ class Mixture(nn.Module):
 
 
 def mixture_options(arch: ModelArch) -> MixtureOptions:
-    """What config.json says, in the words of Mixtral, Qwen, OLMoE and Granite."""
+    """Read the options from config.json, with the keys of Mixtral, Qwen, OLMoE and Granite."""
     config = arch.hf_config
     return MixtureOptions(
         num_experts=arch.config_count("num_local_experts") or arch.config_count("num_experts"),
@@ -188,15 +188,15 @@ class GraniteMoeForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """The weights of all experts are stored as one."""
+        """Split the weights of all experts, which are stored as one."""
         return split_experts(self.arch, name, source)
 
 
 def split_experts(
     arch: ModelArch, name: str, source: CheckpointTensor
 ) -> Iterable[tuple[str, CheckpointTensor]]:
-    """The parts of a tensor of Granite that has a matrix of every expert; other tensors as they
-    are."""
+    """Split a tensor of Granite that has a matrix of every expert; return other tensors
+    unchanged."""
     if name.endswith(".input_linear.weight"):
         experts = experts_in(name, source, mixture_options(arch).num_experts)
         size = arch.intermediate_size

@@ -47,8 +47,8 @@ class NemotronHLayer(Layer):
         if kind == "moe":
             return NemotronHMixture(_with_act(arch), spec.options.mlp_bias, spec.tp)
         raise ConfigError(
-            f"layers_block_type in config.json says {kind!r} of layer {spec.index}; supported: "
-            f"mamba, attention, mlp, moe"
+            f"layers_block_type in config.json has {kind!r} for layer {spec.index}; supported: "
+            "mamba, attention, mlp, moe"
         )
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:

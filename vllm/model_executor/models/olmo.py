@@ -58,7 +58,7 @@ class Olmo2Attention(DecoderAttention):
 
 
 class Olmo2Layer(Layer):
-    """Norms are behind attention and MLP, and none before."""
+    """A layer with norms after attention and MLP, and none before."""
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)

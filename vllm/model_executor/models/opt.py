@@ -103,7 +103,7 @@ class OPTDecoder(nn.Module):
         self.final_layer_norm = _layer_norm(arch) if has_final_norm else None
 
     def run_layers(self, x: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
-        """See `CausalLM.run_layers`."""
+        """Run consecutive layers; see `CausalLM.run_layers`."""
         if first == 0:
             if self.project_in is not None:
                 x = self.project_in(x)
@@ -165,7 +165,8 @@ class OPTForCausalLM(CausalLM):
 
 
 def _projection(input_size: int, size: int, tp: TPGroup) -> ColumnParallelLinear:
-    """Whole on every rank, and in the model's dtype, whatever others have."""
+    """Make a linear layer that every rank has whole, in the model's dtype even if others are
+    quantized."""
     layer = whole_linear(input_size, size, tp)
     layer.keeps_precision = True
     return layer

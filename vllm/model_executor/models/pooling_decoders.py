@@ -1,6 +1,5 @@
-"""Generative families as pooling models: hidden states of the decoder, and heads in place of its
-output head.
-"""
+"""Generative families as pooling models: hidden states of the decoder, and heads instead of its
+output head."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
@@ -31,7 +30,7 @@ _PREFIXES: Mapping[str, str] = {
 class DecoderPooling(PoolingModel):
     """The decoder of a `CausalLM` without its output head.
 
-    Checkpoints of the generative model load as well as those of the bare decoder.
+    Checkpoints of the generative model and of the bare decoder can be loaded.
     """
 
     generative_class: ClassVar[type[CausalLM]]
@@ -48,7 +47,7 @@ class DecoderPooling(PoolingModel):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """As the generative model does."""
+        """Convert tensors as the generative model does."""
         inner = name.removeprefix("decoder.")
         if inner == name:
             return ((name, source),)
@@ -86,7 +85,7 @@ class DecoderForSequenceClassification(DecoderPooling):
         self.score = nn.Linear(arch.hidden_size, num_labels(arch), bias=False)
 
     def head(self, pooled: Tensor) -> Tensor:
-        """[N, hidden] -> [N, labels]"""
+        """Compute the labels [N, labels] from pooled hidden states [N, hidden]."""
         out: Tensor = self.score(pooled)
         return out
 
@@ -105,7 +104,7 @@ class Qwen2ForRewardModel(DecoderPooling):
         )
 
     def head(self, pooled: Tensor) -> Tensor:
-        """[N, hidden] -> [N, num_rewards]"""
+        """Compute the rewards [N, num_rewards] from pooled hidden states [N, hidden]."""
         out: Tensor = self.score(pooled)
         return out
 
@@ -121,7 +120,7 @@ def pooling_class(
     generative_class: type[CausalLM],
     base: type[DecoderPooling] = DecoderPooling,
 ) -> type[DecoderPooling]:
-    """A kind of pooling model, made of the decoder of a generative one."""
+    """Make a kind of pooling model from the decoder of a generative one."""
     prefixes = {old: f"decoder.{new}" for old, new in generative_class.checkpoint_prefixes.items()}
     values = {
         "generative_class": generative_class,
@@ -133,7 +132,7 @@ def pooling_class(
 
 
 def embedding_class(generative_class: type[CausalLM]) -> type[DecoderPooling]:
-    """A pooling model of a generative one, for task=embed."""
+    """Make a pooling model of a generative one, for task=embed."""
     return pooling_class(f"{generative_class.__name__}ForEmbedding", generative_class)
 
 

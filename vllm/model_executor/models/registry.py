@@ -12,9 +12,9 @@ from vllm.errors import ConfigError
 _PACKAGE = "vllm.model_executor.models"
 
 BY_TRANSFORMERS = "TransformersForCausalLM"
-"""The architecture that stands for every other one that the transformers library knows."""
+"""The architecture for all other ones of the transformers library."""
 TEXT_BY_TRANSFORMERS = "TransformersForConditionalGeneration"
-"""The same, where a checkpoint also has a part for images."""
+"""The architecture for other ones whose checkpoints also have a part for images."""
 
 
 def _built_in() -> Iterator[tuple[str, str]]:
@@ -56,7 +56,7 @@ class _ModelRegistry:
         self._models[arch_name] = model
 
     def plugins(self) -> dict[str, str]:
-        """The registered plug-ins that can be sent to another process."""
+        """Return the registered plug-ins that can be sent to another process."""
         return {
             name: model
             for name, model in self._models.items()
@@ -67,7 +67,7 @@ class _ModelRegistry:
         return sorted(self._models)
 
     def resolve(self, arch_name: str) -> type[Any]:
-        """The class of an architecture.
+        """Return the class of an architecture.
 
         Raises:
             ConfigError: unknown name, or a plug-in that cannot be imported.

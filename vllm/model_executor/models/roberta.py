@@ -1,4 +1,4 @@
-"""RoBERTa and XLM-RoBERTa: BERT whose positions begin after that of padding."""
+"""RoBERTa and XLM-RoBERTa: BERT whose positions begin after the position of padding."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -68,10 +68,10 @@ class RobertaForSequenceClassification(EncoderModel):
         self.classifier = RobertaClassificationHead(arch)
 
     def head(self, pooled: Tensor) -> Tensor:
-        """[N, hidden] of the first tokens -> [N, labels]"""
+        """Compute the labels [N, labels] from the first tokens [N, hidden]."""
         out: Tensor = self.classifier(pooled)
         return out
 
 
 class XLMRobertaForSequenceClassification(RobertaForSequenceClassification):
-    """The same with another vocabulary."""
+    """XLM-RoBERTa for classification: RoBERTa with another vocabulary."""

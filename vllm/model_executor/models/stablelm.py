@@ -37,12 +37,12 @@ class StableLmForCausalLM(DecoderForCausalLM):
         )
         super().__init__(arch, tp, options, layer)
         self._head_norms: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
-        """Name of a weight -> those of the heads that were read so far."""
+        """Name of a weight -> weights of the heads that were read so far."""
 
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """The weights of the norms of heads are a tensor each."""
+        """Join the weights of the norms of heads, which are stored one by one."""
         found = _HEAD_NORM.fullmatch(name)
         if found is None:
             return ((name, source),)

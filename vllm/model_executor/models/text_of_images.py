@@ -16,6 +16,7 @@ from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.slice import DENSE_DTYPES, CheckpointTensor, dtype_name
 from vllm.model_executor.media.encoder import MediaEncoder
 from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.deepseek import DeepseekV3ForCausalLM
 from vllm.model_executor.models.fused_weights import split_transposed_experts
 from vllm.model_executor.models.gemma import Gemma3ForCausalLM
 from vllm.model_executor.models.gemma3n import Gemma3nForCausalLM
@@ -36,7 +37,7 @@ from vllm.model_executor.models.whisper import WhisperForCausalLM
 from vllm.multimodal.images.tower_config import TOWER_PARTS
 
 _ENCODER = "media_encoder."
-_AROUND_TOWERS = ("multi_modal_projector.", "connector.", "image_newline")
+_AROUND_TOWERS = ("multi_modal_projector.", "mm_projector.", "connector.", "image_newline")
 
 
 class _LanguageModel(CausalLM):
@@ -214,14 +215,14 @@ class _WithAddedStates(_LanguageModel, DecoderForCausalLM, ReadsContext):
             return
         if num_added >= self.num_layers:
             raise ConfigError(
-                f"config.json: the encoder of images has values for the first {num_added} layers, "
-                f"and the language model has {self.num_layers}; it must have more"
+                f"config.json: the encoder of images adds values to the first {num_added} layers, "
+                f"so the language model must have more layers, got {self.num_layers}"
             )
         if stage.end_layer < num_added:
             raise ConfigError(
                 f"pipeline_parallel_size={stage.count}: the first stage has {stage.end_layer} "
-                f"layers, and images need at least {num_added} there. Use fewer stages, or send no "
-                f"images (--limit-mm-per-prompt image=0)"
+                f"layers, but images need at least {num_added} in it. Use fewer stages, or send "
+                "no images (--limit-mm-per-prompt image=0)"
             )
 
 
@@ -266,6 +267,23 @@ class Qwen3_5ForConditionalGeneration(_Qwen, Qwen3_5ForCausalLM):
 
 class Qwen3_5MoeForConditionalGeneration(_Qwen, Qwen3_5MoeForCausalLM):
     """Qwen 3.5 and 3.6 with experts (Qwen team 2026)."""
+
+
+class KimiK25ForConditionalGeneration(_LanguageModel, DeepseekV3ForCausalLM):
+    """Kimi K2.5 and K2.6 (Moonshot AI 2026), of which text input is served.
+
+    transformers 5.24 saves the layers as `blocks`, as published checkpoints name those of the part
+    for images.
+    """
+
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
+        "language_model.model.blocks.": "model.layers.",
+        **_LanguageModel.checkpoint_prefixes,
+    }
+
+
+class KimiVLForConditionalGeneration(_LanguageModel, DeepseekV3ForCausalLM):
+    """Kimi-VL (arXiv 2504.07491), of which text input is served."""
 
 
 class WhisperForConditionalGeneration(_LanguageModel, WhisperForCausalLM):

@@ -16,11 +16,11 @@ from vllm.transformers_utils.transformers_version import renamed_weight, weight_
 
 
 class CheckpointNames:
-    """What the tensors of a checkpoint are in the modules of transformers.
+    """Maps the tensors of a checkpoint to the modules of transformers.
 
     Args:
         model: the model of transformers.
-        experts: paths in it of the modules whose place our experts have taken.
+        experts: paths in it of the modules that our experts have replaced.
     """
 
     def __init__(self, model: Any, experts: Collection[str]) -> None:
@@ -30,7 +30,7 @@ class CheckpointNames:
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Name and tensor in the checkpoint -> those of the model.
+        """Convert name and tensor of the checkpoint to the model's.
 
         Raises:
             WeightLoadError: transformers computes its weights from the tensor, and not by a rule
@@ -42,17 +42,18 @@ class CheckpointNames:
         found, pattern = renamed_weight(name, self._conversions)
         if pattern is not None:
             raise WeightLoadError(
-                f"transformers makes {found} of the tensor {name} and others as it loads the "
-                f"checkpoint, which is not done here. Save the model again with the installed "
-                f"transformers (save_pretrained(folder, save_original_format=False)), and load that"
+                f"tensor {name}: transformers merges it with other tensors into {found} while it "
+                "loads the checkpoint; this engine does not. Save the model again with the "
+                "installed transformers (save_pretrained(folder, save_original_format=False)), "
+                "and load that"
             )
         if found.rpartition(".")[0] in self._experts:
             return split_joined_experts(found, source)
         return ((found, source),)
 
     def _of_one_expert(self, name: str) -> str | None:
-        """The name here of a tensor of one expert: a weight, or what a format of quantized weights
-        has in its place. None: it is no such tensor."""
+        """Return this package's name of a tensor of one expert: a weight, or a quantized format's
+        tensor for it. None: it is no such tensor."""
         stem, _, kind = name.rpartition(".")
         found, pattern = renamed_weight(f"{stem}.weight", self._conversions)
         path, _, parameter = found.rpartition(".")

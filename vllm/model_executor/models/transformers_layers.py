@@ -1,4 +1,4 @@
-"""Our layers in the place of those of transformers, split over ranks as transformers plans it.
+"""Replaces layers of transformers by this package's, split over ranks as transformers plans it.
 
 A config class of transformers says which linear layers ranks can share (`base_model_tp_plan`): by
 columns, by rows, or not at all. What the plan does not name, every rank has whole.
@@ -34,7 +34,7 @@ _KINDS = {
 
 
 class ParallelPlan:
-    """Which linear layers of a decoder the ranks of a group share.
+    """The linear layers of a decoder that the ranks of a group share.
 
     Args:
         config: of transformers.
@@ -58,7 +58,7 @@ class ParallelPlan:
         ]
 
     def kind(self, path: str) -> str:
-        """How the linear layer of this path in the decoder is split.
+        """Return how the linear layer of this path in the decoder is split.
 
         Raises:
             ConfigError: in a way that is not known here.
@@ -68,8 +68,8 @@ class ParallelPlan:
             return _WHOLE
         if style not in _KINDS:
             raise ConfigError(
-                f"it cannot be split over {self.tp.size} ranks, as its plan has {path} in the way "
-                f"{style!r}, which is not known here: set tensor_parallel_size=1"
+                f"it cannot be split over {self.tp.size} ranks, as its plan splits {path} in the "
+                f"unsupported way {style!r}: set tensor_parallel_size=1"
             )
         return _KINDS[style]
 
@@ -78,7 +78,8 @@ class ParallelPlan:
         return any(each.fullmatch(path) for each, _ in self._styles)
 
     def heads_of(self, path: str, module: nn.Module, arch: ModelArch) -> tuple[int, int]:
-        """The heads of queries, and of keys and values, that this rank has of an attention."""
+        """Return the numbers of query heads, and of key and value heads, that this rank has of an
+        attention."""
         linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
         if not any(self.kind(f"{path}.{name}") == _COLUMNS for name in linear):
             return arch.num_heads, arch.num_kv_heads
@@ -86,7 +87,7 @@ class ParallelPlan:
 
 
 def replace_linear_layers(decoder: nn.Module, plan: ParallelPlan, arch: ModelArch) -> None:
-    """Ours take the weight formats that the model is loaded with.
+    """Replace linear layers by ours, which support the weight formats of the model.
 
     Raises:
         ConfigError: a layer cannot be split.
@@ -122,8 +123,8 @@ def _linear(
 
 
 def replace_experts(decoder: nn.Module, plan: ParallelPlan) -> None:
-    """Ours are packed, and computed in one product per launch. Others stay as they are, and every
-    rank has all of them."""
+    """Replace experts by ours, which are packed and computed in one matmul per launch. Other
+    modules do not change, and every rank has all of them."""
     for path, module in list(decoder.named_modules()):
         gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
         if not isinstance(gate_up, nn.Parameter) or not isinstance(down, nn.Parameter):
@@ -142,5 +143,5 @@ class ExpertsOfTransformers(Experts):
     """Experts with the arguments that the modules of transformers give them."""
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """See `Experts`; the weights may have any dtype."""
+        """Run the experts; the weights may have any dtype."""
         return super().forward(x, ids.contiguous(), weights.float().contiguous())

@@ -57,7 +57,7 @@ class TransformersForCausalLM(CausalLM):
 
     names: CheckpointNames
     _undivided: str | None = None
-    """Why it cannot run some of its layers."""
+    """Reason why it cannot run only some of its layers."""
     _device = torch.device("cpu")
     """Device of the weights. Only the CPU packs them, which removes all parameters."""
 
@@ -114,7 +114,7 @@ class TransformersForCausalLM(CausalLM):
 
     @property
     def base_model(self) -> Any:
-        """That of transformers, without the output head."""
+        """Return the model of transformers, without the output head."""
         found = self.inner.base_model
         if not is_version_4() or found is not self.inner:
             return found
@@ -152,7 +152,8 @@ class TransformersForCausalLM(CausalLM):
         return hidden
 
     def _run(self, hidden_states: Tensor, positions: Tensor, module: Any) -> Any:
-        """The result of a module of transformers, for all tokens of a launch as one sequence."""
+        """Return the result of a module of transformers, for all tokens of a launch as one
+        sequence."""
         return module(
             inputs_embeds=hidden_states[None],
             position_ids=_position_ids(positions),
@@ -163,7 +164,8 @@ class TransformersForCausalLM(CausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Checkpoints have names of other versions of transformers, and some of the buffers."""
+        """Rename tensors of checkpoints of other versions of transformers, and fill the buffers
+        that some have."""
         buffers = dict(self.named_buffers())
         for found, part in self.names.convert(name, source):
             if found in buffers:
@@ -243,10 +245,10 @@ class TransformersForCausalLM(CausalLM):
                 hook.remove()
         error_limit = torch.finfo(ours.dtype).eps ** 0.5 * theirs.abs().max()
         if ours.shape != theirs.shape or (ours - theirs).abs().max() > error_limit:
-            raise ConfigError("its logits are not those of its output head")
+            raise ConfigError("its logits differ from output_head(hidden_states)")
 
     def _inputs(self, rows: list[int]) -> Tensor:
-        """Token ids, or what a stage before could have returned for them."""
+        """Make token ids, or hidden states as a stage before could have returned for them."""
         if self.stage.is_first:
             return self._on_device(rows)
         size = (max(rows) + 1, self.arch.hidden_size)
@@ -257,7 +259,7 @@ class TransformersForCausalLM(CausalLM):
         return torch.as_tensor(values).to(self._device)
 
     def _not_splittable_reason(self) -> str | None:
-        """Why the layers run all or not at all; None: they can be divided."""
+        """Return why the layers run all or not at all; None: they can be divided."""
         if not self.ranges.is_planned:
             return (
                 "it runs all layers or none, as transformers has no plan to divide them "
@@ -287,7 +289,7 @@ class TransformersForCausalLM(CausalLM):
         return self.logits_of(self.lm_head(hidden_states))
 
     def _scale_of(self, embedding: Any) -> float:
-        """By what the embedding of transformers multiplies the rows of its table."""
+        """Return the factor of transformers' embedding on the rows of its table."""
         with torch.device("cpu"):
             ids = torch.tensor([0, 1])
             found = []
@@ -313,9 +315,9 @@ class TransformersForCausalLM(CausalLM):
                 )
 
     def _fix_rotations(self) -> None:
-        """Give modules that choose the frequencies of rotations by the longest position of a launch
-        those of the longest request, as our own have: another request must not change a token, and
-        a key in the cache has to stay right."""
+        """Fix the frequencies of modules that choose them by the longest position of a launch to
+        the longest request, like our own: another request must not change a token, and a key in the
+        cache has to stay right."""
         kinds = list(self.arch.hf_config.get("layer_types") or ())
         for module in self.base_model.modules():
             given: Any = getattr(module, "rope_type", None)
@@ -350,12 +352,12 @@ class TransformersForCausalLM(CausalLM):
         }
         if len(found) != self.arch.num_layers:
             raise ConfigError(
-                f"{len(found)} of its {self.arch.num_layers} layers have attention that can be "
-                f"replaced"
+                f"only {len(found)} of its {self.arch.num_layers} layers have attention that can "
+                "be replaced; all of them must"
             )
         for path, module in found.items():
             if not getattr(module, "is_causal", True) or hasattr(module, "sinks"):
-                raise ConfigError("its attention is of a kind that has no kernel here")
+                raise ConfigError("this engine has no kernel for its kind of attention")
             heads = plan.heads_of(path, module, self.arch)
             module.vllm_attention = self._attention_of(module, *heads)
 
@@ -403,7 +405,7 @@ class _Alone:
 
 @contextmanager
 def _alone(tp: TPGroup) -> Iterator[None]:
-    """Layers can run while the ranks have not met yet."""
+    """Let layers run while the ranks are not connected yet."""
     before, tp.collectives = tp.collectives, _Alone(tp.size)
     try:
         yield
@@ -422,7 +424,7 @@ def _attends(module: nn.Module) -> bool:
 
 
 def _build(arch: ModelArch) -> Any:
-    """The model of transformers: parameters without memory, buffers with theirs."""
+    """Build the model of transformers: parameters without memory, buffers with memory."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -453,8 +455,8 @@ def _build(arch: ModelArch) -> Any:
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Parameters that are made lose their memory at once; buffers, which no checkpoint fills, are
-    computed as transformers does."""
+    """Make parameters without memory; buffers, which no checkpoint fills, are computed as
+    transformers does."""
     register: Callable[..., None] = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -485,7 +487,7 @@ def _attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: heads [1, H, T, D] -> ([1, T, H, D], no weights)."""
+    """Attend, as transformers calls it: heads [1, H, T, D] -> ([1, T, H, D], no weights)."""
     attention: Any = module.vllm_attention
     if attention_mask is not None:
         raise ConfigError("its attention has a mask of its own")
@@ -493,7 +495,7 @@ def _attend(
     given = [tuple(part.shape[1::2]) for part in (query, key, value)]
     if given != [(count, attention.head_size) for count in heads]:
         raise ConfigError(
-            f"its queries, keys and values have {given} heads and elements, config.json says "
+            f"its queries, keys and values have {given} heads and elements, but config.json has "
             f"{heads} heads of {attention.head_size}"
         )
     built: AttentionOptions = attention.options
@@ -505,7 +507,7 @@ def _attend(
     if not attention.has_run:
         attention.options, attention.has_run = asked, True
     elif asked != built:
-        raise ConfigError(f"its attention asks for {asked}, and for {built} before")
+        raise ConfigError(f"its attention asks for {asked}, but asked for {built} before")
     rows = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
     return attention(*rows)[None], None
 
@@ -519,7 +521,7 @@ def _position_ids(positions: Tensor) -> Tensor:
 
 
 def _logits_function(inner: Any) -> Callable[[Tensor], Tensor]:
-    """What the model makes of the output head's logits, as far as its config says so."""
+    """Return the function that the model applies to the output head's logits, by its config."""
     config = inner.config
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)

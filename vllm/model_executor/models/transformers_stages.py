@@ -37,7 +37,7 @@ class LayerRanges:
             self._left_out = [_LeftOut(layer) for layer in layers or ()]
 
     def modules_beside(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """The modules that run before the layers, and those that run after them."""
+        """Return the modules that run before the layers, and the ones that run after them."""
         before, after = (
             [getattr(self._decoder, name) for name in names]
             for names in (self._before, self._after)
@@ -46,8 +46,8 @@ class LayerRanges:
 
     @contextmanager
     def only(self, first: int, end: int) -> Iterator[None]:
-        """The decoder runs layers `first` up to `end`, and what comes after all layers only if
-        `end` is their number."""
+        """Let the decoder run only layers `first` up to `end`, and the modules after all layers
+        only if `end` is their number."""
         layers: nn.ModuleList = getattr(self._decoder, _LAYERS)
         own: Sequence[nn.Module] = list(layers)
         after = {name: getattr(self._decoder, name) for name in self._after}
@@ -67,10 +67,10 @@ class LayerRanges:
 
 
 class _LeftOut(nn.Module):
-    """Gives back the hidden states; has the attributes that a decoder reads of the layer.
+    """Returns the hidden states unchanged; has the attributes that a decoder reads of the layer.
 
     Args:
-        layer: whose place it takes.
+        layer: the layer that it replaces.
     """
 
     def __init__(self, layer: nn.Module) -> None:

@@ -33,7 +33,8 @@ class AWQ(CheckpointFormat[GroupLayout]):
     """`quant_method: awq`."""
 
     def __init__(self, settings: Settings) -> None:
-        """
+        """Read the settings.
+
         Raises:
             ConfigError: a setting is not supported.
         """
@@ -92,8 +93,8 @@ class GemvLinear(RowsLinear):
         num_groups = self.total_inputs // self.group
         if len(source.shape) != 2 or not num_groups <= source.shape[1] <= 8 * num_groups + 64:
             raise WeightLoadError(
-                f"tensor {name} has values of {list(source.shape)} groups in the checkpoint, the "
-                f"layer needs {num_groups} for an output, and padding"
+                f"tensor {name} has values of {list(source.shape)} groups in the checkpoint, but "
+                f"the layer needs {num_groups} for each output, plus padding"
             )
         return super().arranged(place, name, source.narrow(1, 0, num_groups))
 

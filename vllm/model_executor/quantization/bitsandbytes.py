@@ -143,9 +143,11 @@ class TableLinear(RowsLinear):
                 offset = float(state.get("nested_offset", 0.0))
                 found = {key: state.get(key) for key in expected}
             except (ValueError, TypeError, AttributeError) as error:
-                raise WeightLoadError(f"tensor {name} is no JSON object: {error}") from error
+                raise WeightLoadError(f"tensor {name} is not a JSON object: {error}") from error
             if found != expected:
-                raise WeightLoadError(f"tensor {name} says {found}; the layer needs {expected}")
+                raise WeightLoadError(
+                    f"tensor {name} describes {found}, but the layer needs {expected}"
+                )
             return torch.tensor([[offset]])[index]
 
         shape = torch.Size((1, 1))

@@ -1,4 +1,4 @@
-"""What the formats of quantized checkpoints share: which layers they store, and how.
+"""The base of the formats of quantized checkpoints: which layers they store, and how.
 
 The settings of a checkpoint name modules as they are called there. So a layer is looked up by all
 names that it may have: its own, that of the layer that it is fused with, and those that the model's
@@ -26,7 +26,7 @@ from vllm.model_executor.quantization.kept import log_kept
 from vllm.model_executor.quantization.settings import is_listed, part_names
 
 Storage = TypeVar("Storage")
-"""How a layer is stored, in the words of a format."""
+"""Storage of a layer, in the terms of a format."""
 
 Names = Sequence[str]
 """All names that one layer may have in the settings, its own first."""
@@ -37,11 +37,11 @@ class CheckpointFormat(Quantization, Generic[Storage]):
 
     @abstractmethod
     def storage_of(self, names: Names) -> Storage | None:
-        """How the layer is stored; None: it is dense."""
+        """Return how the layer is stored; None: it is dense."""
 
     @abstractmethod
     def method(self, name: str, storage: Storage) -> LinearMethod:
-        """The method of a layer.
+        """Return the method of a layer.
 
         Args:
             name: of the layer, for errors.

@@ -77,7 +77,8 @@ class CompressedTensors(CheckpointFormat["_Scheme | _Sparse"]):
     """`quant_method: compressed-tensors`."""
 
     def __init__(self, settings: Settings) -> None:
-        """
+        """Read the settings.
+
         Raises:
             ConfigError: a setting is not supported.
         """
@@ -116,7 +117,8 @@ class CompressedTensors(CheckpointFormat["_Scheme | _Sparse"]):
 
 
 def _check_cache_scheme(scheme: Any) -> None:
-    """Scales of the KV cache must be for fp8: the names of their tensors do not tell."""
+    """Check that scales of the KV cache are for fp8, which the names of their tensors do not
+    show."""
     if not isinstance(scheme, dict):
         raise wrong("kv_cache_scheme", scheme, "an object")
     for key, accepted in (
@@ -248,7 +250,7 @@ def _check_floats(weights: Settings, kind: FloatKind) -> None:
 
 
 class _WholeNumbers(StoredLinear):
-    """What layers of whole numbers share: scales [outputs, groups of inputs]."""
+    """The base of integer layers: scales [outputs, groups of inputs]."""
 
     def __init__(self, name: str, scheme: _Scheme) -> None:
         super().__init__(name)
@@ -267,7 +269,7 @@ class _WholeNumbers(StoredLinear):
         return InputGroups.of_layer(self.name, scheme.group_size, layer, scheme.has_order)
 
     def _add_numbers(self, layer: ParallelLinear, name: str, size: int, dtype: torch.dtype) -> None:
-        """A parameter with a row of `size` numbers for each part."""
+        """Add a parameter with a row of `size` values for each part."""
         parts = list(layer.feature_slices)
         add_parameter(layer, name, torch.empty(len(parts), size, dtype=dtype))
         layer.slices[name] = {part: whole(0, i, 1, layer.tp) for i, part in enumerate(parts)}
@@ -302,7 +304,7 @@ class _WholeNumbers(StoredLinear):
     def _scales_of(
         self, place: ParamTarget, name: str, source: CheckpointTensor
     ) -> CheckpointTensor:
-        """[outputs, groups]"""
+        """Return the scales as [outputs, groups]."""
         assert place.slice is not None
         num_out, num_groups = place.slice.checkpoint_shape(place.param)
         if source.features is not None:
@@ -314,7 +316,7 @@ class _WholeNumbers(StoredLinear):
 
 
 def _in_a_row(numbers: Tensor, features: Features | None) -> Tensor:
-    """[1, N]. Of a shape, the part has only some of the output features."""
+    """Return [1, N]; for a shape, with only the part's number of output features."""
     row = numbers.reshape(1, -1)
     if features is None or row.shape[1] != 2:
         return row
@@ -374,7 +376,7 @@ class _WordsLinear(_WholeNumbers):
         return without_zero_scales(self.name, weight)
 
     def _shapes(self, layer: ParallelLinear) -> list[list[int]]:
-        """[out_features, in_features] of each part in the checkpoint."""
+        """Return [out_features, in_features] of each part in the checkpoint."""
         return [
             [s.total, layer.input_size] if s.dim == 0 else [layer.output_size, s.total]
             for s in layer.feature_slices.values()
@@ -411,8 +413,8 @@ class _Int8Linear(_WholeNumbers):
             return without_zero_scales(self.name, Int8Weight(numbers=numbers, scales=scales[:, 0]))
         if numbers.shape[1] % 4:
             raise WeightLoadError(
-                f"the weight of {self.name} has {numbers.shape[1]} input features: int8 without "
-                f"rounded inputs needs a multiple of 4"
+                f"the weight of {self.name} has {numbers.shape[1]} input features; int8 weights "
+                "with unquantized inputs need a multiple of 4"
             )
         groups, kept = self._groups_of(layer).of_inputs(None)
         if kept is not None:

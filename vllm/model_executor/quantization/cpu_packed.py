@@ -1,4 +1,4 @@
-"""Weights of dense checkpoints in the layout of the CPU kernels, as they are or rounded.
+"""Weights of dense checkpoints in the layout of the CPU kernels, unchanged or rounded.
 
 int8 has one scale per output feature, and inputs are rounded to int8 too, with one scale per row
 (W8A8).
@@ -58,7 +58,8 @@ class CPUPacked(Quantization):
 
 
 def _head_method(layer: VocabParallelEmbedding, stored_as: StoredAs) -> EmbeddingMethod | None:
-    """A method for an output head and the embedding that shares its table; None: it is neither."""
+    """Return a method for an output head and the embedding that shares its table; None: it is
+    neither."""
     # A tied head gives its method to the embedding; one on another stage cannot.
     is_of_head = isinstance(layer, ParallelLMHead) or layer.is_head_elsewhere
     return PackedTable(stored_as) if is_of_head else None
@@ -75,7 +76,7 @@ class CPUInt8Head(Quantization):
             if isinstance(layer, ParallelLMHead) and not isinstance(layer.method, PackedTable):
                 logger.info(
                     "lm_head_quantization=int8 has no effect on %s: the checkpoint, or another "
-                    "option, quantizes it already",
+                    "setting, quantizes it already",
                     name,
                 )
 
@@ -94,8 +95,8 @@ class CPUInt8(CPUPacked):
         del settings
         if load_cpu_kernels() is None:
             raise ConfigError(
-                f"--quantization {self.stored_as} needs the C++ CPU kernels, which are not built "
-                f"here. Build them with: python setup.py build_ext --inplace"
+                f"--quantization {self.stored_as} needs the C++ CPU kernels, which are not built. "
+                "Build them with: python setup.py build_ext --inplace"
             )
 
 

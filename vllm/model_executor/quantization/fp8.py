@@ -50,7 +50,8 @@ class Fp8(CheckpointFormat[bool]):
     """`quant_method: fp8` and `fbgemm_fp8`."""
 
     def __init__(self, settings: Settings | None) -> None:
-        """
+        """Read the settings.
+
         Raises:
             ConfigError: a setting is not supported.
         """
@@ -82,7 +83,8 @@ class ModelOptFp8(Fp8):
     """`quant_method: modelopt` with `quant_algo: FP8`."""
 
     def __init__(self, settings: Settings | None) -> None:
-        """
+        """Read the settings.
+
         Raises:
             ConfigError: a setting is not supported.
         """
@@ -95,7 +97,7 @@ class ModelOptFp8(Fp8):
 
 
 def block_of(settings: Settings, key: str) -> tuple[int, int] | None:
-    """Outputs and inputs that share a scale; None: the setting is not there.
+    """Return the outputs and inputs that share a scale; None: the setting is missing.
 
     Raises:
         ConfigError: it is not two positive numbers.
@@ -110,7 +112,7 @@ def block_of(settings: Settings, key: str) -> tuple[int, int] | None:
 
 
 class Fp8Linear(StoredLinear):
-    """A weight [output_size, input_size] of fp8 numbers.
+    """An FP8 weight [output_size, input_size].
 
     Scales are kept per output feature, [output_size, blocks of inputs], so that parts of a packed
     layer and slices of ranks may begin anywhere in a block of outputs. Where ranks have parts of
@@ -180,7 +182,7 @@ class Fp8Linear(StoredLinear):
     def _per_output(
         self, place: ParamTarget, name: str, source: CheckpointTensor
     ) -> CheckpointTensor:
-        """The scales of a checkpoint tensor as [outputs, blocks of inputs]."""
+        """Return the scales of a checkpoint tensor as [outputs, blocks of inputs]."""
         assert place.slice is not None
         num_out, num_blocks = place.slice.checkpoint_shape(place.param)
         if source.features is not None:

@@ -30,7 +30,8 @@ class GPTQ(CheckpointFormat[GroupLayout]):
     """`quant_method: gptq`."""
 
     def __init__(self, settings: Settings) -> None:
-        """
+        """Read the settings.
+
         Raises:
             ConfigError: a setting is not supported.
         """
@@ -95,7 +96,8 @@ def _modules_of(settings: Settings, key: str) -> list[str]:
 
 
 def _dynamic_of(settings: Settings) -> dict[str, tuple[re.Pattern[str], GroupLayout | None]]:
-    """Patterns of module names with a layout of their own, or none: GPTQModel's `dynamic`."""
+    """Read the patterns of module names with a layout of their own, or none: GPTQModel's
+    `dynamic`."""
     dynamic: Any = settings.get("dynamic") or {}
     accepted = "patterns of module names, each with an object of settings"
     if not isinstance(dynamic, dict) or not all(isinstance(v, dict) for v in dynamic.values()):

@@ -1,4 +1,4 @@
-"""Linear layers of whole numbers with scales and zero points per group of inputs: GPTQ and AWQ."""
+"""Linear layers of integers with scales and zero points per group of inputs: GPTQ and AWQ."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ fill the words of a checkpoint. Wider layers keep their words, which needs less 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupLayout:
-    """How a checkpoint stores such layers."""
+    """Layout of such layers in a checkpoint."""
 
     bits: int
     group_size: int
@@ -182,12 +182,12 @@ def check_symmetric(name: str, layout: GroupLayout, zeros: Tensor) -> None:
         key, wrong = "zero_point", "zero_point is wrong there, or qzeros in the checkpoint"
     raise WeightLoadError(
         f"the zero points of {name} (qzeros) are from {int(zeros.min())} to {int(zeros.max())}, "
-        f"but {layout.middle} by quantization_config.{key} in config.json: {wrong}"
+        f"but must be {layout.middle} by quantization_config.{key} in config.json: {wrong}"
     )
 
 
 def layer_of(place: ParamTarget) -> ParallelLinear:
-    """The layer of a parameter; a head has what is read of one."""
+    """Return the layer of a parameter; a head has the attributes that are read of one."""
     layer: Any = place.module
     return cast(ParallelLinear, layer)
 
@@ -235,7 +235,7 @@ def _rows_of(words: Tensor) -> Tensor:
 
 
 def in_words(name: str, bits: int, slice_: Slice, packed_dim: int) -> Slice:
-    """A slice of features as one of words of 32 bits, if it is along the packed dimension.
+    """Convert a slice of features to a slice of 32-bit words, if it is along the packed dimension.
 
     Raises:
         ConfigError: features do not fill words.
@@ -249,7 +249,7 @@ def in_words(name: str, bits: int, slice_: Slice, packed_dim: int) -> Slice:
 
 
 def num_words(name: str, bits: int, num_features: int) -> int:
-    """Words of 32 bits that so many numbers fill.
+    """Return the number of 32-bit words that so many values fill.
 
     Raises:
         ConfigError: the last one is not full.
@@ -257,11 +257,12 @@ def num_words(name: str, bits: int, num_features: int) -> int:
     if num_features * bits % WORD_BITS:
         raise ConfigError(
             f"config.json of the checkpoint: the weights of quantization_config have {bits} bits: "
-            f"{num_features} features of {name} do not fill words of 32 bits"
+            f"{num_features} features of {name} do not fill whole 32-bit words, so the tensor "
+            "cannot be unpacked"
         )
     return num_features * bits // WORD_BITS
 
 
 def transposed(slice_: Slice) -> Slice:
-    """The slice of a parameter whose two dimensions are exchanged."""
+    """Return the slice of a parameter whose two dimensions are exchanged."""
     return replace(slice_, dim=1 - slice_.dim)

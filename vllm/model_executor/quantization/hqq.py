@@ -147,8 +147,8 @@ class HQQLinear(RowsLinear):
         expected = [-(-num_rows // per_word), num_columns]
         if list(source.shape) != expected:
             raise WeightLoadError(
-                f"tensor {name} has shape {list(source.shape)} in the checkpoint, the layer needs "
-                f"{expected}: {per_word} elements in each"
+                f"tensor {name} has shape {list(source.shape)} in the checkpoint, but the layer "
+                f"needs {expected}: {per_word} values in each element"
             )
 
         def elements(words: Tensor) -> Tensor:

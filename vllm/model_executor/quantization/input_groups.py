@@ -31,12 +31,13 @@ class InputGroups:
     def of_layer(
         cls, name: str, group_size: int, layer: ParallelLinear, is_ordered: bool = False
     ) -> "InputGroups":
-        """
+        """Make the groups of a layer.
+
         Args:
-            name: of the layer.
+            name: name of the layer.
             group_size: inputs of a group; -1: all.
-            layer: that may be split over ranks.
-            is_ordered: a group has inputs from everywhere.
+            layer: the layer, which may be split over ranks.
+            is_ordered: whether a group has inputs from everywhere.
 
         Raises:
             ConfigError: groups do not divide the inputs of the layer.
@@ -73,7 +74,7 @@ class InputGroups:
         return self.is_split and self.count == self.total
 
     def slice_of(self, slice_: Slice, dim: int, layer: ParallelLinear) -> Slice:
-        """Where scales go that have the groups in dimension `dim`.
+        """Return the slice for scales that have the groups in dimension `dim`.
 
         Args:
             slice_: of the features of a part of the layer.
@@ -87,12 +88,12 @@ class InputGroups:
         return Slice(dim, 0, self.count, self.total)
 
     def neighbours(self) -> Tensor:
-        """The group of each input of this rank where groups have neighbours, [inputs] int32."""
+        """Return the group of each input of this rank if groups have neighbours, [inputs] int32."""
         inputs = torch.arange(self.first_input, self.first_input + self.num_inputs)
         return (inputs // self.size).int()
 
     def checked(self, name: str, source: CheckpointTensor) -> CheckpointTensor:
-        """The groups of all inputs of the layer, [inputs], as a row; reading it checks them.
+        """Return the groups of all inputs of the layer, [inputs], as a row; reading it checks them.
 
         Raises:
             WeightLoadError: the tensor has another number of dimensions.
@@ -111,15 +112,16 @@ class InputGroups:
                     sizes = numbers.long().bincount(minlength=self.total)
                 if not len(sizes) or bool((sizes != self.size).any()):
                     raise WeightLoadError(
-                        f"tensor {name} has numbers from {least} to {most}: by group_size in "
-                        f"config.json it must name each of {self.total} groups {self.size} times"
+                        f"tensor {name} has group indices from {least} to {most}; by group_size "
+                        f"in config.json it must name each of {self.total} groups {self.size} "
+                        "times"
                     )
             return numbers[None]
 
         return source.mapped(check)
 
     def of_inputs(self, rows: Tensor | None) -> "tuple[Tensor | None, Tensor | None]":
-        """Which scales of this rank are for which of its inputs.
+        """Return which scales of this rank are for which of its inputs.
 
         Args:
             rows: [parts, inputs], what the checkpoint says of each part of a packed layer; None:

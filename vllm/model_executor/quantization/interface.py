@@ -19,7 +19,7 @@ class CheckpointNames:
     """Names of the checkpoint that a model is loaded from."""
 
     of_module: Callable[[str], Sequence[str]] = lambda name: ()
-    """What a module of this name in the model may be called there, where that differs."""
+    """Names that a module of the model may have in the checkpoint, where they differ."""
     has_tensor: Callable[[str], bool] = lambda name: False
     """Whether its files have a tensor of this name."""
 
@@ -33,11 +33,11 @@ class Quantization:
     names = CheckpointNames()
 
     def use_names(self, names: CheckpointNames) -> None:
-        """Called once, before any layer is asked for, with the names of the checkpoint."""
+        """Set the names of the checkpoint; called once, before any layer is asked for."""
         self.names = names
 
     def start(self, tp: TPGroup, stage: Stage | None = None) -> None:
-        """Called once, before any layer is asked for.
+        """Set the ranks and the stage; called once, before any layer is asked for.
 
         Args:
             tp: the ranks that share the layers.
@@ -45,21 +45,22 @@ class Quantization:
         """
 
     def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
-        """A method of its own for the linear layer of this module name; None: not in this format.
+        """Return a method of its own for the linear layer of this module name; None: not in this
+        format.
 
         A packed layer, such as qkv_proj, has the names of its parts in `layer.feature_slices`.
         """
         return None
 
     def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
-        """A method for the embedding or output head of this name; None: not in this format.
+        """Return a method for the embedding or output head of this name; None: not in this format.
 
         An output head that is tied shares its method with the embedding.
         """
         return None
 
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        """A method for the experts of this name; None: not in this format."""
+        """Return a method for the experts of this name; None: not in this format."""
         return None
 
     def tower_method(self, name: str, layer: TowerLinear) -> LinearMethod | None:
@@ -67,7 +68,7 @@ class Quantization:
         return None
 
     def finish_model(self, model: nn.Module) -> None:
-        """Called once, when all layers have their weights and are finished.
+        """Finish the model; called once, when all layers have their weights and are finished.
 
         For what concerns the model as a whole, such as scales that were measured before, or hooks
         that measure them.

@@ -38,7 +38,7 @@ class Mxfp4Source(CheckpointTensor):
 
 
 def mxfp4_source(blocks: Tensor, scales: Tensor) -> Mxfp4Source:
-    """The matrix of blocks [out_features, B, 16] and scales [out_features, B]."""
+    """Make the matrix of blocks [out_features, B, 16] and scales [out_features, B]."""
     weight = Mxfp4Weight(blocks=blocks, scales=scales)
 
     def read(index: Index) -> Tensor:
@@ -54,7 +54,8 @@ class MXFP4(Quantization):
         del settings  # they name the modules that are dense, which the names of tensors say too
 
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        """None: a rank would have odd parts of groups, and the experts are dequantized."""
+        """Return the method of experts; None: a rank would have odd parts of groups, and the
+        experts are dequantized."""
         sizes = layer.intermediate_size, layer.hidden_size
         return StoredExperts(name) if all(size % _SMALLEST_PART == 0 for size in sizes) else None
 
@@ -63,8 +64,8 @@ class MXFP4(Quantization):
 
 
 class Mxfp4Linear(StoredLinear):
-    """One product of an expert. A group that several ranks have inputs of is made of parts with the
-    same scale."""
+    """One matrix of an expert. A group that is divided among ranks is made of parts with the same
+    scale."""
 
     def create_parameters(self, layer: ParallelLinear) -> None:
         num_out, num_in = layer.output_size, layer.input_size
@@ -87,8 +88,8 @@ class Mxfp4Linear(StoredLinear):
         weight = source.weight if isinstance(source, Mxfp4Source) else None
         if weight is None or list(source.shape) != expected:
             raise WeightLoadError(
-                f"tensor {name} has shape {list(source.shape)} in the checkpoint, the model needs "
-                f"{expected} in MXFP4"
+                f"tensor {name} has shape {list(source.shape)} in the checkpoint, but the model "
+                f"needs {expected} in MXFP4"
             )
         for param, stored, group in (
             (place.param, weight.blocks.flatten(1), 2),

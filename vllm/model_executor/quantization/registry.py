@@ -24,8 +24,8 @@ class Format:
     """Of checkpoints that have it; None: there are none. A string is "module:Class", which is
     imported when a model needs it."""
     rounds: str | None = None
-    """Made of dense checkpoints, where a device has no way of its own. Which formats a device can
-    make is in `Platform.quantizations`."""
+    """Function that makes the format of dense checkpoints, if a device has no way of its own.
+    `Platform.quantizations` names the formats that a device can make."""
     rounds_on: Mapping[str, str] = field(default_factory=dict)
     """Type of a device -> how it makes them of dense checkpoints."""
 
@@ -77,11 +77,11 @@ _INSTEAD = {
     "`vllm calibrate` writes",
     "marlin": f"use {NOT_MARLIN}",
 }
-"""What to do about formats that are not supported on purpose."""
+"""Advice about formats that are not supported on purpose."""
 
 
 def format_names() -> tuple[str, ...]:
-    """What `quant_method` of checkpoints and `--quantization` may be."""
+    """Return the accepted values of `quant_method` of checkpoints and of `--quantization`."""
     return tuple(_formats)
 
 
@@ -91,7 +91,7 @@ def register_quantization(name: str, create: str | CreateQuantization) -> None:
 
 
 def quantization_of(model: ModelConfig, device_type: str = "cpu") -> Quantization | None:
-    """The format of a checkpoint, or else the one that was asked for; None: dense weights.
+    """Return the format of a checkpoint, or else the one that was asked for; None: dense weights.
 
     Args:
         model: with its settings of quantization.
@@ -130,7 +130,7 @@ def quantization_of(model: ModelConfig, device_type: str = "cpu") -> Quantizatio
 
 
 def head_quantization_of(model: ModelConfig) -> Quantization | None:
-    """The format of output heads that no other format takes; None: they are dense."""
+    """Return the format of output heads that no other format has; None: they are dense."""
     if model.lm_head_quantization == "auto":
         return None
     create: Callable[[], Quantization] = load_class(f"{_PACKAGE}.cpu_packed:CPUInt8Head")

@@ -50,17 +50,17 @@ class Rounded(Quantization):
 
 
 def create_fp8(settings: Any) -> Rounded:
-    """`--quantization fp8`: a scale for each output feature. Takes no settings."""
+    """Make `--quantization fp8`: a scale for each output feature. Takes no settings."""
     return Rounded(round_to_fp8)
 
 
 def create_int8(settings: Any) -> Rounded:
-    """`--quantization int8`: a scale for each output feature. Takes no settings."""
+    """Make `--quantization int8`: a scale for each output feature. Takes no settings."""
     return Rounded(round_to_int8)
 
 
 def create_int4(settings: Any) -> Rounded:
-    """`--quantization int4`: a scale for each 32 inputs. Takes no settings."""
+    """Make `--quantization int4`: a scale for each 32 inputs. Takes no settings."""
     return Rounded(round_to_int4)
 
 

@@ -106,9 +106,9 @@ class RowsLinear(StoredLinear):
     def _check_fills(self, layer: ParallelLinear, tensor: RowTensor) -> None:
         if tensor.of == "inputs" and layer.input_size % tensor.size:
             raise ConfigError(
-                f"{self.name} has {layer.input_size} input features on each rank, which do not "
-                f"fill elements of {tensor.name}: they hold {tensor.size} together. Use another "
-                f"tensor_parallel_size"
+                f"{self.name} has {layer.input_size} input features on each rank, but each "
+                f"element of {tensor.name} holds {tensor.size} of them, so the last one would be "
+                "split. Use another tensor_parallel_size"
             )
 
     def _shape(self, layer: ParallelLinear, tensor: RowTensor) -> list[int]:
@@ -160,8 +160,8 @@ class RowsLinear(StoredLinear):
         num_out, num_groups = self.features_of(place, source)[0], self.total_inputs // self.group
         if list(source.shape) != [num_out, num_groups]:
             raise WeightLoadError(
-                f"tensor {name} has shape {list(source.shape)} in the checkpoint, the layer needs "
-                f"{[num_out, num_groups]}: a number for each {self.group} of its "
+                f"tensor {name} has shape {list(source.shape)} in the checkpoint, but the layer "
+                f"needs {[num_out, num_groups]}: a value for each {self.group} of its "
                 f"{self.total_inputs} inputs"
             )
         repeats = self.group // self.part
@@ -221,7 +221,7 @@ def check_size(name: str, source: CheckpointTensor, size: int) -> None:
     """
     if source.shape.numel() != size:
         raise WeightLoadError(
-            f"tensor {name} has shape {list(source.shape)} in the checkpoint, the layer needs "
+            f"tensor {name} has shape {list(source.shape)} in the checkpoint, but the layer needs "
             f"{size} elements"
         )
 

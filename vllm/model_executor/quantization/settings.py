@@ -12,7 +12,7 @@ Settings = Mapping[str, Any]
 OF_GPU = "a layout for the matrix units of another device"
 """The reason why layouts of Marlin are refused."""
 NOT_MARLIN = f"the GPTQ checkpoint that it was made of: Marlin is {OF_GPU}"
-"""What to take in place of a checkpoint in that layout."""
+"""Advice about a checkpoint in that layout."""
 
 MAX_GROUP = 1 << 16
 """Largest number of inputs or outputs that share a scale."""
@@ -48,7 +48,7 @@ def _folded(value: Any) -> Any:
 
 
 def wrong(key: str, value: Any, accepted: str) -> ConfigError:
-    """The error about a value of config.json."""
+    """Make the error about a value of config.json."""
     return ConfigError(
         f"config.json of the checkpoint: quantization_config.{key} is {value!r}; supported: "
         f"{accepted}"
@@ -76,7 +76,7 @@ def group_size_of(settings: Settings, key: str) -> int:
 
 
 def names(settings: Settings, *keys: str) -> list[str]:
-    """The module names in the lists under the keys that are there.
+    """Return the module names in the lists under the keys that exist.
 
     Raises:
         ConfigError: one is no list of strings.
@@ -92,7 +92,7 @@ def names(settings: Settings, *keys: str) -> list[str]:
 
 
 def part_names(name: str, layer: ParallelLinear) -> list[str]:
-    """The names of a layer's parts in the checkpoint, such as q_proj, k_proj and v_proj."""
+    """Return the names of a layer's parts in the checkpoint, such as q_proj, k_proj and v_proj."""
     parent = name.rpartition(".")[0]
     prefix = f"{parent}." if parent else ""
     return [prefix + part if part else name for part in layer.feature_slices]

@@ -177,8 +177,8 @@ class TiledLinear(RowsLinear):
             expected = [padded_out // _TILE_OUTPUTS, padded_in // _TILE_INPUTS, 32, 4]
         if list(source.shape) != expected:
             raise WeightLoadError(
-                f"tensor {name} has shape {list(source.shape)} in the checkpoint, the layer needs "
-                f"{expected}"
+                f"tensor {name} has shape {list(source.shape)} in the checkpoint, but the layer "
+                f"needs {expected}"
             )
         if is_words:
             shape = torch.Size((num_out, num_in // 2))

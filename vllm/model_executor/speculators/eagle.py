@@ -26,7 +26,7 @@ from vllm.model_executor.speculators.interface import Speculator
 
 
 def rotary_of(arch: ModelArch, is_neox: bool = True) -> RotaryEmbedding:
-    """The rotations of the one layer.
+    """Make the rotary embedding of the one layer.
 
     Raises:
         ConfigError: there are none.
@@ -37,7 +37,7 @@ def rotary_of(arch: ModelArch, is_neox: bool = True) -> RotaryEmbedding:
 
 
 def _options(names: frozenset[str] | None, prefix: str) -> DecoderOptions:
-    """Those of the layer in a checkpoint with these tensors."""
+    """Return the options of the layer in a checkpoint with these tensors."""
     has_bias = f"{prefix}.self_attn.q_proj.bias" in (names or ())
     return DecoderOptions(qkv_bias=has_bias)
 
@@ -83,7 +83,7 @@ class Eagle(Speculator):
 
 
 class Eagle3Layer(DecoderLayer):
-    """A decoder layer whose attention reads embeddings and states, normed, beside each other.
+    """A decoder layer whose attention reads embeddings and states, normed and concatenated.
 
     Shape: positions [n], embeddings [n, hidden], states [n, hidden] -> [n, hidden]
     """
@@ -98,7 +98,7 @@ class Eagle3Layer(DecoderLayer):
         )
 
     def guess(self, positions: Tensor, embeddings: Tensor, states: Tensor) -> Tensor:
-        """The next states."""
+        """Return the next states."""
         normed = torch.cat((self.input_layernorm(embeddings), self.hidden_norm(states)), dim=-1)
         attended = self.self_attn(positions, normed)
         normed, residual = add_norm(self.post_attention_layernorm, attended, states)
@@ -107,8 +107,8 @@ class Eagle3Layer(DecoderLayer):
 
 class Eagle3(Speculator):
     """EAGLE-3 (Li et al. 2025, arXiv 2503.01840, section 3): three hidden states of the model are
-    projected to one; the layer's own result takes its place along the guesses. The head has a
-    vocabulary of its own: `d2t` is what to add to a token of it.
+    projected to one; for further drafts the layer's own result replaces it. The head has a
+    vocabulary of its own: `d2t` is the offset from a token of it to the model's token.
 
     The checkpoint may hold the embeddings of the model, which are not read.
     """
@@ -145,7 +145,7 @@ class Eagle3(Speculator):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """One layer has two names."""
+        """Rename the layer, which has two names in checkpoints."""
         return ((name.replace("layers.0.", "midlayer.", 1), source),)
 
     def check(self) -> None:
@@ -177,5 +177,5 @@ class Eagle3(Speculator):
 
     @staticmethod
     def _token_ids(offsets: Tensor) -> Tensor:
-        """Tokens of the model, in the order of those of the head."""
+        """Return the tokens of the model, in the order of the head's tokens."""
         return torch.arange(len(offsets), device=offsets.device) + offsets

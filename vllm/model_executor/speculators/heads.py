@@ -157,7 +157,7 @@ class MLPSpeculator(Speculator):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Shared weights may come once for each guess."""
+        """Drop copies: shared weights may occur once for each draft."""
         part, _, rest = name.partition(".")
         place = rest.partition(".")[0]
         modules = getattr(self, part, None) if part in ("emb", "proj", "ln", "head") else None
@@ -191,5 +191,5 @@ class MLPSpeculator(Speculator):
 
     @staticmethod
     def _at(place: int, modules: nn.ModuleList) -> nn.Module:
-        """The weights of a guess: its own, or the last ones."""
+        """Return the weights of a draft position: its own, or the last ones."""
         return modules[min(place, len(modules) - 1)]

@@ -13,7 +13,7 @@ from vllm.transformers_utils.weight_files import find_files
 
 
 class Speculator(LoadableModel):
-    """A network beside a model, the target, that guesses next tokens from its hidden states.
+    """A network for a target model, which predicts next tokens from its hidden states.
 
     It steps along the guesses of a request. Its state begins with what it keeps of the newest token
     that the target has run, and each step takes a token more: first the one that was sampled there,
@@ -34,7 +34,7 @@ class Speculator(LoadableModel):
 
     @classmethod
     def find_files(cls, folder: Path, load_format: str) -> list[Path]:
-        """The files of its weights; see `vllm.transformers_utils.weight_files.find_files`."""
+        """Find the files of its weights; see `vllm.transformers_utils.weight_files.find_files`."""
         return find_files(folder, load_format)
 
     @property
@@ -54,12 +54,13 @@ class Speculator(LoadableModel):
 
     @property
     def stage(self) -> Stage:
-        """It is whole, also beside the last stage of its target."""
+        """Return a stage with all layers: a speculator is never divided, even if its target is."""
         return Stage(0, self.target.arch.num_layers)
 
     @property
     def num_networks(self) -> int:
-        """Places that have a network of their own; those behind them share the last one."""
+        """Return how many draft positions have a network of their own; later ones share the
+        last."""
         return 1
 
     @property
@@ -69,12 +70,12 @@ class Speculator(LoadableModel):
 
     @property
     def step_size(self) -> int:
-        """Elements of what a step returns; another number than `kept_size` only where the first
-        place has a network of its own."""
+        """Return the elements of what a step returns; different from `kept_size` only if the first
+        position has a network of its own."""
         return self.kept_size
 
     def keep(self, result: Tensor, inner: Sequence[Tensor]) -> Tensor:
-        """What it keeps of T tokens that the target has run.
+        """Compute what the speculator stores for T tokens of the target model.
 
         Args:
             result: [T, hidden] of the forward pass, after the norm.
@@ -87,10 +88,10 @@ class Speculator(LoadableModel):
 
     @abstractmethod
     def step(self, place: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
-        """One step of n tokens.
+        """Run one step of n tokens.
 
         Args:
-            place: of the guess that follows the token, from 0.
+            place: index of the draft that follows the token, from 0.
             input_ids: [n] int64
             states: [n, kept_size], or [n, step_size] behind the first place; of tokens before the
                 newest one, what `keep` has returned. May be overwritten.
@@ -102,5 +103,5 @@ class Speculator(LoadableModel):
 
     @abstractmethod
     def compute_logits(self, place: int, states: Tensor) -> Tensor:
-        """The guesses at a place: what `step` has returned for it, [n, step_size] -> [n, tokens of
-        the target]."""
+        """Compute the logits of a draft position from what `step` has returned for it, [n,
+        step_size] -> [n, tokens of the target]."""

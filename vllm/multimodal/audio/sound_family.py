@@ -71,7 +71,9 @@ class SoundFamily(MediaFamily):
                 f"{longest / rate:g} s). Send a {other} one"
             )
         if not np.isfinite(samples).all():
-            raise RequestError("the sound has samples that are not finite; they must be -1 to 1")
+            raise RequestError(
+                "the sound has samples that are not finite; they must be from -1 to 1"
+            )
         num_pieces = -(-len(samples) // self.sizes.chunk_samples)
         features = self.features(samples, num_pieces * self.sizes.chunk_samples)
         return self.encoder_input(features, len(samples))

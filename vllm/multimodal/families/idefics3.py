@@ -108,7 +108,9 @@ def newline_tokens(token_id: TokenLookup, number: int) -> list[int]:
                 return [token_id(text * several)] * (number // several)
             except ConfigError:
                 continue
-    raise ConfigError("the vocabulary has no token for a line break, which images need")
+    raise ConfigError(
+        "the vocabulary has no token for a line break, which prompts with images need"
+    )
 
 
 Family = Idefics3Family

@@ -92,7 +92,8 @@ class WhisperSpeech(SpeechRules):
                 self.language_code(language)
             if task != "transcribe":
                 raise RequestError(
-                    "this model knows English only and does not translate. Ask for a transcription",
+                    "this model is for English only and does not translate. Ask for a "
+                    "transcription",
                     param="task",
                 )
         return found if with_times else [*found, self._no_times]
@@ -242,9 +243,9 @@ class WhisperFamily(SoundFamily):
     def process_audio(self, samples: npt.NDArray[np.float32]) -> EncoderInput:
         if len(samples) > self.sizes.chunk_samples:
             raise RequestError(
-                f"the sound has {len(samples) / self.sampling_rate:.4g} s, and a prompt of this "
-                f"model has at most {self.sizes.chunk_length} s. Send a prompt for each part, or "
-                f"the whole to /v1/audio/transcriptions of a server"
+                f"the sound has {len(samples) / self.sampling_rate:.4g} s, but a prompt of this "
+                f"model may have at most {self.sizes.chunk_length} s. Send a prompt for each "
+                "part, or the whole sound to /v1/audio/transcriptions of a server"
             )
         return super().process_audio(samples)
 

@@ -146,7 +146,7 @@ class MediaFetcher:
     def _read_file(self, url: str) -> bytes:
         if self._folder is None:
             raise PermissionError(
-                "files of the server are not read. --allowed-local-media-path names a folder whose "
+                "this server does not read files. --allowed-local-media-path names a folder whose "
                 "files may be read"
             )
         return read_below(self._folder, local_path(urlsplit(url)), self._max_bytes)

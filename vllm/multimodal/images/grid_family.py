@@ -169,7 +169,7 @@ class GridFamily(MediaFamily):
 
 
 def _fill(positions: npt.NDArray[np.int32], first: int) -> None:
-    """Number the tokens of a text, in all directions alike."""
+    """Assign positions to the tokens of a text, the same in all directions."""
     positions[:] = np.arange(first, first + positions.shape[1])
 
 

@@ -263,7 +263,7 @@ def _open(data: bytes, max_pixels: int, where: str) -> "Image":
             limit = min(max_pixels, 2 * (pillow.MAX_IMAGE_PIXELS or max_pixels))
             raise refuse(where, f"it has more than {limit} pixels, the limit") from None
         except pillow.UnidentifiedImageError:
-            raise ValueError("Pillow cannot read it, or has too little memory") from None
+            raise ValueError("Pillow cannot read it, or there is too little memory") from None
         width, height = image.size
         _check_size(width, height, max_pixels, where)
     if image.format == "PNG" and "transparency" in image.info:

@@ -46,7 +46,7 @@ class Decoders(NamedTuple):
     names: Sequence[str]
     """In FFmpeg."""
     codecs: str
-    """What they decode, for messages."""
+    """Formats that they decode, for messages."""
 
     def open(self, data: bytes, reader: str, av: Any) -> "InputContainer":
         """Open a file from memory, so that it can name no other file and no URL.

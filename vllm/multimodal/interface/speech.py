@@ -70,7 +70,7 @@ class SpeechRules(ABC):
         if code is None or code not in self.languages:
             accepted = ", ".join(sorted(self.languages))
             raise RequestError(
-                f"language {language!r:.80}: this model does not know it. It knows {accepted}",
+                f"language {language!r:.80} is not supported by this model; supported: {accepted}",
                 param="language",
             )
         return code

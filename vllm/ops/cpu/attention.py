@@ -25,7 +25,7 @@ _FP8_TYPES = {torch.float8_e4m3fn: "kE4m3", torch.float8_e5m2: "kE5m2"}
 
 
 def cache_type(kernels: Any, dtype: torch.dtype) -> int:
-    """The CacheType of the kernels for a cache of a dtype; 0: that of the queries."""
+    """Return the CacheType of the kernels for a cache of a dtype; 0: the dtype of the queries."""
     name = _FP8_TYPES.get(dtype)
     return 0 if name is None else int(kernels.CacheType[name])
 
@@ -50,7 +50,7 @@ def fp8_arguments(
     key_scales: Tensor | None,
     value_scales: Tensor | None,
 ) -> Any:
-    """The struct for `Ops.reshape_and_cache` of a cache whose dtype is in FP8_DTYPES."""
+    """Make the struct for `Ops.reshape_and_cache` of a cache whose dtype is in FP8_DTYPES."""
     num_tokens, num_kv_heads, head_size = key.shape
     if key_scales is None or value_scales is None:
         ones = torch.ones(num_kv_heads)
@@ -84,16 +84,20 @@ def paged_attention_decode(
     options: AttentionOptions,
     tensors: AttentionTensors,
 ) -> Tensor:
-    """See `Ops.paged_attention_decode`; kernels: those for the dtype of query."""
+    """Run `Ops.paged_attention_decode` with the kernels for the dtype of query."""
     _check(query, key_cache, value_cache, block_tables, tensors)
     num_requests, num_heads, _ = query.shape
     if seq_lens.shape != (num_requests,) or block_tables.shape[0] != num_requests:
         raise ValueError(
-            f"seq_lens is {list(seq_lens.shape)}, block_tables is "
-            f"{list(block_tables.shape)}, query is {list(query.shape)}"
+            "seq_lens must be [batch] and block_tables [batch, blocks] for query [batch, heads, "
+            f"head_size], got {list(seq_lens.shape)}, {list(block_tables.shape)} and "
+            f"{list(query.shape)}"
         )
     if seq_lens.dtype != torch.int32 or not seq_lens.is_contiguous():
-        raise ValueError(f"seq_lens is {seq_lens.dtype} {list(seq_lens.stride())}, not dense int32")
+        raise ValueError(
+            f"seq_lens must be dense int32, got {seq_lens.dtype} with strides "
+            f"{list(seq_lens.stride())}"
+        )
     out = query.new_empty(num_requests, num_heads, value_cache.shape[3])  # faster than a shape
     args = _arguments(
         *(kernels, query, key_cache, value_cache, block_tables, seq_lens.data_ptr(), out),
@@ -117,7 +121,7 @@ def paged_attention_prefill(
     tensors: AttentionTensors,
     last_keys: np.ndarray | None = None,
 ) -> Tensor:
-    """See `Ops.paged_attention_prefill`; kernels: those for the dtype of query.
+    """Run `Ops.paged_attention_prefill` with the kernels for the dtype of query.
 
     The result of a token has the same bits however its prompt was cut into chunks, whatever else
     is in the batch, and on any number of threads. It may differ in the last bits from what
@@ -128,15 +132,15 @@ def paged_attention_prefill(
     num_requests = len(seq_lens)
     if len(query_start_loc) != num_requests + 1 or block_tables.shape[0] != num_requests:
         raise ValueError(
-            f"query_start_loc has {len(query_start_loc)} numbers and seq_lens {num_requests}, "
-            f"block_tables is {list(block_tables.shape)}"
+            "query_start_loc must have one entry more than seq_lens, and block_tables one row "
+            f"for each, got {len(query_start_loc)}, {num_requests} and {list(block_tables.shape)}"
         )
     # One buffer: to ask an array for its address takes longer than to fill one.
     host = np.empty(2 * num_requests + 1, dtype=np.int32)
     starts, lens = host[: num_requests + 1], host[num_requests + 1 :]
     starts[:], lens[:] = query_start_loc, seq_lens
     if num_requests and starts[0]:
-        raise ValueError(f"query_start_loc begins with {starts[0]}, not with 0")
+        raise ValueError(f"query_start_loc must begin with 0, got {starts[0]}")
     address = ctypes.addressof(c_int32.from_buffer(host.data))
     out = query.new_empty(num_tokens, num_heads, value_cache.shape[3])
     lens_address = address + starts.nbytes
@@ -194,7 +198,7 @@ def _arguments(
     options: AttentionOptions,
     tensors: AttentionTensors,
 ) -> Any:
-    """The struct for both kernels, but for what prefill alone has."""
+    """Make the struct for both kernels, without the fields that only prefill has."""
     slopes, sinks, key_scales, value_scales = tensors
     num_blocks, block_size, num_kv_heads, head_size = key_cache.shape
     num_requests, max_blocks = block_tables.shape
@@ -232,7 +236,7 @@ def _check(
     block_tables: Tensor,
     tensors: AttentionTensors,
 ) -> None:
-    """What both kernels rely on."""
+    """Check the conditions that both kernels rely on."""
     check_attention(query, key_cache, value_cache, tensors)
     if not key_cache.is_contiguous():
         _refuse_strides("key_cache", key_cache)
@@ -248,7 +252,7 @@ def _check(
 
 
 def _scales_address(scales: Tensor | None, num_kv_heads: int) -> int | None:
-    """Where the scales of a cache are, one for each of its heads; None stays None."""
+    """Return the address of the scales of a cache, one for each of its heads; None stays None."""
     if scales is None:
         return None
     is_known = scales.shape == (num_kv_heads,) and scales.dtype == torch.float32
@@ -290,11 +294,15 @@ def _refuse_chunk(
         start, end, seq_len = int(starts[b]), int(starts[b + 1]), int(lens[b])
         block_size, max_blocks = key_cache.shape[1], block_tables.shape[1]
         if not 0 <= start <= end <= num_tokens:
-            raise ValueError(f"request {b} has rows {start} to {end} of {num_tokens}")
+            raise ValueError(
+                f"tokens {start} to {end} of request {b} must be within the {num_tokens} tokens "
+                "of the batch"
+            )
         if end - start > seq_len or seq_len > max_blocks * block_size:
             raise ValueError(
-                f"request {b} has {end - start} new tokens of {seq_len} in all, and a table of "
-                f"{max_blocks} blocks of {block_size}"
+                f"request {b} must have at most as many new tokens as tokens ({seq_len}) and a "
+                f"block table that holds them all; got {end - start} new tokens and {max_blocks} "
+                f"blocks of {block_size}"
             )
         if last_keys is not None:
             check_last_keys(b, last_keys[start:end], seq_len)
@@ -309,7 +317,7 @@ def _refuse_request(
         raise MemoryError("not enough memory for paged attention")
     block_size, max_blocks = key_cache.shape[1], block_tables.shape[1]
     raise IndexError(
-        f"request {b} has {int(seq_lens[b])} tokens and the blocks {block_tables[b].tolist()}; "
-        f"its table holds {max_blocks * block_size} tokens, the cache has {key_cache.shape[0]} "
-        f"blocks"
+        f"request {b} has {int(seq_lens[b])} tokens and the blocks {block_tables[b].tolist()}, "
+        f"but its table holds only {max_blocks * block_size} tokens and the cache "
+        f"{key_cache.shape[0]} blocks"
     )

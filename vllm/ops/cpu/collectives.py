@@ -43,7 +43,9 @@ class SharedMemoryCollectives:
     ) -> None:
         plain = kernels.plain
         if size > plain.kMaxRanks:
-            raise ValueError(f"{size} ranks; shared memory has room for {plain.kMaxRanks}")
+            raise ValueError(
+                f"shared memory has room for at most {plain.kMaxRanks} ranks, got {size}"
+            )
         self.size = size
         self._first_rank, self._rank, self._timeout_s = first_rank, first_rank + rank, timeout_s
         num_bytes = header_bytes + 2 * size * buffer_bytes
@@ -64,7 +66,7 @@ class SharedMemoryCollectives:
         self._missing = plain.kMissing
 
     def all_reduce(self, x: Any) -> Tensor:
-        """The sum over the ranks, added in float; in place where the kernels have the dtype."""
+        """Sum over the ranks, added in float; in place if the kernels have the dtype."""
         if isinstance(x, Rows):
             return cast(Tensor, x.recorder.all_reduce(x, self))
         run = self._sums.get(x.dtype)
@@ -77,7 +79,7 @@ class SharedMemoryCollectives:
         return cast(Tensor, x)
 
     def all_gather(self, x: Any) -> Tensor:
-        """[..., n] of each rank -> [..., n * size], in rank order."""
+        """Gather [..., n] of each rank to [..., n * size], in rank order."""
         if isinstance(x, Rows):
             return cast(Tensor, x.recorder.all_gather(x, self))
         x = x.contiguous()
@@ -90,7 +92,7 @@ class SharedMemoryCollectives:
         return cast(Tensor, out)
 
     def failure(self, operation: str, status: int) -> CollectiveError:
-        """What a status of csrc/cpu/collectives.h means that an operation has returned."""
+        """Make the error for a status of csrc/cpu/collectives.h that an operation has returned."""
         if status == self._aborted:
             return CollectiveError(operation, self._rank, "another rank has failed")
         missing = self._first_rank + status - self._missing

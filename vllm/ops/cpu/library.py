@@ -73,7 +73,8 @@ class CPUKernels:
         functions = [find_openmp(name) for name in ("GOMP_parallel", "omp_get_thread_num")]
         if None in functions:
             logger.warning(
-                "torch uses no GNU-compatible OpenMP here: CPU kernels run on one thread"
+                "torch does not use a GNU-compatible OpenMP on this machine: CPU kernels run on "
+                "one thread"
             )
             return
         library.vllm_cpu_set_openmp(*(ctypes.cast(found, c_void_p) for found in functions))
@@ -99,7 +100,7 @@ class CPUKernels:
 
 
 def load_cpu_kernels() -> CPUKernels | None:
-    """The kernels, loaded once per process.
+    """Load the kernels, once per process.
 
     None when VLLM_CPU_KERNELS is 0, and when they were not built or cannot be loaded here; the
     reason is logged once, and the torch operators serve instead.
@@ -112,7 +113,7 @@ def load_cpu_kernels() -> CPUKernels | None:
 
 
 def require_cpu_kernels(what: str) -> CPUKernels:
-    """The kernels, for what does not work without them.
+    """Return the kernels, for code that does not work without them.
 
     Raises:
         RuntimeError: there are none.
@@ -129,13 +130,14 @@ def _load() -> CPUKernels | None:
         kernels = CPUKernels(LIBRARY_PATH)
     except OSError as error:
         reason = str(error) if LIBRARY_PATH.exists() else f"{LIBRARY_PATH} was not built"
-        logger.warning("the C++ CPU kernels are not used, torch operators run instead: %s", reason)
+        logger.warning("not using the C++ CPU kernels, torch operators run instead: %s", reason)
         return None
     wanted = envs.get().VLLM_CPU_ISA
     if wanted is not None and not kernels.set_isa(wanted):
         raise ConfigError(
             f"VLLM_CPU_ISA={wanted!r}: this build has no such kernels, or this processor cannot "
-            f"run them. The best set here is {kernels.isa!r}; leave the variable out to use it."
+            f"run them. The best set on this machine is {kernels.isa!r}; leave the variable out "
+            "to use it."
         )
     logger.debug("C++ CPU kernels loaded, instruction set %s", kernels.isa)
     return kernels
@@ -151,9 +153,9 @@ def _refuse_stale(path: Path, build: str) -> None:
     expected = hash_sources(_ROOT)
     if expected is None and version != __version__:
         raise ConfigError(
-            f"{path} was built for vllm {version or 'of an unknown version'}, this is "
+            f"{path} was built for vllm {version or 'of an unknown version'}, but this is "
             f"{__version__}. Install vllm again (pip install --force-reinstall vllm), or set "
-            f"VLLM_CPU_KERNELS=0 to run without the C++ CPU kernels."
+            "VLLM_CPU_KERNELS=0 to run without the C++ CPU kernels."
         )
     if expected not in (None, sources):
         raise ConfigError(
@@ -168,14 +170,14 @@ _Described = tuple[str, Any, torch.dtype | None]
 
 
 def _read_kernel(description: str) -> _Described:
-    """From "rms_norm bf16 vpppqqqqfi 139836471"."""
+    """Read a kernel from "rms_norm bf16 vpppqqqqfi 139836471"."""
     name, dtype, types, address = description.split()
     function = CFUNCTYPE(*(_C_TYPES[letter] for letter in types))(int(address))
     return name, function, _DTYPES.get(dtype)
 
 
 def _read_struct(description: str) -> _Described:
-    """From "Args 24 const T* x; int64_t n, size;"."""
+    """Read a struct from "Args 24 const T* x; int64_t n, size;"."""
     name, size, declarations = description.split(" ", 2)
     fields = []
     for declaration in declarations.split(";")[:-1]:
@@ -186,18 +188,18 @@ def _read_struct(description: str) -> _Described:
             fields.append((declarator.partition("=")[0].split()[-1], c_type))
     struct = type(name, (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
     if ctypes.sizeof(struct) != int(size):
-        raise AssertionError(f"{name} has {size} bytes, with these fields: {declarations}")
+        raise AssertionError(f"{name} must have {size} bytes for these fields: {declarations}")
     return name, struct, None
 
 
 def _read_enum(description: str) -> _Described:
-    """From "Format 8 kFloat, kBf16": they count from 0."""
+    """Read an enum from "Format 8 kFloat, kBf16": its members count from 0."""
     name, _, members = description.split(" ", 2)
     return name, IntEnum(name, members.replace(",", " "), start=0), None
 
 
 def _read_constant(description: str) -> _Described:
-    """From "kPanel 64 "."""
+    """Read a constant from "kPanel 64 "."""
     name, value = description.split()
     return name, int(value), None
 
@@ -211,13 +213,14 @@ _DESCRIBED: dict[str, Callable[[str], _Described]] = {
 
 
 def packer(struct: Any, names: str) -> Callable[..., bytes]:
-    """A function that makes the bytes of a struct from its fields: faster than a `ctypes` object.
+    """Return a function that makes the bytes of a struct from its fields: faster than a `ctypes`
+    object.
 
     Args:
         names: of the fields in the order in which they will be given.
     """
     fields = struct._fields_
     if names.split() != [name for name, _ in fields]:
-        raise AssertionError(f"{struct.__name__} has other fields than {names}")
+        raise AssertionError(f"{struct.__name__} must have exactly the fields {names}")
     letters = {c_void_p: "P", c_int64: "q", c_float: "f"}
     return Struct("".join(letters[c_type] for _, c_type in fields) + "0q").pack

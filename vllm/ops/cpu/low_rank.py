@@ -83,20 +83,24 @@ class PackedAdapter:
 def _parts_of(
     layer: AdaptedLayer, parts: Sequence[LoRAWeights | None]
 ) -> list[tuple[int, LoRAWeights]]:
-    """What an adapter adds to a layer: with its index among the projections of the layer."""
+    """Return the weights that an adapter adds to a layer, with their indices among the projections
+    of the layer."""
     found = []
     for index, (_, size) in enumerate(layer.parts):
         part = parts[layer.first_part + index]
         if part is None:
             continue
         if part.a.shape[1] != layer.in_features or part.b.shape != (size, len(part.a)):
-            raise ValueError(f"{list(part.a.shape)} and {list(part.b.shape)} for {layer}")
+            raise ValueError(
+                f"LoRA weights A {list(part.a.shape)} and B {list(part.b.shape)} do not fit the "
+                f"layer {layer}"
+            )
         found.append((index, part))
     return found
 
 
 class _Tiled:
-    """Where a matrix is in memory, tile by tile: those of the first rows come first.
+    """Location of a matrix in memory, tile by tile, beginning with the tiles of the first rows.
 
     Args:
         matrix: it ends with zeros where its last tiles are not full.
@@ -115,7 +119,7 @@ class _Tiled:
         self.start, self.end = start, start + self.padded_rows * self._padded_columns
 
     def fill(self, memory: Tensor, kernels: Any) -> None:
-        """Copy the matrix to its place."""
+        """Copy the matrix to its location."""
         rows, columns = self._tile
         count, length = self._matrix.shape
         matrix = self._matrix.to(memory.dtype)
@@ -132,7 +136,9 @@ class _Tiled:
             column_bytes=columns * item,
         )
         if kernels.tile_matrix(ctypes.byref(args)):
-            raise ValueError(f"the kernels make no tiles of {columns} columns of {memory.dtype}")
+            raise ValueError(
+                f"the kernels cannot make tiles of {columns} columns of {memory.dtype}"
+            )
 
 
 class PackedRows:
@@ -152,8 +158,8 @@ class PackedRows:
         is_dense = of_rows.is_contiguous() and of_rows.is_cpu
         if of_rows.dtype != torch.int32 or of_rows.shape != (num_rows,) or not is_dense:
             raise ValueError(
-                f"adapters are {of_rows.dtype} {list(of_rows.shape)} on {of_rows.device}, for "
-                f"{num_rows} rows"
+                f"add_low_rank: adapter indices must be int32 [{num_rows}] on cpu, got "
+                f"{of_rows.dtype} {list(of_rows.shape)} on {of_rows.device}"
             )
         known: list[PackedAdapter] = []
         addresses: list[int | None] = []
@@ -163,7 +169,7 @@ class PackedRows:
                 known.append(adapter)
             addresses.append(None if adapter is None else adapter.address)
         if len({adapter.is_float for adapter in known}) > 1:
-            raise ValueError("adapters of one launch have weights of one type")
+            raise ValueError("all adapters of a forward pass must have the same dtype")
         self._keep = rows, (ctypes.c_void_p * len(addresses))(*addresses)
         self.struct = kernels.AdaptedRows(
             adapters=ctypes.addressof(self._keep[1]),
@@ -177,7 +183,7 @@ class PackedRows:
 def add_low_rank(
     kernels: Any, y: Tensor, x: Tensor, layer: AdaptedLayer | LoRAHeads, rows: PackedRows
 ) -> None:
-    """As `Ops.add_low_rank`.
+    """Add the low-rank updates of adapters to y, as `Ops.add_low_rank` does.
 
     Args:
         kernels: of the dtype of x.
@@ -186,10 +192,15 @@ def add_low_rank(
     num_parts = len(layer.heads) if isinstance(layer, LoRAHeads) else len(layer.parts)
     shape = [len(x), num_parts] if has_heads else [len(x)]
     if [*x.shape] != [*shape, layer.in_features] or [*y.shape[:-1]] != shape or x.dtype != y.dtype:
-        raise ValueError(f"x is {list(x.shape)} and y {list(y.shape)} for {layer}")
+        raise ValueError(
+            f"add_low_rank: x {list(x.shape)} and y {list(y.shape)} do not fit the layer {layer}"
+        )
     is_dense = x.stride(-1) == y.stride(-1) == 1 and x.is_cpu and y.is_cpu
     if not is_dense or y.shape[-1] < layer.out_features:
-        raise ValueError(f"x is {list(x.stride())} and y {list(y.stride())} apart, for {layer}")
+        raise ValueError(
+            f"add_low_rank: x and y of {layer} must be on the CPU with dense rows, and y at least "
+            f"as wide as the layer; got strides {list(x.stride())} and {list(y.stride())}"
+        )
     args = kernels.LowRankArgs(
         adapted=rows.address,
         x=x.data_ptr(),
@@ -204,6 +215,6 @@ def add_low_rank(
     )
     bad = kernels.add_low_rank(ctypes.byref(args), _num_threads())
     if bad >= 0:
-        raise IndexError(f"row {bad} has an adapter that is not there")
+        raise IndexError(f"token {bad} refers to a LoRA slot that is not loaded")
     if bad != -1:
-        raise MemoryError("not enough memory for the adapters of a launch")
+        raise MemoryError("not enough memory for the LoRA adapters of a forward pass")

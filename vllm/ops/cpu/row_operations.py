@@ -26,7 +26,7 @@ class RowOperations:
     """Calls the operations for one dtype by name.
 
     Args:
-        kernels: those of the dtype.
+        kernels: the kernels of the dtype.
     """
 
     def __init__(self, kernels: Any) -> None:
@@ -53,7 +53,7 @@ class RowOperations:
         scalar: float = 0.0,
         second_scalar: float = 0.0,
     ) -> Tensor:
-        """The result of an operation.
+        """Run an operation and return its result.
 
         Args:
             kind: the name of the operation.
@@ -64,7 +64,7 @@ class RowOperations:
             is_gated: the result has N / 2 elements in its last dimension, and not N.
             in_place: the result may be written over x.
             factor: [T, 1], dense: a second operand with one number for each row x[t].
-            table, scales: float32, dense, for `route` alone: the bias and scales of `Ops.route`.
+            table, scales: float32, dense, only for `route`: the bias and scales of `Ops.route`.
             top_k: not 0: the result has that many choices of each row, see `choices_in`.
             groups: of what is chosen.
             option: what it means is said in csrc/cpu/program_args.h.
@@ -139,25 +139,26 @@ ROUTINGS: dict[Routing, int] = {
 
 
 def choice_width(top_k: int, dtype: torch.dtype) -> int:
-    """Elements that the choices of a token take: k ids of 8 bytes, then k weights of 4, in whole
-    multiples of 8 bytes."""
+    """Return the elements that the choices of a token take: k ids of 8 bytes, then k weights of 4,
+    in whole multiples of 8 bytes."""
     return 8 * (top_k + (top_k + 1) // 2) // dtype.itemsize
 
 
 def choices_in(rows: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """What `route` has written, [T, choice_width]: ids [T, k] int64 and weights [T, k] float32."""
+    """Read the output of `route`, [T, choice_width]: ids [T, k] int64 and weights [T, k]
+    float32."""
     return rows.view(torch.int64)[:, :top_k], rows.view(torch.float32)[:, 2 * top_k : 3 * top_k]
 
 
 def gated_size(size: int) -> int:
-    """Elements that a gated activation makes of `size`: gate, then up."""
+    """Return the number of elements that a gated activation makes of `size`: gate, then up."""
     if size % 2:
         raise ValueError(f"the last dimension of x must be even (gate and up), got {size}")
     return size // 2
 
 
 def _check_factor(factor: Tensor, x: Tensor) -> Tensor:
-    """factor is dense [T, 1], of the dtype of x [T, ...]."""
+    """Check that factor is dense [T, 1], of the dtype of x [T, ...]."""
     if factor.shape != (len(x), 1) or factor.dtype != x.dtype or not factor.is_cpu:
         refuse_pair("the factor", factor, "x", x)
     if not factor.is_contiguous():
@@ -166,7 +167,7 @@ def _check_factor(factor: Tensor, x: Tensor) -> Tensor:
 
 
 def _strided(x: Tensor) -> tuple[int, int, int]:
-    """Rows, heads of a row, and how far apart rows are."""
+    """Return the number of rows, the heads of a row, and the distance between rows."""
     if x.dim() not in (2, 3):
         refuse_strides("x", x)
     check_rows("x", x)
@@ -174,14 +175,14 @@ def _strided(x: Tensor) -> tuple[int, int, int]:
 
 
 def check_rows(name: str, x: Tensor) -> None:
-    """x [R, C] or [R, C, D] is dense in all dimensions but the first."""
+    """Check that x [R, C] or [R, C, D] is dense in all dimensions but the first."""
     stride, last = x.stride(), x.shape[-1]
     if stride[-1] != 1 or (x.dim() == 3 and stride[1] != last and x.shape[1] != 1):
         refuse_strides(name, x)
 
 
 def _check_operand(name: str, weight: Tensor, sizes: tuple[int, ...], x: Tensor) -> None:
-    """weight is dense, of these sizes and the dtype of x."""
+    """Check that weight is dense, of these sizes and the dtype of x."""
     if weight.shape != sizes or weight.dtype != x.dtype or not weight.is_cpu:
         refuse_pair(name, weight, "x", x)
     if not weight.is_contiguous():
@@ -190,8 +191,8 @@ def _check_operand(name: str, weight: Tensor, sizes: tuple[int, ...], x: Tensor)
 
 def refuse_pair(name: str, x: Tensor, other_name: str, other: Tensor) -> NoReturn:
     raise ValueError(
-        f"{name} is {x.dtype} {list(x.shape)} on {x.device}, "
-        f"{other_name} is {other.dtype} {list(other.shape)} on {other.device}"
+        f"{name} ({x.dtype} {list(x.shape)} on {x.device}) must match {other_name} ({other.dtype} "
+        f"{list(other.shape)} on {other.device})"
     )
 
 

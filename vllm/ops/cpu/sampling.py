@@ -38,7 +38,7 @@ class RowNumbers:
 
 @dataclass(frozen=True)
 class RowChanges:
-    """What changes the logits of some of n rows, in this order: edits, masks, penalties."""
+    """Changes of the logits of some of n rows, in this order: edits, masks, penalties."""
 
     changed: npt.NDArray[np.bool_]
     """[n] rows that are changed; nothing below is looked at for the others."""
@@ -64,10 +64,10 @@ class SamplingKernels:
         return logits.dtype in self._of and logits.is_cpu
 
     def _readable(self, logits: Tensor) -> Tensor:
-        """Checked, and with dense rows."""
+        """Check the logits, and return them with dense rows."""
         if not self.supports(logits) or logits.dim() != 2 or logits.shape[1] < 1:
             raise ValueError(
-                f"logits must be [n, V] float32 or bfloat16 on the host, V at least 1, are "
+                "logits must be [n, V] float32 or bfloat16 on the host, V at least 1, got "
                 f"{logits.dtype} {list(logits.shape)} on {logits.device}"
             )
         return logits if logits.stride(1) == 1 else logits.contiguous()
@@ -82,7 +82,7 @@ class SamplingKernels:
         numbers: RowNumbers | None = None,
         changes: RowChanges | None = None,
     ) -> None:
-        """One token for each row.
+        """Sample one token for each row.
 
         Args:
             logits: [n, V] that are supported, V at least 1; only read.
@@ -122,9 +122,7 @@ class SamplingKernels:
             _fill_changes(args, changes)
         status = kernels.sample(byref(args), _num_threads())
         if status == _NO_NUMBERS:
-            raise ValueError(
-                "draw keys or exponentials are required for rows that sample at random"
-            )
+            raise ValueError("random sampling needs keys of a random generator, or exponentials")
         if status:
             raise MemoryError(f"not enough memory to sample from {vocab_size} tokens")
 
@@ -135,12 +133,12 @@ class SamplingKernels:
         num_logprobs: int,
         rows: Int64Array | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities of given tokens and of the likeliest ones.
+        """Gather log-probabilities of given tokens and of the most likely ones.
 
         Args:
             logits: [n, V] that are supported, V at least 1.
             token_ids: [n] the given tokens, int32 or int64.
-            num_logprobs: k likeliest tokens, at most V; among equal ones the first come first.
+            num_logprobs: k most likely tokens, at most V; equal ones are in their order.
             rows: [m] of the n, each below n, in the order of the result; None: all of them.
 
         Returns:
@@ -155,7 +153,7 @@ class SamplingKernels:
         logits = self._readable(logits)
         n, vocab_size = logits.shape
         if num_logprobs < 0:
-            raise ValueError(f"num_logprobs is {num_logprobs}")
+            raise ValueError(f"num_logprobs must not be negative, got {num_logprobs}")
         given = token_ids
         if given.dtype == torch.int64:  # what int32 does not hold stays out of the vocabulary
             given = given.clamp(-1, vocab_size)
@@ -181,15 +179,19 @@ class SamplingKernels:
         )
         bad = kernels.gather_logprobs(byref(args), _num_threads())
         if bad >= 0:
-            raise IndexError(f"token_ids[{bad}] is {token_ids[bad]} of {vocab_size} tokens")
+            raise IndexError(
+                f"token_ids[{bad}] must be a token of the vocabulary of {vocab_size}, got "
+                f"{token_ids[bad]}"
+            )
         if bad != -1:
-            raise MemoryError(f"not enough memory for {vocab_size} tokens")
+            raise MemoryError(f"not enough memory for a vocabulary of {vocab_size} tokens")
         return ids, logprobs, ranks
 
     def exponentials(
         self, keys: npt.NDArray[np.uint64], positions: Int64Array, count: int
     ) -> npt.NDArray[np.float32]:
-        """[n, count] as `vllm.sample.random.exponentials_at`, equal but for the last bits."""
+        """Compute [n, count] like `vllm.sample.random.exponentials_at`, equal except for the last
+        bits."""
         _check_pairs(keys, positions, len(keys))
         out = np.empty((len(keys), count), np.float32)
         self._draw_exponentials(
@@ -205,7 +207,7 @@ class SamplingKernels:
 
 @functools.cache
 def load_sampling_kernels() -> SamplingKernels | None:
-    """The kernels, or None where the library was not built."""
+    """Return the kernels, or None if the library was not built."""
     library = load_cpu_kernels()
     return None if library is None else SamplingKernels(library)
 
@@ -216,7 +218,7 @@ def _fill_numbers(args: Any, numbers: RowNumbers, vocab_block: int) -> None:
         num_draws = numbers.exponentials.shape[-1]
         _check("exponentials", numbers.exponentials, torch.float32, (args.n, num_draws))
         if num_draws < least:
-            raise ValueError(f"{num_draws} random numbers for a row, {least} are needed")
+            raise ValueError(f"each request needs at least {least} random numbers, got {num_draws}")
         args.exponentials, args.num_draws = numbers.exponentials.data_ptr(), num_draws
         return
     if numbers.keys is None or numbers.positions is None:
@@ -229,7 +231,10 @@ def _fill_numbers(args: Any, numbers: RowNumbers, vocab_block: int) -> None:
 
 def _fill_changes(args: Any, changes: RowChanges) -> None:
     if len(changes.changed) != args.n:
-        raise ValueError(f"changed has {len(changes.changed)} rows of {args.n}")
+        raise ValueError(
+            f"changed must have one entry for each of the {args.n} requests, got "
+            f"{len(changes.changed)}"
+        )
     args.changed = _address("changed", changes.changed, np.bool_)
     if changes.edits is not None:
         token_ids, values = changes.edits
@@ -243,10 +248,13 @@ def _fill_changes(args: Any, changes: RowChanges) -> None:
         _check("words of masks", words, torch.int32, (len(words), args.num_words))
         if len(mask_of) != args.n or mask_of.max(initial=-1) >= len(words):
             raise ValueError(
-                f"mask_of has {len(mask_of)} entries for {args.n} rows and {len(words)} masks"
+                f"mask_of must have one entry for each of the {args.n} requests, got "
+                f"{len(mask_of)} for {len(words)} masks"
             )
         if 32 * args.num_words < args.vocab_size:
-            raise ValueError(f"{args.num_words} words mask {args.vocab_size} tokens")
+            raise ValueError(
+                f"a mask of {args.num_words} words is too short for {args.vocab_size} tokens"
+            )
         args.mask_of, args.mask_words = _address("mask_of", mask_of, np.int32), words.data_ptr()
     if changes.penalties is not None:
         token_ids, counts = changes.penalties
@@ -260,13 +268,16 @@ def _fill_changes(args: Any, changes: RowChanges) -> None:
 
 def _check_pairs(keys: npt.NDArray[np.uint64], positions: Int64Array, num_rows: int) -> None:
     if not len(keys) == len(positions) == num_rows:
-        raise ValueError(f"{len(keys)} keys, {len(positions)} positions, {num_rows} rows")
+        raise ValueError(
+            f"keys ({len(keys)}) and positions ({len(positions)}) must have one entry for each of "
+            f"the {num_rows} requests"
+        )
 
 
 def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     if x.dtype != dtype or x.shape != shape or not x.is_contiguous() or not x.is_cpu:
         raise ValueError(
-            f"{name} must be dense {dtype} {list(shape)} on the host, is {x.dtype} "
+            f"{name} must be dense {dtype} {list(shape)} on the host, got {x.dtype} "
             f"{list(x.shape)} on {x.device}"
         )
 
@@ -276,7 +287,7 @@ def _row_address(rows: Int64Array | None, n: int) -> int | None:
     if rows is not None and len(rows):
         unsigned = rows.view(np.uint64)  # one look at each: a negative number is a large one
         if unsigned.max() >= n:
-            raise ValueError(f"row {rows[unsigned.argmax()]} of {n}")
+            raise ValueError(f"request index {rows[unsigned.argmax()]} must be below {n}")
     return address
 
 
@@ -284,5 +295,5 @@ def _address(name: str, x: npt.NDArray[Any] | None, dtype: type[np.generic]) -> 
     if x is None:
         return None
     if x.dtype != dtype or x.ndim != 1 or not x.flags.c_contiguous:
-        raise ValueError(f"{name} must be a dense vector of {dtype.__name__}, is {x.dtype}")
+        raise ValueError(f"{name} must be a dense vector of {dtype.__name__}, got {x.dtype}")
     return torch.from_numpy(x).data_ptr()  # half the time of x.ctypes.data

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def hash_sources(root: Path) -> str | None:
-    """Hash of what decides the content of the library: setup.py and csrc/cpu under `root`.
+    """Hash the files that decide the content of the library: setup.py and csrc/cpu under `root`.
 
     None where they are not: the package is installed, and not from a checkout in place.
     """

@@ -18,7 +18,7 @@ def scan_tokens(
     b: Tensor,
     c: Tensor,
 ) -> Tensor:
-    """See `Ops.scan_tokens`.
+    """Run the scan of Mamba-2 over one token of each sequence, as `Ops.scan_tokens` does.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -111,9 +111,12 @@ def delta_tokens(
 def _check_states(states: Tensor, num_groups: int) -> None:
     num_heads = states.shape[1]
     if num_heads % num_groups:
-        raise ValueError(f"{num_heads} heads are not a multiple of {num_groups} groups")
+        raise ValueError(
+            f"the number of heads ({num_heads}) must be a multiple of the number of groups "
+            f"({num_groups})"
+        )
     if not states.is_contiguous():
-        raise ValueError("states are not dense")
+        raise ValueError("the recurrent states must be dense")
 
 
 def _dense(given: Mapping[str, tuple[Tensor, torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
@@ -121,8 +124,8 @@ def _dense(given: Mapping[str, tuple[Tensor, torch.dtype, tuple[int, ...]]]) -> 
     for name, (tensor, dtype, shape) in given.items():
         if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_cpu:
             raise ValueError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; needed: "
-                f"{dtype} {list(shape)} on cpu"
+                f"{name} must be {dtype} {list(shape)} on cpu, got {tensor.dtype} "
+                f"{list(tensor.shape)} on {tensor.device}"
             )
     return [tensor.contiguous() for tensor, _, _ in given.values()]
 
@@ -130,4 +133,6 @@ def _dense(given: Mapping[str, tuple[Tensor, torch.dtype, tuple[int, ...]]]) -> 
 def _check_row(bad: int, rows: Tensor, num_rows: int) -> None:
     """Raise for the sequence that a kernel has refused; -1: none."""
     if bad >= 0:
-        raise IndexError(f"rows[{bad}] is {rows[bad]}, there are {num_rows} states")
+        raise IndexError(
+            f"rows[{bad}] must be one of the {num_rows} recurrent states, got {rows[bad]}"
+        )

@@ -88,7 +88,7 @@ class Symbol:
         self.recorder = recorder
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise NotFusibleError(f"{name} of a tensor of a launch cannot be recorded")
+        raise NotFusibleError(f"{name} of a recorded tensor is not supported")
 
     @classmethod
     def __torch_function__(
@@ -105,7 +105,7 @@ class Symbol:
 
 def _refuse(name: str) -> Any:
     def method(self: Symbol, *args: Any) -> NoReturn:
-        raise NotFusibleError(f"{name} of a tensor of a launch cannot be recorded")
+        raise NotFusibleError(f"{name} of a recorded tensor is not supported")
 
     return method
 
@@ -117,29 +117,38 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg", "po
 
 
 class Ids(Symbol):
-    """Token ids or positions, [T] int64.
+    """Token ids, positions or types of tokens, [T] int64.
 
     Args:
         recorder: of the operations that use them.
-        is_position: False for token ids.
+        is_position: False for token ids and types.
         offset: what is added to every one.
         num_rows: of this rank's part of a table, where other ids than those below are looked up by
             other ranks; 0: tables are whole.
+        is_type: True for types of tokens.
     """
 
     dtype = torch.int64
 
     def __init__(
-        self, recorder: SymbolRecorder, is_position: bool, offset: int = 0, num_rows: int = 0
+        self,
+        recorder: SymbolRecorder,
+        is_position: bool,
+        offset: int = 0,
+        num_rows: int = 0,
+        *,
+        is_type: bool = False,
     ) -> None:
         super().__init__(recorder)
-        self.is_position = is_position
+        self.is_position, self.is_type = is_position, is_type
         self.offset = offset
         self.num_rows = num_rows
 
     def __add__(self, other: Any) -> "Ids":
         if not isinstance(other, int):
-            raise NotFusibleError("ids and positions can only be added to numbers")
+            raise NotFusibleError("only integers can be added to token ids and positions")
+        if self.is_type:
+            raise NotFusibleError("integers cannot be added to types of tokens")
         return Ids(self.recorder, self.is_position, self.offset + other, self.num_rows)
 
     def dim(self) -> int:
@@ -147,7 +156,7 @@ class Ids(Symbol):
 
 
 class Buffer:
-    """Where an operation puts its result: a row per token.
+    """The buffer for the result of an operation: a row per token.
 
     Args:
         width: elements of a row.
@@ -158,7 +167,7 @@ class Buffer:
 
 
 class Rows(Symbol):
-    """Some or all elements of the rows of a buffer, [T, *sizes].
+    """Some or all elements of each token in a buffer, [T, *sizes].
 
     Args:
         recorder: of the operations that use them.
@@ -211,18 +220,18 @@ class Rows(Symbol):
         return self.is_whole
 
     def contiguous(self) -> "Rows":
-        """These rows, or a copy of what is a part of others."""
+        """Return this tensor, or a copy if it is a part of another one."""
         return self if self.is_whole else self.recorder.cat((self,))
 
     def float(self) -> "Rows":
-        """As float32."""
+        """Convert to float32."""
         return self if self.dtype == torch.float32 else self.recorder.widen(self)
 
     def split(self, sizes: Sequence[int], dim: int = -1) -> list["Rows"]:
-        """Parts of the last dimension of rows [T, W] or [T, H, D]."""
+        """Split the last dimension of [T, W] or [T, H, D]."""
         last = self.sizes[-1]
         if len(self.sizes) > 2 or dim not in (-1, len(self.sizes)) or sum(sizes) != last:
-            raise NotFusibleError(f"rows of {self.sizes} cannot be split into {sizes}")
+            raise NotFusibleError(f"split: sizes {sizes} do not add up to {self.sizes}")
         heads = self.sizes[:-1]
         stride = (self.head_stride or last) if heads else None
         starts = [self.offset + sum(sizes[:i]) for i in range(len(sizes))]
@@ -232,28 +241,30 @@ class Rows(Symbol):
         ]
 
     def unsqueeze(self, dim: int) -> "Rows":
-        """Rows [T, W] as [T, 1, W]."""
+        """Return [T, W] as [T, 1, W]."""
         if dim != 1 or len(self.sizes) != 1:
-            raise NotFusibleError(f"rows of {self.sizes} cannot get a dimension {dim}")
+            raise NotFusibleError(f"unsqueeze: {self.sizes} cannot get a dimension {dim}")
         return Rows(self.recorder, self.buffer, (1, self.width), self.offset, None, self.dtype)
 
     def unflatten(self, dim: int, sizes: tuple[int, ...]) -> "Rows":
-        """The last dimension as several, one of which may be -1."""
+        """Split the last dimension into several, one of which may be -1."""
         if dim not in (-1, len(self.sizes)) or self.head_stride is not None:
-            raise NotFusibleError(f"dimension {dim} of rows of {self.sizes} cannot be unflattened")
+            raise NotFusibleError(
+                f"unflatten: dimension {dim} of {self.sizes} cannot be unflattened"
+            )
         last = torch.empty(self.sizes[-1], device="meta").unflatten(0, sizes).shape
         return Rows(self.recorder, self.buffer, (*self.sizes[:-1], *last), self.offset)
 
     def flatten(self, start_dim: int = 0) -> "Rows":
-        """All dimensions after the first as one."""
+        """Join all dimensions after the first."""
         if start_dim != 1 or self.head_stride is not None:
-            raise NotFusibleError("the dimension of tokens, and parts of heads, stay as they are")
+            raise NotFusibleError("the dimension of tokens, and parts of heads, cannot be changed")
         return Rows(self.recorder, self.buffer, (self.width,), self.offset)
 
     def clamp(self, least: builtins.float, largest: builtins.float) -> "Rows":
-        """Elements within symmetric limits."""
+        """Clip elements to symmetric limits."""
         if least != -largest or largest <= 0:
-            raise NotFusibleError(f"limits of {least} and {largest} cannot be recorded")
+            raise NotFusibleError(f"clamp: limits of {least} and {largest} cannot be recorded")
         return self.recorder.clip(self, largest)
 
     def __getitem__(self, index: Any) -> "Rows":
@@ -264,7 +275,7 @@ class Rows(Symbol):
             end = index[-1].stop
         is_first_part = isinstance(end, int) and end > 0 and index == (..., slice(None, end))
         if not is_first_part or len(self.sizes) != 1:
-            raise NotFusibleError(f"the part {index} of rows of {self.sizes} cannot be recorded")
+            raise NotFusibleError(f"the part {index} of {self.sizes} cannot be recorded")
         return Rows(self.recorder, self.buffer, (min(end, self.width),), self.offset)
 
     def __add__(self, other: Any) -> "Rows":

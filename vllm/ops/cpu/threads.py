@@ -9,7 +9,7 @@ import torch
 
 
 def find_openmp(name: str) -> Any:
-    """A function of the OpenMP runtime that torch itself calls, or None.
+    """Return a function of the OpenMP runtime that torch itself calls, or None.
 
     The global scope comes first because the dynamic linker looks there first for torch too: a
     preloaded runtime (LD_PRELOAD=libiomp5.so) is the one that runs.

@@ -25,7 +25,7 @@ _PARTS = (
 
 
 class ExpertOperators(NamedTuple):
-    """Which operators for experts can be used. Asked before a model runs: compiled code cannot
+    """The operators for experts that can be used. Asked before a model runs: compiled code cannot
     ask."""
 
     plain: bool
@@ -36,15 +36,16 @@ class ExpertOperators(NamedTuple):
 
     @classmethod
     def of(cls, kernels: FusedKernels, options: ExpertOptions = SILU_EXPERTS) -> "ExpertOperators":
-        """Return those of a card that experts with these options may need. Only experts with biases
-        ask for operators with biases: the first question tries one of them on the card."""
+        """Return the operators of a card that experts with these options may need. Only experts
+        with biases ask for operators with biases: the first question tries one of them on the
+        card."""
         has_biases = options.limit is not None
         return cls(*(("biases" not in x or has_biases) and kernels.has(x) for x in _PARTS))
 
 
 @dataclass(frozen=True)
 class CardExperts:
-    """How a card computes experts.
+    """Computes experts on a card.
 
     `mixture_of_experts` has two activations: silu without biases, and the clamped one of GPT-OSS
     with biases. What it has not, and plain eager mode, for which it is not, is left to torch.
@@ -75,7 +76,7 @@ class CardExperts:
         biases: ExpertBiases,
         has_inputs_first: bool = False,
     ) -> Tensor:
-        """As `Ops.moe`.
+        """Run experts, as `Ops.moe` does.
 
         Args:
             x, ids, weights, biases: as there.
@@ -117,8 +118,8 @@ class CardExperts:
 
 
 def in_turn(x: Tensor, dim: int) -> Tensor:
-    """Return x with gate and up of each feature in turn along a dimension that has all gates before
-    all ups, as operators with biases take it."""
+    """Return x with gate and up of each feature alternating along a dimension that has all gates
+    before all ups, as operators with biases need it."""
     return x.unflatten(dim, (2, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 

@@ -1,4 +1,4 @@
-"""Experts of 4 and 8 bits on a Gaudi card, which are widened for each launch.
+"""Experts of 4 and 8 bits on a Gaudi card, which are dequantized for each launch.
 
 The operator for experts multiplies bf16 or fp8. So the weights of a layer are converted to the
 dtype of its inputs before it, in each launch: what stays in memory is narrow, and one layer at a
@@ -37,18 +37,18 @@ class HPULowBitExperts(CardLayer):
         self.gate_up, self.down = gate_up, down
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """See `PreparedExperts`."""
+        """Run the experts; see `PreparedExperts`."""
         gate_up, down = (each.dense(x.dtype) for each in (self.gate_up, self.down))
         return self._card.moe(
             *(x, topk_ids, topk_weights, gate_up, down, self._biases), has_inputs_first=True
         )
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
-        """See `ExpertProducts`."""
+        """Multiply with gate and up of an expert; see `ExpertProducts`."""
         return x @ self.gate_up.of_expert(expert, x.dtype)
 
     def multiply_down(self, expert: int, x: Tensor) -> Tensor:
-        """See `ExpertProducts`."""
+        """Multiply with down of an expert; see `ExpertProducts`."""
         return x @ self.down.of_expert(expert, x.dtype)
 
 
@@ -60,7 +60,7 @@ def prepare_narrow_experts(
     biases: ExpertBiases,
     card: CardExperts,
 ) -> HPULowBitExperts | None:
-    """The experts as the card has them; None: it has them in the dtype of the inputs only.
+    """Prepare experts for the card; None: it supports them only in the dtype of the inputs.
 
     Args:
         gate, up, down: see `Ops.prepare_experts`.
@@ -77,7 +77,7 @@ def prepare_narrow_experts(
 
 
 def _side_by_side(gate: StoredWeight, up: StoredWeight) -> StoredWeight | None:
-    """Gate and up as one weight; None: they are stored in other ways, or have other groups."""
+    """Join gate and up into one weight; None: their formats or groups differ."""
     return (gate.as_grouped() or gate).joined(up.as_grouped() or up)
 
 
@@ -102,8 +102,8 @@ def _stack(
 
 
 class _NarrowStack(nn.Module):
-    """One product of E experts. Inputs that a group has from everywhere are neighbours in memory,
-    and come back to their places when they are widened.
+    """One matrix of E experts. Inputs of a group from everywhere are neighbours in memory, and are
+    reordered when they are dequantized.
 
     Args:
         rows: of the experts after each other.
@@ -119,14 +119,14 @@ class _NarrowStack(nn.Module):
             self.places = nn.Parameter(all_places.int(), requires_grad=False)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """[E, in, out]"""
+        """Return all matrices [E, in, out]."""
         rows = self.rows.widened(dtype)
         if self.places is not None:
             rows = rows.index_select(0, self.places)
         return rows.unflatten(0, (self.num_experts, -1))
 
     def of_expert(self, expert: int, dtype: torch.dtype) -> Tensor:
-        """[in, out] of the expert of this number."""
+        """Return the matrix [in, out] of the expert of this index."""
         rows = self.rows.widened(dtype, partial(self._part, expert))
         if self.places is not None:
             rows = rows.index_select(0, self._part(expert, self.places) - expert * len(rows))

@@ -1,4 +1,4 @@
-"""Numbers of few bits in the memory of a Gaudi card, which become wide for each launch.
+"""Weights of few bits in the memory of a Gaudi card, which are dequantized for each launch.
 
 A card multiplies bf16 or fp8. Numbers of 4 bits are read by `convert_from_uint4`, numbers of 8 bits
 by a cast of int8, and arithmetic of torch makes of them what the format says. A row is an input, so
@@ -29,13 +29,13 @@ Part = Callable[[Tensor], Tensor]
 _BYTE_MIDDLE = 128
 """Bytes less so much are int8, which the card converts."""
 _WORD = 8
-"""Numbers of 4 bits in a word."""
+"""Number of 4-bit values in a word."""
 _UINT4_MIDDLE = 8
 """Code of 0 in `_E2m1Rows`."""
 
 
 def whole(kept: Tensor) -> Tensor:
-    """Every row."""
+    """Return every row."""
     return kept
 
 
@@ -44,13 +44,13 @@ class LowBitWeight(nn.Module, ABC):
 
     @abstractmethod
     def widened(self, dtype: torch.dtype, part: Part = whole) -> Tensor:
-        """[rows, N] of `dtype`, or those of the rows that `part` takes."""
+        """Dequantize to [rows, N] of `dtype`, or only the rows that `part` selects."""
 
 
 def low_bit_weight(
     weights: Sequence[StoredWeight], kernels: FusedKernels, dtype: torch.dtype
 ) -> LowBitWeight | None:
-    """Rows of weights that are stored alike; None: they are not, or a card has no such numbers.
+    """Join weights that are stored alike; None: they are not, or a card has no kernel for them.
 
     Args:
         weights: on the host, neighbours in groups.
@@ -151,7 +151,7 @@ class _ByteRows(LowBitWeight):
 
 
 class _WholeNumbers(nn.Module):
-    """Rows of 4 bits as whole numbers from -zero to 15 - zero, which every dtype has exactly.
+    """Rows of 4 bits as integers from -zero to 15 - zero, which every dtype has exactly.
 
     Args:
         numbers: [N, inputs] uint8 below 16 of each weight.
@@ -168,7 +168,7 @@ class _WholeNumbers(nn.Module):
         self.ones = _parameter(torch.ones(1, num_columns))
 
     def widened(self, dtype: torch.dtype, part: Part) -> Tensor:
-        """[rows, N] of `dtype`."""
+        """Dequantize to [rows, N] of `dtype`."""
         ones = self.ones.to(dtype)
         return self._kernels.from_uint4(part(self.words), ones, self.zeros, dtype)
 
@@ -239,11 +239,11 @@ class _Nvfp4Rows(LowBitWeight):
 
 
 class _MinimumRows(LowBitWeight):
-    """Whole numbers times a scale, less a minimum, in float32.
+    """Integers times a scale, less a minimum, in float32.
 
     Args:
         weights: on the host.
-        kernels: of the card, which reads 4 bits; None: the numbers are bytes.
+        kernels: the card's kernels for 4 bits; None: the values are bytes.
     """
 
     def __init__(self, weights: Sequence[MinimumWeight], kernels: FusedKernels | None) -> None:
@@ -276,14 +276,14 @@ class _FactorRows(nn.Module):
         self.multipliers = _parameter(torch.cat([each.multipliers.T for each in scales]))
 
     def values(self, part: Part) -> Tensor:
-        """[G, 1, N] float32"""
+        """Return the scales as [G, 1, N] float32."""
         factors = part(self.factors)
         multipliers = part(self.multipliers).float()
         return (multipliers.unflatten(0, (len(factors), -1)) * factors).flatten(0, 1)[:, None]
 
 
 def _packed(numbers: Sequence[Tensor]) -> Tensor:
-    """[N, inputs] uint8 of each weight -> [all inputs, N / 8] int32 words."""
+    """Pack [N, inputs] uint8 of each weight -> [all inputs, N / 8] int32 words."""
     return pack_nibbles(torch.cat([each.T for each in numbers]).contiguous())
 
 

@@ -55,7 +55,7 @@ class HPUMxfp4Experts(CardLayer):
         self.register_buffer("elements", values, persistent=False)
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """See `PreparedExperts`."""
+        """Run the experts; see `PreparedExperts`."""
         card = self._card
         if not card.can_fuse:
             return self._one_by_one(x, topk_ids, topk_weights)
@@ -92,16 +92,16 @@ class HPUMxfp4Experts(CardLayer):
         )
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
-        """See `ExpertProducts`."""
+        """Multiply with gate and up of an expert; see `ExpertProducts`."""
         weight = self._dense(self.gate_up[expert], self.gate_up_scales[expert], x.dtype)
         return x @ (_apart(weight, 0) if self._is_biased else weight).T
 
     def multiply_down(self, expert: int, x: Tensor) -> Tensor:
-        """See `ExpertProducts`."""
+        """Multiply with down of an expert; see `ExpertProducts`."""
         return x @ self._dense(self.down[expert], self.down_scales[expert], x.dtype).T
 
     def _dense(self, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """[..., out, in / 2] and [..., out, in / 32] -> [..., out, in]"""
+        """Dequantize [..., out, in / 2] and [..., out, in / 32] -> [..., out, in]."""
         codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten().int()
         values = self.elements.index_select(0, codes).view(*scales.shape, -1)
         powers = torch.exp2(scales.float() - _E8M0_BIAS)
@@ -143,13 +143,13 @@ def _whole_blocks(weights: Sequence[StoredWeight]) -> list[Mxfp4Weight]:
 
 
 def _stacked(weights: Sequence[Mxfp4Weight]) -> tuple[Tensor, Tensor]:
-    """([E, out, in / 2], [E, out, in / 32]), uint8"""
+    """Stack the weights as ([E, out, in / 2], [E, out, in / 32]), uint8."""
     blocks = torch.stack([weight.blocks.flatten(-2) for weight in weights])
     return blocks, torch.stack([weight.scales for weight in weights])
 
 
 def _zeros(weight: Tensor) -> Tensor:
-    """A bias of no effect."""
+    """Make a bias of zeros."""
     return torch.zeros(weight.shape[:2], dtype=torch.bfloat16)
 
 

@@ -90,7 +90,7 @@ class HPUOps(NativeOps):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: int = 0) -> Tensor:
         if weight.shape != x.shape[-1:]:
-            raise ValueError(f"weight is {list(weight.shape)}, x is {list(x.shape)}")
+            raise ValueError(f"weight {list(weight.shape)} does not fit x {list(x.shape)}")
         if not self._has_rms_norm:
             return super().rms_norm(x, weight, eps, offset)
         if offset:
@@ -161,7 +161,7 @@ class HPUOps(NativeOps):
 
 
 def _widen(half: Tensor, is_neox: bool) -> Tensor:
-    """From one value per pair, [T, 1, rot_dim / 2], to one per element, in the order of pairs."""
+    """Expand one value per pair, [T, 1, rot_dim / 2], to one per element, in the order of pairs."""
     if is_neox:
         return torch.cat((half, half), dim=-1)
     # Unlike repeat_interleave, a view of fixed shape.

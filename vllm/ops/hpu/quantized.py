@@ -1,4 +1,5 @@
-"""Quantized weights on a Gaudi card: FP8 products, and numbers that become wide for a product.
+"""Quantized weights on a Gaudi card: FP8 matmuls, and low-bit weights that are dequantized for a
+matmul.
 
 Weights are brought into the layout of the card on the host, while they are loaded. Shapes depend on
 the arguments alone, so that every step can be captured in a graph.
@@ -37,7 +38,7 @@ class _Fp8Rows(NamedTuple):
 
 
 def _fp8_rows(weight: Fp8Weight, fp8_max: float) -> _Fp8Rows:
-    """Numbers that the card has, with one scale for each output feature.
+    """Convert a weight to values that the card supports, with one scale for each output feature.
 
     Blocks of scales are converted, which rounds once more. Where e4m3 ends at 240 (Gaudi 2),
     numbers of a wider range are halved and scales doubled.
@@ -54,8 +55,8 @@ def _fp8_rows(weight: Fp8Weight, fp8_max: float) -> _Fp8Rows:
 
 
 def _round_rows(kernels: FusedKernels, x: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
-    """Inputs [T, in_features] as numbers of the card, and what each row was divided by, [T, 1]
-    float32: its largest number becomes the largest of the card."""
+    """Round inputs [T, in_features] to FP8 of the card, and return the divisor of each row, [T, 1]
+    float32: its largest value becomes the largest of the card."""
     scale = (x.abs().amax(-1, keepdim=True).float() + _TINY) / fp8_max
     return kernels.cast_to_fp8(x, scale.reciprocal(), torch.float8_e4m3fn), scale
 
@@ -78,7 +79,7 @@ class HPUFp8Weight(nn.Module):
             self.input_scale = nn.Parameter(torch.tensor([input_scale]), requires_grad=False)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `PreparedWeight`."""
+        """Multiply with the weight; see `PreparedWeight`."""
         rows = x.reshape(-1, x.shape[-1])
         scale: Tensor = self.input_scale
         if scale is None:
@@ -92,16 +93,16 @@ class HPUFp8Weight(nn.Module):
 
 
 class HPUFp8Experts(CardLayer):
-    """Experts of fp8 numbers with a scale per output feature, as `_fp8_rows` makes them.
+    """FP8 experts with a scale per output feature, as `_fp8_rows` makes them.
 
-    Inputs of both products are rounded to fp8 with a scale for each row; scales of a checkpoint
+    Inputs of both matmuls are rounded to fp8 with a scale for each row; scales of a checkpoint
     for its inputs are not used.
 
     Args:
         gate, up, down, biases: see `Ops.prepare_experts`.
         fp8_max: the largest number of the card's e4m3.
         card: what it computes of them. Its operator in fp8 has silu and no biases; others are one
-            product after the other.
+            matmul after the other.
     """
 
     def __init__(
@@ -124,8 +125,8 @@ class HPUFp8Experts(CardLayer):
         self.down, self.down_scale = self._stack(downs, len(downs))
 
     def _stack(self, rows: Sequence[_Fp8Rows], num_experts: int) -> list[nn.Parameter]:
-        """Numbers [num_experts, out_features, in_features] and scales [num_experts, out_features];
-        fp8 is put together as bytes."""
+        """Stack values [num_experts, out_features, in_features] and scales [num_experts,
+        out_features]; FP8 is joined as bytes."""
         numbers = torch.cat([each.numbers.view(torch.uint8) for each in rows])
         scales = torch.cat([each.scales for each in rows])
         parts = (numbers.view(torch.float8_e4m3fn), scales)
@@ -135,7 +136,7 @@ class HPUFp8Experts(CardLayer):
         ]
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """See `PreparedExperts`."""
+        """Run the experts; see `PreparedExperts`."""
         card = self._card
         if not (card.is_plain(self._biases) and card.can_fuse and card.operators.fp8):
             return sum_of_experts(
@@ -166,11 +167,11 @@ class HPUFp8Experts(CardLayer):
         return product if bias is None else product + bias[expert]
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
-        """See `ExpertProducts`."""
+        """Multiply with gate and up of an expert; see `ExpertProducts`."""
         return self._multiply(self.gate_up[expert], self.gate_up_scale[expert], x)
 
     def multiply_down(self, expert: int, x: Tensor) -> Tensor:
-        """See `ExpertProducts`."""
+        """Multiply with down of an expert; see `ExpertProducts`."""
         return self._multiply(self.down[expert], self.down_scale[expert], x)
 
     def _multiply(self, weight: Tensor, weight_scale: Tensor, x: Tensor) -> Tensor:
@@ -180,9 +181,9 @@ class HPUFp8Experts(CardLayer):
 
 
 class HPUNarrowWeight(nn.Module):
-    """Numbers of 4 or 8 bits that are converted to the dtype of the inputs for each product.
+    """A weight of 4 or 8 bits that is converted to the dtype of the inputs for each matmul.
 
-    With an order, columns were permuted at load, and inputs are permuted for each product.
+    With an order, columns were permuted at load, and inputs are permuted for each matmul.
 
     Args:
         rows: one for each column of the weight.
@@ -197,7 +198,7 @@ class HPUNarrowWeight(nn.Module):
             self.order = nn.Parameter(order.int(), requires_grad=False)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `PreparedWeight`."""
+        """Multiply with the weight; see `PreparedWeight`."""
         weight = self.rows.widened(x.dtype)
         if self.order is not None:
             x = x.index_select(-1, self.order)
@@ -205,14 +206,14 @@ class HPUNarrowWeight(nn.Module):
 
 
 class HPUStackedWeight(nn.Module):
-    """The outputs of several weights of the same inputs, one product after the other."""
+    """The outputs of several weights with the same inputs, one matmul after the other."""
 
     def __init__(self, parts: "Sequence[HPUWeight]") -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `PreparedWeight`."""
+        """Multiply with all weights; see `PreparedWeight`."""
         products: list[Tensor] = [part.linear(x) for part in self.parts]  # type: ignore[operator]
         out = torch.cat(products, dim=-1)
         return out if bias is None else out + bias
@@ -226,7 +227,7 @@ HPUWeight = HPUFp8Weight | HPUNarrowWeight | HPUStackedWeight
 def prepare_on_host(
     weight: StoredWeight, kernels: FusedKernels, fp8_max: float, dtype: torch.dtype
 ) -> HPUWeight | None:
-    """The weight as the card multiplies with it, on the host; None: it has no such format.
+    """Prepare a weight for the card, on the host; None: it has no format for it.
 
     Args:
         weight: on the host.

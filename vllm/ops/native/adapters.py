@@ -1,4 +1,4 @@
-"""The low-rank products of adapters in torch."""
+"""The low-rank matmuls of adapters in torch."""
 
 from collections.abc import Sequence
 
@@ -37,13 +37,16 @@ class NativeAdapters(Ops):
                 self.add_low_rank(y[:, number], x[:, number], head, rows)
             return y
         if x.shape != (len(rows.of_rows), layer.in_features) or len(y) != len(x):
-            raise ValueError(f"x is {list(x.shape)} and y {list(y.shape)} for {layer}")
+            raise ValueError(
+                f"add_low_rank: x {list(x.shape)} and y {list(y.shape)} do not fit the layer "
+                f"{layer}"
+            )
         for number in rows.of_rows.unique().tolist():
             if number < 0:
                 continue
             adapter = rows.adapters[number] if number < len(rows.adapters) else None
             if adapter is None:
-                raise IndexError(f"a row has the adapter {number}, which is not there")
+                raise IndexError(f"a token refers to the LoRA slot {number}, which is not loaded")
             assert isinstance(adapter, PlainAdapter)
             chosen = (rows.of_rows == number).nonzero().flatten().to(x.device)
             inputs = x[chosen].float()

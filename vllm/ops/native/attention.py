@@ -31,8 +31,9 @@ class NativeAttention(Ops):
         for new, cache, _ in pairs:
             if new.shape[1:] != cache.shape[2:] or new.shape[0] != slot_mapping.shape[0]:
                 raise ValueError(
-                    f"new tokens are {list(new.shape)}, the cache is {list(cache.shape)}, "
-                    f"slot_mapping is {list(slot_mapping.shape)}"
+                    f"the cache {list(cache.shape)} must have the heads of the new tokens "
+                    f"{list(new.shape)}, and slot_mapping one entry for each, got "
+                    f"{list(slot_mapping.shape)}"
                 )
         if slot_mapping.shape[0] == 0:
             return
@@ -72,7 +73,7 @@ class NativeAttention(Ops):
         seen = options.sees(age, newest)
         if seen is not None:
             is_hidden |= ~seen
-        # What a block holds past the end may be NaN, and 0 * NaN is NaN: clear it.
+        # A block may hold NaN past the end, and 0 * NaN is NaN: clear it.
         values = values.masked_fill(is_hidden[:, :, None, None], 0.0)
         scores = torch.einsum("bgrd,bkgd->bgrk", grouped, keys)
         scores = options.adjusted(scores * options.scale_of(query.shape[2]))
@@ -109,8 +110,9 @@ class NativeAttention(Ops):
             num_blocks = -(-seq_len // block_size)
             if end - start > seq_len or num_blocks > block_tables.shape[1]:
                 raise ValueError(
-                    f"request {b} has {end - start} new tokens of {seq_len} in all, and a table "
-                    f"of {block_tables.shape[1]} blocks of {block_size}"
+                    f"request {b} must have at most as many new tokens as tokens ({seq_len}) and "
+                    f"a block table that holds them all; got {end - start} new tokens and "
+                    f"{block_tables.shape[1]} blocks of {block_size}"
                 )
             if end == start:
                 continue
@@ -148,7 +150,7 @@ class NativeAttention(Ops):
 def check_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, tensors: AttentionTensors
 ) -> None:
-    """The part of the attention contract that does not depend on the phase.
+    """Check the part of the attention contract that does not depend on the phase.
 
     Raises:
         ValueError: heads, head sizes or dtypes do not fit, or slopes or sinks do not fit the heads.
@@ -157,17 +159,19 @@ def check_attention(
     *value_places, value_size = value_cache.shape
     if places != value_places or not value_size <= head_size == query.shape[2]:
         raise ValueError(
-            f"query is {list(query.shape)}, key_cache is {list(key_cache.shape)}, "
-            f"value_cache is {list(value_cache.shape)}"
+            f"query {list(query.shape)}, key_cache {list(key_cache.shape)} and value_cache "
+            f"{list(value_cache.shape)} do not fit together"
         )
     if query.shape[1] % key_cache.shape[2]:
         raise ValueError(
-            f"{query.shape[1]} query heads is not a multiple of {key_cache.shape[2]} kv heads"
+            f"the number of query heads ({query.shape[1]}) must be a multiple of the number of KV "
+            f"heads ({key_cache.shape[2]})"
         )
     is_known = key_cache.dtype == query.dtype or key_cache.dtype in FP8_DTYPES
     if not is_known or key_cache.dtype != value_cache.dtype:
         raise ValueError(
-            f"query is {query.dtype}, the caches are {key_cache.dtype} and {value_cache.dtype}"
+            f"query ({query.dtype}) and the caches ({key_cache.dtype} and {value_cache.dtype}) "
+            "must have the same dtype"
         )
     for name, numbers in (("alibi_slopes", tensors.alibi_slopes), ("sinks", tensors.sinks)):
         if numbers is not None and (
@@ -176,20 +180,21 @@ def check_attention(
             or not numbers.is_contiguous()
         ):
             raise ValueError(
-                f"{name} is {numbers.dtype} {list(numbers.shape)} with strides "
-                f"{list(numbers.stride())}, not one dense torch.float32 for each of "
-                f"{query.shape[1]} heads"
+                f"{name} must be dense torch.float32 with one value for each of {query.shape[1]} "
+                f"heads, got {numbers.dtype} {list(numbers.shape)} with strides "
+                f"{list(numbers.stride())}"
             )
 
 
 def to_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """x / scale in one of FP8_DTYPES: the nearest number, at most the largest; NaN stays NaN."""
+    """Compute x / scale in one of FP8_DTYPES: the nearest value, at most the largest; NaN stays
+    NaN."""
     largest = torch.finfo(dtype).max
     return (x.float() / scale).clamp(-largest, largest).to(dtype)
 
 
 def _as_stored(new: Tensor, cache: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
-    """New tokens [T, G, D] and their cache with one dtype, in which torch can index."""
+    """Return new tokens [T, G, D] and their cache with one dtype, in which torch can index."""
     if cache.dtype not in FP8_DTYPES:
         return new, cache
     scale = 1.0 if scales is None else scales.to(new.device)[:, None]
@@ -197,14 +202,15 @@ def _as_stored(new: Tensor, cache: Tensor, scales: Tensor | None) -> tuple[Tenso
 
 
 def _as_read(stored: Tensor, scales: Tensor | None) -> Tensor:
-    """Numbers of a cache [..., G, D] as attention reads them: of an fp8 cache times the scales."""
+    """Return values of a cache [..., G, D] as attention reads them: an fp8 cache is multiplied by
+    the scales."""
     if stored.dtype not in FP8_DTYPES:
         return stored
     return stored.float() if scales is None else stored.float() * scales.to(stored.device)[:, None]
 
 
 def _read_blocks(cache: Tensor, block_ids: Tensor) -> Tensor:
-    """`cache[block_ids]`, which torch does not have for fp8."""
+    """Return `cache[block_ids]`, which torch does not have for fp8."""
     if cache.dtype not in FP8_DTYPES:
         return cache[block_ids]
     return cache.view(torch.uint8)[block_ids].view(cache.dtype)
@@ -219,8 +225,8 @@ def check_last_keys(b: int, last_keys: np.ndarray, seq_len: int) -> np.ndarray:
     own = np.arange(seq_len - len(last_keys), seq_len)
     if (last_keys < own).any() or (last_keys >= seq_len).any():
         raise ValueError(
-            f"last keys of the tokens {own[0]} to {own[-1]} of request {b} must be their own or "
-            f"later ones of its {seq_len}, got {last_keys.tolist()}"
+            f"last keys of the tokens {own[0]} to {own[-1]} of request {b} must be from the token "
+            f"itself to the last of its {seq_len} tokens, got {last_keys.tolist()}"
         )
     return last_keys
 
@@ -232,7 +238,7 @@ def _prefill_mask(
     device: torch.device,
     last_keys: Tensor | None,
 ) -> tuple[Tensor | None, bool]:
-    """(attn_mask, is_causal) of one request; the mask is bool [query_len, seq_len]."""
+    """Return (attn_mask, is_causal) of one request; the mask is bool [query_len, seq_len]."""
     hides_keys = options.reach is not None and options.reach < seq_len
     if query_len == seq_len and not hides_keys and last_keys is None:
         return None, True
@@ -257,7 +263,7 @@ def attend_prompt(
     tensors: AttentionTensors,
     last_keys: Tensor | None = None,
 ) -> Tensor:
-    """[1, H, Q, V]: the last Q tokens of one request; q [1, H, Q, D], k [1, G, K, D], v
+    """Attend from the last Q tokens of one request: [1, H, Q, V]; q [1, H, Q, D], k [1, G, K, D], v
     [1, G, K, V], last_keys [Q] as in `Ops.paged_attention_prefill`."""
     query_len, seq_len, scale = q.shape[2], k.shape[2], options.scale_of(q.shape[3])
     slopes, sinks = tensors.alibi_slopes, tensors.sinks

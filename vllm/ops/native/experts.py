@@ -1,4 +1,4 @@
-"""The choice of experts and their products in torch."""
+"""The choice of experts and their matmuls in torch."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -77,12 +77,13 @@ class NativeExperts(Ops):
         width = options.first_width(size)
         if gate_up.shape != (num_experts, width, hidden) or x.shape[1:] != (hidden,):
             raise ValueError(
-                f"x is {list(x.shape)}, gate_up {list(gate_up.shape)}, down {list(down.shape)}"
+                f"x {list(x.shape)}, gate_up {list(gate_up.shape)} and down {list(down.shape)} do "
+                "not fit together"
             )
         if topk_ids.shape != topk_weights.shape or len(topk_ids) != len(x):
             raise ValueError(
-                f"topk_ids is {list(topk_ids.shape)}, topk_weights {list(topk_weights.shape)} "
-                f"for {len(x)} tokens"
+                f"topk_ids and topk_weights must have one entry for each of {len(x)} tokens, got "
+                f"{list(topk_ids.shape)} and {list(topk_weights.shape)}"
             )
         return sum_of_experts(
             *(self, x, topk_ids, topk_weights, num_experts),
@@ -102,13 +103,14 @@ def sum_of_experts(
     down: Callable[[int, Tensor], Tensor],
     options: ExpertOptions,
 ) -> Tensor:
-    """As `Ops.moe`: all tokens through all experts, so that no shape depends on the choices.
+    """Compute `Ops.moe` with all tokens through all experts, so that no shape depends on the
+    choices.
 
     Args:
         ops: of the device.
         x, topk_ids, topk_weights, options: as there.
         num_experts: E.
-        gate_up: the first products of the expert of a number, [T, hidden] -> [T, 2 * I], or [T, I]
+        gate_up: the first matmul of the expert of an index, [T, hidden] -> [T, 2 * I], or [T, I]
             without gates.
         down: the second one, [T, I] -> [T, hidden].
     """
@@ -124,7 +126,7 @@ def sum_of_experts(
 
 
 def activated(ops: Ops, gate_up: Tensor, options: ExpertOptions) -> Tensor:
-    """The middle of an expert: [..., 2 * I], or [..., I] without gates -> [..., I]."""
+    """Apply the activation of an expert: [..., 2 * I], or [..., I] without gates -> [..., I]."""
     if not options.has_gate:
         return ops.squared_relu(gate_up)
     if options.is_gelu:
@@ -143,8 +145,8 @@ def _of(bias: Tensor | None, expert: int) -> Tensor | None:
 def choices_of(
     num_experts: int, topk_ids: Tensor, topk_weights: Tensor, first_expert: int | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each of the experts which choices [T, k] are of others, and its weight [T, 1] for each
-    token, 0 where it was not chosen. No shape depends on the choices."""
+    """Yield, for each of the experts, which choices [T, k] are of others, and its weight [T, 1] for
+    each token, 0 if it was not chosen. No shape depends on the choices."""
     for expert in range(num_experts):
         is_other = topk_ids != expert + (first_expert or 0)
         yield is_other, topk_weights.masked_fill(is_other, 0.0).sum(-1, keepdim=True)
@@ -174,13 +176,13 @@ def check_choice(
     for name, x in (("bias", bias), ("scales", scales)):
         if x is not None and (x.shape != (num_experts,) or x.dtype != torch.float32):
             raise ValueError(
-                f"the {name} of choices is {x.dtype} {list(x.shape)}, it must be float32 "
-                f"[{num_experts}]"
+                f"the {name} for choosing experts must be float32 [{num_experts}], got {x.dtype} "
+                f"{list(x.shape)}"
             )
 
 
 def _within_groups(key: Tensor, groups: ExpertGroups, num_best: int) -> Tensor:
-    """Minus infinity for the experts of other groups than the best ones."""
+    """Set the experts outside the best groups to minus infinity."""
     grouped = key.unflatten(-1, (groups.num_groups, -1))
     best = grouped.topk(min(num_best, grouped.shape[-1]), dim=-1).values.sum(-1)
     chosen = best.topk(groups.top_groups, dim=-1).indices  # [T, top_groups]

@@ -29,7 +29,7 @@ class DenseWeight(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `PreparedWeight`."""
+        """Multiply with the weight; see `PreparedWeight`."""
         return F.linear(x, self.weight, bias)
 
 
@@ -41,12 +41,12 @@ class DenseHeads(nn.Module):
         self.weight = nn.Parameter(matrices.contiguous(), requires_grad=False)
 
     def multiply(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
-        """See `PreparedHeads`."""
+        """Multiply each head with its matrix; see `PreparedHeads`."""
         out = torch.bmm(x.transpose(0, 1), self.weight).transpose(0, 1)
         return out if beside is None else torch.cat((out, beside), dim=-1)
 
     def dense(self) -> Tensor:
-        """[H, I, O]"""
+        """Return the matrices [H, I, O]."""
         return self.weight
 
 
@@ -55,7 +55,7 @@ class NativeOps(NativeAdapters, NativeAttention, NativeDeltaRule, NativeExperts,
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: int = 0) -> Tensor:
         if weight.shape != x.shape[-1:]:
-            raise ValueError(f"weight is {list(weight.shape)}, x is {list(x.shape)}")
+            raise ValueError(f"weight {list(weight.shape)} does not fit x {list(x.shape)}")
         x_float = x.float()
         normed = x_float * torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + eps)
         scale = weight.float() + offset if offset else weight.float()
@@ -66,8 +66,8 @@ class NativeOps(NativeAdapters, NativeAttention, NativeDeltaRule, NativeExperts,
     ) -> tuple[Tensor, Tensor]:
         if x.shape != residual.shape or x.dtype != residual.dtype:
             raise ValueError(
-                f"x is {x.dtype} {list(x.shape)}, residual is {residual.dtype} "
-                f"{list(residual.shape)}"
+                f"residual ({residual.dtype} {list(residual.shape)}) must match x ({x.dtype} "
+                f"{list(x.shape)})"
             )
         new_residual = x + residual
         return self.rms_norm(new_residual, weight, eps, offset), new_residual
@@ -79,7 +79,9 @@ class NativeOps(NativeAdapters, NativeAttention, NativeDeltaRule, NativeExperts,
         by_row = x.shape[-1:]
         for operand, sizes in ((weight, x.shape[1:] if is_by_head else by_row), (bias, by_row)):
             if operand is not None and operand.shape != sizes:
-                raise ValueError(f"weight or bias is {list(operand.shape)}, x is {list(x.shape)}")
+                raise ValueError(
+                    f"weight or bias {list(operand.shape)} does not fit x {list(x.shape)}"
+                )
         if weight is None or not is_by_head:
             return F.layer_norm(x, by_row, weight, bias, eps)
         normed = F.layer_norm(x.float(), by_row, eps=eps) * weight.float()
@@ -119,7 +121,7 @@ class NativeOps(NativeAdapters, NativeAttention, NativeDeltaRule, NativeExperts,
 
     def scale_rows(self, x: Tensor, factor: Tensor, is_gate: bool = False) -> Tensor:
         if factor.shape != (len(x), 1):
-            raise ValueError(f"factor is {list(factor.shape)}, not [{len(x)}, 1]")
+            raise ValueError(f"factor must be [{len(x)}, 1], got {list(factor.shape)}")
         factor = factor.sigmoid() if is_gate else factor
         return x * factor.view(-1, *[1] * (x.dim() - 1))
 
@@ -193,11 +195,16 @@ def check_rotary(
     """Raise ValueError for what no `rotary_embedding` takes."""
     rot_dim, head_size = cos_sin_cache.shape[1], query.shape[2]
     if rot_dim % 2 or rot_dim > head_size:
-        raise ValueError(f"rot_dim is {rot_dim}: not even, or above head size {head_size}")
+        raise ValueError(
+            f"rot_dim must be even and at most the head size {head_size}, got {rot_dim}"
+        )
     num_tokens = positions.shape[-1]
     num_keys = num_tokens if key is None else key.shape[0]
     if query.shape[0] != num_tokens or num_keys != num_tokens:
-        raise ValueError(f"{num_tokens} positions for {query.shape[0]} queries and {num_keys} keys")
+        raise ValueError(
+            f"positions ({num_tokens}), queries ({query.shape[0]}) and keys ({num_keys}) must "
+            "have the same number of tokens"
+        )
 
 
 def angles_at(positions: Tensor, cos_sin_cache: Tensor, sections: Tensor | None) -> Tensor:
@@ -207,8 +214,8 @@ def angles_at(positions: Tensor, cos_sin_cache: Tensor, sections: Tensor | None)
         return cos_sin_cache.index_select(0, positions.flatten())
     if sections is None:
         raise ValueError(
-            f"positions are {list(positions.shape)}, and a rotation without sections takes one "
-            f"position per token"
+            "positions must have one entry for each token unless the rotation has sections, got "
+            f"{list(positions.shape)}"
         )
     places = torch.cat((sections, sections))
     angles = cos_sin_cache.index_select(0, positions[0])

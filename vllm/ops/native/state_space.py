@@ -23,7 +23,7 @@ def convolve(
     lengths: Tensor | None,
     has_silu: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Causal convolution of each channel with K weights of its own, and silu.
+    """Convolve each channel causally with K weights of its own, and apply silu.
 
     Args:
         x: [B, L, D].
@@ -54,7 +54,8 @@ def convolve(
 def time_steps(
     dt: Tensor, bias: Tensor, lengths: Tensor | None, limits: tuple[float, float] | None = None
 ) -> Tensor:
-    """Softplus of [B, L, D] and a bias, within the limits; 0 behind the tokens of a sequence."""
+    """Compute softplus of [B, L, D] and a bias, within the limits; 0 after the tokens of a
+    sequence."""
     steps = _softplus(dt.float() + bias.float())
     if limits is not None:
         steps = steps.clamp(*limits)
@@ -65,8 +66,8 @@ def time_steps(
 
 
 def _softplus(x: Tensor) -> Tensor:
-    """max(x, 0) + log(1 + exp(-|x|)) of what cards have operators for. The logarithm of the rounded
-    sum is corrected by what rounding has changed of the exponential."""
+    """Compute max(x, 0) + log(1 + exp(-|x|)) with operators that cards have. The logarithm of the
+    rounded sum is corrected by the rounding error of the exponential."""
     small = (-x.abs()).exp()
     above = small + 1.0
     found = above - 1.0
@@ -78,8 +79,8 @@ def _softplus(x: Tensor) -> Tensor:
 def scan_heads(
     x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The scan of Mamba-2: a state S [P, N] for each of H heads, with
-    S_t = exp(dt_t * decay) * S_(t-1) + dt_t * x_t b_t' and y_t = S_t c_t.
+    """Run the scan of Mamba-2: a state S [P, N] for each of H heads, with S_t = exp(dt_t * decay) *
+    S_(t-1) + dt_t * x_t b_t' and y_t = S_t c_t.
 
     Computed by chunks (Dao and Gu 2024, arXiv 2405.21060, section 6): products of matrices inside a
     chunk, and one state from each chunk to the next.
@@ -88,7 +89,7 @@ def scan_heads(
         x: [B, L, H, P].
         dt: [B, L, H] time steps, 0 for padding.
         decay: [H] negative.
-        b, c: [B, L, G, N]; each of the G groups serves H / G heads in turn.
+        b, c: [B, L, G, N]; each of the G groups serves H / G consecutive heads.
         state: [B, H, P, N] before the first token.
 
     Returns:
@@ -117,7 +118,8 @@ def scan_heads(
 
 
 def faded_between(logs: Tensor) -> Tensor:
-    """What is left at token i of what entered at token j, [..., Q, Q]; 0 where j is behind i.
+    """Return the fraction that is left at token i of what entered at token j, [..., Q, Q]; 0 if j
+    is after i.
 
     Args:
         logs: [..., Q] logarithm of what each token leaves of the state before it.
@@ -133,7 +135,7 @@ def faded_between(logs: Tensor) -> Tensor:
 def _step_heads(
     x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`scan_heads` of one token."""
+    """Run `scan_heads` for one token."""
     num_groups = b.shape[2]
     steps = dt[:, 0]
     inputs = x[:, 0] * steps[..., None]
@@ -148,8 +150,8 @@ def _step_heads(
 def scan_channels(
     x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The scan of Mamba (Gu and Dao 2023, arXiv 2312.00752, algorithm 2): each of D channels has N
-    numbers with decays of their own, so that it runs token by token.
+    """Run the scan of Mamba (Gu and Dao 2023, arXiv 2312.00752, algorithm 2): each of D channels
+    has N elements with decays of their own, so that it runs token by token.
 
     Args:
         x, dt: [B, L, D]; time steps are 0 for padding.
@@ -173,8 +175,9 @@ def scan_channels(
 def scan_padded_channels(
     x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`scan_channels` in few operations, for a device that pays for each: in a chunk, the states of
-    all tokens take in those 1, 2, 4, ... tokens before them (Hillis and Steele 1986)."""
+    """Run `scan_channels` in few operations, for a device where each operation is expensive: in a
+    chunk, the states of all tokens take in the states 1, 2, 4, ... tokens before them (Hillis and
+    Steele 1986)."""
     inputs = x * dt
     outputs = []
     for start in range(0, x.shape[1], _CHUNK):

@@ -1,1 +1,1 @@
-"""The Habana bridge: one protocol, a real card behind it or a simulated one."""
+"""The Habana bridge: one protocol for a real card and for a simulated one."""

@@ -1,6 +1,6 @@
-"""What the engine asks of a Gaudi card, whether real or simulated.
+"""The interface of a Gaudi card, real or simulated.
 
-The facts in the docstrings are those of the published bridge (builds 1.19 and later). Knows no
+The facts in the docstrings are about the published bridge (builds 1.19 and later). Knows no
 model, no bucket and no scheduler.
 """
 
@@ -50,14 +50,15 @@ class DeviceCounters:
     copied_bytes: int | None = None
     """Of tensors that were copied whole because they were written through a view."""
     cache_copies: int | None = None
-    """How many of these copies were of a tensor of `HabanaBridge.zeros`."""
+    """Number of these copies that were of a tensor of `HabanaBridge.zeros`."""
     recipes: tuple[tuple[str, int], ...] = ()
     """Name and microseconds of each compilation; a card reports them with
     PT_HPU_METRICS_GC_DETAILS=1 only."""
 
 
 class FusedKernels(Protocol):
-    """Kernels of the bridge that the engine calls. Letters: B batch, H heads, S tokens, D head.
+    """Fused kernels of the bridge that the engine calls. Letters: B batch, H heads, S tokens, D
+    head.
 
     Those that `habana.parts` lists may be missing: ask `has` before calling one of them.
     """
@@ -95,7 +96,7 @@ class FusedKernels(Protocol):
         window: int | None = None,
         sinks: "Tensor | None" = None,
     ) -> "Tensor":
-        """FusedSDPA over [B, H, S, D]; key and value may have fewer heads, which are shared.
+        """Run FusedSDPA over [B, H, S, D]; key and value may have fewer heads, which are shared.
 
         Args:
             attn_mask: added to the scores, or bool with True for "attend"; [B, 1 or H, S, S_kv].
@@ -137,10 +138,10 @@ class FusedKernels(Protocol):
         """
 
     def rms_norm(self, x: "Tensor", weight: "Tensor", eps: float) -> "Tensor":
-        """x * rsqrt(mean(x^2) + eps) * weight over the last dimension, reduced in fp32."""
+        """Compute x * rsqrt(mean(x^2) + eps) * weight over the last dimension, reduced in fp32."""
 
     def cast_to_fp8(self, x: "Tensor", scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
-        """x * scale, rounded to `dtype` and limited to the numbers of the card.
+        """Compute x * scale, rounded to `dtype` and limited to the range of the card.
 
         Args:
             x: float32 or bfloat16.
@@ -149,7 +150,7 @@ class FusedKernels(Protocol):
         """
 
     def cast_from_fp8(self, x: "Tensor", scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
-        """x * scale, of `dtype`.
+        """Compute x * scale, of `dtype`.
 
         Args:
             x: float8_e4m3fn or float8_e5m2.
@@ -165,7 +166,7 @@ class FusedKernels(Protocol):
         weight_scale: "Tensor",
         dtype: "torch.dtype",
     ) -> "Tensor":
-        """(x @ weight.T) * x_scale * weight_scale, [T, N] of `dtype`.
+        """Compute (x @ weight.T) * x_scale * weight_scale, [T, N] of `dtype`.
 
         Args:
             x: [T, K] float8_e4m3fn.
@@ -177,7 +178,7 @@ class FusedKernels(Protocol):
     def from_uint4(
         self, words: "Tensor", scales: "Tensor", zeros: "Tensor", dtype: "torch.dtype"
     ) -> "Tensor":
-        """(number - zero) * scale, [K, N] of `dtype`.
+        """Compute (code - zero) * scale, [K, N] of `dtype`.
 
         Args:
             words: [K, N / 8] int32, eight numbers in a word from the lowest bits on.
@@ -186,7 +187,7 @@ class FusedKernels(Protocol):
         """
 
     def rotary(self, x: "Tensor", cos: "Tensor", sin: "Tensor", *, interleaved: bool) -> "Tensor":
-        """x * cos + rotate(x) * sin.
+        """Compute x * cos + rotate(x) * sin.
 
         Args:
             x: [tokens, heads, rotated].
@@ -197,8 +198,8 @@ class FusedKernels(Protocol):
     def block_softmax(
         self, scores: "Tensor", bias: "Tensor", groups: "Tensor"
     ) -> "tuple[Tensor, Tensor, Tensor]":
-        """Exponentials of the scores of each block, less the highest score of each head in it.
-        Letters: N blocks, G key/value heads, R query heads of each, S tokens of a block.
+        """Compute the exponentials of the scores of each block, less the highest score of each head
+        in it. Letters: N blocks, G key/value heads, R query heads of each, S tokens of a block.
 
         Args:
             scores: [N, G, R, 1, S].
@@ -218,7 +219,8 @@ class FusedKernels(Protocol):
         num_groups: int,
         shape: "list[int] | None" = None,
     ) -> "Tensor":
-        """exp(maximum of a block - that of its row) / sum of the row, relative to the latter.
+        """Compute exp(maximum of a block - maximum of its request) / sum of the request, relative
+        to the latter.
 
         Args:
             maxima, sums: [N, G, R, 1, 1], or as `block_softmax` returns them.
@@ -238,8 +240,8 @@ class FusedKernels(Protocol):
         first_expert: int = 0,
         has_inputs_first: bool = False,
     ) -> "Tensor":
-        """Sum of weight * (silu(gate x) * up x) down over the experts of each token; in lazy mode
-        and in compiled code only.
+        """Compute the sum of weight * (silu(gate x) * up x) down over the experts of each token; in
+        lazy mode and in compiled code only.
 
         Args:
             x: [tokens, hidden].
@@ -265,13 +267,13 @@ class FusedKernels(Protocol):
         first_expert: int = 0,
         has_inputs_first: bool = False,
     ) -> "Tensor":
-        """As `moe`, where it can run, of g = min(gate x + bias, limit) and u = up x + bias between
-        -limit and limit: sum of weight * ((g * sigmoid(alpha * g) * (u + 1)) down + bias).
+        """Compute `moe`, where it can run, of g = min(gate x + bias, limit) and u = up x + bias
+        between -limit and limit: sum of weight * ((g * sigmoid(alpha * g) * (u + 1)) down + bias).
 
         Args:
             x, ids, weights, down, first_expert, has_inputs_first: as in `moe`.
-            gate_up: of each expert [2 * I, hidden], gate and up of each feature in turn.
-            gate_up_bias: of each expert [2 * I], in turn too, of the type of x.
+            gate_up: of each expert [2 * I, hidden], gate and up of each feature alternating.
+            gate_up_bias: of each expert [2 * I], alternating like gate_up, of the type of x.
             down_bias: of each expert [hidden].
             alpha, limit: of all experts; constants of a recipe.
         """
@@ -287,7 +289,7 @@ class FusedKernels(Protocol):
         down_scales: "Sequence[Tensor]",
         first_expert: int = 0,
     ) -> "Tensor":
-        """As `moe`, where it can run, of weights in MXFP4.
+        """Compute `moe`, where it can run, with weights in MXFP4.
 
         Args:
             x: [tokens, hidden] bfloat16.
@@ -317,8 +319,8 @@ class FusedKernels(Protocol):
         limit: float,
         first_expert: int = 0,
     ) -> "Tensor":
-        """As `bias_moe`, where it can run, of weights as `mxfp4_moe` has them; gate and up of each
-        feature in turn."""
+        """Compute `bias_moe`, where it can run, with weights as `mxfp4_moe` has them; gate and up
+        of each feature alternate."""
 
     def fp8_moe(
         self,
@@ -332,8 +334,8 @@ class FusedKernels(Protocol):
         down_scales: "Sequence[Tensor]",
         first_expert: int = 0,
     ) -> "Tensor":
-        """As `moe`, of numbers in fp8, each times a scale; where `moe` can run. The inputs of the
-        second product are rounded to fp8 with scales of their own.
+        """Run a mixture of experts with FP8 inputs and weights, each with a scale; where `moe` can
+        run. The inputs of the second matmul are rounded to FP8 with scales of their own.
 
         Args:
             numbers: [tokens, hidden] float8_e4m3fn.
@@ -385,27 +387,29 @@ class HabanaBridge(Protocol):
     def kernels(self) -> FusedKernels: ...
 
     def memory_info(self) -> MemoryInfo:
-        """Pool figures, after everything recorded so far has run.
+        """Return the figures of the memory pool, after everything recorded so far has run.
 
         What is not free are live tensors, graphs, and the workspace: memory for what recipes make
         and drop again, as much as the recipe with the most of it needed. It is never given back.
         """
 
     def peak_bytes(self) -> int:
-        """Largest use of the pool since `reset_peak`, after everything recorded so far has run."""
+        """Return the largest use of the pool since `reset_peak`, after everything recorded so far
+        has run."""
 
     def reset_peak(self) -> None:
         """Let what is in use now, after everything recorded so far has run, be the peak."""
 
     def zeros(self, shape: tuple[int, ...], dtype: "torch.dtype") -> "Tensor":
-        """A zeroed tensor on the device.
+        """Make a zeroed tensor on the device.
 
         Raises:
             MemoryError: not enough memory is free in the pool.
         """
 
     def pinned(self, num_elements: int) -> "Tensor":
-        """int32 on the host, in memory that the card can read by itself where there is such."""
+        """Allocate int32 on the host, in memory that the card can read by itself if there is such
+        memory."""
 
     def record_event(self) -> DeviceEvent:
         """Mark the end of the copies and launches so far."""
@@ -433,25 +437,26 @@ class HabanaBridge(Protocol):
     def counters(self) -> DeviceCounters: ...
 
     def warmed_section(self) -> AbstractContextManager[None]:
-        """Inside, everything was warmed up: a strict simulation fails where a card would stall."""
+        """Assert that everything inside was warmed up: a strict simulation fails where a card would
+        stall."""
 
     @property
     def can_compile_only(self) -> bool:
         """Whether this build of the bridge can compile without launching; else it is logged."""
 
     def compile_only(self) -> AbstractContextManager[None]:
-        """Inside, recipes are compiled but not launched: what operators return is garbage.
+        """Compile recipes inside without launching them: the results of operators are garbage.
 
         Whether a card takes memory for what it does not launch is not documented; the workspace of
         a simulated one does not grow.
         """
 
     def dry_run(self) -> AbstractContextManager[None]:
-        """Inside, nobody uses what operators return.
+        """Declare that the results of operators inside are not used.
 
         A real card computes as ever; a simulated one takes the same memory and counts the same
         time, but computes nothing.
         """
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the device's generator. The stream is not that of the CPU for the same seed."""
+        """Seed the device's generator. The stream differs from the CPU's for the same seed."""

@@ -26,7 +26,7 @@ class FusedExperts:
         first_expert: int = 0,
         has_inputs_first: bool = False,
     ) -> Tensor:
-        """See `FusedKernels.moe`."""
+        """Run the operator for `FusedKernels.moe`."""
         options = _options(first_expert, len(down), has_inputs_first)
         return _call(x, ids, weights, gate_up, down, activation="silu", **options)
 
@@ -44,7 +44,7 @@ class FusedExperts:
         first_expert: int = 0,
         has_inputs_first: bool = False,
     ) -> Tensor:
-        """See `FusedKernels.bias_moe`."""
+        """Run the operator for `FusedKernels.bias_moe`."""
         return _call(
             *(x, ids, weights, gate_up, down),
             w12_bias=list(gate_up_bias),
@@ -66,7 +66,7 @@ class FusedExperts:
         down_scales: Sequence[Tensor],
         first_expert: int = 0,
     ) -> Tensor:
-        """See `FusedKernels.fp8_moe`."""
+        """Run the operator for `FusedKernels.fp8_moe`."""
         return _call(
             *(numbers, ids, weights, gate_up, down),
             d_scale_hidden_states=scale,
@@ -87,7 +87,7 @@ class FusedExperts:
         down_scales: Sequence[Tensor],
         first_expert: int = 0,
     ) -> Tensor:
-        """See `FusedKernels.mxfp4_moe`."""
+        """Run the operator for `FusedKernels.mxfp4_moe`."""
         lists = (gate_up, down, gate_up_scales, down_scales)
         return _call_mxfp4(
             _MXFP4, (x, ids, weights), lists, activation="silu", **_options(first_expert, len(down))
@@ -108,7 +108,7 @@ class FusedExperts:
         limit: float,
         first_expert: int = 0,
     ) -> Tensor:
-        """See `FusedKernels.bias_mxfp4_moe`."""
+        """Run the operator for `FusedKernels.bias_mxfp4_moe`."""
         lists = (gate_up, down, gate_up_bias, down_bias, gate_up_scales, down_scales)
         return _call_mxfp4(
             *(_BIAS_MXFP4, (x, ids, weights), lists),
@@ -124,7 +124,7 @@ def _call_mxfp4(
     lists: Sequence[Sequence[Tensor]],
     **options: Any,
 ) -> Tensor:
-    """Run an overload for MXFP4; its tensors go by position, as the vendor's tests give them."""
+    """Run an overload for MXFP4; its tensors are passed by position, as in the vendor's tests."""
     operator: Any = getattr(getattr(torch.ops.hpu, _NAME), overload)
     out: Tensor = operator(
         *routed,

@@ -45,11 +45,11 @@ class BridgeKernels(FusedExperts, QuantizedKernels):
         self._apply_rotary, self._rotary_mode = found.get("apply_rotary_pos_emb", (None, None))
 
     def has(self, name: str) -> bool:
-        """See `FusedKernels.has`."""
+        """Whether a kernel can be used; see `FusedKernels.has`."""
         return self.why_unused(name) is None
 
     def why_unused(self, name: str) -> str | None:
-        """See `FusedKernels.why_unused`."""
+        """Return why a kernel cannot be used; None: it can."""
         if name not in self._found:
             return "this build of the bridge lacks it"
         cards = PARTS[name].cards
@@ -79,7 +79,7 @@ class BridgeKernels(FusedExperts, QuantizedKernels):
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See `FusedKernels.sdpa`."""
+        """Run FusedSDPA; see `FusedKernels.sdpa`."""
         dropout, recompute = 0.0, True
         given: tuple[Any, ...] = (
             *(query, key, value, attn_mask, dropout, is_causal, scale, softmax_mode, recompute),
@@ -118,12 +118,12 @@ class BridgeKernels(FusedExperts, QuantizedKernels):
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `FusedKernels.rms_norm`."""
+        """Run FusedRMSNorm; see `FusedKernels.rms_norm`."""
         out: Tensor = self._rms_norm.apply(x, weight, eps)
         return out
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-        """See `FusedKernels.rotary`."""
+        """Apply rotary positions; see `FusedKernels.rotary`."""
         mode = self._rotary_mode.PAIRWISE if interleaved else self._rotary_mode.BLOCKWISE
         out: Tensor = self._apply_rotary(x, cos, sin, None, 0, mode)
         return out
@@ -131,7 +131,7 @@ class BridgeKernels(FusedExperts, QuantizedKernels):
     def block_softmax(
         self, scores: Tensor, bias: Tensor, groups: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `FusedKernels.block_softmax`."""
+        """Compute the softmax of each block; see `FusedKernels.block_softmax`."""
         hpu: Any = torch.ops.hpu
         weights, maxima, sums = hpu.block_softmax(scores, bias, groups)
         return weights, maxima, sums
@@ -144,7 +144,7 @@ class BridgeKernels(FusedExperts, QuantizedKernels):
         num_groups: int,
         shape: list[int] | None = None,
     ) -> Tensor:
-        """See `FusedKernels.block_softmax_adjustment`."""
+        """Compute the factors of blocks; see `FusedKernels.block_softmax_adjustment`."""
         hpu: Any = torch.ops.hpu
         out: Tensor = hpu.block_softmax_adjustment(maxima, sums, groups, num_groups, shape)
         return out

@@ -1,4 +1,4 @@
-"""The parts of the bridge that some builds lack: where each is, and what runs without it.
+"""The parts of the bridge that some builds lack: their modules, and the replacement without them.
 
 What is not in the table every supported build has, and the engine does not start without it. Each
 part is looked up once, when the card is opened.
@@ -35,9 +35,9 @@ class Part:
     module: str
     """Below `habana_frameworks.torch`; or `OPERATORS`."""
     names: tuple[str, ...]
-    """What the module must have; the overload of an operator follows a dot."""
+    """Names that the module must have; the overload of an operator follows a dot."""
     instead: str
-    """What runs where a build lacks the part."""
+    """Replacement if a build lacks the part."""
     since: Version = OLDEST
     """The first release that is known to have it; `OLDEST` may be later than the first."""
     arguments: tuple[str, ...] = ()
@@ -126,7 +126,7 @@ PARTS: dict[str, Part] = {
         "the warm-up runs each graph that it compiles",
     ),
 }
-"""Name -> part. The order is that of the report."""
+"""Name -> part, in the order of the report."""
 
 
 def parse_release(text: str) -> Version:
@@ -151,7 +151,7 @@ def parse_names(text: str) -> list[str]:
 
 
 Found = Mapping[str, tuple[Any, ...]]
-"""Name of a part -> the objects of its names. What a build lacks is not there."""
+"""Name of a part -> the objects of its names. Parts that a build lacks are missing."""
 
 
 def load_vendor(module: str) -> ModuleType:
@@ -177,7 +177,7 @@ def _objects(part: Part, load: Callable[[str], ModuleType]) -> tuple[Any, ...] |
     try:
         module = load(part.module)
     except (ImportError, OSError) as error:  # OSError: a library that it loads is missing
-        logger.debug("%s of the bridge cannot be imported: %s", part.module, error)
+        logger.debug("cannot import %s of the bridge: %s", part.module, error)
         return None
     objects = tuple(getattr(module, name, None) for name in part.names)
     if None in objects or not _takes(objects[0], part.arguments):
@@ -186,8 +186,8 @@ def _objects(part: Part, load: Callable[[str], ModuleType]) -> tuple[Any, ...] |
 
 
 def _takes(function: Any, arguments: Iterable[str]) -> bool:
-    """Whether a kernel has these parameters: a function, or an autograd function, whose `apply`
-    takes those of its `forward`."""
+    """Whether a kernel has these parameters: a function, or an autograd function, whose `apply` has
+    the parameters of its `forward`."""
     wanted = set(arguments)
     if not wanted:
         return True
@@ -213,7 +213,7 @@ def absent_of_release(release: Version, absent: Iterable[str] = ()) -> list[str]
     """Return the parts that a simulated release lacks.
 
     Args:
-        absent: parts that it lacks besides those that came later.
+        absent: further parts that it lacks, in addition to the ones of later releases.
     """
     lacking = set(absent)
     return [

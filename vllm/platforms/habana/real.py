@@ -114,7 +114,9 @@ class RealBridge:
             return buffer.pin_memory()
         except RuntimeError as error:
             # Documented for the bridge, but no published engine relies on it.
-            logger.warning("no pinned memory, copies to the card take pageable memory: %s", error)
+            logger.warning(
+                "host memory cannot be pinned, so copies to the card use pageable memory: %s", error
+            )
             return buffer
 
     def record_event(self) -> DeviceEvent:

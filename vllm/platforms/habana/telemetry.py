@@ -20,7 +20,7 @@ _ON_CHIP = 0
 
 
 class CardReader:
-    """The cards of this machine, as far as they are those of an engine.
+    """Reads the sensors of the cards of this machine that an engine uses.
 
     Args:
         modules: of these cards; None: of all.

@@ -15,8 +15,8 @@ from torch import Tensor
 from vllm.platforms.habana.bridge import COMPILE_BACKEND, FusedKernels
 
 LIMIT = 2e-2
-"""Largest error in bfloat16, as a share of the largest value. A kernel that leaves a key out, or
-takes one too many, is ten times as far off."""
+"""Largest error in bfloat16, as a fraction of the largest value. A kernel that leaves a key out, or
+reads one too many, is ten times as far off."""
 
 FP8 = torch.float8_e4m3fn
 FP8_LIMIT = 5e-2
@@ -33,7 +33,7 @@ class TriedKernels(FusedKernels, Protocol):
     """Kernels, and what a trial finds out about them."""
 
     window_left: int
-    """A window of W tokens goes to the kernel as W less this."""
+    """Difference between a window of W tokens and the kernel's argument for it."""
     window_multiple: int
     """Of what the number of tokens has to be a multiple where a window is given."""
 
@@ -74,7 +74,7 @@ def _reproducible(trial: Trial) -> Trial:
 
 
 def _refusal(run: Callable[[], str | None]) -> str | None:
-    """Return what is wrong, also where a kernel raises something, which may be anything."""
+    """Return what is wrong, also if a kernel raises an error of any type."""
     try:
         return run()
     except Exception as error:
@@ -83,7 +83,7 @@ def _refusal(run: Callable[[], str | None]) -> str | None:
 
 
 def _difference(got: Tensor, want: Tensor, limit: float = LIMIT) -> str | None:
-    """What is wrong with a result; None: nothing."""
+    """Return what is wrong with a result; None: nothing."""
     if got.shape != want.shape:
         return f"it returns {list(got.shape)}, not {list(want.shape)}"
     error = float((got - want).abs().max() / want.abs().max())
@@ -93,7 +93,7 @@ def _difference(got: Tensor, want: Tensor, limit: float = LIMIT) -> str | None:
 
 
 def _try_sinks(kernels: TriedKernels, runner: Runner) -> str | None:
-    """One more key of each head, whose value is zero: causal, and with a mask."""
+    """Try one more key of each head, whose value is zero: causal, and with a mask."""
     query, key, value = _queries_and_keys(num_tokens=BLOCK, num_heads=4, num_kv_heads=2)
     sinks = (torch.randn(4) + 1).bfloat16()
     mask = torch.rand(1, 1, BLOCK, BLOCK) < 0.5
@@ -154,7 +154,7 @@ def _try_length(
 def _queries_and_keys(
     num_tokens: int, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Large scores, so that each token attends to few keys and each of them counts."""
+    """Make large scores, so that each token attends to few keys and each of them counts."""
     query = torch.randn(1, num_heads, num_tokens, 64).bfloat16() * 2
     key, value = torch.randn(2, 1, num_kv_heads, num_tokens, 64).bfloat16()
     return query, key, value
@@ -205,7 +205,7 @@ def _try_fp8(kernels: TriedKernels, runner: Runner) -> str | None:
 
 
 def _try_block_softmax(kernels: TriedKernels, runner: Runner) -> str | None:
-    """Weights, maxima and sums of blocks, one of which is padding."""
+    """Try weights, maxima and sums of blocks, one of which is padding."""
     scores, bias, groups = _blocks()
     num_values = scores.shape[1] * scores.shape[2]
 
@@ -229,7 +229,8 @@ def _try_block_softmax(kernels: TriedKernels, runner: Runner) -> str | None:
 
 
 def _try_adjustment(kernels: TriedKernels, runner: Runner) -> str | None:
-    """The factors of blocks of some rows; the sums of a block that nothing sees are tiny."""
+    """Try the factors of blocks of some requests; the sums of a block without visible keys are
+    tiny."""
     num_blocks, num_kv_heads, group, num_rows = 9, 2, 3, 4
     shape = [num_blocks, num_kv_heads, group, 1, 1]
     maxima, sums = torch.randn(shape) * 4, torch.rand(shape) * 100 + 1

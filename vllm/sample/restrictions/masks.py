@@ -24,19 +24,19 @@ RowDrafts = Mapping[int, Sequence[int]]
 
 
 def num_words(vocab_size: int) -> int:
-    """W."""
+    """Return the number of words W of a mask."""
     return -(-vocab_size // WORD_BITS)
 
 
 def pack_allowed(token_ids: Sequence[int], vocab_size: int) -> IntArray:
-    """[W] the mask of the allowed tokens, which are inside the vocabulary."""
+    """Pack the allowed tokens, which are inside the vocabulary, into a mask [W]."""
     bits = np.zeros(num_words(vocab_size) * WORD_BITS, np.uint8)
     bits[np.array(token_ids, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def bit_values(device: torch.device) -> Tensor:
-    """[32] int32: the value of each bit of a word."""
+    """Return [32] int32: the value of each bit of a word."""
     return torch.from_numpy((1 << np.arange(WORD_BITS, dtype=np.int64)).astype(np.int32)).to(device)
 
 
@@ -74,7 +74,7 @@ class TokenMasks:
         self._apply_on_card(logits, rows)
 
     def _apply_on_card(self, logits: Tensor, rows: Tensor) -> None:
-        """The same by index tensors and not by slices: an offset in a slice is a new graph on
+        """Forbid tokens by index tensors and not by slices: an offset in a slice is a new graph on
         Gaudi, and a write to a slice is a copy."""
         forbidden = ((self.words[:, :, None] & self.bits) == 0).flatten(1)
         lacking = logits.shape[-1] - forbidden.shape[-1]
@@ -88,7 +88,8 @@ class TokenMasks:
         logits.index_copy_(0, rows, chosen)
 
     def _apply_on_host(self, logits: Tensor) -> None:
-        """The same, without temporaries of the logits' size: 20 times faster on a CPU."""
+        """Forbid tokens without temporaries of the logits' size, which is 20 times faster on a
+        CPU."""
         forbidden = np.unpackbits((~self.words).numpy().view(np.uint8), axis=1, bitorder="little")
         masks = torch.from_numpy(forbidden).view(torch.bool)[:, : logits.shape[1]]
         if np.array_equal(self.rows, np.arange(len(logits))):
@@ -103,7 +104,7 @@ class TokenMatcher(Protocol):
 
     @property
     def error(self) -> str | None:
-        """Why the output cannot continue; the request ends with this error."""
+        """Return why the output cannot continue; the request ends with this error."""
         ...
 
     def fill(self, mask: IntArray) -> None:
@@ -111,8 +112,8 @@ class TokenMatcher(Protocol):
         ...
 
     def fill_along(self, masks: IntArray, drafts: Sequence[int]) -> None:
-        """Write the masks [1 + d, W] of the next token, and of the tokens behind each of d drafts,
-        which may allow no token where a draft cannot be right. Never raises, as `fill`."""
+        """Write the masks [1 + d, W] of the next token, and of the tokens after each of d drafts,
+        which may allow no token if a draft cannot be accepted. Never raises, like `fill`."""
         ...
 
     def accept(self, token_id: int) -> None:
@@ -181,8 +182,8 @@ class MaskFiller:
             self._pending.update(dict.fromkeys(part, future))
 
     def masks(self, row: int, drafts: RowDrafts) -> IntArray:
-        """[1 + d, W] the masks of the row's next token, and behind each of its d drafts. Waits for
-        them if they were started, else fills them."""
+        """Return [1 + d, W]: the masks of the row's next token, and after each of its d drafts.
+        Wait for them if they were started, else fill them."""
         if row in self._pending:
             self._wait(row)
         else:

@@ -122,7 +122,7 @@ class LogitRules:
         return changed
 
     def _apply_on_host(self, logits: Tensor, first_times: Tensor) -> None:
-        """Forbid text where a time stamp comes, in place: no row is copied."""
+        """Forbid text in rows that must have a time stamp, in place: no row is copied."""
         for row, first in zip(self.masks.rows.tolist(), first_times.tolist(), strict=True):
             if first == NO_TIMES:
                 continue

@@ -64,7 +64,7 @@ class RowProcessors:
 
 
 def _num_arguments(processor: Callable[..., Any]) -> int:
-    """3 for a processor that must or can only be called with the prompt, else 2."""
+    """Return 3 for a processor that must or can only be called with the prompt, else 2."""
     try:
         signature = inspect.signature(processor)
     except (TypeError, ValueError):  # a builtin without a signature

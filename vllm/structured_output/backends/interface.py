@@ -51,7 +51,7 @@ class LoadedGrammar(Protocol):
     """A compiled grammar in memory."""
 
     def matcher(self) -> BackendMatcher:
-        """A new matcher at the beginning of an output."""
+        """Make a new matcher at the beginning of an output."""
         ...
 
 
@@ -81,6 +81,6 @@ class Backend(Protocol):
         ...
 
     def load(self, content: bytes) -> LoadedGrammar:
-        """Load a result of `compile`, also of another process; raises BackendError if it cannot be
-        used."""
+        """Load a result of `compile`, which may be from another process; raises BackendError if it
+        cannot be used."""
         ...

@@ -82,7 +82,7 @@ class LLGuidanceBackend:
             return matcher.grammar_from_lark(source)
         if kind == "structural_tag":
             return matcher.grammar_from_lark(_structural_tag(source, options))
-        raise BackendError(f"llguidance does not know {kind} grammars")
+        raise BackendError(f"llguidance does not support {kind} grammars")
 
     def load(self, content: bytes) -> "LLGuidanceGrammar":
         """Load a result of `compile`; raises BackendError if it cannot be used."""
@@ -142,7 +142,7 @@ class LLGuidanceMatcher:
 
 
 def json_options(any_whitespace: bool, whitespace_pattern: str | None) -> dict[str, Any]:
-    """Options for the format of JSON."""
+    """Return options for the format of JSON."""
     if not any_whitespace:
         return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     pattern = whitespace_pattern or rf"[ \t\n\r]{{1,{MAX_WHITESPACE}}}"
@@ -150,13 +150,14 @@ def json_options(any_whitespace: bool, whitespace_pattern: str | None) -> dict[s
 
 
 def _structural_tag(source: Any, options: dict[str, Any]) -> str:
-    """A structural tag {"format": {"type": "triggered_tags", ...}} with JSON schemas as content."""
+    """Convert a structural tag {"format": {"type": "triggered_tags", ...}} with JSON schemas as
+    content."""
     tags = []
     for tag in source["format"]["tags"]:
         begin = tag["begin"]
         triggers = [t for t in source["format"]["triggers"] if begin.startswith(t)]
         if not triggers:
-            raise BackendError(f"no trigger is a prefix of {begin!r}")
+            raise BackendError(f"no trigger is a prefix of {begin!r}, the beginning of a structure")
         schema = {**tag["content"]["json_schema"], "x-guidance": options}
         tags.append(
             llguidance.StructTag(trigger=triggers[0], begin=begin, grammar=schema, end=tag["end"])
@@ -165,7 +166,7 @@ def _structural_tag(source: Any, options: dict[str, Any]) -> str:
 
 
 def _first_lines(message: str) -> str:
-    """The error message without the state of the parser."""
+    """Return the error message without the state of the parser."""
     if found := _REGEX_PROBLEM.search(message):
         line, marks, problem = found.groups()
         start = marks.index("^")

@@ -29,7 +29,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int) -> "Vocabulary":
-        """The vocabulary of a tokenizer, for `vocab_size` logits.
+        """Read the vocabulary of a tokenizer, for `vocab_size` logits.
 
         Raises:
             RequestError: there is no tokenizer, or its text is not the bytes of its tokens.
@@ -50,8 +50,8 @@ class Vocabulary:
 
     @classmethod
     def of_file(cls, path: Path, vocab_size: int) -> "Vocabulary | None":
-        """What tokenizer.json says, for `vocab_size` logits, which a class of transformers may have
-        changed: compare `key`. None: it does not say it."""
+        """Read the vocabulary from tokenizer.json, for `vocab_size` logits; a class of transformers
+        may have changed it: compare `key`. None: the file does not have it."""
         from vllm.transformers_utils.token_bytes import read_token_bytes
 
         tokens = read_token_bytes(path, vocab_size)
@@ -130,7 +130,7 @@ class Vocabulary:
 
 
 def pack_tokens(token_ids: "np.typing.NDArray[np.int64]", num_words: int) -> IntArray:
-    """[num_words] the mask of some tokens; ids from 32 times `num_words` on are left out."""
+    """Pack some tokens into a mask [num_words]; ids from 32 times `num_words` on are left out."""
     bits = np.zeros(num_words * _WORD_BITS, np.uint8)
     bits[token_ids[token_ids < len(bits)]] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

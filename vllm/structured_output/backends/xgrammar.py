@@ -39,7 +39,7 @@ class XGrammarBackend:
     ) -> bytes:
         """Compile the content of a `Grammar`; raises BackendError if the library refuses it."""
         if whitespace_pattern is not None:
-            raise BackendError("xgrammar takes no whitespace pattern")
+            raise BackendError("xgrammar does not support a whitespace pattern")
         try:
             compiled = self._compile(kind, source, any_whitespace)
         except (RuntimeError, ValueError, TypeError) as error:
@@ -63,7 +63,7 @@ class XGrammarBackend:
             return self._compiler.compile_grammar(source)
         if kind == "structural_tag":
             return self._compiler.compile_structural_tag(json.dumps(source))
-        raise BackendError(f"xgrammar does not know {kind} grammars")
+        raise BackendError(f"xgrammar does not support {kind} grammars")
 
     def load(self, content: bytes) -> "XGrammar":
         """Load a result of `compile`; raises BackendError if it cannot be used."""
@@ -129,5 +129,5 @@ def _escaped(text: str) -> str:
 
 
 def _message(error: Exception) -> str:
-    """The text of a library's error without its source location."""
+    """Return the text of a library's error without its source location."""
     return _LOG_PREFIX.sub("", str(error)).strip() or repr(error)

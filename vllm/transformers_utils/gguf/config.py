@@ -11,7 +11,7 @@ from vllm.transformers_utils.gguf.model import GGUFModel, architectures
 from vllm.transformers_utils.gguf.sizes import check_encoder_shapes, check_shapes, wrong_layers
 
 _ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
-"""Tokens that end an answer, besides the one that the metadata names."""
+"""Tokens that end an answer, in addition to the one that the metadata names."""
 
 _SCORES = {1: "softmax", 2: "sigmoid"}
 """Value of `expert_gating_func` -> name in config.json."""
@@ -23,7 +23,7 @@ _NOT_POOLED = (0, 4)
 
 
 def read_config(model: GGUFModel) -> dict[str, Any]:
-    """What config.json of the model would be.
+    """Return the content of a config.json of the model.
 
     Raises:
         WeightLoadError: metadata is missing, or contradicts the tensors.
@@ -127,7 +127,7 @@ def _rows_of(model: GGUFModel, stored: str, name: str) -> int:
 
 
 def read_generation_config(model: GGUFModel) -> dict[str, Any]:
-    """What generation_config.json would be: the tokens that end an output."""
+    """Return the content of a generation_config.json: the tokens that end an output."""
     named = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [model.metadata.get(f"tokenizer.ggml.{name}") for name in named]
     tokens = model.metadata.get("tokenizer.ggml.tokens") or []
@@ -169,8 +169,8 @@ def read_pooling(model: GGUFModel) -> dict[str, Any]:
 
 
 def _dtype(model: GGUFModel) -> str:
-    """float32 for a model in F32. Anything else runs in bfloat16, F16 too: that is what kernels
-    compute in, and most of these files were made of bfloat16 checkpoints."""
+    """Return float32 for a model in F32. Anything else runs in bfloat16, including F16, because
+    kernels compute in it, and most of these files were made of bfloat16 checkpoints."""
     types = {tensor.type.name for tensor in model.tensors.values() if len(tensor.shape) > 1}
     return "float32" if types == {"F32"} else "bfloat16"
 
@@ -185,8 +185,8 @@ def _tokens(model: GGUFModel, vocab_size: int) -> dict[str, Any]:
         value = model.metadata.get(f"tokenizer.ggml.{name}")
         if value is not None and (type(value) is not int or not 0 <= value < vocab_size):
             raise WeightLoadError(
-                f"{model.paths[0]}: the metadata 'tokenizer.ggml.{name}' is {str(value)[:40]}; the "
-                f"model has {vocab_size} tokens"
+                f"{model.paths[0]}: the metadata 'tokenizer.ggml.{name}' is {str(value)[:40]}, "
+                f"but the model has {vocab_size} tokens"
             )
         found[key] = value
     return found
@@ -283,8 +283,8 @@ def _latent(model: GGUFModel) -> dict[str, Any]:
     if num_rotated >= sizes["key"]:
         raise WeightLoadError(
             f"{model.paths[0]}: the metadata '{model.architecture}.rope.dimension_count' is "
-            f"{num_rotated}; a key has {sizes['key']} elements, and some are not rotated. It is "
-            f"damaged; download it again"
+            f"{num_rotated}, but a key has {sizes['key']} elements, and some are not rotated. It "
+            "is damaged; download it again"
         )
     return {
         "q_lora_rank": model.size(rank_name) if has_ranks else None,
@@ -304,14 +304,12 @@ def _divisors(factors: StoredTensor, num_rotated: int) -> list[float]:
     count = num_rotated // 2
     if factors.type.name != "F32" or factors.shape != (count,):
         raise WeightLoadError(
-            f"a tensor of {factors.path} with divisors of rotations is {factors.type.name} "
-            f"{list(factors.shape)}; F32 [{count}] is expected"
+            f"the RoPE factors of {factors.path} must be F32 [{count}], got {factors.type.name} "
+            f"{list(factors.shape)}"
         )
     values: list[float] = np.fromfile(factors.path, "<f4", count, offset=factors.start).tolist()
     if not all(math.isfinite(value) and value > 0 for value in values):
-        raise WeightLoadError(
-            f"divisors of rotations in {factors.path} must be finite numbers above 0"
-        )
+        raise WeightLoadError(f"the RoPE factors in {factors.path} must be finite numbers above 0")
     return values
 
 
@@ -390,7 +388,7 @@ def _gemma(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
-    """What config.json says of the experts.
+    """Return the keys of config.json for experts.
 
     Raises:
         WeightLoadError: models of the architecture have none, or the metadata contradicts itself.
@@ -398,9 +396,9 @@ def _experts(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
     kind, names, facts = model.architecture, model.module_names(), model.facts
     if not facts.has_experts:
         raise WeightLoadError(
-            f"{model.paths[0]} has a mixture of experts, which models of the architecture {kind!r} "
-            f"cannot have; those of {', '.join(architectures(with_experts=True))} can. Use the "
-            f"safetensors checkpoint of the model"
+            f"{model.paths[0]} has a mixture of experts, which is not supported for the "
+            f"architecture {kind!r}; supported for {', '.join(architectures(with_experts=True))}. "
+            "Use the safetensors checkpoint of the model"
         )
     if config["num_hidden_layers"] > len(names):
         raise wrong_layers(model, config["num_hidden_layers"])

@@ -29,7 +29,7 @@ WITHOUT_TOKENIZER = "no-tokenizer.txt"
 
 
 def unpack(path: Path) -> Path:
-    """The folder of the model in a GGUF file.
+    """Return the folder of the model in a GGUF file.
 
     Args:
         path: of the file; of a split model, of any of its files.
@@ -60,7 +60,9 @@ def _unpack(paths: tuple[Path, ...], states: tuple[tuple[int, int], ...]) -> Pat
         made = Path(tempfile.mkdtemp(dir=parent))
     except OSError as error:
         made = target = Path(tempfile.mkdtemp(prefix="vllm-gguf-"))
-        logger.warning("%s: metadata of the GGUF file goes to %s instead", error, made)
+        logger.warning(
+            "%s: cannot write next to the GGUF file, so its metadata is written to %s", error, made
+        )
     for name, content in files.items():
         (made / name).parent.mkdir(exist_ok=True)
         (made / name).write_text(content, encoding="utf-8")

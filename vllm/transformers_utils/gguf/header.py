@@ -20,7 +20,7 @@ SUFFIX = ".gguf"
 
 
 class BlockType(NamedTuple):
-    """How a GGUF file stores numbers."""
+    """Storage format of a tensor in a GGUF file."""
 
     name: str
     block_size: int
@@ -55,7 +55,7 @@ BLOCK_TYPES = {
     35: BlockType("TQ2_0", 256, 66),
     39: BlockType("MXFP4", 32, 17),
 }
-"""Number in a file -> type; those that can be read."""
+"""Number in a file -> type, for the types that can be read."""
 
 _OTHER_TYPES = {
     9: "Q8_1",
@@ -94,24 +94,24 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is."""
+    """Location of a tensor."""
 
     path: Path
     start: int
     """First byte in the file."""
     type: BlockType
     shape: tuple[int, ...]
-    """As torch has it: the last dimension is that of neighbouring numbers."""
+    """Shape as in torch: the last dimension has neighbouring elements."""
 
     @property
     def row_bytes(self) -> int:
-        """Of a row, which is a whole number of blocks."""
+        """Return the bytes of a row, which has only whole blocks."""
         return self.shape[-1] // self.type.block_size * self.type.block_bytes
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says besides its weights."""
+    """The content of a file other than its weights."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]

@@ -1,6 +1,6 @@
-"""The files of a GGUF model, and which parameters of our modules its tensors are.
+"""The files of a GGUF model, and the parameters of this package that its tensors fill.
 
-A model may be split: NAME-00001-of-00003.gguf and the files beside it.
+A model may be split: NAME-00001-of-00003.gguf and the files next to it.
 """
 
 import math
@@ -67,7 +67,7 @@ _EXPERT_PARTS = {
     "ffn_up_exps": "up_proj",
     "ffn_down_exps": "down_proj",
 }
-"""Tensors that have a matrix of every expert, one behind the other."""
+"""Tensors that have a matrix of every expert, one after the other."""
 _MAY_BE_ONE_ROW = ("ffn_gate_inp_shexp", "token_types", "cls.output")
 """Matrices that may have one row, and are then stored as a vector."""
 _TWO_NORMS = {"attn_norm": "post_attention_layernorm", "attn_norm_2": "input_layernorm"}
@@ -166,7 +166,7 @@ class GGUFModel:
 
     @property
     def facts(self) -> GGUFFacts:
-        """How the files store models of the family."""
+        """Return how the files store models of the family."""
         facts = self.family.gguf
         assert facts is not None
         return facts
@@ -232,7 +232,7 @@ class GGUFModel:
         return value
 
     def get(self, name: str, kind: type[_Value], default: _Value | None = None) -> _Value:
-        """A metadata value.
+        """Return a metadata value.
 
         Args:
             name: of the value; one that begins with a dot belongs to the architecture.
@@ -391,8 +391,8 @@ def open_model(paths: Iterable[Path]) -> GGUFModel:
         for name, tensor in header.tensors.items():
             if name in tensors:
                 raise WeightLoadError(
-                    f"tensor {name} is in {tensors[name].path} and in {tensor.path}; a model has "
-                    f"each tensor once. Download its files again"
+                    f"tensor {name} is both in {tensors[name].path} and in {tensor.path}; a model "
+                    "must have each tensor once. Download its files again"
                 )
             tensors[name] = tensor
     _check_split(paths, headers[0], len(tensors))
@@ -410,19 +410,20 @@ def _check_split(paths: tuple[Path, ...], first: Header, num_tensors: int) -> No
     count = first.metadata.get("split.count", 1) or 1
     if count != len(paths):
         raise WeightLoadError(
-            f"{paths[0]} is a part of a model in {count} files, {len(paths)} of them are here. "
-            f"Put all of them into one folder, under the names that they were published with"
+            f"{paths[0]} is a part of a model in {count} files, but only {len(paths)} of them are "
+            "in its folder. Put all of them into one folder, under the names that they were "
+            "published with"
         )
     claimed = first.metadata.get("split.tensors.count", num_tensors)
     if count > 1 and claimed != num_tensors:
         raise WeightLoadError(
-            f"{paths[0]} and the files beside it have {num_tensors} tensors, the model has "
-            f"{claimed}. Download them again"
+            f"{paths[0]} and the other files of the model have {num_tensors} tensors, but the "
+            f"model needs {claimed}. Download them again"
         )
 
 
 def files_of_model(path: Path) -> list[Path]:
-    """All files of the model that this file belongs to, the first one first.
+    """Return all files of the model that this file belongs to, the first one first.
 
     Raises:
         WeightLoadError: a part of a split model is missing.
@@ -443,7 +444,7 @@ def files_of_model(path: Path) -> list[Path]:
 
 
 def find_model(folder: Path) -> Path | None:
-    """The first GGUF file of a folder; None: it has none.
+    """Return the first GGUF file of a folder; None: it has none.
 
     Raises:
         ConfigError: it has several models.

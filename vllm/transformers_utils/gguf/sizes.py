@@ -14,8 +14,8 @@ from vllm.transformers_utils.weight_files import name_some
 def wrong_layers(model: GGUFModel, num_layers: int) -> WeightLoadError:
     """Return the error for a number of layers that the file cannot have."""
     return WeightLoadError(
-        f"{model.paths[0]}: the metadata '{model.architecture}.block_count' is {num_layers}, the "
-        f"file has {len(model.tensors)} tensors. It is damaged; download it again"
+        f"{model.paths[0]}: the metadata '{model.architecture}.block_count' is {num_layers}, but "
+        f"the file has only {len(model.tensors)} tensors. It is damaged; download it again"
     )
 
 
@@ -142,8 +142,8 @@ def check_encoder_shapes(model: GGUFModel, config: dict[str, Any]) -> None:
     if heads := {"pooler", "classifier"} & {name.rpartition(".")[0] for name in names}:
         if len(heads) == 1:
             raise WeightLoadError(
-                f"{model.paths[0]} has one of the tensors cls.weight and cls.output.weight; a "
-                f"model that scores texts needs both. Use its safetensors checkpoint"
+                f"{model.paths[0]} has only one of the tensors cls.weight and cls.output.weight; "
+                "a model that scores texts needs both. Use its safetensors checkpoint"
             )
         shapes |= {"pooler": square, "classifier": (len(config["id2label"]), hidden)}
     for i in range(num_layers):
@@ -167,6 +167,6 @@ def _lacks(model: GGUFModel, lacking: list[str], num_layers: int) -> WeightLoadE
 def _check_shape(name: str, tensor: StoredTensor, wanted: tuple[int, ...]) -> None:
     if tensor.shape != wanted:
         raise WeightLoadError(
-            f"tensor {name} in {tensor.path} has the shape {list(tensor.shape)}, the metadata "
-            f"of the file makes it {list(wanted)}. It is damaged; download it again"
+            f"tensor {name} in {tensor.path} has the shape {list(tensor.shape)}, but by the "
+            f"metadata of the file it must be {list(wanted)}. It is damaged; download it again"
         )

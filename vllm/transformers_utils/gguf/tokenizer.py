@@ -59,7 +59,7 @@ class _Ends:
 
 
 def tokenizer_files(model: GGUFModel) -> dict[str, str]:
-    """tokenizer.json and tokenizer_config.json: name -> content.
+    """Return the content of tokenizer.json and tokenizer_config.json, by name.
 
     Raises:
         ConfigError: the metadata has no tokenizer, or one that is not supported.
@@ -75,7 +75,7 @@ def tokenizer_files(model: GGUFModel) -> dict[str, str]:
         twice = next(token for token, count in Counter(tokens).items() if count > 1)
         raise ConfigError(
             f"the metadata 'tokenizer.ggml.tokens' has {twice[:40]!r} more than once; each token "
-            f"must have one number: convert the model again, or give --tokenizer"
+            "must have one id: convert the model again, or give --tokenizer"
         )
     kinds = None
     if "tokenizer.ggml.token_type" in model.metadata:
@@ -111,8 +111,8 @@ def _words_of(model: GGUFModel) -> Words:
     name = model.metadata.get(_PRE, "default")
     if name not in WORDS:
         raise ConfigError(
-            f"the metadata {_PRE!r} is {str(name)[:40]!r}, which is no known rule to split a text "
-            f"into words. Give the tokenizer of the original model with --tokenizer"
+            f"the metadata {_PRE!r} is {str(name)[:40]!r}, which is not a known rule to split "
+            "text into words. Give the tokenizer of the original model with --tokenizer"
         )
     return WORDS[name]
 
@@ -121,9 +121,9 @@ def warn_of_missing_rule(model: GGUFModel) -> None:
     """Log that the metadata does not say how a text is split into words, if it should."""
     if model.metadata.get("tokenizer.ggml.model") == "gpt2" and _PRE not in model.metadata:
         logger.warning(
-            "%s has no metadata %r, which says how a text is split into words: an old tool has "
-            "converted it. The default rule is taken, as in llama.cpp, and token ids may differ "
-            "from those that the model was trained with. Convert the model again, or give "
+            "%s has no metadata %r, the rule that splits a text into words: an old tool has "
+            "converted it. The default rule of llama.cpp is used, and token ids may differ from "
+            "the token ids that the model was trained with. Convert the model again, or give "
             "--tokenizer",
             model.paths[0],
             _PRE,
@@ -131,7 +131,7 @@ def warn_of_missing_rule(model: GGUFModel) -> None:
 
 
 def _bytes(model: GGUFModel, tokens: list[str], words: Words) -> "Tokenizer":
-    """Byte-level BPE, whose merges are in the metadata."""
+    """Make byte-level BPE, whose merges are in the metadata."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     parts = [line.partition(" ") for line in _list(model, "merges", str)]
@@ -162,7 +162,7 @@ def _bytes(model: GGUFModel, tokens: list[str], words: Words) -> "Tokenizer":
 
 
 def _sentence_pieces(model: GGUFModel, tokens: list[str]) -> "Tokenizer":
-    """SentencePiece BPE, whose merges follow from the scores: the best token is made first."""
+    """Make SentencePiece BPE, whose merges follow from the scores: the best token is made first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = _list(model, "scores", float, len(tokens))
@@ -220,8 +220,8 @@ def _unknown_id(model: GGUFModel, tokens: list[str]) -> int:
     unknown = model.metadata.get("tokenizer.ggml.unknown_token_id", 0)
     if type(unknown) is not int or not 0 <= unknown < len(tokens):
         raise ConfigError(
-            f"the metadata 'tokenizer.ggml.unknown_token_id' must be the number of a token, from 0 "
-            f"to {len(tokens) - 1}; it is {str(unknown)[:40]}"
+            "the metadata 'tokenizer.ggml.unknown_token_id' must be a token id from 0 to "
+            f"{len(tokens) - 1}, got {str(unknown)[:40]}"
         )
     return unknown
 
@@ -287,7 +287,7 @@ def _add_ends(
 
 
 def _list(model: GGUFModel, name: str, kind: type[_Item], count: int | None = None) -> list[_Item]:
-    """The list `tokenizer.ggml.NAME`.
+    """Read the list `tokenizer.ggml.NAME`.
 
     Raises:
         ConfigError: there is none of this type and length.
@@ -299,6 +299,5 @@ def _list(model: GGUFModel, name: str, kind: type[_Item], count: int | None = No
     each = "" if count is None else f" with a value for each of the {count} tokens"
     found = f"a list of {len(value)}" if isinstance(value, list) else str(value)[:40]
     raise ConfigError(
-        f"the metadata 'tokenizer.ggml.{name}' must be a list of {kind.__name__}{each}; "
-        f"it is {found}"
+        f"the metadata 'tokenizer.ggml.{name}' must be a list of {kind.__name__}{each}, got {found}"
     )

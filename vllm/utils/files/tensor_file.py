@@ -155,7 +155,8 @@ def _read_entry(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
 
 
 def _gather(view: _View, stored: bytes) -> RawTensor:
-    """The elements of a view in row-major order, none of them from outside of its storage."""
+    """Return the elements of a view in row-major order, none of them from outside of its
+    storage."""
     kind = np.dtype(_NUMPY_TYPES[view.storage.dtype])
     elements = np.frombuffer(stored, kind, len(stored) // kind.itemsize)
     if math.prod(view.shape) > len(elements):
@@ -169,7 +170,9 @@ def _gather(view: _View, stored: bytes) -> RawTensor:
     if 0 in view.shape:
         return RawTensor(view.storage.dtype, view.shape, b"")
     if last >= len(elements):
-        raise TensorFileError(f"has {len(elements)} elements, and its tensor needs number {last}")
+        raise TensorFileError(
+            f"has {len(elements)} elements, but its tensor needs at least {last + 1}"
+        )
     strides = [stride * kind.itemsize for stride in view.strides]
     gathered = np.lib.stride_tricks.as_strided(elements[view.offset :], view.shape, strides)
     return RawTensor(view.storage.dtype, view.shape, gathered.tobytes())
@@ -312,7 +315,7 @@ def _storage_of(saved_id: Any) -> _Storage:
 
 
 def _result_of(function: Any, arguments: Any) -> Any:
-    """What a call of one of `_GLOBALS` describes."""
+    """Return what a call of one of `_GLOBALS` describes."""
     if not isinstance(function, _Global):
         raise TensorFileError("has a damaged description of its tensor")
     if function == _ORDERED_DICT and arguments == ():
@@ -328,7 +331,7 @@ def _result_of(function: Any, arguments: Any) -> Any:
         raise TensorFileError("describes its tensor in an unknown way")
     # Written out only as lists of numbers: tuples that hold one another may have no end.
     if not _are_sizes(shape) or not _are_sizes(strides):
-        raise TensorFileError("describes a tensor whose shape or strides are no sizes")
+        raise TensorFileError("describes a tensor whose shape or strides are not valid sizes")
     _check_dimensions(len(shape))
     if len(shape) != len(strides):
         raise TensorFileError(
@@ -338,12 +341,12 @@ def _result_of(function: Any, arguments: Any) -> Any:
 
 
 def _are_sizes(values: Any) -> bool:
-    """Numbers of elements that an array could have."""
+    """Whether values are numbers of elements that an array could have."""
     return isinstance(values, tuple) and all(
         type(value) is int and 0 <= value < 2**48 for value in values
     )
 
 
 def _name(found: Any) -> str:
-    """A short word for what is not a tensor."""
+    """Return a short word for an object that is not a tensor."""
     return repr(str(found)) if isinstance(found, _Global) else type(found).__name__

@@ -1,6 +1,6 @@
-"""Sockets whose calls wait for as long as it takes, also in a program that has called
-`socket.setdefaulttimeout`, after which the kernel would not let anybody wait who uses the socket.
-"""
+"""Sockets whose calls wait without a limit, even in a program that has called
+`socket.setdefaulttimeout`, after which the kernel would limit the waits of every user of the
+socket."""
 
 import ctypes
 import os
@@ -16,7 +16,7 @@ _ADDRESS_BYTES = 128
 
 
 def blocking_pair() -> tuple[socket.socket, socket.socket]:
-    """Two sockets that are connected."""
+    """Make two sockets that are connected."""
     pair = socket.socketpair()
     for each in pair:
         each.settimeout(None)
@@ -24,7 +24,7 @@ def blocking_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def blocking_socket(descriptor: int) -> socket.socket:
-    """The socket of a file descriptor, which it owns from here on."""
+    """Return the socket of a file descriptor, which it owns from here on."""
     found = socket.socket(fileno=descriptor)
     found.settimeout(None)
     return found
@@ -43,7 +43,7 @@ def set_socket_timeout(connection: socket.socket, option: int, timeout_s: float)
 
 
 def set_socket_timeouts_of(descriptor: int, port: int, option: int, timeout_s: float) -> None:
-    """The same for a socket that a library owns, if it is connected to this port.
+    """Set the timeouts of a socket that a library owns, if it is connected to this port.
 
     Raises:
         OSError: it is not connected, or has been closed.

@@ -24,7 +24,7 @@ _SIGNALS: dict[int, str] = {
     signal.SIGABRT: "native code has given up: the last lines of the log say why",
     signal.SIGFPE: "a crash of native code: please report it with the log",
 }
-"""What usually is behind a signal that ends a process."""
+"""Usual cause of a signal that ends a process."""
 
 
 def describe_exit(code: int) -> str:
@@ -55,7 +55,7 @@ def leave_signals_to_parent() -> None:
 
 
 def set_parent_death_signal(parent: int) -> None:
-    """Let the kernel kill this process when the *thread* that has started it ends, also while this
+    """Let the kernel kill this process when the *thread* that has started it ends, even while this
     process is stopped.
 
     Args:
@@ -68,7 +68,7 @@ def set_parent_death_signal(parent: int) -> None:
 
 
 def exit_with_parent(parent: int) -> None:
-    """Let the parent of this process alone decide when it ends: `leave_signals_to_parent` and
+    """Let only the parent of this process decide when it ends: `leave_signals_to_parent` and
     `set_parent_death_signal`."""
     leave_signals_to_parent()
     set_parent_death_signal(parent)
@@ -135,7 +135,7 @@ class ChildProcess:
         self._end.set_result(cause or describe_exit(code))
 
     def _watch_stopped(self, process: "subprocess.Popen[bytes]") -> str | None:
-        """Wait until a stopped process goes on, or kill it after the limit. Returns why."""
+        """Wait until a stopped process continues, or kill it after the limit. Return why."""
         # Looks are counted, and no clock is read: this process may have been stopped as well, as
         # by Ctrl-Z in a terminal.
         num_looks = 0

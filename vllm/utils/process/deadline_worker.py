@@ -58,7 +58,7 @@ _MAX_FILES = 8
 
 
 def make_server(target: str, setup: bytes = b"", *, start_timeout_s: float = 120.0) -> ForkServer:
-    """A fork server whose children answer calls; nothing is started yet.
+    """Make a fork server whose children answer calls; nothing is started yet.
 
     Args:
         target: "module:function"; called once with `setup`, returns the function that answers the
@@ -103,7 +103,7 @@ class DeadlineWorker:
             self._ready_child()
 
     def call(self, argument: bytes, timeout_s: float, files: Sequence[int] = ()) -> bytes:
-        """The handler's answer.
+        """Call the handler and return its answer.
 
         Args:
             argument: for the handler.

@@ -146,7 +146,7 @@ class ForkServer:
             self._running()
 
     def fork(self) -> Child:
-        """A new child. Raises as `start`."""
+        """Fork a new child. Raises as `start`."""
         with self._lock:
             control = self._running()
             ours, theirs = blocking_pair()
@@ -181,7 +181,7 @@ class ForkServer:
         child.connection.close()
 
     def close(self) -> None:
-        """End the process, also while it starts. A later fork starts another one."""
+        """End the process, even while it starts. A later fork starts another one."""
         if (process := self._process) is not None:
             process.kill()  # ends a running start, and so the wait for the lock
         with self._lock:

@@ -29,7 +29,7 @@ _NUM_LOOKS = 10
 
 
 def can_fork() -> bool:
-    """Whether this process can be copied: it runs Linux, has this thread alone, which is the main
+    """Whether this process can be copied: it runs Linux, has only this thread, which is the main
     one, and little memory of its own."""
     if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         return False
@@ -80,7 +80,7 @@ class ForkedProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def poll(self) -> int | None:
-        """How the process has ended, as `Popen.returncode`; None: it has not."""
+        """Return how the process has ended, as `Popen.returncode`; None: it has not."""
         with self._lock:
             if self.returncode is None:
                 try:
@@ -93,7 +93,7 @@ class ForkedProcess:
             return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """The same; waits for the end.
+        """Wait until the process has ended, and return how.
 
         Raises:
             subprocess.TimeoutExpired: it has not ended within so many seconds.
@@ -120,7 +120,7 @@ def _run_copy(
     parent: int,
     signal_mask: Collection[int],
 ) -> NoReturn:
-    """In the copy, which never returns to the frames of its parent."""
+    """Run the copy, which never returns to the frames of its parent."""
     code = 1
     try:
         exit_with_parent(parent)
@@ -130,7 +130,7 @@ def _run_copy(
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
-        # What they are in the parent may be a buffer of a test or a notebook.
+        # In the parent they may be a buffer of a test or a notebook.
         sys.stdout, sys.stderr = _text_stream(1), _text_stream(2)
         signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
         code = run()
@@ -148,12 +148,12 @@ def _text_stream(descriptor: int) -> io.TextIOWrapper:
 
 
 def _drop_descriptors(kept: Collection[int]) -> None:
-    """Put the null device in the place of all other descriptors: objects that still use one harm
-    no file that gets its number."""
+    """Replace all other descriptors by the null device: objects that still use one cannot damage a
+    file that gets its number."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor not in kept and descriptor != null:
-            with contextlib.suppress(OSError):  # that of the list itself
+            with contextlib.suppress(OSError):  # the descriptor of the list itself
                 os.fstat(descriptor)
                 os.dup2(null, descriptor, inheritable=descriptor == 0)
 
@@ -163,7 +163,7 @@ def _num_threads() -> int:
 
 
 def _own_memory_bytes() -> int:
-    """Memory of this process that belongs to no file."""
+    """Return the memory of this process that belongs to no file."""
     with open("/proc/self/status") as file:
         for line in file:
             if line.startswith("RssAnon"):

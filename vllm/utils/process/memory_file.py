@@ -18,6 +18,6 @@ def memory_file(name: str) -> int:
     if not hasattr(os, "memfd_create"):
         raise ConfigError(
             "tensor_parallel_size and pipeline_parallel_size above 1, and media in requests, need "
-            "Linux (memfd_create). Leave them out here"
+            "Linux (memfd_create). Leave them out on this system"
         )
     return os.memfd_create(name)

@@ -40,7 +40,7 @@ def report(phase: str, done: int = 0, total: int = 0, eta_seconds: float | None 
 
 
 def process_start() -> float:
-    """When this process began, in seconds of `time.monotonic()`.
+    """Return when this process began, in seconds of `time.monotonic()`.
 
     If the system does not provide it, or if it is long before the import of this module, because
     the program did something else first: the time of that import.

@@ -33,11 +33,12 @@ class Markers:
         self._longest = max(map(len, texts), default=1)
 
     def search(self, text: str, start: int) -> "re.Match[str] | None":
-        """The first marker at or after `start`."""
+        """Return the first marker at or after `start`."""
         return self._pattern.search(text, start)
 
     def safe_end(self, text: str, start: int) -> int:
-        """The position at which a marker may begin at the end of a text; else the text's length.
+        """Return the position at which a marker may begin at the end of a text; else the text's
+        length.
 
         For texts in which `search` finds nothing.
         """
@@ -55,7 +56,7 @@ class TextStream:
 
     Attributes:
         text: what may be read is here from `position` on.
-        position: where reading goes on.
+        position: where reading continues.
         is_complete: nothing will be added any more.
         num_read: characters that were read since the beginning of the text.
     """
@@ -104,7 +105,7 @@ class TextStream:
         return True
 
     def peek(self) -> Wait[str]:
-        """The next character, unread. Empty: the text has ended."""
+        """Return the next character, unread. Empty: the text has ended."""
         return self.text[self.position] if (yield from self.more()) else ""
 
     def skip_space(self) -> Wait[str]:

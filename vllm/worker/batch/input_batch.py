@@ -37,7 +37,7 @@ class ExpectedTokens:
 
 
 class InputBatch:
-    """Tokens and block tables of every row.
+    """Tokens and block tables of every request in the batch.
 
     Attributes:
         token_ids: [rows, max_model_len] prompt and output tokens.
@@ -48,7 +48,7 @@ class InputBatch:
         block_tables: [groups, rows, max_blocks] one table for each group of layers; the first of
             them is `block_table`.
         num_blocks: [rows] how many of them are given, in every group.
-        end_tokens: [rows, MAX_END_TOKENS] tokens that end the request, and NO_TOKEN behind them; a
+        end_tokens: [rows, MAX_END_TOKENS] tokens that end the request, and NO_TOKEN after them; a
             row that has more has the first of them.
     """
 
@@ -70,8 +70,8 @@ class InputBatch:
         """Number of requests that each row has had."""
 
     def update(self, step: SchedulerOutput) -> None:
-        """Rename moved blocks, place new requests, shorten and extend tables, and write drafts
-        behind the known tokens, as the scheduler decided."""
+        """Rename moved blocks, add new requests, shorten and extend block tables, and write drafts
+        after the known tokens, as the scheduler decided."""
         if step.block_moves is not None:
             self._rename_blocks(step.block_moves.renamed)
         for row, num_blocks in step.shortened_tables:
@@ -90,18 +90,18 @@ class InputBatch:
         self.token_ids[self._draft_places(step)] = token_ids
 
     def drafts_of(self, step: SchedulerOutput) -> IntArray:
-        """The drafts of a step, [sum of `num_draft_tokens`], before `expect`."""
+        """Return the drafts of a step, [sum of `num_draft_tokens`], before `expect`."""
         drafts: IntArray = self.token_ids[self._draft_places(step)]
         return drafts
 
     def _draft_places(self, step: SchedulerOutput) -> tuple[IntArray, IntArray]:
-        """Row and position of each draft of a step."""
+        """Return batch index and position of each draft of a step."""
         assert step.num_draft_tokens is not None, "the step has no drafts"
         rows = np.repeat(step.rows, step.num_draft_tokens)
         return rows, self.num_tokens[rows] + positions_within(step.num_draft_tokens)
 
     def drafts(self, rows: IntArray, num_drafts: IntArray) -> dict[int, list[int]]:
-        """The drafts behind the known tokens of some rows, before `expect`."""
+        """Return the drafts after the known tokens of some requests, before `expect`."""
         starts = self.num_tokens[rows].tolist()
         return {
             row: self.token_ids[row, start : start + count].tolist()
@@ -155,7 +155,8 @@ class InputBatch:
         return rows, token_ids
 
     def note_values(self, rows: IntArray) -> None:
-        """All known tokens of these rows have their values: a call has appended both."""
+        """Note that all known tokens of these requests have their values: a call has appended
+        both."""
         self.num_recorded[rows] = self.num_tokens[rows]
 
     def ends(self, rows: IntArray, token_ids: IntArray) -> bool:
@@ -163,11 +164,11 @@ class InputBatch:
         return bool((self.end_tokens[rows] == token_ids[:, None]).any())
 
     def retract(self, expected: ExpectedTokens, places: IntArray) -> None:
-        """Take a token of some rows and what follows it back.
+        """Remove a token of some requests, and the tokens after it.
 
         Args:
             expected: m rows with one token each, and no drafts before them.
-            places: indices of the rows.
+            places: indices of the requests.
         """
         rows = expected.rows[places]
         is_same = self._owner[rows] == expected.owners[places]

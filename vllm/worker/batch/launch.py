@@ -1,4 +1,4 @@
-"""How one scheduler step becomes forward passes."""
+"""Splits one scheduler step into forward passes."""
 
 from dataclasses import dataclass, field
 

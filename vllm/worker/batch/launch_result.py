@@ -1,4 +1,4 @@
-"""What a launch gives: sampled tokens on the device, which the host reads later."""
+"""The result of a launch: sampled tokens on the device, which the host reads later."""
 
 from dataclasses import dataclass, field
 
@@ -73,7 +73,7 @@ class LaunchResult:
 
     @classmethod
     def unsampled(cls, rows: IntArray, num_drafts: IntArray | None) -> "LaunchResult":
-        """Of a stage of a pipeline whose tokens the last stage samples.
+        """Make the result of a stage of a pipeline whose tokens the last stage samples.
 
         Args:
             rows: [m] rows of the batch that sample.
@@ -85,8 +85,8 @@ class LaunchResult:
         return cls(rows, indices, None, [], num_drafts=num_drafts)
 
     def read(self, expected: ExpectedTokens) -> tuple[IntArray, IntArray | None]:
-        """Wait for the tokens: those of the rows of the logits, and how many of each row of the
-        batch that sampled are output (None: one each, and no row has drafts)."""
+        """Wait for the tokens. Return the tokens of the rows of the logits, and how many of them
+        each request outputs (None: one each, and no request has drafts)."""
         assert self.sampled is not None
         if self.accepted is None:
             host_ids = self.sampled.host_ids.cpu().numpy()

@@ -7,8 +7,8 @@ from vllm.utils.ragged import positions_within
 
 
 def count_accepted(host_ids: IntArray, draft_ids: IntArray, num_drafts: IntArray) -> IntArray:
-    """Number of output tokens of each row: the sampled tokens that equal its drafts, plus the first
-    one that does not.
+    """Count the output tokens of each request: the sampled tokens that equal its drafts, plus the
+    first one that does not.
 
     Args:
         host_ids: sampled tokens, 1 + d for a row with d drafts: what follows its newest token,

@@ -35,7 +35,7 @@ class BlockCopies:
         self.block_bytes = sum(cache.shape[1] for cache in self._caches)
 
     def read(self, block_ids: Sequence[int]) -> list[bytes]:
-        """The bytes of blocks, layer after layer."""
+        """Return the bytes of blocks, layer after layer."""
         return [b"".join([cache[block_id] for cache in self._caches]) for block_id in block_ids]
 
     def write(self, block_ids: Sequence[int], blocks: Sequence[bytes]) -> bool:

@@ -52,7 +52,7 @@ class DraftRunner(DraftMaker):
 
     @property
     def kept_states(self) -> list[Tensor]:
-        """What is kept of tokens besides keys and values: nothing."""
+        """Return no tensors: of tokens, only keys and values are kept."""
         return []
 
     def _run_known(self, spans: DraftSpans) -> None:

@@ -1,4 +1,4 @@
-"""How drafts are sampled, whatever network has made their logits."""
+"""Samples drafts from the logits of any draft model or speculator."""
 
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from vllm.worker.batch.input_batch import InputBatch
 
 
 class SamplesDrafts(Protocol):
-    """What a runner of drafts shares with that of the model."""
+    """The attributes that a runner of drafts shares with the runner of the model."""
 
     batch: InputBatch
     sampling: SamplingState
@@ -20,8 +20,8 @@ class SamplesDrafts(Protocol):
 
 
 def append_drafts(runner: SamplesDrafts, rows: IntArray, logits: Tensor) -> None:
-    """Sample a draft for each of n rows, with the random number that the model will use in its
-    place, and append it to the tokens of the row.
+    """Sample a draft for each of n requests, with the random number that the model will use at its
+    position, and append it to the tokens of the request.
 
     Args:
         runner: of the drafts.

@@ -208,7 +208,7 @@ def encoder_bytes(config: VllmConfig, encoder: MediaEncoder) -> int:
     try:
         peak = peak_bytes(config, given)
     except NotImplementedError as error:  # an operator that reads values
-        logger.warning("the memory of the encoder is not known before it runs: %s", error)
+        logger.warning("the memory of the encoder cannot be counted before it runs: %s", error)
         return 0
     num_units = sum(encoder.size_of(part) for part in parts)
     most_units = encoder.most_units(config.scheduler.max_model_len)

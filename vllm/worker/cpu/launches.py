@@ -23,7 +23,7 @@ from vllm.config import VllmConfig
 from vllm.lora.launches import RaggedAdapters
 from vllm.messages import RunnerStats, SchedulerOutput
 from vllm.model_executor.fusion import fuse, fuse_head
-from vllm.model_executor.models.interface import CausalLM, LayeredModel
+from vllm.model_executor.models.interface import CausalLM, LayeredModel, PoolingModel
 from vllm.ops.cpu.operators.decode_step import FusedDecodeStep, RowArrays
 from vllm.ops.cpu.operators.program import Program
 from vllm.ops.item_slots import ItemSlots
@@ -212,6 +212,7 @@ class RaggedLaunches:
             adapted_rows(context.adapters),
             metadata.last_keys,
             context.items.by_token() if isinstance(context.items, RaggedItems) else None,
+            given.token_type_ids,
         )
         return RaggedOutput(result, inner + program.tapped)
 
@@ -246,9 +247,16 @@ class RaggedLaunches:
         """Return the counters of a runner; nothing is padded or compiled."""
         return RunnerStats(num_steps=num_steps, num_useful_tokens=num_useful_tokens)
 
+    def fuse_pooling(self, model: PoolingModel) -> None:
+        """Find out whether a pooling model runs in one call, once caches are bound. Further calls
+        do nothing."""
+        if not self.is_fused:
+            self.is_fused = True
+            self.programs = ByItems(fuse(model), None)
+
     def fuse(self, sampling: SamplingState, row_features: FeatureArray) -> None:
-        """Find out which parts of the model run in one call, once caches are bound. Further calls
-        do nothing.
+        """Find out which parts of a generative model run in one call, once caches are bound.
+        Further calls do nothing.
 
         Args:
             sampling: of the rows.

@@ -1,5 +1,6 @@
 """Runs scheduler steps of a pooling model on the CPU."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,8 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vllm.attention import EncoderMetadata, LaunchContext
+from vllm.attention import LaunchContext, bind_prompt_caches, whole_prompts
 from vllm.config import VllmConfig
+from vllm.messages import ModelRunnerOutput, SchedulerOutput
 from vllm.model_executor.layers.pooler import pool_tokens
 from vllm.model_executor.models.interface import PoolingModel
 from vllm.utils.ragged import positions_within
@@ -19,6 +21,16 @@ from vllm.worker.batch.model_input import ModelInput
 from vllm.worker.cpu.launches import RaggedLaunches, RaggedOutput
 from vllm.worker.pooling_runner import PooledRows, PoolingRunner, TokenTypes, pooling_rows
 from vllm.worker.runner import RunnerParts, plan_batch
+
+
+class CPUPoolingRunner(PoolingRunner):
+    """A `PoolingRunner` that fuses its model at the first step, when caches are bound."""
+
+    launches: RaggedLaunches
+
+    def _start(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        self.launches.fuse_pooling(self.model)
+        return super()._start(step)
 
 
 def make_pooling_runner(
@@ -36,6 +48,9 @@ def make_pooling_runner(
     pooler, build = requests.pooler, None
     if not pooler.is_causal:
         build = partial(_build_encoder_input, batch, device, types)
+        limits = config.scheduler
+        num_tokens = max(limits.max_num_batched_tokens, limits.max_model_len)
+        bind_prompt_caches(model, num_tokens, limits.max_num_seqs, model.dtype)
     launches = RaggedLaunches(config, model, device, batch, rows, build)
 
     def pool(given: ModelInput, output: RaggedOutput) -> PooledRows:
@@ -45,7 +60,7 @@ def make_pooling_runner(
         return PooledRows(given.rows, counts, model.head(pooled))
 
     made = RunnerParts(cache_layout=layout, batch=batch, rows=rows, launches=launches)
-    return PoolingRunner(model, made, requests, pool)
+    return CPUPoolingRunner(model, made, requests, pool)
 
 
 def _build_encoder_input(
@@ -58,12 +73,12 @@ def _build_encoder_input(
 
     counts = launch.num_scheduled_tokens
     rows, positions = np.repeat(launch.rows, counts), positions_within(counts)
-    metadata = EncoderMetadata.build(np.append(launch.starts, counts.sum()), device)
+    of_tokens = None if types is None else types.values[rows, positions]
     return ModelInput(
         launch,
         np.arange(len(launch.rows), dtype=np.int32),
         input_ids=to_device(batch.token_ids[rows, positions]),
-        context=LaunchContext(metadata, to_device(positions)[None]),
+        context=LaunchContext(whole_prompts(counts), to_device(positions)[None]),
         logits_indices=None,
-        token_type_ids=None if types is None else to_device(types.values[rows, positions]),
+        token_type_ids=to_device(of_tokens) if of_tokens is not None and of_tokens.any() else None,
     )

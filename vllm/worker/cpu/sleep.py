@@ -84,15 +84,16 @@ class HostWeights:
             for storage in self._storages:
                 _discard(storage)
             raise WeightLoadError(
-                f"the weights in {self._folder} are not those that were loaded before sleep level "
-                f"1. Put the old files back, or call sleep with level 2, which keeps nothing, and "
-                f"wake up again"
+                f"the weights in {self._folder} differ from the weights that were loaded before "
+                "sleep level 1. Put the old files back, or call sleep with level 2, which keeps "
+                "nothing, and wake up again"
             )
         self._is_released = False
         self._note()
 
     def reload(self, folder: str | None) -> None:
-        """See `SleepingWeights.reload`."""
+        """Read the weights again, from another folder if one is given; see
+        `SleepingWeights.reload`."""
         if self._is_released:
             self._folder = folder or self._folder
             self._must_be_as_loaded = False

@@ -29,7 +29,7 @@ from vllm.worker.parts.position_rows import parts_beside
 
 
 class SpeculatorRunner(DraftMaker):
-    """A speculator in ragged launches; see `DraftMaker`.
+    """Runs a speculator in ragged batches; see `DraftMaker`.
 
     The token at position p + 1 goes through the speculator with the hidden state of position p,
     and keys and values of that step are at the place of p. Of a speculator without attention only
@@ -76,11 +76,11 @@ class SpeculatorRunner(DraftMaker):
 
     @property
     def kept_states(self) -> list[Tensor]:
-        """What is kept of tokens besides keys and values: hidden states."""
+        """Return the hidden states that are kept of tokens, in addition to keys and values."""
         return [] if self._states is None else [self._states.memory]
 
     def start(self, num_blocks: int) -> None:
-        """The KV cache is bound, with so many blocks."""
+        """Prepare for a KV cache with so many blocks, which is bound now."""
         super().start(num_blocks)
         batch, size, dtype = self.batch, self._speculator.kept_size, self._dtype
         if not self.attention_layers:
@@ -91,7 +91,7 @@ class SpeculatorRunner(DraftMaker):
 
     @torch.inference_mode()
     def read(self, launch: Launch, result: Tensor, inner: Sequence[Tensor]) -> None:
-        """See `StateReader`."""
+        """Keep the hidden states of a launch for the speculator."""
         assert self._states is not None, "the KV cache is not bound"
         self._states.write(launch, self._speculator.keep(result, inner))
 
@@ -129,7 +129,7 @@ class SpeculatorRunner(DraftMaker):
         append_drafts(self, rows, self._speculator.compute_logits(place, states))
 
     def _run(self, place: int, launch: Launch, states: Tensor) -> Tensor:
-        """One step of the tokens behind those of a launch."""
+        """Run one step of the tokens after the tokens of a launch."""
         rows, count = launch.rows, launch.num_scheduled_tokens
         indices = np.repeat(launch.num_computed_tokens, count) + positions_within(count)
         next_ids = self.batch.token_ids[np.repeat(rows, count), indices + 1]

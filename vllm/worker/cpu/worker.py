@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.config import VllmConfig
+from vllm.config.quantization.quant_method import quant_method
 from vllm.distributed import CheckedCollectives, Collectives, Rendezvous
 from vllm.distributed.rendezvous import ARENA_BUFFER_BYTES, ARENA_HEADER_BYTES
 from vllm.kv_cache_spec import KVCacheLayout
@@ -40,6 +41,7 @@ from vllm.worker.calculated_scales import calculate_scales
 from vllm.worker.cpu.block_copies import BlockCopies
 from vllm.worker.cpu.draft_runner import DraftRunner
 from vllm.worker.cpu.encoder_memory import encoder_bytes
+from vllm.worker.cpu.int8_advice import int8_advice, is_worth_measuring, measure_rates
 from vllm.worker.cpu.model_runner import CPUModelRunner
 from vllm.worker.cpu.pooling_runner import make_pooling_runner
 from vllm.worker.cpu.sleep import HostCache, HostWeights, check_can_sleep
@@ -82,7 +84,7 @@ class CPUWorker(WorkerBase):
         self._num_item_states: int | None = None
         self._item_bytes = 0
         self._encoder_bytes = 0
-        self._has_own_cores = False  # a share of those of the machine, as one of several ranks
+        self._has_own_cores = False  # several ranks share the cores of the machine
         self._ops = load_class(self.platform.ops_class)()
         set_ops(self._ops)
 
@@ -98,7 +100,8 @@ class CPUWorker(WorkerBase):
         super().load(rank)
 
     def _bind(self, rank: int) -> None:
-        """Bind this thread, and those that it starts from now on, to the cores of the rank."""
+        """Bind this thread, and the threads that it starts from now on, to the cores of the
+        rank."""
         device = self.config.device
         if device.bound_cores is not None:
             cores = device.bound_cores[rank]
@@ -116,8 +119,8 @@ class CPUWorker(WorkerBase):
 
     @property
     def _num_sharing_ranks(self) -> int:
-        """Ranks of this machine that compute at the same time, so the cores are divided among them:
-        those of one stage where stages take turns."""
+        """Count the ranks of this machine that compute at the same time, so that the cores are
+        divided among them: the ranks of one stage if stages run one after another."""
         if self.config.parallel.stages_alternate:
             return min(self.num_local_ranks, self.config.parallel.tensor_parallel_size)
         return self.num_local_ranks
@@ -131,9 +134,9 @@ class CPUWorker(WorkerBase):
             is_done = interleave(nodes)
         except OSError as error:
             logger.warning(
-                "Memory cannot be spread over the NUMA nodes %s: %s. Give each node a rank of its "
-                "own with --tensor-parallel-size %d, start with numactl --interleave=%s, or allow "
-                "the container CAP_SYS_NICE",
+                "memory cannot be interleaved over the NUMA nodes %s: %s. Give each node a rank "
+                "of its own with --tensor-parallel-size %d, start with numactl --interleave=%s, "
+                "or allow the container CAP_SYS_NICE",
                 text,
                 error.strerror,
                 len(nodes),
@@ -141,7 +144,7 @@ class CPUWorker(WorkerBase):
             )
             return
         if is_done:
-            logger.info("memory is spread over the NUMA nodes %s", text)
+            logger.info("memory is interleaved over the NUMA nodes %s", text)
 
     def _load_model(self) -> None:
         self.model = self._read_model(self.config)
@@ -150,6 +153,7 @@ class CPUWorker(WorkerBase):
             models.append(self._read_drafter(draft_config, self.device))
         self._weight_bytes = sum(len(part) for model in models for part in model_storages(model))
         self._count_threads(self._weight_bytes)
+        self._advise_int8()
         self.runner = self._make_runner(self.model)
         if draft_config is not None:
             self._draft_model = models[1]
@@ -181,7 +185,7 @@ class CPUWorker(WorkerBase):
         if device.counts_threads and device.bound_cores is None:
             found, num_ranks = torch.get_num_threads(), self._num_sharing_ranks
             num_replicas = self.config.parallel.num_local_replicas
-            # A core alone with its two hardware threads reads memory faster with both.
+            # A single core reads memory faster with both of its hardware threads.
             num_physical = max(2, count_physical(usable_cores()))
             if self._has_own_cores:
                 num_cores = count_cores(num_replicas * num_ranks)
@@ -197,14 +201,14 @@ class CPUWorker(WorkerBase):
             if wanted != found:
                 torch.set_num_threads(wanted)
         logger.info(
-            "%.2f GiB of weights, %d threads on the cores %s",
+            "%.2f GiB of weights, %d threads on the CPU cores %s",
             weight_bytes / 2**30,
             torch.get_num_threads(),
             format_cores(usable_cores()),
         )
 
     def _dense_format(self) -> Quantization | None:
-        """How the kernels take dense weights; None: they stay as torch takes them."""
+        """Return how the kernels store dense weights; None: as torch does."""
         return CPUPacked() if isinstance(self._ops, CPUOps) else None
 
     def _make_runner(self, model: CausalLM | PoolingModel) -> CPUModelRunner | PoolingRunner:
@@ -271,7 +275,7 @@ class CPUWorker(WorkerBase):
         )
 
     def _uses(self, num_ranks: int) -> list[MemoryUse]:
-        """What this process has taken of the memory."""
+        """List how much memory this process has taken, and for what."""
         drafts = 0
         if self._drafter is not None:
             drafts = sum(len(part) for part in model_storages(self._draft_model))
@@ -335,7 +339,7 @@ class CPUWorker(WorkerBase):
         if (items := self.runner.parts.find(ItemRows)) is not None:
             assert self._num_item_states is not None
             logger.info(
-                "Cross-attention: %d hidden states of images and sounds (%.2f GiB)",
+                "Cross-attention cache: %d hidden states of images and sounds (%.2f GiB)",
                 self._num_item_states,
                 self._item_bytes / 2**30,
             )
@@ -360,6 +364,18 @@ class CPUWorker(WorkerBase):
             HostWeights(self._draft_model, folder, build, can_sleep=can_sleep),
         )
 
+    def _advise_int8(self) -> None:
+        """Log what int8 would gain where dense weights meet a processor without bfloat16."""
+        model = self.config.model
+        dtype: torch.dtype = getattr(torch, model.dtype_name)
+        is_dense = (quant_method(model.resolved_arch) or model.quantization) is None
+        _, isa = self._weights_and_kernels()
+        if self.rank or not (self.has_values and is_dense and is_worth_measuring(isa, dtype)):
+            return
+        advice = int8_advice(measure_rates(dtype, model_storages(self.model)), isa)
+        if advice is not None:
+            logger.info(advice)
+
     def _weights_and_kernels(self) -> tuple[Iterable[Tensor], str]:
         kernels = load_cpu_kernels()
         isa = kernels.isa if kernels is not None and isinstance(self._ops, CPUOps) else "torch"
@@ -372,5 +388,5 @@ class CPUWorker(WorkerBase):
 
 
 def _nodes() -> list[int]:
-    """The nodes of memory of the cores that this thread may use."""
+    """Return the memory nodes of the cores that this thread may use."""
     return nodes_of(usable_cores())

@@ -17,7 +17,7 @@ from vllm.worker.drafts.draft_progress import DraftProgress, DraftSpans, NewestT
 
 
 class DraftMaker(ABC):
-    """Makes the drafts of a step behind the newest tokens of its rows.
+    """Makes the drafts of a step after the newest tokens of its requests.
 
     A draft is sampled with the random number that the model will use in its place, from the draft
     model's distribution: where the two distributions are alike, so are the tokens. Masks,
@@ -51,7 +51,7 @@ class DraftMaker(ABC):
         return layers_with_cache(self.model)
 
     def start(self, num_blocks: int) -> None:
-        """The KV cache is bound, with so many blocks."""
+        """Prepare for a KV cache with so many blocks, which is bound now."""
         config, max_len = self.config, self.config.model.max_model_len
         assert max_len is not None
         if not self.attention_layers:
@@ -67,7 +67,7 @@ class DraftMaker(ABC):
 
     @torch.inference_mode()
     def propose(self, step: SchedulerOutput) -> None:
-        """Write the drafts of a step into the batch, behind the known tokens of their rows.
+        """Write the drafts of a step into the batch, after the known tokens of their requests.
 
         Args:
             step: the batch is up to date with it.
@@ -94,10 +94,11 @@ class DraftMaker(ABC):
 
     @abstractmethod
     def _run_newest(self, rows: IntArray, place: int) -> None:
-        """Run the newest token of each row, the draft before a place, and append what follows."""
+        """Run the newest token of each request, which precedes the draft at `place`, and append the
+        token that follows."""
 
     def _write_drafts(self) -> None:  # noqa: B027
-        """All drafts are made: those that are not in the batch yet are written there."""
+        """Write all drafts that are not in the batch yet."""
 
     def _note_drafts(self, progress: DraftProgress | NewestTokens, spans: DraftSpans) -> None:
         """Note which drafts have keys and values now."""

@@ -1,4 +1,4 @@
-"""Which tokens of the requests have keys and values of the draft model.
+"""Tracks which tokens of the requests have keys and values of the draft model.
 
 The draft model keeps its keys and values in the blocks of the model, in tensors of its own. It does
 not run every token when the model does: it computes prompts beside the model, but the outputs only
@@ -29,15 +29,15 @@ class DraftSpans:
     count: IntArray
     """[n] tokens to run, at least 1."""
     num_drafts: IntArray
-    """[n] drafts to make behind them; 0 for prompts."""
+    """[n] number of drafts to make after them; 0 for prompts."""
     num_known: IntArray
-    """[n] tokens of the row, with those that a step in flight samples."""
+    """[n] number of tokens of the request, with the tokens that a step in flight samples."""
 
     @classmethod
     def of(
         cls, step: SchedulerOutput, places: BoolArray, first: IntArray, count: IntArray
     ) -> "DraftSpans":
-        """Of some rows of a step."""
+        """Select some requests of a step."""
         num_drafts = _num_drafts(step)
         num_known = step.num_computed_tokens + step.num_scheduled_tokens - num_drafts
         return cls(
@@ -55,10 +55,11 @@ def _num_drafts(step: SchedulerOutput) -> IntArray:
 
 
 class NewestTokens:
-    """What a speculator without attention runs: the newest token of each row with drafts."""
+    """Plans a speculator without attention: it runs only the newest token of each request with
+    drafts."""
 
     def plan(self, step: SchedulerOutput) -> DraftSpans | None:
-        """See `DraftProgress.plan`."""
+        """Return the newest token of each request with drafts; None: no request has drafts."""
         if step.num_draft_tokens is None:
             return None
         has_drafts = step.num_draft_tokens > 0
@@ -66,7 +67,7 @@ class NewestTokens:
         return DraftSpans.of(step, has_drafts, first, np.ones_like(first))
 
     def add_drafts(self, spans: DraftSpans) -> None:
-        """See `DraftProgress.add_drafts`; nothing of them is kept."""
+        """Do nothing: no data of drafts is kept."""
 
 
 class DraftProgress:
@@ -103,8 +104,8 @@ class DraftProgress:
         """[rows] whether some of the computed tokens may be drafts that were wrong."""
 
     def plan(self, step: SchedulerOutput) -> DraftSpans | None:
-        """What the draft model runs in a step: prompts with the model, and what it lacks of the
-        rows with drafts. It counts as computed from here on.
+        """Plan the tokens that the draft model runs in a step: prompts together with the model, and
+        the tokens that it lacks of requests with drafts. They count as computed from here on.
 
         Args:
             step: the batch is up to date with it.
@@ -154,14 +155,14 @@ class DraftProgress:
         return DraftSpans.of(step, runs, first[runs], (end - first)[runs])
 
     def add_drafts(self, spans: DraftSpans) -> None:
-        """Drafts were made. The last one of each row has not been run."""
+        """Note that drafts were made. The last one of each request has not been run."""
         has = spans.num_drafts > 1
         first = (spans.first + spans.count)[has]
         self._note(spans.rows[has], first, first + spans.num_drafts[has] - 1)
 
     def _find(self, row: int, num_tokens: int) -> int:
-        """Leading tokens of the first `num_tokens` of a new row, whose blocks are shared, that the
-        draft model has computed."""
+        """Count the leading tokens of the first `num_tokens` of a new request, whose blocks are
+        shared, that the draft model has computed."""
         size = self._block_size
         computed = self._in_block[self._batch.block_table[row, : -(-num_tokens // size)]]
         lacking = np.flatnonzero(computed < size)
@@ -171,12 +172,13 @@ class DraftProgress:
         return min(found, num_tokens)
 
     def _forget(self, rows: IntArray, start: IntArray, count: IntArray) -> None:
-        """The model writes tokens here: what was in these places is gone."""
+        """Forget the content of these slots, because the model writes tokens to them."""
         blocks, offsets = self._places(rows, start, count)
         np.minimum.at(self._in_block, blocks, offsets)
 
     def _note(self, rows: IntArray, first: IntArray, end: IntArray) -> None:
-        """The draft model computes the tokens from `first` up to `end` of each row."""
+        """Note that the draft model computes the tokens from `first` up to `end` of each
+        request."""
         blocks, offsets = self._places(rows, first, np.maximum(end - first, 0))
         self._in_block[blocks] = offsets + 1
         self._num_tokens[rows] = np.maximum(first, end)

@@ -21,7 +21,7 @@ class HiddenStateStore(ABC):
         dtype: of its elements.
 
     Attributes:
-        memory: [places, size]
+        memory: [slots, size]
     """
 
     def __init__(self, batch: InputBatch, size: int, dtype: torch.dtype) -> None:
@@ -35,14 +35,14 @@ class HiddenStateStore(ABC):
 
     @abstractmethod
     def _places(self, rows: IntArray, positions: IntArray) -> IntArray:
-        """Where the vectors of tokens are."""
+        """Return the slots of the vectors of tokens."""
 
     def _is_kept(self, positions: IntArray, ends: IntArray) -> IntArray:
-        """Indices of the tokens of a launch that are kept.
+        """Return the indices of the tokens of a launch that are kept.
 
         Args:
             positions: [T]
-            ends: [T] position behind the last token of its row.
+            ends: [T] position after the last token of its request.
         """
         return np.arange(len(positions), dtype=np.int32)
 
@@ -60,7 +60,7 @@ class HiddenStateStore(ABC):
         self.memory[self._index(rows[kept], positions[kept])] = states
 
     def read(self, rows: IntArray, positions: IntArray) -> Tensor:
-        """The vectors [n, size] of n tokens that were written."""
+        """Return the vectors [n, size] of n tokens that were written."""
         return self.memory[self._index(rows, positions)]
 
     def _index(self, rows: IntArray, positions: IntArray) -> Tensor:

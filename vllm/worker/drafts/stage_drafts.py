@@ -1,4 +1,4 @@
-"""Drafts in a pipeline: one stage makes them, and the one at the other end has to know them, too.
+"""Sends drafts through a pipeline: one stage makes them, and the first stage needs them as well.
 
 The first stage embeds them, and the last one verifies them; stages in between need only their
 number, which a step says. A draft model is on the first stage, which knows all tokens, so what it
@@ -27,18 +27,18 @@ def makes_drafts(config: VllmConfig, stage: Stage) -> bool:
 
 @dataclass(frozen=True)
 class InnerLayers:
-    """Layers whose inputs [T, hidden] a speculator reads besides the result of the model. Each
-    stage puts those of its layers behind the hidden states that it sends, and behind those that it
-    was sent, up to the last stage, which has the speculator."""
+    """Layers whose inputs [T, hidden] a speculator reads in addition to the result of the model.
+    Each stage appends the inputs of its own layers to the hidden states that it sends, after the
+    inputs that it received, up to the last stage, which has the speculator."""
 
     own: tuple[int, ...] = ()
     """Of this stage, ascending and distinct."""
     num_before: int = 0
-    """How many the stages before have."""
+    """Number of such layers of the stages before."""
 
     @classmethod
     def of(cls, config: VllmConfig, stage: Stage) -> "InnerLayers":
-        """Those of a stage."""
+        """Return the inner layers of a stage."""
         row, draft = SPECULATORS.get(config.speculative.method or ""), config.of_draft_model
         if draft is None or row is None or row.inner_layers is None:
             return cls()
@@ -48,7 +48,7 @@ class InnerLayers:
         return cls(tuple(own), sum(layer < stage.first_layer for layer in layers))
 
     def split(self, received: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """What the stage before has sent: hidden states, and the inputs of inner layers."""
+        """Split the data of the stage before: hidden states, and the inputs of inner layers."""
         if not self.num_before:
             return received, []
         first, *others = received.chunk(1 + self.num_before, dim=1)

@@ -17,7 +17,7 @@ logger = init_logger(__name__)
 
 
 class DeviceRows(Adapters):
-    """Adapters on a card. Launches read the slot of each row from their input.
+    """LoRA adapters on a card. Launches read the slot of each request from their input.
 
     The memory of the slots is in use before that of launches is measured, so the ledger counts it
     with the weights.

@@ -105,7 +105,7 @@ class HPUDraftRunner(DraftMaker):
     # ---- steps ----------------------------------------------------------------------------
 
     def propose(self, step: SchedulerOutput) -> None:
-        """See `DraftMaker.propose`."""
+        """Write the drafts of a step into the batch; see `DraftMaker.propose`."""
         self._reads = not self._target.resident.max_drafts
         if step.num_draft_tokens is not None and not self._reads:
             drafted = step.rows[step.num_draft_tokens > 0]
@@ -153,7 +153,7 @@ class HPUDraftRunner(DraftMaker):
 
     def _sample(self, launches: PaddedLaunches, launch: PaddedLaunch, output: PaddedOutput) -> None:
         """Append a draft to each row of a launch."""
-        # Which token of a row is its last one, the card may know alone.
+        # Only the card may know which token of a request is its last one.
         query_len, real, state = launch.bucket.query_len, launch.rows, self._sampling.state
         behind = launch.num_computed_tokens + self._tokens_ahead + 1
         first = behind - self.batch.num_prompt_tokens[real]
@@ -184,7 +184,7 @@ class HPUDraftRunner(DraftMaker):
 
     @torch.inference_mode()
     def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
-        """See `PaddedRunner.warm_up`; how it samples is what the model has warmed up, if that
+        """Warm up a shape for the draft model; it samples as the model's warm-up does, if that
         samples on this stage."""
         for launches in self._at_place:
             if not launches.runs(shape):
@@ -197,7 +197,7 @@ class HPUDraftRunner(DraftMaker):
 
     @torch.inference_mode()
     def warm_up_sampling(self, shape: PaddedShape, metadata: SamplingMetadata) -> None:
-        """See `HPUModelRunner.warm_up_sampling`."""
+        """Run a launch of padding after the warm-up, and compile how it samples."""
         with self.launches.report.warming_up():
             output = self.launches.run_padding(shape)
             self._sampling.warm_up(self.launches, shape, output, [metadata])

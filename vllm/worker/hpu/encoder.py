@@ -73,6 +73,8 @@ class CardEncoder:
         )
         self._is_measured = not config.multimodal.skip_mm_profiling
         self._warm: set[int] = set()
+        self._graphs: dict[int, Any] = {}
+        """HPU graphs by size."""
         self._run: Any = _Run(encoder)
         if not bridge.is_lazy and not config.model.enforce_eager:
             dynamo: Any = torch._dynamo.config
@@ -153,7 +155,8 @@ class CardEncoder:
         prepared = self._encoder.prepare(items, size)
         on_card = [tensor.to(self._bridge.device) for tensor in prepared.values()]
         self._bridge.mark_step()  # what is queued is no part of it
-        embeddings: Tensor = self._run(tuple(prepared), *on_card)
+        run = self._graphs.get(size, self._run)
+        embeddings: Tensor = run(tuple(prepared), *on_card)
         self._bridge.mark_step()
         self._warm.add(size)
         return embeddings
@@ -277,6 +280,23 @@ class CardEncoder:
         logger.warning(
             "The encoder of %s cannot run %d %s at a time: %s", self.reads, size, self.unit, reason
         )
+
+    def capture(self, size: int) -> None:
+        """Record the HPU graph of a size."""
+        if self.is_here:
+            self._graphs[size] = self._bridge.wrap_in_hpu_graph(_Run(self._encoder))
+            self.warm_up(size)
+
+    def release(self, size: int) -> None:
+        """Throw the HPU graph of a size away, if it has one, and the memory that it holds."""
+        graph = self._graphs.pop(size, None)
+        if graph is not None:
+            graph.clear_cache()
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Sizes that have an HPU graph, in the order of their capture."""
+        return list(self._graphs)
 
     def _attempt(self, size: int, resident_bytes: int) -> Attempt:
         # Ranks encode each by itself, so none waits for another.

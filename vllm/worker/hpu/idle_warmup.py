@@ -1,4 +1,4 @@
-"""Compiles the sampling that the start has left out, one launch at a time, while nothing runs.
+"""Compiles the sampling graphs that the start has left out, one at a time, while no requests run.
 
 The steps have the same form as those of the warm-up; the engine asks for one when it is idle.
 """
@@ -53,7 +53,7 @@ class IdleWarmUp:
         self._launch: tuple[PaddedShape, SamplingMetadata] | None = None
         """Of the step that was named last."""
         self._named: WarmUpStep | None = None
-        """That had to wait."""
+        """That has not run yet."""
         self._longest_s = expected_s
         """Seconds of the longest step so far."""
         self._steps = self._all_steps()
@@ -70,25 +70,25 @@ class IdleWarmUp:
         if given_up is not None and not self._given_up:
             self._given_up = True
             logger.warning(
-                "The idle warm-up of sampling ends: %s. What is not compiled yet compiles at its "
-                "first use.",
+                "stopped compiling sampling graphs while idle: %s. The others are compiled when a "
+                "request first needs them",
                 given_up,
             )
         if self._given_up:
             return None
-        step = self._named or next(self._steps, None)
-        self._named = None
+        if self._named is None:
+            self._named = next(self._steps, None)
+        step = self._named
         if step is None:
             return None
         must_wait = longest_s is not None and self._longest_s > longest_s
-        if must_wait:
-            self._named = step
         return replace(step, expected_s=self._longest_s, must_wait=must_wait)
 
     def warm_up(self) -> str | None:
         """Run the launch of the step; why it has to be given up, or None."""
         assert self._launch is not None, "no step has been named"
         (shape, metadata), self._launch = self._launch, None
+        self._named = None
         resident_bytes = sum(self._ledger.booked(cls) for cls in _HELD)
         with self._bridge.dry_run():
             attempted = attempt(
@@ -127,7 +127,7 @@ class IdleWarmUp:
         )
 
     def _shapes(self) -> list[PaddedShape]:
-        """The smallest launch of each padded batch size, ascending."""
+        """Return the smallest launch of each padded batch size, ascending."""
         launches = self._runner.launches
         catalog = launches.planner.catalog
         found: dict[int, PaddedShape] = {}

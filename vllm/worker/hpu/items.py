@@ -165,10 +165,14 @@ def card_items(
     counts = sorted({1, num_items})
     num_slots = [round_up(n * model.media_encoder.max_states, _MULTIPLE) for n in counts]
     logger.info(
-        "Cross-attention reads %d slots for each request on a card, which is room for %d %s "
+        "Cross-attention reads %d slots for each request on a card, enough for %d %s "
         "(--limit-mm-per-prompt)",
         *(num_slots[-1], num_items, encoder.reads),
     )
     if len(num_slots) > 1:
-        logger.info("If no request of a batch has more than one, it reads %d slots", num_slots[0])
+        logger.info(
+            "Cross-attention reads %d slots instead while no request of a batch has more than one "
+            "item",
+            num_slots[0],
+        )
     return DeviceItems(media, pool, config.scheduler.max_num_seqs, num_slots, bridge)

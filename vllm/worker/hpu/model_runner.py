@@ -1,6 +1,6 @@
 """Runs scheduler steps on Gaudi: padded launches, nothing read back before the tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +11,7 @@ from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.attention.cached_layer import layers_with_cache
 from vllm.bucketing import Phase
 from vllm.config import VllmConfig
-from vllm.messages import IntArray, SchedulerOutput
+from vllm.messages import IntArray, ModelRunnerOutput, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.sample.metadata import SamplingMetadata
@@ -45,7 +45,7 @@ class PaddedDrafter(Drafter, PaddedRunner, Protocol):
     """Makes drafts in the buckets of the model."""
 
     def warm_up_sampling(self, shape: PaddedShape, metadata: SamplingMetadata) -> None:
-        """See `HPUModelRunner.warm_up_sampling`."""
+        """Run a launch of padding after the warm-up, and compile how it samples."""
         ...
 
 
@@ -112,7 +112,7 @@ class HPUModelRunner(ModelRunner):
             if model.arch.media_sees_ahead:
                 yield ImageSight(config.scheduler.max_num_seqs)
             if config.lora.enable_lora:
-                # Every launch would pay for adapted experts, also without an adapter.
+                # Adapted experts would make every launch slower, even without an adapter.
                 reader = adapter_reader(config, model, has_experts=False)
                 yield DeviceRows(config, reader, bridge)
 
@@ -188,22 +188,25 @@ class HPUModelRunner(ModelRunner):
         self.launches.inputs.place([new.row for new in step.new_requests])
         super()._prepare_step(step)
 
+    def _start(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        return self.launches.recorded(lambda: super(HPUModelRunner, self)._start(step))
+
     def _needs_tokens(self, step: SchedulerOutput) -> bool:
-        """Sampled tokens are on the card, where the next step reads them. The host needs those
-        of requests whose logits depend on their output: penalties, structured output, logits
+        """Return whether the host needs the sampled tokens, which are on the card for the next
+        step: if logits depend on the output, as with penalties, structured output or logits
         processors."""
         return self.sampling.follows_output(step.rows)
 
     def _retract(self, expected: ExpectedTokens, places: IntArray) -> None:
         super()._retract(expected, places)
-        # What is on the card are tokens behind those that are left.
+        # The card has tokens after the remaining ones.
         self.launches.inputs.place(expected.rows[places].tolist())
 
     # ---- warm-up --------------------------------------------------------------------------
 
     @torch.inference_mode()
     def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
-        """See `PaddedRunner.warm_up`."""
+        """Run a launch of padding, and compile how it samples."""
         output = self.launches.run_padding(shape)
         if self.launches.mover is not None and shape.bucket.phase is Phase.DECODE:
             self.launches.mover.warm_up()
@@ -227,10 +230,10 @@ class HPUModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def warm_up_sampling(self, shape: PaddedShape, metadata: SamplingMetadata) -> None:
-        """Run a launch of padding alone after the warm-up, and compile how it samples. What that
-        compiles counts as warmed up."""
+        """Run a launch of padding after the warm-up, and compile how it samples. These compilations
+        count as warmed up."""
         with self.launches.report.warming_up():
             output = self.launches.run_padding(shape)
             self.card_sampling.warm_up(self.launches, shape, output, [metadata])
         if self.drafter is not None and not self.stage.is_last:
-            self.drafter.warm_up_sampling(shape, metadata)  # drafts alone are sampled here
+            self.drafter.warm_up_sampling(shape, metadata)  # only drafts are sampled on this stage

@@ -63,7 +63,7 @@ class TypedInputBuilder(HPUInputBuilder):
 
 
 class WholePromptModel(LaunchModel):
-    """Pools whole prompts, each of which is a row of a prefill.
+    """Pools whole prompts, each of which is one sequence of a prefill.
 
     Args:
         model, block_size, kernel, dtype: see `LaunchModel`. With several types of tokens, a
@@ -120,7 +120,7 @@ class WholePromptModel(LaunchModel):
     def _pool(
         self, hidden_states: Tensor, given: PrefillInput[Tensor], shape: PaddedShape
     ) -> Tensor:
-        """[B, hidden], or [B * Q, hidden]."""
+        """Return the pooled hidden states [B, hidden], or [B * Q, hidden]."""
         kind, query_len = self._pooler.pooling_type, shape.bucket.query_len
         if kind == "LAST":
             return hidden_states.index_select(0, given.last_tokens)

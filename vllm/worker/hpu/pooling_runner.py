@@ -5,11 +5,14 @@ the place of logits: buckets, warm-up and graphs are the same. Where all tokens 
 a launch holds whole prompts, and there are no decodes.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.config import VllmConfig
+from vllm.messages import ModelRunnerOutput, SchedulerOutput
 from vllm.model_executor.models.interface import PoolingModel
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.utils.ragged import positions_within
@@ -72,7 +75,10 @@ class HPUPoolingRunner(PoolingRunner):
         made = RunnerParts(cache_layout=layout, batch=batch, rows=rows, launches=launches)
         super().__init__(model, made, requests, pool)
 
+    def _start(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        return self.launches.recorded(lambda: super(HPUPoolingRunner, self)._start(step))
+
     @torch.inference_mode()
     def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
-        """See `PaddedRunner.warm_up`; there is no sampler."""
+        """Run a launch of padding; there is no sampler."""
         self.launches.kept(self.launches.run_padding(shape).result).cpu()

@@ -1,4 +1,4 @@
-"""Runs a speculator on Gaudi: a network that guesses next tokens from hidden states of the model.
+"""Runs a speculator on Gaudi: a network that predicts next tokens from hidden states of the model.
 
 The launches of the model write the hidden states of their tokens to the card, at the slots of the
 KV cache that their keys have. A launch of the speculator reads those of its positions, and takes
@@ -30,10 +30,10 @@ from vllm.worker.hpu.speculator_states import DeviceHiddenStates
 
 
 class HPUSpeculatorModel(HPUModel):
-    """A speculator over padded launches, for the draft at one place.
+    """A speculator over padded launches, for the draft at one position.
 
     Attributes:
-        place: of the draft.
+        place: index of the draft.
         states: what it reads and leaves.
     """
 
@@ -44,7 +44,7 @@ class HPUSpeculatorModel(HPUModel):
     def forward(
         self, packed: Tensor, shape: PaddedShape, before: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See `HPUModel`; the hidden states are the next states of the speculator."""
+        """Run one step; the hidden states are the next states of the speculator."""
         launch = self.prepare(packed, shape)
         states = self._states(packed, shape, launch.slots)
         result: Tensor = self._run(launch, launch.token_ids, states)
@@ -60,8 +60,8 @@ class HPUSpeculatorModel(HPUModel):
         return self.model.step(self.place, inputs, states, positions)
 
     def _states(self, packed: Tensor, shape: PaddedShape, slots: Tensor) -> Tensor:
-        """Those that go with the tokens of a launch: of tokens of the model what it has left at
-        their slots [T], and of drafts what the launch before has left."""
+        """Return the hidden states for the tokens of a launch: for tokens of the model the states
+        at their slots [T], for drafts the states of the launch before."""
         has_networks = self.model.num_networks > 1
         has_drafts = shape.bucket.phase is Phase.DECODE and shape.bucket.query_len == 1
         if self.place == 0:

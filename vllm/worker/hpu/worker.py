@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -29,6 +30,8 @@ from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.log_lines import num_blocks_line
 from vllm.bucketing.traffic import TrafficTable, even_traffic
 from vllm.config import VllmConfig
+from vllm.cost_model.cards import CARDS
+from vllm.cost_model.run_times import RunEngine
 from vllm.distributed import Collectives, Link, Rendezvous, TorchCollectives
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -64,6 +67,7 @@ from vllm.worker.hpu.memory.memory_forecast import MemoryForecast
 from vllm.worker.hpu.memory.memory_profile import MemoryProfile, is_out_of_memory, used_bytes
 from vllm.worker.hpu.memory.offload import choose_layers, stream_layers
 from vllm.worker.hpu.memory.sleep import CardCache, CardWeights, SleepingGraphs
+from vllm.worker.hpu.model_figures import model_figures
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.pooling_runner import HPUPoolingRunner
 from vllm.worker.hpu.speculator_runner import make_speculator_runner
@@ -101,10 +105,10 @@ _SLEEPS_WITH = {
     MemoryClass.PREFILL_GRAPHS: frozenset(TAGS),
     MemoryClass.DECODE_GRAPHS: frozenset(TAGS),
 }
-"""What is given back while one of these parts sleeps."""
+"""Memory class that is given back while one of these parts sleeps."""
 
 _SAMPLING = Work(Kind("compile", Phase.DECODE, samples=True), 0.0)
-"""A launch that is like those which compile sampling."""
+"""A launch that represents those which compile sampling."""
 
 _PROFILE_BLOCKS = 2
 """KV blocks while the memory of a launch is measured: all its references are to one of them."""
@@ -139,6 +143,8 @@ class HPUWorker(WorkerBase):
         self._warm_up: WarmUp | None = None
         self._later: deque[LaterWarmUp | IdleWarmUp] = deque()
         """The rest of the warm-up after the start."""
+        self._later_buckets: LaterWarmUp | None = None
+        """Warms up buckets after the start; None: nothing does."""
         self._has_started = False
         self._num_choices = 0
         self._slicing = config.hpu.prompt_slicing(config.scheduler.max_num_batched_tokens)
@@ -194,7 +200,7 @@ class HPUWorker(WorkerBase):
         return False
 
     def _load_weights(self) -> CausalLM | PoolingModel:
-        """The model on the card; some of its layers on the host, if that was asked for."""
+        """Load the model on the card, with some of its layers on the host if that was asked for."""
         asked_bytes = self.config.load.cpu_offload_bytes
         if not asked_bytes:
             return load_model(
@@ -240,7 +246,7 @@ class HPUWorker(WorkerBase):
         runner.drafter = self._drafter
 
     def join(self, meeting: Rendezvous) -> None:
-        """See `WorkerBase.join`."""
+        """Join the other ranks; see `WorkerBase.join`."""
         meeting.join(self.platform.collectives_backend)
         self._meeting = meeting
         super().join(meeting)
@@ -301,13 +307,13 @@ class HPUWorker(WorkerBase):
             self._num_item_states = self._meeting.least("hidden states of items", count)
         self._item_bytes = num_bytes // count * self._num_item_states
         logger.info(
-            "Cross-attention: %d hidden states of images and sounds (%s)",
+            "Cross-attention cache: %d hidden states of images and sounds (%s)",
             *(self._num_item_states, format_bytes(self._item_bytes)),
         )
         return self._item_bytes
 
     def _uses(self, total_bytes: int, free_bytes: int) -> list[MemoryUse]:
-        """What has taken the memory of the card by the time that launches are measured.
+        """List what has taken the memory of the card by the time that launches are measured.
 
         Args:
             total_bytes: of the card.
@@ -353,7 +359,7 @@ class HPUWorker(WorkerBase):
         self.ledger.book(MemoryClass.KV_CACHE, self.ledger.left(MemoryClass.KV_CACHE))
         logger.info("Initializing cache engine took %s", allocation)
         self._warm_up = self._plan_launches(num_blocks)
-        self._graphs = SleepingGraphs(self.runner)
+        self._graphs = SleepingGraphs(self.runner, self._encoder)
         self._given_back: dict[MemoryClass, int] = {}
         drafter = None
         if self._drafter is not None:
@@ -383,7 +389,7 @@ class HPUWorker(WorkerBase):
         seconds: float | None = None,
         longest_s: float | None = None,
     ) -> WarmUpStep | None:
-        """See `Worker.next_warm_up`."""
+        """Run the next part of the warm-up; see `Worker.next_warm_up`."""
         while self._later:
             step = self._later[0].next_warm_up(given_up, seconds, longest_s)
             if step is not None:
@@ -400,7 +406,7 @@ class HPUWorker(WorkerBase):
         return step
 
     def warm_up(self) -> str | None:
-        """See `Worker.warm_up`."""
+        """Run the whole warm-up; see `Worker.warm_up`."""
         running = self._later[0] if self._later else self._warm_up
         assert running is not None
         with self._within_memory("a launch for which other cards of the engine have memory"):
@@ -412,32 +418,78 @@ class HPUWorker(WorkerBase):
         if start is not None:
             held = held_bytes(self.config)
             self._manifest.add(start.catalog.warmed)
-            if len(start.catalog) < len(start.wanted):
-                traffic = runner.launches.traffic = TrafficTable(self.config.cache.block_size)
-                self._later.append(
-                    LaterWarmUp(
-                        self.bridge,
-                        runner,
-                        start,
-                        self.ledger,
-                        self.forecast,
-                        held,
-                        traffic,
-                        lambda bucket: self._manifest.add([bucket]),
-                    )
+            has_rest = len(start.catalog) < len(start.wanted)
+            if has_rest or hpu.adapt_buckets:
+                traffic = TrafficTable(self.config.cache.block_size)
+                self._later_buckets = LaterWarmUp(
+                    self.bridge,
+                    runner,
+                    start,
+                    self.ledger,
+                    self.forecast,
+                    held,
+                    traffic,
+                    lambda bucket: self._manifest.add([bucket]),
                 )
+                if has_rest:
+                    runner.launches.traffic = traffic
+                    self._later.append(self._later_buckets)
             if hpu.full_warmup:
                 runner.launches.execution.forbid_recompilation()
-            elif (
-                hpu.sampling_warmup == "basic"
-                and isinstance(runner, HPUModelRunner)
-                and not self.config.model.is_measured
-            ):
-                expected_s = start.estimate.expect(_SAMPLING)
-                self._later.append(IdleWarmUp(self.bridge, runner, self.ledger, held, expected_s))
+            else:
+                self._append_sampling(start.estimate.expect(_SAMPLING))
         self._warm_up = None
         self._preparation.end()
         logger.info("init_cache_engine took %s", self._preparation)
+
+    def _append_sampling(self, expected_s: float) -> None:
+        """Let the sampling be compiled that is not, once nothing else is left.
+
+        Args:
+            expected_s: seconds of a launch.
+        """
+        hpu, runner = self.config.hpu, self.runner
+        is_wanted = hpu.sampling_warmup == "basic" and not self.config.model.is_measured
+        if is_wanted and isinstance(runner, HPUModelRunner):
+            held = held_bytes(self.config)
+            self._later.append(IdleWarmUp(self.bridge, runner, self.ledger, held, expected_s))
+
+    def describe_engine(self) -> dict[str, Any] | None:
+        """Return card and model for measured times, unless the layers are divided among stages."""
+        name, parallel = self.bridge.device_name.lower(), self.config.parallel
+        cards = [card for card in CARDS if name.startswith(card)]
+        if not cards or parallel.pipeline_parallel_size > 1:
+            return None
+        engine = RunEngine(
+            card=cards[0],
+            is_simulated=self.platform.is_simulated,
+            num_cards=parallel.world_size,
+            block_size=self.config.cache.block_size,
+            figures=model_figures(self.model, self.config),
+        )
+        described: dict[str, Any] = msgspec.to_builtins(engine)
+        return described
+
+    def list_buckets(self) -> list[tuple[int, int, int, int, bool]]:
+        """Return the sizes of each bucket, in use or still to come, and whether it is warmed up."""
+        catalog = self.runner.launches.planner.catalog
+        later = () if self._later_buckets is None else self._later_buckets.left
+        buckets = sorted({*catalog.prefill, *catalog.decode, *later})
+        return [
+            (int(b.phase), b.batch, b.query_len, b.blocks, catalog.is_warmed(b)) for b in buckets
+        ]
+
+    def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
+        """Begin to warm up other buckets. Return whether there are any, as `Worker` says."""
+        later = self._later_buckets
+        if later is None or later in self._later:
+            return False
+        wanted = [Bucket(Phase(phase), *sizes) for phase, *sizes in buckets]
+        if not later.replace(wanted, keeps_prompts=self.config.hpu.merged_prefill):
+            return False
+        self._later.appendleft(later)
+        self._append_sampling(0.0)  # of new batch sizes
+        return True
 
     def _read_model(self, config: VllmConfig) -> CausalLM | PoolingModel:
         return load_model(config, self.tp, torch.device("cpu"), stage=self.stage)
@@ -479,7 +531,7 @@ class HPUWorker(WorkerBase):
         return handle
 
     def _shape_of(self, step: SchedulerOutput) -> StepShape:
-        """What a report says of a step that has not begun."""
+        """Return the shape by which a report names a step that has not begun."""
         batch = self.runner.batch
         num_tokens, num_prompt = batch.num_tokens.copy(), batch.num_prompt_tokens.copy()
         for new in step.new_requests:
@@ -494,7 +546,8 @@ class HPUWorker(WorkerBase):
     # ---- memory ---------------------------------------------------------------------------
 
     def _profile(self, free_bytes: int) -> int:
-        """Run the largest launches on next to no cache; the bytes they need besides it."""
+        """Run the largest launches on an almost empty cache; return the bytes that they need in
+        addition to it."""
         if self._meeting is not None:
             # Launches exchange tensors, so all ranks have to run the same ones.
             free_bytes = self._meeting.least("free memory", free_bytes)
@@ -585,7 +638,7 @@ class HPUWorker(WorkerBase):
 
     @contextmanager
     def _within_memory(self, what: str) -> Iterator[None]:
-        """Name what there is no memory for, in place of the allocation that failed."""
+        """Name what there is no memory for, instead of the allocation that failed."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:
@@ -594,7 +647,7 @@ class HPUWorker(WorkerBase):
             raise self._out_of_memory(what) from error
 
     def _out_of_memory(self, what: str, uses: Sequence[MemoryUse] = ()) -> ConfigError:
-        """The error of a card that has no memory for something.
+        """Make the error of a card that has no memory for something.
 
         Args:
             what: there is no memory for.
@@ -614,9 +667,9 @@ class HPUWorker(WorkerBase):
             text = f"no memory for {what}: the card has {total}. {division(uses)}, or {settings}"
             return ConfigError(text)
         return ConfigError(
-            f"no memory for {what}: the card has {total}, of which weights in "
-            f"{self.config.model.dtype_name} come first. Use a smaller model or dtype, keep some "
-            f"of the weights on the host (--cpu-offload-gb, with --enforce-eager), {more}or "
+            f"no memory for {what}: the card has {total}, and the weights in "
+            f"{self.config.model.dtype_name} are loaded first. Use a smaller model or dtype, keep "
+            f"some of the weights on the host (--cpu-offload-gb, with --enforce-eager), {more}or "
             f"{settings}"
         )
 
@@ -637,7 +690,7 @@ class HPUWorker(WorkerBase):
             profile_launch(self.config, self.bridge, self.runner, num_blocks)
         if self.config.hpu.skip_warmup:
             logger.info("Skipping warmup...")
-            # What compiles from here on, requests wait for.
+            # From here on, requests wait for compilations.
             self.runner.launches.report.finish_warmup()
             return None
         mode = self.runner.launches.execution.name
@@ -687,7 +740,7 @@ class HPUWorker(WorkerBase):
             )
         else:
             logger.info(
-                "Ready after all %d buckets, as --first-buckets is %d",
+                "Ready: all %d buckets are warmed up, as --first-buckets is %d",
                 num_wanted,
                 hpu.first_buckets,
             )

@@ -45,7 +45,7 @@ class Adapters(RowPart):
         self._store = store
         self._slots = AdapterSlots(config.lora.num_slots)
         self._steps = StepClock()
-        """While steps run, adapters are read in short turns."""
+        """While steps run, adapters are read in short slices of time."""
         self.memory = AdapterMemory(self._read, config.lora.num_in_host_memory, run_in_background)
         self.slot_of_row: IntArray = np.full(config.scheduler.max_num_seqs + 1, -1, np.int32)
         self._rows: dict[int, tuple[str, str]] = {}
@@ -63,7 +63,8 @@ class Adapters(RowPart):
         return self.memory.hold(request.request_id, request.adapter)
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Requests have ended. Their rows run no more, whether they are freed yet or not."""
+        """Release the adapters of requests that have ended and will not run again, whether they are
+        freed yet or not."""
         ended = set(request_ids)
         for row, (request_id, _) in list(self._rows.items()):
             if request_id in ended:
@@ -73,7 +74,8 @@ class Adapters(RowPart):
         self._tidy()
 
     def unload(self, number: int) -> bool:
-        """Drop an adapter from memory; requests that use it go on. False: it is not loaded."""
+        """Drop an adapter from memory; requests that use it continue. Return False if it is not
+        loaded."""
         is_found = self.memory.unload(number)
         self._tidy()
         return is_found
@@ -164,7 +166,7 @@ class RaggedRows(Adapters):
 def adapter_reader(
     config: VllmConfig, model: CausalLM, *, has_experts: bool = True
 ) -> AdapterReader:
-    """Reads adapters for a loaded model, whose layers accept adapters from here on.
+    """Make a reader of adapters for a loaded model, whose layers accept adapters from here on.
 
     Args:
         has_experts: adapters may change experts where `lora_target_modules` is not set.
@@ -181,7 +183,7 @@ def adapter_reader(
 
 
 def adapter_dtype(config: VllmConfig) -> torch.dtype:
-    """Of the weights of adapters."""
+    """Return the dtype of the weights of adapters."""
     dtype = config.lora.lora_dtype
     name = config.model.dtype_name if dtype == "auto" else dtype
     found: torch.dtype = getattr(torch, name)

@@ -17,7 +17,7 @@ class StepClock:
         self._began = -_STILL_BUSY_S
 
     def note(self) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         self._began = time.monotonic()
 
     def is_busy(self) -> bool:

@@ -79,9 +79,10 @@ class Span:
     """Consecutive tokens of a launch whose embeddings are given."""
 
     first: int
-    """Which of the tokens of the launch."""
+    """Index of the first such token in the launch."""
     run: GivenRun
-    """The embeddings are those from `begin` to `stop`, indices of the prompt."""
+    """Run of embeddings from which the entries `begin` to `stop`, indices of the prompt, are
+    used."""
     begin: int
     stop: int
 
@@ -119,7 +120,7 @@ class EmbeddingRows(RowPart):
         self._embedding_dim = None if model is None else _find_embedding(model).embedding_dim
         self._media = media
         self._ends: IntArray = np.zeros(num_rows, np.int32)
-        """[rows] the position behind the last embedding of each row; 0: it has none."""
+        """[rows] position after the last embedding of each request; 0: it has none."""
         self._rows: dict[int, tuple[GivenRun, ...]] = {}
 
     def prepare(self, request: EngineRequest) -> Future[str] | None:
@@ -154,7 +155,7 @@ class EmbeddingRows(RowPart):
         return {} if self._media is None else self._media.errors_of(rows)
 
     def needs_prefill(self, rows: IntArray, indices: IntArray) -> BoolArray | None:
-        """Keep tokens whose embeddings are given from decodes, which read tokens alone."""
+        """Keep tokens whose embeddings are given out of decodes, which read only tokens."""
         if not self._rows:
             return None
         is_given: BoolArray = indices < self._ends[rows]

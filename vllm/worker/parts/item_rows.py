@@ -96,7 +96,9 @@ class ItemPool:
         """
         found = np.flatnonzero(self._is_free)[: len(states)].astype(np.int32)
         if len(found) < len(states):
-            raise ValueError(f"an item needs {len(states)} slots, and {len(found)} are free")
+            raise ValueError(
+                f"an item needs {len(states)} cross-attention slots, but only {len(found)} are free"
+            )
         self._write(states, found)
         self._is_free[found] = False
         self._slots[key] = torch.from_numpy(found)
@@ -293,8 +295,8 @@ def count_item_states(
     if largest * each > free_bytes:
         raise ConfigError(
             f"not enough memory for cross-attention: an image or sound of {largest} hidden states "
-            f"takes {format_bytes(largest * each)}, and {format_bytes(free_bytes)} are free. Use "
-            f"more ranks (--tensor-parallel-size), or a smaller model"
+            f"takes {format_bytes(largest * each)}, but only {format_bytes(free_bytes)} are free. "
+            "Use more ranks (--tensor-parallel-size), or a smaller model"
         )
     # One request may have several items, even where few requests run at a time.
     most = max(config.scheduler.max_num_seqs, most_items(config)) * largest

@@ -1,4 +1,4 @@
-"""What the memory of a device is used for, for the errors of a KV cache that is too small."""
+"""Lists what the memory of a device is used for, for the errors of a KV cache that is too small."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class MemoryUse:
     what: str
     num_bytes: int
     fix: str
-    """What makes it smaller; an imperative without a capital."""
+    """Advice for making it smaller; an imperative without a capital."""
     setting: str = ""
     """The flag or variable that has decided it, with its value."""
 
@@ -39,7 +39,7 @@ class CacheBudget:
 
     @property
     def reason(self) -> str:
-        """Why the cache has so little: a sentence for an error."""
+        """Return why the cache has so little memory: a sentence for an error."""
         size = format_bytes(self.num_bytes)
         if self.setting is not None:
             return f"It has {size} by {self.setting}"
@@ -47,8 +47,8 @@ class CacheBudget:
 
     @property
     def fix(self) -> str:
-        """What gives the cache more: an imperative without a capital. It is about the largest of
-        the other uses."""
+        """Return advice for giving the cache more: an imperative without a capital. It is about the
+        largest of the other uses."""
         if self.setting is not None:
             return f"raise {self.setting}"
         return _fix(self.others)

@@ -21,7 +21,8 @@ PADDING_ROW = -1
 
 
 class PromptLogprobs(RowPart):
-    """Remembers which rows want them, and computes them from a launch's hidden states.
+    """Remembers which requests want log-probabilities of their prompts, and computes them from a
+    launch's hidden states.
 
     Args:
         batch: has the prompts.
@@ -48,7 +49,7 @@ class PromptLogprobs(RowPart):
         self._wanted: dict[int, int] = {}
 
     def add(self, new: NewRequest) -> None:
-        """Note what the request wants, also where it is not computed: all stages plan the same
+        """Note what the request wants, even if another stage computes it: all stages plan the same
         launches."""
         wanted = new.request.sampling_params.prompt_logprobs
         if wanted is not None:
@@ -59,7 +60,8 @@ class PromptLogprobs(RowPart):
         self._wanted.pop(row, None)
 
     def needs_prefill(self, rows: IntArray, indices: IntArray) -> BoolArray | None:
-        """Keep tokens of these rows from decodes: a prefill alone gives those of the next token."""
+        """Keep tokens of these requests out of decodes: only a prefill gives the log-probabilities
+        of the next token."""
         if not self._wanted:
             return None
         is_inside: BoolArray = indices + 1 < self._batch.num_prompt_tokens[rows]
@@ -99,7 +101,7 @@ class PromptLogprobs(RowPart):
         num_logprobs: int,
         row: int = PADDING_ROW,
     ) -> PendingLogprobs:
-        """Log-probabilities of `targets`, which follow the positions from `first` on.
+        """Compute log-probabilities of `targets`, which follow the positions from `first` on.
 
         Args:
             hidden_states: of a launch.
@@ -132,7 +134,8 @@ class PromptLogprobs(RowPart):
     def _fixed_size(
         self, hidden_states: Tensor, begin: int, targets: IntArray
     ) -> tuple[Tensor, IntArray]:
-        """[PART_SIZE, hidden] from `begin` on, and their targets; the last ones repeated."""
+        """Return [PART_SIZE, hidden] from `begin` on, and their targets; the last ones are
+        repeated."""
         index = np.minimum(np.arange(PART_SIZE), len(targets) - 1)
         positions = torch.from_numpy((begin + index).astype(np.int32)).to(hidden_states.device)
         hidden = hidden_states.index_select(0, positions)

@@ -1,4 +1,5 @@
-"""What requests bring into a batch besides tokens: one protocol, and the list that a runner keeps.
+"""The data of requests in a batch other than tokens: one protocol, and the list of parts that a
+runner keeps.
 
 How they sample and the grammar of their output, log-probabilities of the prompt, embeddings, an
 adapter. A runner and a worker know the list; each part knows the rows that have something of it.
@@ -64,7 +65,7 @@ class RowPart:
         return None
 
     def send(self, launch: Launch) -> None:
-        """Bring to a card what a prefill reads there beside its packed input."""
+        """Copy to a card what a prefill reads there in addition to its packed input."""
 
     def part_of(self, launch: Launch) -> LaunchParts:
         """Return what the layers need to know of the tokens of a launch; empty: nothing."""
@@ -196,12 +197,12 @@ class RowParts:
 
 
 class SamplingRows(RowPart):
-    """How requests sample, and the grammars of their output.
+    """The sampling parameters of requests, and the grammars of their output.
 
     Args:
         sampling: of the rows.
         grammars: of the requests.
-        samples: tokens are sampled here; otherwise drafts alone are.
+        samples: whether tokens are sampled here; otherwise only drafts are.
     """
 
     def __init__(self, sampling: SamplingState, grammars: GrammarMatchers, samples: bool) -> None:

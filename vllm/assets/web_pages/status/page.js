@@ -85,7 +85,7 @@ function showEngine(s) {
   const hasBuckets = s.bucket_hits + s.bucket_misses > 0;
   for (const tile of document.querySelectorAll(".of-buckets")) tile.hidden = !hasBuckets;
   showWarmUp(s.warm_up);
-  traffic.show(s.traffic);
+  traffic.show(s.traffic, [s.warm_up?.warm_buckets, s.warm_up?.wanted_buckets, s.bucket_misses, s.restarts]);
   // A model that embeds or classifies has no tokens to wait for, and one without a decoder no cache.
   for (const tile of document.querySelectorAll(".of-generation")) tile.hidden = !s.generates;
   byId("kv-tile").hidden = !s.generates && !s.kv_blocks;

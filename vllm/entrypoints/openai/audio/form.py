@@ -110,7 +110,7 @@ class _Parts:
         self._num_bytes += len(value)
         if self._num_bytes > _MAX_TEXT_BYTES:
             raise RequestError(
-                f"the fields of the form must have at most {_MAX_TEXT_BYTES} bytes together"
+                f"the fields of the form must have at most {_MAX_TEXT_BYTES} bytes in total"
             )
         self._add(field.field_name, _text_of(value))
 

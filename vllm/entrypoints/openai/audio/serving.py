@@ -77,7 +77,9 @@ async def create_translation(request: Request) -> Response:
 @router.post("/v1/audio/speech", status_code=404)
 async def refuse_speech() -> Response:
     """Refuse: no model here speaks."""
-    raise NotFoundError("speech is not available: this server transcribes sound and generates none")
+    raise NotFoundError(
+        "speech is not available: this server transcribes sound and does not generate any"
+    )
 
 
 def require_speech(context: ServerContext) -> SpeechRules:
@@ -180,7 +182,7 @@ def _usage(recording: Recording) -> dict[str, Any]:
 
 
 async def _stream(recording: Recording) -> AsyncGenerator[bytes, None]:
-    """The events of the response. An error before the first one is raised."""
+    """Yield the events of the response. An error before the first one is raised."""
     text = StrippedText()
     is_started = False
     try:

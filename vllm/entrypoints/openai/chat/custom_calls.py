@@ -21,7 +21,7 @@ class CustomCalls:
     """Turns deltas of function calls into deltas of custom tool calls, for one output.
 
     Args:
-        names: of the custom tools; deltas of other calls stay as they are.
+        names: names of the custom tools; deltas of other calls do not change.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -29,7 +29,7 @@ class CustomCalls:
         self._inputs: dict[int, InputReader] = {}
 
     def convert(self, deltas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The deltas, with `custom` in place of `function` for custom tools."""
+        """Return the deltas, with `custom` instead of `function` for custom tools."""
         converted = []
         for delta in deltas:
             index, function = delta["index"], delta.get("function") or {}
@@ -122,7 +122,7 @@ class InputReader:
         return "".join(pieces)
 
     def _decode(self, found: "re.Match[str]", text: str) -> tuple[int, str]:
-        """Length and text of an escape; length 0 while it may be incomplete."""
+        """Return length and text of an escape; length 0 while it may be incomplete."""
         size = len(found[0])
         if found[1] is None:
             return size, _ESCAPED.get(found[2], found[2])

@@ -41,7 +41,7 @@ def parser_failures(kind: str, name: str | None) -> Iterator[None]:
         name: as in the flag.
 
     Raises:
-        GenerationError: in place of the parser's exception.
+        GenerationError: replaces the parser's exception.
     """
     try:
         yield
@@ -254,7 +254,7 @@ class OutputReader:
         return "".join(each or "" for each in thoughts), "".join(each or "" for each in answers)
 
     def _answer_ids(self, token_ids: Sequence[int], has_content: bool) -> Sequence[int]:
-        """The tokens that belong to the answer, for parsers that read tokens."""
+        """Return the tokens that belong to the answer, for parsers that read tokens."""
         if self._early_ids is None or not getattr(self._tools, "reads_tokens", False):
             return token_ids
         assert self._reasoning is not None

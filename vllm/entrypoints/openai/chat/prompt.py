@@ -57,7 +57,7 @@ async def chat_prompt(
     max_tokens: int | None = None,
     fetched: dict[str, bytes] | None = None,
 ) -> TokensPrompt:
-    """The prompt that continues a conversation.
+    """Render the prompt that continues a conversation.
 
     Args:
         context: of the server; its engine is ready.
@@ -93,7 +93,7 @@ async def chat_prompt(
 async def render(
     context: ServerContext, body: ChatFields, rules: MediaRules | None, *, with_tools: bool = True
 ) -> RenderedChat:
-    """The text of a conversation, and its media; see `chat_prompt`."""
+    """Render the text of a conversation, and collect its media; see `chat_prompt`."""
     tokenizer = await context.engine.get_tokenizer()
     is_foreign = body.chat_template is not None and not _is_name(tokenizer, body.chat_template)
     options = await off_loop.run(partial(chat_options, context, body, with_tools=with_tools))
@@ -107,7 +107,7 @@ async def render(
 
 
 def chat_options(context: ServerContext, body: ChatFields, *, with_tools: bool) -> ChatOptions:
-    """The options for rendering the conversation of a request.
+    """Return the options for rendering the conversation of a request.
 
     Raises:
         RequestError: the options contradict each other.
@@ -158,10 +158,13 @@ def render_foreign(
         answer = _template_worker().call(msgspec.json.encode(arguments), TEMPLATE_DEADLINE_S)
     except DeadlineExceeded:
         raise RequestError(
-            f"chat_template: not rendered within {TEMPLATE_DEADLINE_S:g} s", param="chat_template"
+            f"chat_template: rendering took more than {TEMPLATE_DEADLINE_S:g} s",
+            param="chat_template",
         ) from None
     except WorkerDied:
-        raise RequestError("chat_template: needs too much memory", param="chat_template") from None
+        raise RequestError(
+            "chat_template: rendering needs too much memory", param="chat_template"
+        ) from None
     except CallFailed as error:
         raise RequestError(f"chat_template: {error}", param="chat_template") from None
     return with_media(msgspec.json.decode(answer, type=Rendering), media)
@@ -169,13 +172,13 @@ def render_foreign(
 
 @functools.cache
 def _template_lane() -> ThreadPoolExecutor:
-    """A separate thread, so that slow templates do not block other work."""
+    """Make a separate thread, so that slow templates do not block other work."""
     return ThreadPoolExecutor(1, thread_name_prefix="template")
 
 
 @functools.cache
 def _template_worker() -> DeadlineWorker:
-    """One worker for all requests, so calls wait for each other, at most two seconds each."""
+    """Make one worker for all requests, so calls wait for each other, at most two seconds each."""
     return DeadlineWorker(
         make_server("vllm.entrypoints.openai.chat.template_worker:start"),
         max_memory_bytes=_TEMPLATE_MEMORY_BYTES,

@@ -94,7 +94,7 @@ class _ChatFormat:
         self._writer = ChunkWriter(response_id, "chat.completion.chunk", turn.model)
 
     def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
-        """The usage so far, or with the given number of output tokens."""
+        """Return the usage so far, or with the given number of output tokens."""
         usage = self.turn.usage
         if num_output_tokens is None:
             num_output_tokens = usage.completion_tokens
@@ -107,12 +107,12 @@ class _ChatFormat:
         )
 
     def first_chunk(self, index: int) -> bytes:
-        """The role and the echoed message, without output tokens."""
+        """Make the first chunk: the role and the echoed message, without output tokens."""
         message = {"role": self.role, "content": self.echoed}
         return self._chunk(TurnDelta(index), message, num_output_tokens=0)
 
     def chunks(self, delta: TurnDelta) -> list[bytes]:
-        """The chunks for new text or calls of an answer; none if there is nothing to send."""
+        """Make the chunks for new text or calls of an answer; none if there is nothing to send."""
         if delta.is_empty and not self.turn.is_plain and delta.logprobs is None:
             return []
         if delta.tool_calls or (delta.reasoning and delta.content):
@@ -130,11 +130,11 @@ class _ChatFormat:
         return self._chunk(delta, message)
 
     def usage_chunk(self) -> bytes:
-        """The last chunk of a stream with usage."""
+        """Make the last chunk of a stream with usage."""
         return self._writer.usage(self.usage())
 
     def choice(self, choice: TurnChoice) -> dict[str, Any]:
-        """One complete answer."""
+        """Make one complete answer."""
         content = choice.content
         if self.echoed:
             content = self.echoed + (content or "")
@@ -193,7 +193,7 @@ def _pieces(delta: TurnDelta) -> list[TurnDelta]:
 
 
 async def _stream(answer_format: _ChatFormat) -> AsyncGenerator[bytes, None]:
-    """The events of a stream. An error before the first one is raised."""
+    """Yield the events of a stream. An error before the first one is raised."""
     is_started = False
     try:
         async with aclosing(answer_format.turn.stream()) as deltas:
@@ -282,14 +282,15 @@ def _head(request_id: str, model: str) -> dict[str, Any]:
 
 
 def _role(context: ServerContext, body: ChatCompletionRequest) -> str:
-    """The role of the answers: that of the last message if it is continued."""
+    """Return the role of the answers: the role of the last message if it is continued."""
     if body.add_generation_prompt:
         return context.args.response_role
     return str(body.messages[-1].get("role"))
 
 
 def _echoed(body: ChatCompletionRequest, role: str) -> str:
-    """The last message, with which the answers begin if `echo` is set and the role is the same."""
+    """Return the last message, with which the answers begin if `echo` is set and the role is the
+    same."""
     last = body.messages[-1]
     if not body.echo or last.get("role") != role:
         return ""

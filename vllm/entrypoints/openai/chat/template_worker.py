@@ -21,7 +21,7 @@ def start(_setup: bytes) -> Callable[[bytes], bytes]:
 
 
 def render(arguments: dict[str, Any]) -> Rendering:
-    """The text of a conversation.
+    """Render the text of a conversation.
 
     Args:
         arguments: of `render_conversation`.
@@ -33,7 +33,7 @@ def render(arguments: dict[str, Any]) -> Rendering:
     try:
         rendering = render_conversation(**arguments)
     except MemoryError:
-        raise RequestError("needs too much memory") from None
+        raise RequestError("rendering needs too much memory") from None
     if (length := len(rendering.text)) > _MAX_TEXT_CHARS:
         raise RequestError(
             f"the rendered text has {length} characters; at most {_MAX_TEXT_CHARS} are allowed"

@@ -23,8 +23,8 @@ MakeId = Callable[[], str]
 
 
 def tool_constraint(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
-    """The constraint of an output that has to be tool calls. None: the output is any text, namely
-    the input of a custom tool without a grammar.
+    """Return the constraint of an output that has to be tool calls. None: the output is any text,
+    namely the input of a custom tool without a grammar.
 
     Raises:
         RequestError: the parameters of a tool are nested too deeply.
@@ -59,7 +59,7 @@ def note_free_grammars(body: ChatCompletionRequest) -> None:
 
 
 def tool_schema(body: ChatCompletionRequest) -> dict[str, Any] | None:
-    """The JSON schema of an output that has to be calls of functions, or None.
+    """Return the JSON schema of an output that has to be calls of functions, or None.
 
     Raises:
         RequestError: the parameters of a tool are nested too deeply.
@@ -161,7 +161,7 @@ def _move_references(schema: Any, prefixes: dict[str, str], depth: int) -> Any:
 
 
 def first_delta(call_id: str, index: int, name: str, arguments: str) -> ToolCallDelta:
-    """The first delta of a call, with id, type and name."""
+    """Make the first delta of a call, with id, type and name."""
     return {
         "index": index,
         "id": call_id,
@@ -171,7 +171,7 @@ def first_delta(call_id: str, index: int, name: str, arguments: str) -> ToolCall
 
 
 def next_delta(index: int, arguments: str) -> ToolCallDelta:
-    """A later delta of a call."""
+    """Make a later delta of a call."""
     return {"index": index, "function": {"arguments": arguments}}
 
 
@@ -206,7 +206,7 @@ class NamedToolReader:
         self._make_id = make_id
 
     def feed(self, text: str) -> list[ToolCallDelta]:
-        """The deltas for a piece of the output."""
+        """Return the deltas for a piece of the output."""
         if self._name is not None:
             name, self._name = self._name, None
             first = first_delta(self._make_id(), 0, name, text)
@@ -241,7 +241,7 @@ class RequiredToolReader:
         self._is_value = False
 
     def feed(self, text: str) -> list[ToolCallDelta]:
-        """The deltas for a piece of the output."""
+        """Return the deltas for a piece of the output."""
         deltas: list[ToolCallDelta] = []
         arguments: list[str] = []
         for char in text:

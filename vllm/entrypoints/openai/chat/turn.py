@@ -178,7 +178,7 @@ class ChatTurn:
         return self._readers[0].is_plain
 
     async def stream(self) -> AsyncGenerator[TurnDelta, None]:
-        """Deltas of all answers, one per engine step; some are empty.
+        """Yield deltas of all answers, one per engine step; some are empty.
 
         Raises:
             RequestError, CapacityError, RequestTimeoutError, EngineDeadError: see `AsyncLLM`.
@@ -190,7 +190,7 @@ class ChatTurn:
                     yield self._read(sample)
 
     async def complete(self) -> list[TurnChoice]:
-        """All answers, the best `n` of `best_of`. Raises like `stream`."""
+        """Return all answers, the best `n` of `best_of`. Raises like `stream`."""
         samples: list[CompletionOutput] = []
         async with aclosing(self._run(RequestOutputKind.FINAL_ONLY)) as outputs:
             async for output in outputs:
@@ -323,7 +323,7 @@ async def prepare_turn(
 
 
 def _output_constraint(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
-    """The constraint of the output, from its tool calls or from the request."""
+    """Return the constraint of the output, from its tool calls or from the request."""
     if body.tool_choice in ("none", "auto"):
         return guided_decoding(body)
     return tool_constraint(body)
@@ -417,7 +417,7 @@ def _grammar_start(
 def _make_reasoning_parser(
     context: ServerContext, body: ChatCompletionRequest, prompt: TokensPrompt
 ) -> "ReasoningParser | ForeignReasoningParser | None":
-    """A parser for one output; None if it has no reasoning."""
+    """Make a parser for one output; None if it has no reasoning."""
     from vllm.reasoning import ReasoningParserManager
     from vllm.reasoning.plugin import ForeignReasoningParser, is_foreign
 

@@ -98,7 +98,8 @@ class CompletionPrompt:
         return bytes_of_tokens(tokenizer)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Text of some tokens, special ones too; "" if the engine runs without a tokenizer."""
+        """Return the text of some tokens, including special ones; "" if the engine runs without a
+        tokenizer."""
         tokenizer = self._context.engine.tokenizer
         return "" if tokenizer is None else str(tokenizer.decode(list(token_ids)))
 
@@ -120,7 +121,7 @@ class CompletionText:
         )
 
     def read(self, sample: CompletionOutput) -> dict[str, Any]:
-        """The fields text, logprobs, finish_reason and stop_reason for new output."""
+        """Return the fields text, logprobs, finish_reason and stop_reason for new output."""
         is_echo = bool(self._body.echo) and not self._is_begun
         self._is_begun = True
         token_ids: list[int] = []

@@ -144,7 +144,7 @@ class _Completion:
     # ---- all at once ----------------------------------------------------------------------
 
     async def complete(self) -> Response:
-        """The complete response."""
+        """Return the complete response."""
         outputs: list[RequestOutput | None] = [None] * len(self._prompts)
         async with aclosing(self._run(RequestOutputKind.FINAL_ONLY)) as finished:
             async for index, output in finished:
@@ -169,7 +169,7 @@ class _Completion:
         return json_response({**self._head(), "choices": choices, "usage": self._usage()})
 
     async def search_beams(self) -> dict[str, Any]:
-        """The body of the response, whose choices are beams."""
+        """Return the body of the response, whose choices are beams."""
         body, defaults = self._body, self._engine.generation_defaults
         choices: list[dict[str, Any]] = []
         for index, prompt in enumerate(self._prompts):
@@ -213,7 +213,7 @@ class _Completion:
     # ---- piece by piece -------------------------------------------------------------------
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The events of the response. An error before the first one is raised."""
+        """Yield the events of the response. An error before the first one is raised."""
         is_started = False
         writer = ChunkWriter(self._request_id, "text_completion", self.model)
         num_samples = self._body.num_samples

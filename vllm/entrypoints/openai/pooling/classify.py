@@ -24,7 +24,7 @@ router = APIRouter(route_class=BodyRoute)
 
 @router.post("/classify", response_model=ClassificationResponse, responses=error_responses(400))
 async def classify(body: ClassificationRequest, request: Request) -> Response:
-    """A probability per label, and the likeliest label, for each input."""
+    """Return a probability per label, and the most likely label, for each input."""
     context = get_context(request)
     model = context.check_model(body.model)
     pooler = require_task(pooler_of(context), "classify", "score")

@@ -36,7 +36,7 @@ _ERRORS = error_responses(400)
 
 @router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=_ERRORS)
 async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
-    """A vector for each input, or for a conversation."""
+    """Return a vector for each input, or for a conversation."""
     context = get_context(request)
     model = context.check_model(body.model)
     require_task(pooler_of(context), "embed")
@@ -45,8 +45,8 @@ async def create_embedding(body: EmbeddingRequest, request: Request) -> Response
 
 @router.post("/pooling", response_model=PoolingResponse, responses=_ERRORS)
 async def create_pooling(body: EmbeddingRequest, request: Request) -> Response:
-    """The pooled result of each input, whatever the task of the model is: a vector, probabilities,
-    or rewards per token."""
+    """Return the pooled result of each input, whatever the task of the model is: a vector,
+    probabilities, or rewards per token."""
     context = get_context(request)
     model = context.check_model(body.model)
     require_task(pooler_of(context))
@@ -61,7 +61,7 @@ async def _respond(
     key: str,
     prefix: str,
 ) -> Response:
-    """The response with the results under `key`."""
+    """Return the response with the results under `key`."""
     own_id = response_id(request, prefix)
     prompts = await run_until_disconnect(request, _prompts(context, body))
     outputs = await pool(context, request, body, prompts, own_id, dimensions=body.dimensions)
@@ -108,7 +108,7 @@ async def _prompts(context: ServerContext, body: EmbeddingRequest) -> list[Promp
 
 
 def prompts_of(given: Any) -> list[PromptType]:
-    """Prompts of an `input`: one or several texts, or token ids of one or several.
+    """Return the prompts of an `input`: one or several texts, or token ids of one or several.
 
     Raises:
         RequestError: `given` is empty.

@@ -33,12 +33,12 @@ _MANY_NUMBERS = 32 * 1024
 
 
 def pooler_of(context: ServerContext) -> PoolerConfig | None:
-    """The pooler of the served model; None: it generates text."""
+    """Return the pooler of the served model; None: it generates text."""
     return context.config.model.pooler
 
 
 def response_id(request: Request, prefix: str) -> str:
-    """Id of the response to a request; the client may have chosen its end."""
+    """Return the id of the response to a request; the client may have chosen its end."""
     return f"{prefix}-{request_id_of(request, random_id())}"
 
 
@@ -116,7 +116,7 @@ async def _all(
     run_one: Callable[[int, PromptType], Coroutine[Any, Any, Pooled]],
     prompts: Sequence[PromptType],
 ) -> list[Pooled]:
-    """Like `asyncio.gather`, but a failure or a cancellation ends all tasks.
+    """Run all like `asyncio.gather`, but a failure or a cancellation ends all tasks.
 
     Each prompt is tokenised when it begins; then other tasks may run.
     """
@@ -133,7 +133,7 @@ async def _all(
 
 
 def usage_of(context: ServerContext, outputs: Sequence[Pooled]) -> dict[str, Any]:
-    """The usage of all prompts, with 0 completion tokens."""
+    """Return the usage of all prompts, with 0 completion tokens."""
     cached = None
     if context.args.enable_prompt_tokens_details:
         cached = sum(output.num_cached_tokens for output in outputs)
@@ -147,7 +147,7 @@ async def list_response(
     make_data: Callable[[], list[dict[str, Any]]],
     outputs: Sequence[Pooled],
 ) -> Response:
-    """A `ListResponse`: data made of `outputs`, in a thread where that takes long, and usage."""
+    """Make a `ListResponse`: data made of `outputs`, in a thread if that takes long, and usage."""
     head = {"id": own_id, "object": "list", "created": now(), "model": model}
 
     def write() -> Response:

@@ -86,7 +86,7 @@ async def _score(
     second: Sequence[str],
     own_id: str,
 ) -> tuple[list[float], list[Pooled]]:
-    """A score per pair, and the engine's outputs."""
+    """Return a score per pair, and the engine's outputs."""
     pooler = require_scores(pooler_of(context))
     if pooler.task == "embed":
         texts: list[PromptType] = list(dict.fromkeys([*first, *second]))  # each distinct text once
@@ -104,7 +104,7 @@ async def _score(
 async def _pairs(
     context: ServerContext, first: Sequence[str], second: Sequence[str], truncate: int | None
 ) -> list[PromptType]:
-    """Each pair as one prompt."""
+    """Return each pair as one prompt."""
 
     is_long = sum(map(len, first)) + sum(map(len, second)) > LONG_TEXT_CHARS
     prompts: list[PromptType] = []

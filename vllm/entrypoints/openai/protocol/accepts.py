@@ -18,7 +18,7 @@ from vllm.entrypoints.shared.validation_text import show_value
 
 
 def accepts(text: str) -> WrapValidator:
-    """Annotates a union with what it accepts.
+    """Annotate a union with the values that it accepts.
 
     The error says what is accepted and which part of the value is wrong, seen from the type that
     accepts most of the value.
@@ -39,7 +39,7 @@ def accepts(text: str) -> WrapValidator:
 
 
 def _most_telling(errors: Sequence[Any]) -> tuple[Sequence[int | str], Any]:
-    """Path and error of the type that accepts most of the value before it fails.
+    """Return path and error of the type that accepts most of the value before it fails.
 
     Of several types of objects it is the one that has the right name in the value.
     """

@@ -17,7 +17,7 @@ random_id = random_uuid
 
 
 def now() -> int:
-    """Whole seconds since 1970."""
+    """Return the seconds since 1970 as an integer."""
     return int(time.time())
 
 
@@ -83,8 +83,8 @@ def _check_encodable(value: Any) -> None:
 
 
 def tag_by_type(value: Any, kinds: tuple[str, ...], other: str) -> str:
-    """The tag of a body that may have several types, by its `type`, so that errors are about one of
-    them.
+    """Return the tag of a body that may have several types, by its `type`, so that errors are about
+    one of them.
 
     Args:
         value: the body, or an object that was made of it.
@@ -96,7 +96,7 @@ def tag_by_type(value: Any, kinds: tuple[str, ...], other: str) -> str:
 
 
 def field_error(name: str, message: str) -> PydanticCustomError:
-    """An error of a validator, for checks that pydantic does not have."""
+    """Make an error of a validator, for checks that pydantic does not have."""
     return _wrong("value_error", name, message)
 
 
@@ -132,7 +132,7 @@ class ErrorResponse(ResponseModel):
 def error_responses(
     *statuses: int, body: type[BaseModel] = ErrorResponse
 ) -> dict[int | str, dict[str, Any]]:
-    """The errors in a route's documentation: `responses` of FastAPI."""
+    """Return the errors in a route's documentation: `responses` of FastAPI."""
     return {status: {"model": body} for status in statuses}
 
 
@@ -141,7 +141,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-strea
 
 
 class PromptTokenUsageInfo(ResponseModel):
-    """How many prompt tokens were found in the prefix cache."""
+    """Number of prompt tokens that were found in the prefix cache."""
 
     cached_tokens: int | None = None
 
@@ -163,7 +163,7 @@ class UsageInfo(ResponseModel):
 
 
 class RequestResponseMetadata(ResponseModel):
-    """Metadata of a request beside its response: its id and its tokens."""
+    """Metadata of a request in addition to its response: its id and its tokens."""
 
     request_id: str
     final_usage_info: UsageInfo | None = None
@@ -219,7 +219,7 @@ def usage_dict(
     cached_tokens: int | None = None,
     reasoning_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """`UsageInfo` as a plain dict, for the hot path.
+    """Make `UsageInfo` as a plain dict, for the hot path.
 
     Args:
         prompt_tokens, completion_tokens: counts.
@@ -244,7 +244,7 @@ class LoadLoRAAdapterRequest(RequestBody):
     lora_name: str
     lora_path: str
     load_inplace: bool = False
-    """It may take the place of an adapter of this name."""
+    """Whether it may replace an adapter of this name."""
 
 
 class UnloadLoRAAdapterRequest(RequestBody):

@@ -195,7 +195,7 @@ class FunctionCall(ResponseModel):
 
 
 def random_tool_call_id() -> str:
-    """An id of a tool call."""
+    """Make a random id of a tool call."""
     return f"chatcmpl-tool-{random_id()}"
 
 
@@ -264,7 +264,7 @@ class ChatMessage(ResponseModel):
 
 
 class ChatCompletionLogProb(ResponseModel):
-    """Log-probability of a token; `bytes` are those of its text."""
+    """Log-probability of a token; `bytes` are the bytes of its text."""
 
     token: str
     logprob: float = -9999.0
@@ -272,7 +272,7 @@ class ChatCompletionLogProb(ResponseModel):
 
 
 class ChatCompletionLogProbsContent(ChatCompletionLogProb):
-    """One position: the token there, and the likeliest ones."""
+    """One position: the token there, and the most likely ones."""
 
     top_logprobs: list[ChatCompletionLogProb] = Field(default_factory=list)
 

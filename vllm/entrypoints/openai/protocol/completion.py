@@ -126,12 +126,12 @@ class CompletionRequest(SamplingFields):
                 raise field_error(name, "not available with prompt_embeds, which has no tokens")
 
     def embeds(self) -> list[str]:
-        """The prompts that are embeddings, one by one; their choices come first."""
+        """Return the prompts that are embeddings, one by one; their choices come first."""
         embeds = self.prompt_embeds
         return [embeds] if isinstance(embeds, str) else list(embeds or ())
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts that are text or tokens, one by one."""
+        """Return the prompts that are text or tokens, one by one."""
         prompt = self.prompt
         if self.prompt_embeds is not None and prompt in ("", None):
             return []  # OpenAI's clients always send the field
@@ -165,7 +165,8 @@ class CompletionResponseStreamChoice(ResponseModel):
 
 
 class CompletionResponseChoice(CompletionResponseStreamChoice):
-    """One continuation; `index` is that of its prompt times n, plus that of the sample."""
+    """One continuation; `index` is the index of its prompt times n, plus the index of the
+    sample."""
 
     prompt_logprobs: list[dict[str, Any] | None] | None = None
 

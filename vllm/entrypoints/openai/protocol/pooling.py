@@ -31,7 +31,7 @@ Inputs = Annotated[
 
 
 class PoolingFields(RequestBody):
-    """What all requests to pooling models share."""
+    """Fields that all requests to pooling models share."""
 
     model: str | None = None
     user: str | None = None
@@ -95,7 +95,7 @@ class RerankRequest(PoolingFields):
     query: str
     documents: ListOf[str] = Field(min_length=1)
     top_n: Count = 0
-    """How many of the best to return; 0: all."""
+    """Number of the best results to return; 0: all."""
 
     LIMITS: ClassVar[Limits] = {"documents": DOCUMENTS}
 
@@ -142,7 +142,7 @@ class PoolingResponse(ListResponse):
 
 
 class ClassificationData(ResponseModel):
-    """One text: the likeliest label, and a probability per label."""
+    """One text: the most likely label, and a probability per label."""
 
     index: int
     label: str | None
@@ -177,7 +177,7 @@ class RerankDocument(ResponseModel):
 
 
 class RerankResult(ResponseModel):
-    """One document; `index` is its place in the request."""
+    """One document; `index` is its index in the request."""
 
     index: int
     document: RerankDocument

@@ -37,14 +37,14 @@ class TextFormat(RequestModel):
 
 
 class TextConfig(RequestModel):
-    """How the answer is written."""
+    """Format of the answer."""
 
     format: TextFormat = Field(default_factory=TextFormat)
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningConfig(RequestModel):
-    """How much the model shall reason. The effect depends on the chat template."""
+    """Amount of reasoning. The effect depends on the chat template."""
 
     effort: Annotated[str, StringConstraints(max_length=32)] | None = None
     summary: str | None = None
@@ -61,7 +61,7 @@ class ResponsesRequest(BoundedNumberFields, RequestBody):
     """Text of one user message, or items: messages, calls, outputs of calls, reasoning."""
     model: str | None = None
     instructions: str | None = None
-    """System message; that of an earlier response is not carried over."""
+    """System message; the one of an earlier response is not carried over."""
     previous_response_id: str | None = None
     """Stored response that this one continues."""
     tools: ListOf[JsonObject] | None = None
@@ -115,7 +115,7 @@ _REPEATED = (
 
 
 def echo_fields(request: ResponsesRequest) -> dict[str, Any]:
-    """The fields of a request that its response repeats, as the response shows them."""
+    """Return the fields of a request that its response repeats, as the response shows them."""
     text = request.text or TextConfig()
     reasoning = request.reasoning or ReasoningConfig()
     return {

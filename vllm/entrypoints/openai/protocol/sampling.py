@@ -123,7 +123,7 @@ class StructuredOutputs(ConstraintFields):
     json_schema: Json | None = Field(default=None, alias="json")
 
     def given(self) -> dict[str, Any]:
-        """Fields of `GuidedDecodingParams` that are set."""
+        """Return the fields of `GuidedDecodingParams` that are set."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         values["json"] = values.pop("json_schema")
         return {name: value for name, value in values.items() if value not in (None, False)}
@@ -254,7 +254,7 @@ class SamplingFields(NumberFields, GuidedFields, RequestBody):
             ("structured_outputs.json", group and group.json_schema),
         ):
             if schema is not None and not isinstance(schema, (str, dict)):
-                raise field_error(name, "must be a JSON schema, as an object or as text")
+                raise field_error(name, "must be a JSON schema, as an object or as a string")
         if group is not None and not any(kind in KINDS for kind in group.given()):
             raise field_error("structured_outputs", f"must have one of {', '.join(KINDS)}")
         if len(given := self.constraints()) > 1:
@@ -273,7 +273,8 @@ class SamplingFields(NumberFields, GuidedFields, RequestBody):
         return {field: getattr(self, name) for name, field in _GUIDED_FIELDS.items()}
 
     def constraints(self) -> list[str]:
-        """Names of the fields that ask for structured output; `response_format` is the last."""
+        """Return the names of the fields that ask for structured output; `response_format` is the
+        last."""
         given = [
             name
             for name, field in _GUIDED_FIELDS.items()
@@ -328,7 +329,7 @@ def check_sampling_fields(body: SamplingFields) -> None:
 
 
 def guided_decoding(body: SamplingFields) -> GuidedDecodingParams | None:
-    """The structured output that the request asks for, or None.
+    """Return the structured output that the request asks for, or None.
 
     Raises:
         RequestError: a `json_schema` without its schema.
@@ -369,7 +370,7 @@ def sampling_params(
     output_kind: RequestOutputKind,
     guided: GuidedDecodingParams | None,
 ) -> SamplingParams:
-    """The engine's parameters for a request.
+    """Make the engine's parameters for a request.
 
     Args:
         body: checked by `check_sampling_fields`.
@@ -417,7 +418,7 @@ def _asks(body: SamplingFields, name: str) -> bool:
 def beam_search_params(
     body: SamplingFields, defaults: Mapping[str, Any], max_tokens: int
 ) -> BeamSearchParams:
-    """The parameters of a beam search: `n` is its width.
+    """Make the parameters of a beam search: `n` is its width.
 
     Raises:
         RequestError: a value is out of range, or a field is used that beam search does not support.

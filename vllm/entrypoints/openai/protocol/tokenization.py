@@ -32,7 +32,7 @@ class TokenizeChatRequest(ChatFields, RequestBody):
 
 
 def _kind(body: Any) -> str:
-    """Which of the two types a body has, so that errors are about one of them only."""
+    """Return which of the two types a body has, so that errors are about one of them only."""
     has_messages = "messages" in body if isinstance(body, dict) else hasattr(body, "messages")
     return f"{TAG_SIGN}chat" if has_messages else f"{TAG_SIGN}completion"
 

@@ -217,7 +217,7 @@ ReadTools = tuple[list[ChatCompletionToolsParam], dict[str, CustomToolDefinition
 
 
 def as_functions(tools: Sequence[Any]) -> ReadTools:
-    """All tools as functions, and the custom tools by name."""
+    """Return all tools as functions, and the custom tools by name."""
     custom = {
         tool.custom.name: tool.custom
         for tool in tools

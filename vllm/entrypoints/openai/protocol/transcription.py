@@ -69,7 +69,7 @@ class TranscriptionRequest(SpeechFields):
     @classmethod
     def _check_strategy(cls, value: str | None) -> str | None:
         if value not in (None, "", "auto"):
-            raise ValueError("must be auto, as recordings are cut where they are quiet")
+            raise ValueError("must be auto, as the server cuts recordings at quiet moments")
         return value
 
     @model_validator(mode="after")
@@ -83,7 +83,7 @@ class TranscriptionRequest(SpeechFields):
         if "word" in self.timestamp_granularities:
             raise field_error(
                 "timestamp_granularities",
-                "must be segment, as this server has no times of single words",
+                "must be segment, as this server does not compute times of single words",
             )
         return self
 

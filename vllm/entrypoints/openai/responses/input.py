@@ -52,7 +52,7 @@ _MAX_ID_LENGTH = 256
 
 
 def new_id(prefix: str) -> str:
-    """An id that cannot be guessed, such as `msg_0f3c...`."""
+    """Make an id that cannot be guessed, such as `msg_0f3c...`."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
@@ -73,7 +73,8 @@ def read_input(given: str | Sequence[Any]) -> list[Item]:
 
 
 def as_messages(instructions: str | None, items: Iterable[Item]) -> list[Message]:
-    """The conversation of items (of `read_input`, or output of this server) as chat messages.
+    """Return the conversation of items (of `read_input`, or output of this server) as chat
+    messages.
 
     Instructions and the system messages that come first become one system message: templates do not
     accept a second one. Consecutive items of the assistant (reasoning, text, calls) become one
@@ -284,7 +285,7 @@ class _Conversation:
         )
 
     def _assistant(self, *, is_open: Callable[[Message], bool]) -> Message:
-        """The last message if it is the assistant's and still open, or a new one."""
+        """Return the last message if it is the assistant's and still open, or a new one."""
         last = self.messages[-1] if self.messages else None
         if last is None or last["role"] != "assistant" or not is_open(last):
             last = {"role": "assistant", "content": ""}
@@ -309,7 +310,9 @@ def _read_item(where: str, given: Any) -> Item:
     else:
         item_id = read_string(where, given, "id")
     if len(item_id) > _MAX_ID_LENGTH:
-        raise RequestError(f"{where}.id is longer than {_MAX_ID_LENGTH}", param=f"{where}.id")
+        raise RequestError(
+            f"{where}.id must have at most {_MAX_ID_LENGTH} characters", param=f"{where}.id"
+        )
     if kind not in _ID_PREFIXES:
         if given.get("call_id") is not None:
             read_string(where, given, "call_id")

@@ -50,7 +50,7 @@ class BackgroundJob:
         await asyncio.wait([self._task])
 
     async def follow(self, start: int = 0) -> AsyncGenerator[bytes, None]:
-        """Yields the encoded events from number `start` on, past and future ones."""
+        """Yield the encoded events from number `start` on, past and future ones."""
         index = start
         while True:
             news = self._news  # created before the log is read, so that later events set it

@@ -152,7 +152,7 @@ class ResponseWriter:
         return [*events, self._numbered("error", **about, error=error)]
 
     def _enter(self, kind: str, make: Callable[[], Item]) -> list[Event]:
-        """Events that end the open item and begin one of this type; none if one is open."""
+        """Return events that end the open item and begin one of this type; none if one is open."""
         if self._item is not None and self._item["type"] == kind:
             return []
         events = self._close()
@@ -166,7 +166,7 @@ class ResponseWriter:
         return events
 
     def _close(self, status: str = "completed") -> list[Event]:
-        """Events that end the open item."""
+        """Return events that end the open item."""
         item = self._item
         if item is None:
             return []
@@ -210,7 +210,7 @@ class ResponseWriter:
         }
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        """An event about the open item."""
+        """Make an event about the open item."""
         assert self._item is not None
         return self._numbered(
             kind, item_id=self._item["id"], output_index=len(self.response["output"]) - 1, **fields
@@ -272,7 +272,7 @@ def describe_usage(
     num_cached_tokens: int,
     num_reasoning_tokens: int,
 ) -> dict[str, Any]:
-    """`usage` of a response."""
+    """Return `usage` of a response."""
     return {
         "input_tokens": num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": num_cached_tokens, "cache_write_tokens": 0},

@@ -62,7 +62,7 @@ def wants_logprobs(request: ResponsesRequest) -> bool:
 def as_chat_request(
     request: ResponsesRequest, messages: Sequence[Message]
 ) -> ChatCompletionRequest:
-    """The equivalent chat request.
+    """Convert to the equivalent chat request.
 
     Args:
         request: checked by `check_request`.
@@ -177,7 +177,7 @@ def _allowed_tools(
 
 
 def _named_in(where: str, tool: Any) -> tuple[str, str]:
-    """Type and name of a tool that a choice allows."""
+    """Return type and name of a tool that a choice allows."""
     kind = tool.get("type", "function") if isinstance(tool, Mapping) else None
     name = tool.get("name") if isinstance(tool, Mapping) else None
     if kind not in ("function", "custom") or not isinstance(name, str):
@@ -190,7 +190,7 @@ def _named_in(where: str, tool: Any) -> tuple[str, str]:
 
 
 def _key_of(tool: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Type and name of a tool of the chat API."""
+    """Return type and name of a tool of the chat API."""
     return tool["type"], tool[tool["type"]]["name"]
 
 
@@ -266,8 +266,8 @@ def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
 
 
 def _template_kwargs(request: ResponsesRequest) -> dict[str, Any] | None:
-    """Reasoning effort under the names that chat templates use; a template ignores names that it
-    does not know."""
+    """Return the reasoning effort under the names that chat templates use; a template ignores
+    unknown names."""
     kwargs: dict[str, Any] = {}
     if request.reasoning is not None and request.reasoning.effort is not None:
         kwargs["reasoning_effort"] = request.reasoning.effort

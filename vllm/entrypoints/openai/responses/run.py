@@ -17,7 +17,7 @@ from vllm.errors import TextTooLongError
 
 
 def engine_id(request: Request, response_id: str) -> str:
-    """The engine's id for a response: its own id, and the client's request id for traces."""
+    """Return the engine's id for a response: its own id, and the client's request id for traces."""
     given = request_id_of(request, "")
     return f"{response_id}-{given}" if given else response_id
 
@@ -32,7 +32,7 @@ async def write_at_once(turn: ChatTurn, writer: ResponseWriter) -> None:
 async def write_events(
     turn: ChatTurn, writer: ResponseWriter
 ) -> AsyncGenerator[Sequence[Event], None]:
-    """All events of a response, one list per engine step.
+    """Yield all events of a response, one list per engine step.
 
     Nothing is yielded before the first output of the engine, because errors of the request appear
     then.
@@ -59,7 +59,7 @@ async def fail_in_stream(
     *,
     is_early_raised: bool,
 ) -> AsyncGenerator[Sequence[Event], None]:
-    """Yields events, and turns errors into events.
+    """Yield events, and turn errors into events.
 
     Args:
         events: of `write_events`.
@@ -121,7 +121,7 @@ async def truncate_conversation(
 
     if await fits(starts[0]):
         return body
-    low, high = min(1, len(starts) - 1), len(starts) - 1  # binary search for the place to cut
+    low, high = min(1, len(starts) - 1), len(starts) - 1  # binary search for the cut
     while low < high:
         middle = (low + high) // 2
         if await fits(starts[middle]):

@@ -131,7 +131,8 @@ async def list_input_items(
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
-    """The input items of a response, including those of the responses that it continues."""
+    """List the input items of a response, including the items of the responses that it
+    continues."""
     entry = _get_entry(request, response_id)
     items = [*entry.history, *entry.input_items]
     if order == "desc":
@@ -214,19 +215,19 @@ def _begin_in_background(
 
 
 def _read_history(body: ResponsesRequest, store: ResponseStore, owner: bytes) -> list[Item]:
-    """The conversation that the request continues."""
+    """Return the conversation that the request continues."""
     if body.previous_response_id is None:
         return []
     previous = store.get(body.previous_response_id, owner)
     if previous.is_running:
         raise RequestError(
-            "previous_response_id: this response has not ended yet", param="previous_response_id"
+            "previous_response_id: this response has not finished yet", param="previous_response_id"
         )
     return previous.conversation
 
 
 def _describe(response_id: str, body: ResponsesRequest, turn: ChatTurn) -> dict[str, Any]:
-    """The fields of a new response."""
+    """Return the fields of a new response."""
     return {
         "id": response_id,
         "object": "response",
@@ -262,7 +263,7 @@ async def _encoded(
 
 
 def _get_store(request: Request) -> ResponseStore:
-    """The response store of this server, created at the first use."""
+    """Return the response store of this server, created at the first use."""
     state = request.app.state
     if not hasattr(state, "responses"):
         state.responses = ResponseStore()
@@ -275,7 +276,8 @@ def _get_entry(request: Request, response_id: str) -> StoredResponse:
 
 
 def _owner_of(request: Request, context: ServerContext) -> bytes:
-    """The owner of a request: with API keys, responses belong to the key that created them."""
+    """Return the owner of a request: with API keys, responses belong to the key that created
+    them."""
     if not context.args.api_key:
         return b""
     given = request.headers.get("authorization") or request.headers.get("x-api-key") or ""

@@ -47,7 +47,7 @@ class StoredResponse:
         return [*self.history, *self.input_items, *self.response["output"]]
 
     def measure(self) -> int:
-        """Its size in bytes, as JSON."""
+        """Return its size in bytes, as JSON."""
         content = (self.response, self.input_items, self.history)
         num_events_bytes = 0 if self.job is None else self.job.num_bytes
         return len(msgspec.json.encode(content)) + num_events_bytes

@@ -31,8 +31,8 @@ def _updatable(request: Request) -> tuple[ServedAdapters, "AsyncLLM"]:
 
 @router.post("/v1/load_lora_adapter", responses=error_responses(400, 404))
 async def load_lora_adapter(body: LoadLoRAAdapterRequest, request: Request) -> PlainTextResponse:
-    """Load a LoRA adapter, and offer it under a name. With load_inplace it may take the place of
-    one of this name, which goes on to serve if the new one cannot be loaded."""
+    """Load a LoRA adapter, and offer it under a name. With load_inplace it may replace one of this
+    name, which keeps serving if the new one cannot be loaded."""
     adapters, engine = _updatable(request)
     await adapters.fetch(body.lora_path)
     adapter = adapters.check(body.lora_name, body.lora_path, replaces=body.load_inplace)

@@ -49,7 +49,7 @@ async def invoke(request: Request) -> Response:
 
 
 def find_target(body: bytes) -> str:
-    """Path of the route for a body.
+    """Return the path of the route for a body.
 
     Raises:
         RequestError: it is not a JSON object, or has none of the keys.

@@ -25,7 +25,7 @@ class BaseModelPath:
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> ModelList:
-    """Every name under which the model is served."""
+    """List every name under which the model is served."""
     context = get_context(request)
     adapters = [] if context.adapters is None else context.adapters.all
     names = [*context.model_names, *(adapter.lora_name for adapter in adapters)]
@@ -34,7 +34,7 @@ async def list_models(request: Request) -> ModelList:
 
 @router.get("/v1/models/{model:path}", responses=error_responses(404))
 async def show_model(model: str, request: Request) -> ModelCard:
-    """One of the names."""
+    """Show one of the names."""
     context = get_context(request)
     return _card(context, _path(context, context.check_model(model)))
 

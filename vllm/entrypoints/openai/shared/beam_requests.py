@@ -22,7 +22,7 @@ async def search(
     adapter: LoRARequest | None = None,
     priority: int = 0,
 ) -> list[BeamSearchSequence]:
-    """Find the likeliest continuations of a prompt, best first; `tokens` and `text` without the
+    """Find the most likely continuations of a prompt, best first; `tokens` and `text` without the
     prompt.
 
     Every beam is an engine request per token, so that it needs `max_logprobs` of the engine to

@@ -28,13 +28,13 @@ class ChunkWriter:
         self._start = b"data: " + _encode(head)[:-1] + b',"choices":['
 
     def choice(self, choice: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
-        """A chunk with one choice."""
+        """Make a chunk with one choice."""
         if usage is None:
             return self._start + _encode(choice) + b"]}\n\n"
         return self._start + _encode(choice) + b'],"usage":' + _encode(usage) + b"}\n\n"
 
     def usage(self, usage: dict[str, Any]) -> bytes:
-        """The chunk with the usage, which has no choices."""
+        """Make the chunk with the usage, which has no choices."""
         return self._start + b'],"usage":' + _encode(usage) + b"}\n\n"
 
 
@@ -55,6 +55,6 @@ def usage_of(
     cached_tokens: int | None = None,
     reasoning_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """The usage of a response, with cached tokens if the server reports them."""
+    """Return the usage of a response, with cached tokens if the server reports them."""
     cached = (cached_tokens or 0) if context.args.enable_prompt_tokens_details else None
     return usage_dict(prompt_tokens, completion_tokens, cached, reasoning_tokens)

@@ -21,7 +21,7 @@ Position = Mapping[int, Logprob]
 
 
 def token_text(token_id: int, logprob: Logprob, *, as_token_id: bool) -> str:
-    """The text of a token, or `token_id:7`, which identifies the token."""
+    """Return the text of a token, or `token_id:7`, which identifies the token."""
     if as_token_id or logprob.decoded_token is None:
         return f"token_id:{token_id}"
     return logprob.decoded_token
@@ -34,7 +34,8 @@ BytesOf = Callable[[int], bytes]
 @functools.lru_cache(maxsize=2)
 @functools.lru_cache(maxsize=2)
 def bytes_of_tokens(tokenizer: "PreTrainedTokenizerBase") -> BytesOf | None:
-    """The exact bytes of tokens, or None where the tokenizer does not work on bytes."""
+    """Return a function for the exact bytes of tokens, or None if the tokenizer does not work on
+    bytes."""
     from vllm.transformers_utils.token_bytes import ByteDecoding, TokenBytes
 
     backend = getattr(tokenizer, "backend_tokenizer", None)  # only fast tokenizers have it
@@ -51,11 +52,11 @@ def chat_logprobs(
     as_token_ids: bool,
     bytes_of: BytesOf | None = None,
 ) -> dict[str, Any]:
-    """`ChatCompletionLogProbs` as a plain dict.
+    """Make `ChatCompletionLogProbs` as a plain dict.
 
     Args:
         positions: of the output.
-        num_top: likeliest tokens to show per position; 0 is an empty list.
+        num_top: number of most likely tokens to show per position; 0 is an empty list.
         as_token_ids: write tokens as `token_id:7`.
         bytes_of: None takes the bytes of the text, in which an incomplete character is U+FFFD.
     """
@@ -122,7 +123,7 @@ class CompletionLogprobs:
         positions: Sequence[Position | None],
         num_prompt_tokens: int = 0,
     ) -> dict[str, list[Any]]:
-        """The next piece.
+        """Make the next piece.
 
         Args:
             token_ids: of the piece.
@@ -165,7 +166,8 @@ class CompletionLogprobs:
 def prompt_logprobs(
     positions: Sequence[Position | None] | None,
 ) -> list[dict[str, Any] | None] | None:
-    """`prompt_logprobs` of a response: per position, token id -> logprob, rank, decoded token."""
+    """Return `prompt_logprobs` of a response: per position, token id -> logprob, rank, decoded
+    token."""
     if positions is None:
         return None
     return [

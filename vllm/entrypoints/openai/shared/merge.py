@@ -14,7 +14,7 @@ _MAX_AHEAD = 64
 async def merge(
     sources: Sequence[AsyncGenerator[T, None]], max_running: int | None = None
 ) -> AsyncGenerator[tuple[int, T], None]:
-    """Yields (index of the source, item) in the order of arrival.
+    """Yield (index of the source, item) in the order of arrival.
 
     Closes every source when it is closed itself, when a source raises, and at the end; what a
     source raises is raised. One source is started per turn of the event loop, so that other tasks

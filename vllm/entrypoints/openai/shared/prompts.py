@@ -40,7 +40,7 @@ def engine_key(response_id: str) -> str:
 
 
 def trace_headers_of(request: Request) -> Mapping[str, str] | None:
-    """The W3C trace context that came with a request, or None."""
+    """Return the W3C trace context of a request, or None."""
     found = {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
     return found or None
 
@@ -54,7 +54,7 @@ async def tokenize(
     is_long: bool = False,
     max_tokens: int | None = None,
 ) -> TokensPrompt:
-    """The prompt with its token ids, checked against the vocabulary.
+    """Return the prompt with its token ids, checked against the vocabulary.
 
     Args:
         engine: is ready.
@@ -94,7 +94,7 @@ async def tokenize(
 async def read_embeds(
     engine: "AsyncLLM", text: str, *, truncate: int | None, cache_salt: str | None
 ) -> EmbedsPrompt:
-    """The prompt that a request sends as base64 of a tensor, read and checked.
+    """Read and check the prompt that a request sends as base64 of a tensor.
 
     Raises:
         RequestError: the model cannot take this tensor, or it would have to be truncated.
@@ -109,7 +109,7 @@ async def read_embeds(
 
 
 def max_running(context: ServerContext, num_samples: int = 1) -> int:
-    """How many prompts of one request run at a time.
+    """Return how many prompts of one request run at a time.
 
     A quarter more than its batch holds: the batch stays full, and the request of another client
     waits for a few sequences and not for a whole batch of prompts.
@@ -125,7 +125,7 @@ def max_running(context: ServerContext, num_samples: int = 1) -> int:
 def output_budget(
     config: VllmConfig, defaults: Mapping[str, Any], num_prompt_tokens: int, wanted: int | None
 ) -> int:
-    """The maximum number of output tokens.
+    """Return the maximum number of output tokens.
 
     Args:
         config: for the length of the context.
@@ -134,7 +134,7 @@ def output_budget(
         wanted: by the request; None is as many as possible.
 
     Raises:
-        RequestError: prompt and output do not fit. The wording is that of OpenAI, because clients
+        RequestError: prompt and output do not fit. The wording is OpenAI's, because clients
             parse the numbers.
     """
     limit = config.scheduler.max_model_len

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 RequestT = TypeVar("RequestT")
 
 _CONTENT = -1
-"""Used in place of a call's index for text outside calls."""
+"""Index of text outside calls, instead of the index of a call."""
 
 
 @dataclass(slots=True)
@@ -268,7 +268,7 @@ class ToolParser:
         self._add_content(self.stream.forget())
 
     def make_id(self) -> str:
-        """A new id for a call."""
+        """Make a new id for a call."""
         return random_tool_call_id()
 
     def parameters_of(self, name: str) -> Mapping[str, Any] | None:

@@ -27,7 +27,7 @@ class JsonToolParser(ToolParser):
     """
 
     closing: ClassVar[tuple[str, ...]] = ()
-    """What may stand after the calls; left out of the content."""
+    """Text that may follow the calls; left out of the content."""
     separator: ClassVar[str | None] = None
     """Text between objects that are in no array; empty: they need none. None: there is one object
     only."""
@@ -156,7 +156,7 @@ class JsonToolParser(ToolParser):
 
 
 class _Call:
-    """A call of which name and arguments may come in either order."""
+    """A call whose name and arguments may be in either order."""
 
     def __init__(self, parser: ToolParser) -> None:
         self.name = ""
@@ -192,4 +192,4 @@ class _Call:
 
 
 def _ignore(text: str) -> None:
-    """For values that no one asks for."""
+    """Ignore a value that is not needed."""

@@ -1,4 +1,4 @@
-"""Reads values out of a growing text: JSON, and what has strings and brackets like it.
+"""Reads values out of a growing text: JSON, and formats with similar strings and brackets.
 
 Checks what is needed to find the end of a value: quotes, escapes and brackets that match. What
 stands between them is passed on as it was written.
@@ -20,14 +20,14 @@ _SCALAR = re.compile(r"[-+.\w]+")
 
 @dataclass(frozen=True)
 class Syntax:
-    """What strings and brackets look like."""
+    """Syntax of strings and brackets."""
 
     closers: dict[str, str]
     """Opening bracket -> closing bracket."""
     quotes: str
     """Characters that open and close a string."""
     plain: "re.Pattern[str]"
-    """What may stand between brackets and strings."""
+    """Text that may be between brackets and strings."""
 
 
 # "<" begins a marker: outside of a string it means that the value was left unfinished.
@@ -101,7 +101,7 @@ def read_text(stream: TextStream) -> Wait[str | None]:
 
 
 def decode_string(literal: str) -> str | None:
-    """The value of a JSON string. None: it is not one, or holds half a character."""
+    """Return the value of a JSON string. None: it is not one, or has half a character."""
     try:
         text = cast(str, json.loads(literal, strict=False))
         text.encode()
@@ -111,7 +111,7 @@ def decode_string(literal: str) -> str | None:
 
 
 def encode_string(text: str) -> str:
-    """A text as JSON; readable, unless it holds half characters."""
+    """Encode a text as JSON; readable, unless it has half characters."""
     literal = json.dumps(text, ensure_ascii=False)
     try:
         literal.encode()

@@ -1,4 +1,5 @@
-"""The tool parsers by name, those that plug-ins add, and the check of the flags that name them."""
+"""The tool parsers by name, including the parsers of plug-ins, and the check of the flags that name
+them."""
 
 from vllm.entrypoints.openai.tool_parsers.base import ToolParser
 from vllm.entrypoints.openai.tool_parsers.gemma import FunctionGemmaToolParser, Gemma4ToolParser

@@ -23,7 +23,8 @@ class HermesToolParser(JsonToolParser):
 
 
 class LlamaJsonToolParser(JsonToolParser):
-    """`{...}`, or several with semicolons between, also after `<|python_tag|>`: Llama 3 and 4."""
+    """`{...}`, or several with semicolons between, optionally after `<|python_tag|>`: Llama 3 and
+    4."""
 
     markers = ("<|python_tag|>",)
     bare = "{"
@@ -135,7 +136,8 @@ class Phi4MiniToolParser(JsonToolParser):
 
 
 class XlamToolParser(JsonToolParser):
-    """`[{...}]`: alone, after `</think>`, `[TOOL_CALLS]` or `<tool_call>`, or fenced: xLAM 2."""
+    """`[{...}]`: by itself, after `</think>`, `[TOOL_CALLS]` or `<tool_call>`, or fenced: xLAM
+    2."""
 
     markers = ("</think>", "```", "[TOOL_CALLS]", "<tool_call>")
     bare = "[{"
@@ -176,7 +178,7 @@ class MistralToolParser(JsonToolParser):
         return tuple(names)
 
     def make_id(self) -> str:
-        """A new id; the models' chat templates take nothing but nine letters and digits."""
+        """Make a new id; the models' chat templates accept only nine letters and digits."""
         return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
     def read_calls(self, marker: str) -> Wait[None]:

@@ -1,4 +1,4 @@
-"""Tool parsers written for vLLM, behind the interface of ours.
+"""Adapts tool parsers that were written for vLLM to this server's interface.
 
 Such a parser has `extract_tool_calls` for whole outputs and `extract_tool_calls_streaming` for
 deltas. Unlike ours it is given the whole text at each step, and it may leave the end of the last
@@ -30,7 +30,7 @@ class VllmToolParserAdapter:
     server calls, and raises what the parser raises.
 
     Args:
-        parser: a parser for this output alone.
+        parser: a parser for this output only.
     """
 
     form = None
@@ -124,7 +124,7 @@ class VllmToolParserAdapter:
 
 
 def _as_dict(call: Any) -> dict[str, Any]:
-    """A `ToolCall` or `DeltaToolCall`, also one that was made a dict already."""
+    """Return a `ToolCall` or `DeltaToolCall` as a dict; it may be a dict already."""
     values = dict(call) if isinstance(call, dict) else call.model_dump(exclude_none=True)
     if not isinstance(values.get("function", {}), dict):
         values["function"] = values["function"].model_dump(exclude_none=True)
@@ -132,7 +132,7 @@ def _as_dict(call: Any) -> dict[str, Any]:
 
 
 def _texts_of(arguments: Any) -> Iterator[str]:
-    """Arguments as JSON text, in the ways in which parsers write it."""
+    """Yield arguments as JSON text, in the ways in which parsers write it."""
     if isinstance(arguments, str):
         yield arguments
     elif arguments:

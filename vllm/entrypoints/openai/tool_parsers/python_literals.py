@@ -40,7 +40,7 @@ _OPENERS = {"{": _DICT, "[": _LIST, "(": _TUPLE}
 
 @dataclass(slots=True)
 class _Level:
-    """What is open, and how far it has come."""
+    """An open bracket, and how much of its content was read."""
 
     kind: str
     num_items: int = 0
@@ -49,7 +49,7 @@ class _Level:
 
 
 def arguments_to_json(text: str) -> str | None:
-    """Keyword arguments as a JSON object.
+    """Convert keyword arguments to a JSON object.
 
     Args:
         text: what stands between the brackets of a call, such as `a=1, b=[None, 'x']`.
@@ -118,13 +118,13 @@ def _keyword(kind: str, token: str) -> str | None:
 
 
 def _key(kind: str, token: str) -> str | None:
-    """The key of a dict as a JSON string, which all keys are there."""
+    """Convert the key of a dict to a JSON string."""
     scalar = _scalar(kind, token)
     return scalar if scalar is None or kind == "string" else encode_string(scalar)
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str]]:
-    """(kind, token) in the order of the text; the kind is empty where there is no token."""
+    """Yield (kind, token) in the order of the text; the kind is empty if there is no token."""
     position = 0
     while position < len(text):
         match = _TOKEN.match(text, position)
@@ -137,7 +137,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _scalar(kind: str, token: str) -> str | None:
-    """A string, a number or a constant as JSON."""
+    """Convert a string, a number or a constant to JSON."""
     if kind == "string":
         return encode_string(_string_value(token))
     if kind == "number":

@@ -4,7 +4,7 @@ import json
 
 
 def find_common_prefix(s1: str, s2: str) -> str:
-    """The longest text that both begin with.
+    """Return the longest text that both begin with.
 
     >>> find_common_prefix('{"city": "Os"}', '{"city": "Oslo"}')
     '{"city": "Os'
@@ -16,7 +16,7 @@ def find_common_prefix(s1: str, s2: str) -> str:
 
 
 def find_common_suffix(s1: str, s2: str) -> str:
-    """The longest text without letters and digits that both end with.
+    """Return the longest text without letters and digits that both end with.
 
     >>> find_common_suffix('{"city": "Os"}', '{"city": "Oslo"}')
     '"}'
@@ -27,7 +27,7 @@ def find_common_suffix(s1: str, s2: str) -> str:
 
 
 def extract_intermediate_diff(curr: str, old: str) -> str:
-    """What a text has that an older one with the same beginning and end has not.
+    """Return the part of a text that an older one with the same beginning and end does not have.
 
     >>> extract_intermediate_diff('{"city": "Oslo"}', '{"city": "Os"}')
     'lo'
@@ -40,7 +40,7 @@ def extract_intermediate_diff(curr: str, old: str) -> str:
 
 
 def find_all_indices(string: str, substring: str) -> list[int]:
-    """Where a text begins in another one, overlapping places too.
+    """Return the positions at which a text begins in another one, including overlapping ones.
 
     >>> find_all_indices("banana", "ana")
     [1, 3]
@@ -58,5 +58,5 @@ def is_complete_json(input_str: str) -> bool:
 
 
 def consume_space(i: int, s: str) -> int:
-    """The first place from `i` on that is no white space."""
+    """Return the first position from `i` on that is not white space."""
     return len(s) - len(s[i:].lstrip()) if i < len(s) else i

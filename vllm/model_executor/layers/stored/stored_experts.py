@@ -65,7 +65,7 @@ class DeviceExperts(DenseExperts):
             )
         except ValueError as error:
             raise WeightLoadError(f"the weights of {self.name} cannot be used: {error}") from error
-        if isinstance(self.packed, nn.Module):  # so that its tensors are those of the model
+        if isinstance(self.packed, nn.Module):  # so that its tensors belong to the model
             layer.packed = self.packed.to(device)
 
     @property
@@ -84,7 +84,8 @@ class DeviceExperts(DenseExperts):
 
 
 class RoundedExperts(DeviceExperts):
-    """Dense experts that are stored in fewer bits once they are loaded; inputs stay as they are.
+    """Dense experts that are stored in fewer bits once they are loaded; their inputs are not
+    rounded.
 
     Where the device has no kernel for them, they stay as they are.
 
@@ -176,8 +177,8 @@ class StoredExperts(DeviceExperts):
         self.kept = Kept(dtype_name(self.dtype), gate_up.nbytes + downs.nbytes)
 
     def read(self, layer: Experts) -> tuple[list[StoredWeight], ...]:
-        """The weights of gate, up and down, one of each for every expert of this rank; of gates
-        none where there are no gates."""
+        """Return the weights of gate, up and down, one of each for every expert of this rank; no
+        gates if the experts have none."""
         parts = layer.options.parts
         return tuple(
             list(self._weights(layer, part)) if part in parts else [] for part in EXPERT_PARTS

@@ -35,7 +35,7 @@ SCALES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """How a format stores one tensor of a layer."""
+    """Storage of one tensor of a layer in a format."""
 
     dtypes: tuple[torch.dtype, ...]
     """That it may have."""
@@ -100,7 +100,8 @@ def without_values(module: nn.Module, device: torch.device) -> Any:
 
 
 class StoredLinear(KeepsPacked, LinearMethod):
-    """A weight in the layout of a checkpoint until it is loaded, then in that of the device.
+    """A weight in the layout of the checkpoint until it is loaded, then in the layout of the
+    device.
 
     Args:
         name: of the module, for errors.
@@ -110,11 +111,12 @@ class StoredLinear(KeepsPacked, LinearMethod):
         self.name = name
 
     def stored_tensors(self) -> dict[str, StoredTensor]:
-        """How the checkpoint stores the parameters, by their names."""
-        raise NotImplementedError(f"{type(self).__name__} loads its tensors itself")
+        """Return how the checkpoint stores the parameters, by their names."""
+        raise NotImplementedError(f"{type(self).__name__} must define how its tensors are loaded")
 
     def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
-        """A checkpoint tensor in the dimensions of its parameter, before a part of it is picked.
+        """Return a checkpoint tensor in the dimensions of its parameter, before a part of it is
+        picked.
 
         Args as of `load`.
 
@@ -142,7 +144,7 @@ class StoredLinear(KeepsPacked, LinearMethod):
 
     @abstractmethod
     def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
-        """The parameters of a layer, which are filled, as a weight on the host.
+        """Return the filled parameters of a layer as a weight on the host.
 
         Raises:
             WeightLoadError: their values are wrong.
@@ -154,7 +156,7 @@ class StoredLinear(KeepsPacked, LinearMethod):
 
     @abstractmethod
     def create_parameters(self, layer: ParallelLinear) -> None:
-        """As `create_weights`."""
+        """Register the parameters, as `create_weights` does."""
 
     @torch.no_grad()
     def finish(self, layer: ParallelLinear) -> None:
@@ -210,7 +212,10 @@ class StoredHead(EmbeddingMethod):
         return found
 
     def embed(self, layer: VocabParallelEmbedding, ids: Tensor) -> Tensor:
-        raise AssertionError("no rows of an output head are looked up: it is not tied")
+        raise AssertionError(
+            "this output head is not tied to the token embeddings, so it cannot be used to look "
+            "up tokens"
+        )
 
     def multiply(self, layer: VocabParallelEmbedding, hidden_states: Tensor) -> Tensor:
         logits: Tensor = self.linear.apply(layer, hidden_states, None)
@@ -218,7 +223,7 @@ class StoredHead(EmbeddingMethod):
 
 
 class StoredTable(DenseTable):
-    """A table of embeddings that is stored as a linear layer, and of the head that shares it.
+    """A table of embeddings that is stored as a linear layer, and the head that shares it.
 
     Where the device has no kernel for it, it is dense once it is loaded.
 
@@ -343,7 +348,7 @@ def to_device_layout(
         raise WeightLoadError(f"the weights of {name} cannot be used: {error}") from error
     device = next(layer.parameters()).device
     layer.remove_weights()
-    if isinstance(packed, nn.Module):  # so that its tensors are those of the model
+    if isinstance(packed, nn.Module):  # so that its tensors belong to the model
         layer.packed = packed.to(device)
     return packed
 
@@ -359,7 +364,7 @@ def bytes_of(packed: Any) -> int:
 
 
 def apply_prepared(packed: PreparedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
-    """As `LinearMethod.apply`."""
+    """Compute x @ weight.T + bias, as `LinearMethod.apply` does."""
     if not x.is_contiguous() and x.dim() != 2:
         x = x.contiguous()
     return packed.linear(x, bias)
@@ -371,5 +376,5 @@ def add_parameter(layer: ParallelLinear, name: str, values: Tensor) -> None:
 
 
 def on_host(layer: ParallelLinear, name: str) -> Tensor:
-    """A parameter of the layer, in the memory of the host."""
+    """Return a parameter of the layer, in the memory of the host."""
     return layer.get_parameter(name).data.cpu()

@@ -21,7 +21,7 @@ larger ones make."""
 def checked_scales(
     name: str, source: CheckpointTensor, zero_is_fine: bool = False
 ) -> CheckpointTensor:
-    """The source as float32; reading it checks what is read.
+    """Return the source as float32; reading it checks what is read.
 
     Args:
         name: of the tensor, for errors.
@@ -29,7 +29,7 @@ def checked_scales(
         zero_is_fine: for now; `without_zero_scales` checks what they are for.
 
     Reading raises:
-        WeightLoadError: a number is not positive, or too large.
+        WeightLoadError: a scale is not positive, or too large.
     """
 
     def read(index: Index) -> Tensor:
@@ -48,7 +48,7 @@ def checked_scales(
 
 
 def one_scale(name: str, source: CheckpointTensor) -> CheckpointTensor:
-    """A scale that is one number, as a tensor of one dimension.
+    """Return a scale that is one number, as a tensor of one dimension.
 
     Raises:
         WeightLoadError: it is not one number.
@@ -74,9 +74,9 @@ def without_nan(name: str, numbers: Tensor) -> Tensor:
 
 
 def without_zero_scales(name: str, weight: Scaled) -> Scaled:
-    """The same weight with the scale 1 where it is 0.
+    """Return the weight with the scale 1 where it is 0.
 
-    A quantizer may write 0 as the scale of numbers that are all 0. With other numbers it is a
+    A quantizer may write 0 as the scale of values that are all 0. With other values it is a
     mistake, which would make the weights 0 without a word.
 
     Args:
@@ -84,7 +84,7 @@ def without_zero_scales(name: str, weight: Scaled) -> Scaled:
         weight: whose scales are not negative.
 
     Raises:
-        WeightLoadError: a scale is 0, and one of its numbers is not.
+        WeightLoadError: a scale is 0, and one of its values is not.
     """
     is_zero = weight.scales == 0
     if not bool(is_zero.any()):
@@ -92,8 +92,8 @@ def without_zero_scales(name: str, weight: Scaled) -> Scaled:
     lost = replace(weight, scales=is_zero.float()).dequantize()
     if bool(lost.any()):
         raise WeightLoadError(
-            f"the scales of {name} in the checkpoint are 0, but not the numbers that they are for: "
-            f"the file is damaged"
+            f"the scales of {name} in the checkpoint are 0, but its values are not: the file is "
+            "damaged"
         )
     return replace(weight, scales=weight.scales.masked_fill(is_zero, 1.0))
 

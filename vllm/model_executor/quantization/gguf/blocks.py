@@ -1,4 +1,4 @@
-"""The block types of GGUF files: from bytes to numbers, scales and minimums.
+"""The block types of GGUF files: from bytes to quantized values, scales and minimums.
 
 The common types are read here, which makes their parts known to our kernels. All others are
 dequantized by the package gguf, which need not be installed for the common ones. A row is a
@@ -21,19 +21,19 @@ DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows of whole numbers, with a scale for each group of neighbours."""
+    """Rows of integers, with a scale for each group of neighbours."""
 
     codes: Tensor
     """[rows, N] uint8."""
     scales: GroupScales
     """Of N / group groups."""
     zero: int = 0
-    """A number is (code - zero) * scale - minimum."""
+    """A value is (code - zero) * scale - minimum."""
     minimums: GroupScales | None = None
     """As many as scales; None: 0."""
 
     def dequantize(self) -> Tensor:
-        """[rows, N] float32."""
+        """Dequantize to [rows, N] float32."""
         scales = self.scales.values()
         numbers = self.codes.unflatten(1, (scales.shape[1], -1)).float()
         if self.zero:
@@ -44,7 +44,8 @@ class Blocks:
         return numbers.flatten(1)
 
     def taken_off(self) -> GroupScales:
-        """What is taken off the codes times the scales: minimums, or zero times the scales."""
+        """Return what is subtracted from the codes times the scales: minimums, or zero times the
+        scales."""
         if self.minimums is not None:
             return self.minimums
         return GroupScales(
@@ -54,7 +55,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class BlockType:
-    """How our kernels multiply with a type as it is."""
+    """Format in which the kernels multiply with a type directly."""
 
     bits: int
     """That a number takes in memory."""
@@ -78,34 +79,34 @@ STORED = {
     "Q4_K": BlockType(4, 32, 256, has_minimums=True),
     "Q5_K": BlockType(5, 32, 256, has_minimums=True),
 }
-"""Types that stay as they are in memory."""
+"""Types that are kept in memory in their own format."""
 
 
 def read_blocks(type_name: str, data: Tensor) -> Blocks:
-    """Rows of blocks, [rows, bytes] uint8, as numbers with scales."""
+    """Read rows of blocks, [rows, bytes] uint8, as quantized values with scales."""
     function, block_bytes = _READERS[type_name]
     return function(data.unflatten(1, (-1, block_bytes)))
 
 
 def _halves(data: Tensor) -> Tensor:
-    """Pairs of bytes [..., 2 n] as float16, [..., n] float32."""
+    """Convert pairs of bytes [..., 2 n] from float16 to [..., n] float32."""
     return data.contiguous().view(torch.float16).float()
 
 
 def _single(factors: Tensor, multiplier: int = 1) -> GroupScales:
-    """Factors of one group each, [rows, N]."""
+    """Return factors of one group each, [rows, N]."""
     return GroupScales(
         factors=factors, multipliers=torch.full(factors.shape, multiplier, dtype=torch.int8)
     )
 
 
 def _nibbles(data: Tensor) -> Tensor:
-    """[..., n] -> [..., 2 n]: the low halves of all bytes, then the high ones."""
+    """Unpack [..., n] -> [..., 2 n]: the low halves of all bytes, then the high ones."""
     return torch.cat((data & 15, data >> 4), dim=-1)
 
 
 def _bits(data: Tensor) -> Tensor:
-    """Four bytes of each block [rows, B, 4] -> their bits, [rows, B, 32]."""
+    """Unpack four bytes of each block [rows, B, 4] to their bits, [rows, B, 32]."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return (data[..., None] >> shifts & 1).flatten(-2)
 
@@ -139,7 +140,7 @@ def _q5_1(blocks: Tensor) -> Blocks:
 
 
 def _scales_of_k(blocks: Tensor) -> tuple[GroupScales, GroupScales]:
-    """Scales and minimums of the eight groups of Q4_K and Q5_K: 6 bits each, in 12 bytes."""
+    """Read scales and minimums of the eight groups of Q4_K and Q5_K: 6 bits each, in 12 bytes."""
     factors = _halves(blocks[..., :4])
     first, second, third = blocks[..., 4:16].split(4, dim=-1)
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=-1)
@@ -152,7 +153,7 @@ def _scales_of_k(blocks: Tensor) -> tuple[GroupScales, GroupScales]:
 
 
 def _pairs(data: Tensor) -> Tensor:
-    """Four numbers of two bits in each byte, in the order of Q2_K and Q3_K: [rows, B, 64] ->
+    """Unpack four two-bit values in each byte, in the order of Q2_K and Q3_K: [rows, B, 64] ->
     [rows, B, 256]."""
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     return (data.unflatten(-1, (2, 1, 32)) >> shifts & 3).flatten(-3)
@@ -180,8 +181,8 @@ def _q3_k(blocks: Tensor) -> Blocks:
 
 
 def _bits_of_k(data: Tensor) -> Tensor:
-    """32 bytes of each block [rows, B, 32] -> the lowest bit of all, the next one, and so on,
-    [rows, B, 8, 32]."""
+    """Unpack 32 bytes of each block [rows, B, 32] to the lowest bit of all, the next one, and so
+    on, [rows, B, 8, 32]."""
     return data[..., None, :] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
 
 
@@ -250,7 +251,7 @@ def check_package(type_names: Iterable[str]) -> None:
 
 
 def dequantize_by_package(type_name: str, data: Tensor) -> Tensor:
-    """Rows of blocks, [rows, bytes] uint8, as the package gguf reads them: [rows, N] float32."""
+    """Dequantize rows of blocks, [rows, bytes] uint8, with the package gguf: [rows, N] float32."""
     from gguf import GGMLQuantizationType, quants
 
     return torch.from_numpy(quants.dequantize(data.numpy(), GGMLQuantizationType[type_name]))

@@ -1,4 +1,4 @@
-"""Blocks of GGUF files that the kernels multiply with as they are.
+"""Blocks of GGUF files that the kernels multiply with directly.
 
 Types without minimums (Q4_0, Q5_0, Q8_0, Q6_K) are whole numbers times a scale for each group of
 neighbours, which is a `GroupedWeight`; those with minimums, and Q3_K (in four
@@ -42,7 +42,7 @@ from vllm.ops.stored_weight import (
 )
 
 _EMBEDDING = "model.embed_tokens"
-"""Whose table a tied head has."""
+"""Layer whose table a tied head has."""
 
 _ScalesOf = Callable[[Blocks], GroupScales]
 _PartOf = Callable[[Callable[[Blocks], Tensor], torch.dtype, int], CheckpointTensor]
@@ -92,14 +92,14 @@ class GGUFBlocks(Quantization):
         return StoredExperts(name) if all(self._type(part) for part in parts) else None
 
     def _type(self, name: str) -> BlockType | None:
-        """Of the weight of a layer; None: it is dequantized."""
+        """Return the type of the weight of a layer; None: it is dequantized."""
         return STORED.get(self.types.get(f"{name}.weight", ""))
 
 
 def _method(
     name: str, types: Sequence[BlockType | None], part: str | None = None
 ) -> "BlockLinear | None":
-    """None: the types do not go together."""
+    """Make the method of a layer; None: its types cannot be combined."""
     stored = [each for each in types if each is not None]
     if len(stored) < len(types):
         return None
@@ -133,17 +133,17 @@ class BlockLinear(StoredLinear):
 
     @abstractmethod
     def create_scales(self, num_in: int) -> list["_Scales"]:
-        """What is stored besides the numbers of a layer with so many inputs."""
+        """Make the parameters, other than the quantized values, of a layer with so many inputs."""
 
     @abstractmethod
     def codes(self, blocks: Blocks) -> Tensor:
-        """The numbers of some blocks, [rows, N] uint8."""
+        """Return the codes of some blocks, [rows, N] uint8."""
 
     def create_parameters(self, layer: ParallelLinear) -> None:
         num_out, num_in = layer.output_size, layer.input_size
         if num_in % self.group:
             raise ConfigError(
-                f"{self.name} cannot be split over ranks: a rank would have {num_in} inputs, and "
+                f"{self.name} cannot be split over ranks: a rank would have {num_in} inputs, but "
                 f"{self.group} inputs share a scale. Use fewer ranks (tensor_parallel_size)"
             )
         slices = {
@@ -167,7 +167,7 @@ class BlockLinear(StoredLinear):
         layer.slices[self.prefix + name] = slices
 
     def read(self, layer: ParallelLinear, name: str) -> Tensor:
-        """A parameter in the memory of the host."""
+        """Read a parameter into the memory of the host."""
         return on_host(layer, self.prefix + name)
 
     def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
@@ -199,7 +199,7 @@ class _Scales:
     """The numbers of some blocks, for as large groups or for larger ones."""
 
     def of(self, num_in: int) -> Callable[[Blocks], Tensor]:
-        """The numbers of rows of `num_in` inputs, [rows, num_in / group]."""
+        """Return a function for the values of rows of `num_in` inputs, [rows, num_in / group]."""
 
         def numbers(blocks: Blocks) -> Tensor:
             own = self.get(blocks)
@@ -209,7 +209,7 @@ class _Scales:
 
 
 class ScaledBlocks(BlockLinear):
-    """Types without minimums: whole numbers less a zero point, times a scale."""
+    """Types without minimums: integers less a zero point, times a scale."""
 
     def __init__(self, name: str, types: Sequence[BlockType], part: str | None = None) -> None:
         super().__init__(name, types, part)
@@ -226,7 +226,7 @@ class ScaledBlocks(BlockLinear):
     def stored_weight(self, layer: ParallelLinear) -> GroupedWeight:
         codes, scales = self.read(layer, "codes"), self.read(layer, "scales").T.contiguous()
         _check(self.name, scales)
-        is_packed = self.bits == 4  # two numbers in a byte
+        is_packed = self.bits == 4  # two codes in a byte
         words = pack_nibbles(codes).T.contiguous() if is_packed else codes.view(torch.int32).T
         zeros = torch.full(scales.shape, self.zero, dtype=torch.int16)
         return GroupedWeight(words=words, bits=self.bits, scales=scales, zeros=zeros)
@@ -279,7 +279,7 @@ class MinimumBlocks(BlockLinear):
 
 
 class StackedBlocks(StoredLinear):
-    """A layer whose parts have types that do not go together: each has parameters of its own.
+    """A layer whose parts have types that cannot be combined: each has parameters of its own.
 
     Args:
         name: of the module.

@@ -29,12 +29,12 @@ _PREFIX = "model."
 _SMALLEST, _LARGEST = 2.0**-100, 2.0**100
 """Of scales and of what they are made of, so that they and their reciprocals are in float32."""
 _IS_PART = "IsPart"
-"""A key beside those of the library, which it does not read."""
+"""A key in addition to the library's, which does not read it."""
 
 
 @dataclass
 class Node:
-    """What is known of one module: for each of its inputs and outputs one or more numbers."""
+    """The measurements of one module: for each of its inputs and outputs one or more values."""
 
     inputs: list[list[float]] = field(default_factory=list)
     outputs: list[list[float]] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Measurements:
         self._by_short_name = {_short(name): node for name, node in self.nodes.items()}
 
     def find(self, name: str) -> Node | None:
-        """The node of a module, also if one side has more prefixes than the other."""
+        """Return the node of a module, also if one side has more prefixes than the other."""
         return self._by_short_name.get(_short(name))
 
 
@@ -65,13 +65,13 @@ def _short(name: str) -> str:
 
 
 def file_path(prefix: str, rank: int, world_size: int, method: str | None = None) -> Path:
-    """The JSON file of a rank: of scales with a method, else of measurements."""
+    """Return the path of the JSON file of a rank: of scales with a method, else of measurements."""
     scales = "" if method is None else f"_{method.upper()}"
     return Path(f"{Path(prefix).expanduser()}_hooks_maxabs{scales}_{rank}_{world_size}.json")
 
 
 def find_file(prefix: str, rank: int, world_size: int, method: str | None = None) -> Path | None:
-    """The file of a rank; None: there is none."""
+    """Return the file of a rank; None: there is none."""
     path = file_path(prefix, rank, world_size, method)
     if path.is_file():
         return path
@@ -80,7 +80,7 @@ def find_file(prefix: str, rank: int, world_size: int, method: str | None = None
 
 
 def missing_file(config_path: str, prefix: str, rank: int, world_size: int) -> ConfigError:
-    """The error where a rank has no measurements. Says what there is instead."""
+    """Make the error for a rank without measurements, which names the files that exist."""
     path = file_path(prefix, rank, world_size)
     others = sorted(path.parent.glob(f"{Path(prefix).name}_hooks_maxabs_*_*.json"))
     sizes = sorted({found for other in others if (found := _world_size(other)) is not None})
@@ -90,7 +90,7 @@ def missing_file(config_path: str, prefix: str, rank: int, world_size: int) -> C
             f"There are files for {' and '.join(map(str, sizes))} ranks: run with "
             f"--tensor-parallel-size {sizes[0]}, or unify them with `vllm calibrate --step unify`"
         )
-    return ConfigError(f"QUANT_CONFIG {config_path}: {path} is not there. {hint}")
+    return ConfigError(f"QUANT_CONFIG {config_path}: {path} does not exist. {hint}")
 
 
 def _world_size(path: Path) -> int | None:
@@ -107,7 +107,7 @@ def read_file(path: Path, mode: FileMode) -> Measurements:
     """
     content = read_json_object(path, "the measurement file", "Measure the model again")
     if content.get("Mode", mode) != mode:
-        raise ConfigError(f"{path}: Mode is {content['Mode']!r}, not {mode!r}")
+        raise ConfigError(f"{path}: Mode must be {mode!r}, got {content['Mode']!r}")
     nodes = content.get("Nodes")
     if not isinstance(nodes, Mapping) or not nodes:
         raise ConfigError(f"{path}: Nodes must be an object with the modules of the model")
@@ -151,7 +151,9 @@ def _numbers(path: Path, key: str, value: Any, is_scale: bool, is_used: bool = T
         if isinstance(each, list):
             stack.extend(reversed(each))
         elif isinstance(each, (int, float)) and not isinstance(each, bool):
-            is_beyond = isinstance(each, int) and abs(each) > _LARGEST  # also of a Python float
+            is_beyond = (
+                isinstance(each, int) and abs(each) > _LARGEST
+            )  # a Python float cannot hold it either
             flat.append(math.inf if is_beyond else float(each))
         else:
             raise ConfigError(f"{path}: {key} contains {each!r}, which is not a number")
@@ -162,8 +164,8 @@ def _numbers(path: Path, key: str, value: Any, is_scale: bool, is_used: bool = T
     odd = next((x for x in flat if x != 0 and not _SMALLEST <= x <= _LARGEST), None)
     if is_used and odd is not None:
         raise ConfigError(
-            f"{path}: {key} is {odd}: float32 has no scale for it; from 2^-100 to 2^100 are "
-            f"accepted. Measure the model again"
+            f"{path}: {key} is {odd}: a float32 scale can represent 2^-100 to 2^100 only. Measure "
+            "the model again"
         )
     return flat
 
@@ -196,7 +198,7 @@ def write_file(
     arrays = {name: _plain(node, lambda x: np.array(shaped(x))) for name, node in nodes.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # In place of the old file only once it is complete: a run may be stopped at any time.
+        # Replaces the old file only once it is complete: a run may be stopped at any time.
         new = path.with_suffix(".json.new")
         new.write_text(json.dumps({**head, "Nodes": plain}, indent=4), encoding="utf-8")
         new.replace(path)
@@ -219,7 +221,7 @@ def _plain(node: Node, shaped: Any) -> dict[str, Any]:
 
 
 def merged(nodes: Mapping[str, Node], other: Measurements) -> dict[str, Node]:
-    """The larger numbers of two measurements of one model.
+    """Return the larger values of two measurements of one model.
 
     Raises:
         ConfigError: they are not of the same modules.
@@ -229,8 +231,8 @@ def merged(nodes: Mapping[str, Node], other: Measurements) -> dict[str, Node]:
     if unknown or len(nodes) != len(other.nodes):
         odd = (unknown or sorted(other.nodes.keys() - nodes.keys()))[0]
         raise ConfigError(
-            f"{other.path}: Nodes.{odd} is not in both measurements that are to be merged: they "
-            f"are not of the same model"
+            f"{other.path}: Nodes.{odd} is missing from one of the two measurements to merge: "
+            "they are from different models"
         )
     return {name: _larger(nodes[name], node) for name, node in found.items() if node is not None}
 

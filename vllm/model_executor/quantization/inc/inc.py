@@ -57,13 +57,13 @@ logger = init_logger(__name__)
 _CUT = 4
 """By how much a scale may be too small for the largest weight: searches choose such scales."""
 _ZERO = 2.0**-10
-"""What is smaller becomes 0 in e4m3."""
+"""Threshold below which values become 0 in e4m3."""
 _SAME = 0.02
-"""How far the largest weight may be from the measured one: it was bfloat16, or another dtype."""
+"""Tolerance between the largest weight and the measured one: it was bfloat16, or another dtype."""
 
 
 def create_inc(config: IncConfig | None) -> Quantization:
-    """The format that a file of `QUANT_CONFIG` asks for.
+    """Make the format that a file of `QUANT_CONFIG` asks for.
 
     Raises:
         ConfigError: there is no file.
@@ -99,8 +99,8 @@ class Inc(Quantization):
             if limit > self._limit:
                 raise ConfigError(
                     f"QUANT_CONFIG {config.path}: device_for_scales is "
-                    f"{config.device_for_scales!r}, whose e4m3 reaches {limit:g}; that of this "
-                    f"device ends at {self._limit:g}. Calibrate for this device"
+                    f"{config.device_for_scales!r}, whose e4m3 ends at {limit:g}, but e4m3 of "
+                    f"this device ends at {self._limit:g}. Calibrate for this device"
                 )
             self._limit = limit
         if config.is_dynamic:
@@ -179,8 +179,8 @@ class Inc(Quantization):
         if self.config.ignores_missing:
             return False
         raise ConfigError(
-            f"{source.path}: Nodes.{name} is not there: the file is of another model, or the "
-            f"module was blocked while it was measured. Measure this model with `vllm calibrate`, "
+            f"{source.path}: Nodes.{name} is missing: the file is for a different model, or the "
+            "module was blocked while it was measured. Measure this model with `vllm calibrate`, "
             f"or add the name to blocklist.names of {self.config.path}"
         )
 
@@ -192,7 +192,7 @@ class Inc(Quantization):
         assert source is not None
         if source.find(name) is not None:
             return True
-        logger.info("%s stays as it is: %s has no numbers for it", name, source.path)
+        logger.info("%s is not quantized: %s has no scales for it", name, source.path)
         return False
 
     def _round(self, name: str, weight: Tensor) -> Fp8Weight:
@@ -204,7 +204,7 @@ class Inc(Quantization):
         return replace(rounded, input_scale=scale, rounds_inputs=True)
 
     def _round_alone(self, name: str, weight: Tensor) -> Fp8Weight:
-        """A weight whose inputs stay as they are."""
+        """Round a weight whose inputs are not rounded."""
         limit, backoff = self._limit, self.config.weight_backoff
         _largest(name, weight)
         if self.config.is_dynamic:
@@ -223,9 +223,9 @@ class Inc(Quantization):
         difference = largest - measured if self._measured.is_part else abs(largest - measured)
         if difference > _SAME * max(measured, largest):
             raise ConfigError(
-                f"{self._measured.path}: Nodes.{name}.params.weight is {measured:.6g}, and the "
-                f"largest weight of the checkpoint there is {largest:.6g}: the file is of another "
-                f"model. Measure this one with `vllm calibrate`"
+                f"{self._measured.path}: Nodes.{name}.params.weight is {measured:.6g}, but the "
+                f"largest weight of this module in the checkpoint is {largest:.6g}: the file is "
+                "for a different model. Measure this one with `vllm calibrate`"
             )
 
     def _weight_scales(self, name: str, weight: Tensor) -> Tensor:
@@ -237,8 +237,8 @@ class Inc(Quantization):
         wanted = len(weight) if self.method.is_per_output else 1
         if len(numbers) != wanted:
             raise ConfigError(
-                f"{self._scales.path}: Nodes.{name}.params.weight has {len(numbers)} numbers, the "
-                f"layer needs {wanted}: the file is of another model. Delete it, or set "
+                f"{self._scales.path}: Nodes.{name}.params.weight has {len(numbers)} values, but "
+                f"the layer needs {wanted}: the file is for a different model. Delete it, or set "
                 f"recalc_scales to true in {self.config.path}"
             )
         scales = torch.tensor(numbers)
@@ -249,10 +249,10 @@ class Inc(Quantization):
         if bool(is_lost.any()):
             at = int(is_lost.int().argmax())
             raise ConfigError(
-                f"{self._scales.path}: Nodes.{name}.params.weight is {numbers[at]:.6g}, and the "
-                f"largest weight of the checkpoint there is {float(largest[at]):.6g}, which fp8 "
-                f"does not reach with this scale: the file is of another model. Delete it, or set "
-                f"recalc_scales to true in {self.config.path}"
+                f"{self._scales.path}: Nodes.{name}.params.weight is {numbers[at]:.6g}, but the "
+                f"largest weight of this module in the checkpoint is {float(largest[at]):.6g}, "
+                "which fp8 cannot represent with this scale: the file is for a different model. "
+                f"Delete it, or set recalc_scales to true in {self.config.path}"
             )
         return scales
 
@@ -304,7 +304,7 @@ class Inc(Quantization):
         try:
             write_file(self._scale_path, self._used, "Scale")
         except ConfigError as error:
-            logger.warning("scales are computed at each start: %s", error)
+            logger.warning("computing scales at each start, as they cannot be saved: %s", error)
 
 
 def _largest(name: str, weight: Tensor) -> float:

@@ -41,11 +41,11 @@ _PREFIX = "measured_"
 """Beginning of the names of the buffers of a layer that measures."""
 
 _NOTED = ("input", "output", "query", "key", "value")
-"""What launches note; the largest weights are known from the start."""
+"""Tensors that launches measure; the largest weights are known from the start."""
 
 
 def type_name(layer: ParallelLinear) -> str:
-    """The class that a linear layer has in lists of Intel Neural Compressor."""
+    """Return the class that a linear layer has in lists of Intel Neural Compressor."""
     if not isinstance(layer, ColumnParallelLinear):
         return "RowParallelLinear"
     if "q_proj" in layer.feature_slices:
@@ -60,30 +60,32 @@ def can_be_fp8(name: str, layer: ParallelLinear, config: IncConfig) -> bool:
 
 
 def head_can_be_fp8(name: str, layer: VocabParallelEmbedding, config: IncConfig) -> bool:
-    """The same of an embedding or output head: a head that is not tied takes part."""
+    """Whether an embedding or output head can run in FP8: a head that is not tied can."""
     is_head = isinstance(layer, ParallelLMHead) and not layer.is_tied
     return is_head and config.covers(name, "ParallelLMHead")
 
 
 def experts_can_be_fp8(name: str, layer: Experts, config: IncConfig) -> bool:
-    """The same of the experts of a layer, which are one module of the library."""
+    """Whether the experts of a layer, which are one module of the library, can run in FP8."""
     types = ("FusedMoE", "VllmMixtureOfExpertsOp")
     return are_plain(layer) and config.covers(experts_name(name), *types)
 
 
 def experts_name(name: str) -> str:
-    """The module that multiplies with the experts of a layer."""
+    """Return the name of the module that multiplies with the experts of a layer."""
     return f"{name}.moe_op"
 
 
 def expert_names(name: str, number: int) -> tuple[str, str]:
-    """The modules with gate and up, and with down, of an expert by its number on this rank."""
+    """Return the names of the modules with gate and up, and with down, of an expert by its index on
+    this rank."""
     op = experts_name(name)
     return f"{op}.w13_list.{number}", f"{op}.w2_list.{number}"
 
 
 def cache_names(name: str, layer: Attention) -> list[str]:
-    """The modules of an attention layer that store keys, and values if they are kept apart."""
+    """Return the names of the modules of an attention layer that store keys, and values if they are
+    kept apart."""
     if isinstance(layer, LatentAttention):
         return [f"{name}.impl.latent_cache_k"]
     return [f"{name}.impl.{part}_cache" for part in "kv"]
@@ -101,7 +103,7 @@ def prompts_can_be_fp8(name: str, layer: Attention, config: IncConfig) -> bool:
 
 
 def measured_layers(model: nn.Module, config: IncConfig) -> list[tuple[str, Attention]]:
-    """The attention layers whose caches take part."""
+    """Return the attention layers whose caches are measured."""
     return [
         (name, layer)
         for name, layer in model.named_modules()
@@ -215,7 +217,7 @@ def reset(model: nn.Module) -> None:
 
 
 def collect(model: nn.Module, config: IncConfig) -> dict[str, Node]:
-    """What was measured, by the names of modules."""
+    """Return the measurements, by the names of modules."""
     nodes: dict[str, Node] = {}
     for name, layer in model.named_modules():
         if not hasattr(layer, f"{_PREFIX}weight"):

@@ -59,13 +59,13 @@ METHODS = {
 
 
 def input_scale(largest: float, method: ScaleMethod, limit: float, backoff: float) -> float:
-    """The scale of inputs.
+    """Compute the scale of inputs.
 
     Args:
         largest: absolute value that was measured, above 0.
         method: that rounds it.
         limit: the range of e4m3.
-        backoff: the share of the range that `largest` takes.
+        backoff: the fraction of the range that `largest` takes.
     """
     scales = torch.tensor([largest / (limit * backoff)], dtype=torch.float64)
     return float(_rounded(scales, method.inputs, limit))
@@ -78,13 +78,13 @@ def round_weight(
     backoff: float,
     scales: Tensor | None = None,
 ) -> Fp8Weight:
-    """A dense weight [out_features, in_features] as fp8.
+    """Round a dense weight [out_features, in_features] to FP8.
 
     Args:
         weight: not all zero, and finite.
         method: of the scales.
         limit: the range of e4m3.
-        backoff: the share of the range that the largest number takes; a search has none.
+        backoff: the fraction of the range that the largest value takes; a search has none.
         scales: [1] or [out_features] computed before; None: by the method.
     """
     num_out, num_in = weight.shape
@@ -100,7 +100,7 @@ def round_weight(
 
 
 def weight_scales(weight: Tensor, method: ScaleMethod, limit: float, backoff: float) -> Tensor:
-    """[1] or [out_features] float32: the scales of a weight; see `round_weight`."""
+    """Compute the scales [1] or [out_features] float32 of a weight; see `round_weight`."""
     largest = weight.abs().amax(dim=1) if method.is_per_output else weight.abs().max().view(1)
     # A row of zeros is zero with any scale.
     largest = torch.where(largest == 0, limit, largest.double())
@@ -121,7 +121,7 @@ def _candidates(fitting: Tensor, rounding: Rounding, limit: float) -> list[Tenso
 
 
 def _squared_error(weight: Tensor, scales: Tensor, limit: float) -> Tensor:
-    """One number for each scale."""
+    """Return the squared error for each scale."""
     column = scales.view(-1, 1)
     error = (_to_e4m3(weight.float() / column, limit).float() * column - weight.float()).square()
     return error.sum(dim=1) if len(scales) > 1 else error.sum().view(1)

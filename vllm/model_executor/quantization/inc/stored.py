@@ -72,7 +72,8 @@ class IncOnStored(Quantization):
 
 
 def _combined(stored: LinearMethod | None, wanted: LinearMethod | None) -> LinearMethod | None:
-    """What loads a layer as the checkpoint stores it, and then does what is wanted."""
+    """Return a method that loads a layer as the checkpoint stores it, and then applies the wanted
+    format."""
     if not isinstance(stored, StoredLinear):
         return wanted or stored
     if isinstance(wanted, MeasuredLinear):

@@ -24,7 +24,7 @@ _num_threads = torch.get_num_threads
 
 @dataclass(frozen=True, kw_only=True)
 class RowArrays:
-    """What a step reads and writes of R rows. The arrays are dense and never replaced."""
+    """The arrays that a step reads and writes for R requests. They are dense and never replaced."""
 
     token_ids: IntArray
     """[R, max_model_len]"""
@@ -51,8 +51,8 @@ class RowArrays:
 
 
 class FusedDecodeStep:
-    """Runs steps of one model. Tokens are those of the decoder, the head and the sampler called
-    one after the other.
+    """Runs decode steps of one model. Tokens equal the tokens of the decoder, the head and the
+    sampler called one after the other.
 
     Keeps the arrays alive, and scratch memory for its largest step. One call at a time.
 
@@ -86,8 +86,8 @@ class FusedDecodeStep:
         library = require_cpu_kernels("a fused step needs")
         if head.given_width != decoder.width or head.dtype != decoder.dtype:
             raise ValueError(
-                f"a head of {head.dtype} for hidden size {head.given_width} does not fit a decoder "
-                f"of {decoder.dtype} with hidden size {decoder.width}"
+                f"the output head ({head.dtype}, hidden size {head.given_width}) must have the "
+                f"dtype and hidden size of the decoder ({decoder.dtype}, {decoder.width})"
             )
         kernels = library.of[decoder.dtype]
         _check(arrays, decoder.num_groups, len(kernels.Param))
@@ -131,9 +131,9 @@ class FusedDecodeStep:
         num_decodes: int = 1,
         given: torch.Tensor | None = None,
     ) -> tuple[IntArray, IntArray] | None:
-        """Run one step, if every row of it is a plain decode: one that runs the newest token, a
-        token of the output, and its drafts, samples after each, and wants no sampler features but
-        the known ones.
+        """Run one step, if every request of it is a plain decode: one that runs the newest token, a
+        token of the output, and its drafts, samples after each, and wants no sampler features
+        except the supported ones.
 
         Args:
             rows: [n] no row twice.
@@ -162,7 +162,10 @@ class FusedDecodeStep:
         """
         n, num_threads = len(rows), _num_threads()
         if not n == len(num_computed) == len(num_scheduled):
-            raise ValueError(f"{n} rows, {len(num_computed)} and {len(num_scheduled)} numbers")
+            raise ValueError(
+                f"num_computed ({len(num_computed)}) and num_scheduled ({len(num_scheduled)}) "
+                f"must have one entry for each request ({n})"
+            )
         num_tokens = n + num_drafts
         self._launch.given = self._address_of(given, num_tokens)
         most_tokens, most_decodes, threads = self._scratch_for
@@ -193,11 +196,14 @@ class FusedDecodeStep:
         width = self._decoder.given_width
         shape = None if given is None else given.shape
         if shape != ((num_tokens, width) if width else None):
-            raise ValueError(f"{shape} is given to a decoder that takes rows of {width} elements")
+            raise ValueError(
+                f"the hidden states given must be [{num_tokens}, {width}] for this decoder, got "
+                f"{shape}"
+            )
         if given is None:
             return None
         if given.dtype != self._decoder.dtype or not given.is_contiguous():
-            raise ValueError(f"the rows given must be dense {self._decoder.dtype}")
+            raise ValueError(f"hidden states must be dense {self._decoder.dtype}")
         return given.data_ptr()
 
     @property
@@ -222,7 +228,7 @@ class FusedDecodeStep:
         position = index + arrays.position_offsets[row]
         tables = ", ".join(str(table) for table in arrays.block_tables[:, row].tolist())
         raise IndexError(
-            f"{status.name[1:]}: row {row} has the token {arrays.token_ids[row, index]} at "
+            f"{status.name[1:]}: request {row} has the token {arrays.token_ids[row, index]} at "
             f"position {position} and the blocks {tables}"
         )
 
@@ -262,7 +268,8 @@ def _check(arrays: RowArrays, num_groups: int, num_params: int) -> None:
     num_rows = len(arrays.token_ids)
     if len(arrays.block_tables) < num_groups:
         raise ValueError(
-            f"there are {len(arrays.block_tables)} block tables of {num_groups} groups"
+            f"block_tables must have a table for each of the {num_groups} groups, got "
+            f"{len(arrays.block_tables)}"
         )
     for name, dtype in _ARRAY_DTYPES.items():
         array = getattr(arrays, name)
@@ -271,4 +278,6 @@ def _check(arrays: RowArrays, num_groups: int, num_params: int) -> None:
         if array.dtype != dtype or array.ndim != dims or not array.flags.c_contiguous:
             raise ValueError(f"{name} must be dense {dtype.__name__} in {dims} dimensions")
         if array.shape[axis] < num_rows or (name == "params" and len(array) != num_params):
-            raise ValueError(f"{name} is {list(array.shape)}, for {num_rows} rows")
+            raise ValueError(
+                f"{name} must have room for {num_rows} requests, got the shape {list(array.shape)}"
+            )

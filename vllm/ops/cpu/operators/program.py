@@ -16,6 +16,7 @@ from torch import Tensor
 from vllm.ops.cpu.attention import last_keys_address
 from vllm.ops.cpu.library import require_cpu_kernels
 from vllm.ops.cpu.low_rank import PackedRows
+from vllm.ops.cpu.operators.activations import activate_products
 from vllm.ops.cpu.operators.recorder import ON_PARTS_OF_HEADS, Operand, Operation, Recorder
 from vllm.ops.cpu.symbols import Buffer, NotFusibleError, Rows
 from vllm.ops.cpu.weights.linear import PackedWeight
@@ -33,10 +34,11 @@ class Program:
     time.
 
     Args:
-        recorder: of the operations. Weights and caches may change their content, not their place.
+        recorder: records the operations. Weights and caches may change their content, but not
+            their address.
         result: the rows that a launch returns.
         given: the rows that a launch brings; None: it brings token ids.
-        taps: rows that a launch returns, too.
+        taps: hidden states that a launch also returns.
 
     Attributes:
         dtype: of activations.
@@ -44,6 +46,7 @@ class Program:
         width: elements of a row of the result.
         given_width: elements of a row that a launch brings, or 0.
         num_positions: that a token may have, which rotate its heads.
+        num_types: of tokens; 0: it tells none apart.
 
     Raises:
         NotFusibleError: the kernels cannot run it.
@@ -61,17 +64,20 @@ class Program:
         self.dtype, self.width = recorder.dtype, result.width
         self.given_width = given.width if given is not None else 0
         if not recorder.operations or result.offset:
-            raise NotFusibleError("the result begins inside a buffer, or there are no operations")
+            raise NotFusibleError(
+                "a program must have at least one operation, and its result must not begin inside "
+                "a buffer"
+            )
         if given is not None and given.buffer is result.buffer:
-            raise NotFusibleError("what a launch brings is its result, too")
+            raise NotFusibleError("the input buffer of a program must not be its output buffer")
         kernels = library.of[self.dtype]
-        self.num_positions = recorder.num_positions
+        self.num_positions, self.num_types = recorder.num_positions, recorder.num_types
         self._kernels, self._status = kernels, kernels.ProgramStatus
         self._forward, self._scratch_bytes = kernels.program_forward, kernels.program_scratch_bytes
         self._recorder = recorder
-        operations = recorder.operations
+        operations = activate_products(recorder.operations, result, taps)
         if not all(tap.is_whole for tap in taps):
-            raise NotFusibleError("rows that a launch returns are part of a buffer")
+            raise NotFusibleError("hidden states that a program returns must be whole buffers")
         buffers = _Buffers(
             operations,
             result.buffer,
@@ -85,12 +91,13 @@ class Program:
         )
         if widest > kernels.kMaxSectionedElements:
             raise NotFusibleError(
-                f"rotations by several positions of {widest} elements, at most "
-                f"{kernels.kMaxSectionedElements}"
+                "rotary embedding by several positions supports at most "
+                f"{kernels.kMaxSectionedElements} elements, got {widest}"
             )
         if len(buffers.shapes) > kernels.kMaxBuffers:
             raise NotFusibleError(
-                f"{len(buffers.shapes)} buffers are needed, at most {kernels.kMaxBuffers}"
+                f"the program needs {len(buffers.shapes)} buffers; at most {kernels.kMaxBuffers} "
+                "are supported"
             )
         self._operations = (kernels.Operation * len(operations))(
             *(kernels.Operation(**_fields(kernels, o, buffers)) for o in operations)
@@ -111,6 +118,7 @@ class Program:
             out_width=result.width,
             vocab_size=recorder.vocab_size,
             max_positions=recorder.max_positions,
+            num_types=recorder.num_types,
             num_blocks=num_blocks,
             block_size=block_size,
             num_groups=recorder.num_groups,
@@ -154,8 +162,9 @@ class Program:
         adapted: AdaptedRows | None = None,
         last_keys: np.ndarray | None = None,
         items: ItemSlots | None = None,
+        token_types: Tensor | None = None,
     ) -> Tensor:
-        """One ragged launch of T tokens of B requests, decodes of one token first.
+        """Run one ragged launch of T tokens of B requests, decodes of one token first.
 
         G groups of layers have block tables of their own; the dimension may lack where G is 1.
 
@@ -171,6 +180,7 @@ class Program:
             replaced: tokens [m] int64, and the embeddings [m, W] that take the place of theirs.
             adapted: the adapters of the T tokens; None: no token has one.
             items: the slots that the T tokens see by cross-attention; None: no token sees any.
+            token_types: [T] int64, where the model tells types of tokens apart; None: all are 0.
             last_keys: [T] int32: the last key that each token sees, see
                 `Ops.paged_attention_prefill`; None: its own.
 
@@ -179,7 +189,7 @@ class Program:
 
         Raises:
             ValueError: dtypes, shapes, strides or devices do not fit, or the number of decodes.
-            IndexError: a token, position, slot, length or block is out of range.
+            IndexError: a token, position, type, slot, length or block is out of range.
             MemoryError: there is no scratch memory.
             CollectiveError: another rank has failed, or has not come in time.
         """
@@ -192,7 +202,8 @@ class Program:
         _check_dense("positions", positions, torch.int64, num_positions, num_tokens)
         if num_positions not in (1, self.num_positions):
             raise ValueError(
-                f"positions of each token must be 1 or {self.num_positions}, got {num_positions}"
+                f"positions must have 1 or {self.num_positions} entries for each token, got "
+                f"{num_positions}"
             )
         if slot_mapping.dim() == 1:
             slot_mapping, block_tables = slot_mapping[None], block_tables[None]
@@ -205,7 +216,8 @@ class Program:
             num_decodes == num_requests != num_tokens
         ):
             raise ValueError(
-                f"{num_decodes} of {num_requests} requests are decodes, with {num_tokens} tokens"
+                f"{num_decodes} decodes among {num_requests} requests with {num_tokens} tokens: "
+                "each decode must be a request with one token"
             )
         num_threads = _num_threads()
         out = torch.empty(num_tokens, self._out_width, dtype=self.dtype)
@@ -214,6 +226,10 @@ class Program:
             launch.given = inputs.data_ptr()
         else:
             launch.input_ids = inputs.data_ptr()
+        launch.token_types = None
+        if token_types is not None:
+            _check_dense("token_types", token_types, torch.int64, num_tokens)
+            launch.token_types = token_types.data_ptr()
         launch.positions = positions.data_ptr()
         launch.slot_mapping = slot_mapping.data_ptr()
         launch.block_tables = block_tables.data_ptr()
@@ -239,12 +255,20 @@ class Program:
         launch.item_slots = launch.num_item_slots = None
         if items is not None:
             if not len(items.addresses) == len(items.counts) == num_tokens:
-                raise ValueError(f"items must be of {num_tokens} tokens, got {len(items.counts)}")
+                raise ValueError(
+                    f"items must have one count for each of the {num_tokens} tokens, got "
+                    f"{len(items.counts)}"
+                )
             launch.item_slots = items.addresses.ctypes.data
             launch.num_item_slots = items.counts.ctypes.data
         taps = self.take_taps(num_tokens)
         launch.taps = ctypes.addressof(taps)
         status = self._forward(*self._addresses, num_threads)
+        if status == self._status.kBadType and token_types is not None:
+            bad = launch.bad_index
+            raise IndexError(
+                f"token_types[{bad}] is {token_types[bad]}, it must be below {self.num_types}"
+            )
         if status != self._status.kDone:
             self._refuse(status, inputs, positions, slot_mapping, block_tables, seq_lens)
         return out if self.width == self._out_width else out[:, : self.width]
@@ -276,18 +300,18 @@ class Program:
             raise collectives.failure(operation, reason)
 
     def pack_rows(self, rows: AdaptedRows | None, num_rows: int) -> PackedRows | None:
-        """The adapters of a launch as kernels take them; None: no row has one."""
+        """Pack the adapters of a launch for the kernels; None: no token has one."""
         return None if rows is None else PackedRows(self._kernels, rows, num_rows)
 
     def _sources(
         self, num_tokens: int, indices: Tensor, embeddings: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """For each token the row of the embeddings that replaces its own, or -1; and these."""
+        """Return, for each token, the row of the embeddings that replaces its own, or -1; and these
+        embeddings."""
         width = self._recorder.replaced_width
         if embeddings.shape != (len(indices), width):
             raise ValueError(
-                f"embeddings are {list(embeddings.shape)} for {len(indices)} tokens; they must "
-                f"have {width} elements each"
+                f"embeddings must be [{len(indices)}, {width}], got {list(embeddings.shape)}"
             )
         sources = torch.full((num_tokens,), -1)
         sources[indices] = torch.arange(len(indices))
@@ -316,29 +340,36 @@ class Program:
             raise MemoryError("not enough memory for a forward pass")
         if status == known.kBadStart:
             raise ValueError(
-                f"{bad} requests are decodes of one token, but the first prefill does not begin "
-                f"at row {bad}"
+                f"the first {bad} requests are decodes of one token each, so the first prefill "
+                f"must begin at token {bad}"
             )
         if status == known.kBadToken:
-            raise IndexError(f"input_ids[{bad}] is {inputs[bad]} of {program.vocab_size} rows")
+            raise IndexError(
+                f"input_ids[{bad}] must be a token of the vocabulary of {program.vocab_size}, got "
+                f"{inputs[bad]}"
+            )
         if status == known.kBadPosition:
             raise IndexError(
-                f"positions[:, {bad}] must be below {program.max_positions}, the positions of the "
-                f"model, got {positions[:, bad].tolist()}"
+                f"positions[:, {bad}] must be below {program.max_positions}, the number of "
+                f"positions of the model, got {positions[:, bad].tolist()}"
             )
         if status == known.kBadSlot:
             num_slots = program.num_blocks * program.block_size
             slots = ", ".join(str(slot) for slot in slot_mapping[:, bad].tolist())
-            raise IndexError(f"slot_mapping[{bad}] is {slots} of {num_slots} slots")
+            raise IndexError(
+                f"slot_mapping[{bad}] must be one of the {num_slots} slots of the KV cache, got "
+                f"{slots}"
+            )
         if status == known.kBadItem:
-            raise IndexError(f"token {bad} sees a slot of an image or a sound that is not there")
+            raise IndexError(
+                f"token {bad} refers to a slot of an image or a sound that does not exist"
+            )
         if status == known.kBadAdapter:
-            raise IndexError(f"token {bad} has an adapter that is not there")
+            raise IndexError(f"token {bad} refers to a LoRA slot that is not loaded")
         tables = ", ".join(str(table) for table in block_tables[:, bad].tolist())
         raise IndexError(
-            f"request {bad} has {seq_lens[bad]} tokens and the blocks "
-            f"{tables} of {program.block_size} tokens; the cache has "
-            f"{program.num_blocks} blocks"
+            f"request {bad} has {seq_lens[bad]} tokens and the blocks {tables} of "
+            f"{program.block_size} tokens, but the cache has only {program.num_blocks} blocks"
         )
 
 
@@ -347,7 +378,7 @@ _ALL_ROWS = ("attend", "attend_items", "all_reduce", "all_gather")
 
 
 class _Buffers:
-    """Which buffers of a program have the rows of which operations.
+    """Assigns the results of operations to the buffers of a program.
 
     Rows that are no longer read give their buffer to others of the same width. Rows that are used
     in one run only are local: not all of them are kept at once.
@@ -407,7 +438,7 @@ class _Buffers:
 
 
 def _is_row_operation(operation: Operation) -> bool:
-    """Whether the result may take the place of an operand that is as wide."""
+    """Whether the result may overwrite an operand that has the same width."""
     others = ("linear", "head_linear", "low_rank", "experts", "copy", "widen")
     return operation.kind not in (*others, *_ALL_ROWS)
 
@@ -417,7 +448,7 @@ def _used(operation: Operation) -> list[Buffer]:
 
 
 def _runs(operations: list[Operation]) -> Iterator[list[Operation]]:
-    """The operations of each run, and those between two runs alone."""
+    """Yield the operations of each run, and each operation between two runs by itself."""
     run: list[Operation] = []
     for operation in operations:
         if operation.kind in _ALL_ROWS:
@@ -430,7 +461,7 @@ def _runs(operations: list[Operation]) -> Iterator[list[Operation]]:
 
 
 def _weight_bytes(operation: Operation) -> int:
-    """Bytes of weights that one token is multiplied with."""
+    """Return the bytes of weights that one token is multiplied with."""
     weight, experts = operation.operands.get("packed"), operation.operands.get("experts")
     if isinstance(experts, PackedExperts):
         return experts.num_bytes * int(operation.numbers["top_k"]) // experts.num_experts
@@ -440,10 +471,10 @@ def _weight_bytes(operation: Operation) -> int:
 
 
 def _fields(kernels: Any, operation: Operation, buffers: _Buffers) -> dict[str, Any]:
-    """The fields of an Operation of csrc/cpu/program_args.h."""
+    """Return the fields of an Operation of csrc/cpu/program_args.h."""
     kind = kernels.OperationKind.__members__.get(operation.kind)
     if kind is None:
-        raise NotFusibleError(f"the kernels have no operation {operation.kind!r}")
+        raise NotFusibleError(f"the kernels do not support the operation {operation.kind!r}")
     fields = {"kind": kind} | operation.numbers
     for name, rows in (("x", operation.x), ("y", operation.y), ("out", operation.out)):
         if rows is not None:
@@ -462,8 +493,8 @@ def _pointer(x: Operand | None) -> int | None:
 def _check_dense(name: str, x: Tensor, dtype: torch.dtype, *sizes: int) -> None:
     if x.dtype != dtype or x.shape != sizes or not x.is_contiguous() or not x.is_cpu:
         raise ValueError(
-            f"{name} is {x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}, "
-            f"it must be {dtype} {list(sizes)}, dense on cpu"
+            f"{name} must be dense {dtype} {list(sizes)} on cpu, got {x.dtype} {list(x.shape)} "
+            f"with strides {list(x.stride())} on {x.device}"
         )
 
 
@@ -473,8 +504,7 @@ def _check_tables(block_tables: Tensor, num_groups: int, num_requests: int) -> N
     is_fitting = is_dense and shape[:2] == (num_groups, num_requests) and block_tables.is_cpu
     if dtype != torch.int32 or not is_fitting:
         raise ValueError(
-            f"block_tables is {dtype} {list(shape)} with strides {list(block_tables.stride())} "
-            f"on {block_tables.device}, it must be torch.int32 [{num_groups}, {num_requests}, "
-            f"max_blocks] "
-            f"with dense rows on cpu"
+            f"block_tables must be torch.int32 [{num_groups}, {num_requests}, max_blocks] with "
+            f"dense rows on cpu, got {dtype} {list(shape)} with strides "
+            f"{list(block_tables.stride())} on {block_tables.device}"
         )

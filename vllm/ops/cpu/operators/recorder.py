@@ -1,6 +1,6 @@
-"""Recording the operations of a model, to run them in one call of the C++ kernels.
+"""Records the operations of a model, to run them in one call of the C++ kernels.
 
-A `Recorder` takes the place of the operator table, and of how a launch attends, while a model is
+A `Recorder` replaces the operator table, and of how a launch attends, while a model is
 run once on symbols (`vllm.ops.cpu.symbols`). Knows tensors and packed weights; knows no modules.
 """
 
@@ -49,7 +49,7 @@ class Operation:
     operands: dict[str, Operand | None]
     """By the names of the fields of its struct."""
     numbers: dict[str, float]
-    """The same of numbers."""
+    """Numbers of the operation, by name."""
 
 
 class Recorder(CPUOps):
@@ -65,11 +65,11 @@ class Recorder(CPUOps):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         if dtype not in DTYPES:
-            raise NotFusibleError(f"activations are {dtype}, they must be bfloat16 or float32")
+            raise NotFusibleError(f"activations must be bfloat16 or float32, got {dtype}")
         self.dtype = dtype
         self.operations: list[Operation] = []
-        self.vocab_size = self.max_positions = 0
-        """Exclusive limits of token ids and positions; 0: none are used."""
+        self.vocab_size = self.max_positions = self.num_types = 0
+        """Exclusive limits of token ids, positions and types of tokens; 0: none are used."""
         self.num_positions = 1
         """Positions of a token that rotate its heads."""
         self.replaced_width = 0
@@ -94,15 +94,18 @@ class Recorder(CPUOps):
         }
 
     def given(self, width: int) -> Rows:
-        """Rows that the caller of the program provides."""
+        """Make the tensor that the caller of the program provides."""
         return Rows(self, Buffer(width), (width,))
 
     def lookup(
         self, ids: Ids, table: Tensor | PackedWeight, dtype: torch.dtype | None = None
     ) -> Rows:
-        """Rows [T, W] of a table [N, W]; dtype: None or the dtype of the rows."""
+        """Look up rows [T, W] of a table [N, W]; dtype: None or the dtype of the model."""
         if dtype not in (None, self.dtype):
-            raise NotFusibleError(f"embeddings of {dtype} in a model of {self.dtype}")
+            raise NotFusibleError(
+                f"embedding: the result must have the dtype of the model ({self.dtype}), got "
+                f"{dtype}"
+            )
         operands: dict[str, Operand | None]
         if isinstance(table, PackedWeight):
             num_rows, width = table.out_features, table.in_features
@@ -110,16 +113,23 @@ class Recorder(CPUOps):
         else:
             num_rows, width = table.shape
             operands = {"weight": self._dense(table, num_rows, width)}
-        if ids.is_position:
+        kind = "lookup_position" if ids.is_position else "lookup"
+        if ids.is_type:
+            kind, self.num_types = "lookup_type", num_rows
+        elif ids.is_position:
             self.max_positions = min(self.max_positions or num_rows, num_rows - ids.offset)
         elif ids.num_rows:
             if ids.num_rows != num_rows:
-                raise NotFusibleError(f"a table of {num_rows} rows, not {ids.num_rows}")
+                raise NotFusibleError(
+                    f"embedding: all lookup tables by token ids must have {ids.num_rows} entries, "
+                    f"got {num_rows}"
+                )
         elif ids.offset:
-            raise NotFusibleError("numbers are added to token ids")
+            raise NotFusibleError(
+                "embedding: a lookup by token ids plus an offset cannot be recorded"
+            )
         else:
             self.vocab_size = min(self.vocab_size or num_rows, num_rows)
-        kind = "lookup_position" if ids.is_position else "lookup"
         return self._rows(
             kind, (width,), operands=operands, option=ids.offset, num_rows=ids.num_rows
         )
@@ -132,20 +142,23 @@ class Recorder(CPUOps):
         return embed(Ids(self, ids.is_position, ids.offset - first_id, num_rows))
 
     def all_reduce(self, x: Rows, collectives: SharedMemoryCollectives) -> Rows:
-        """The sum of rows over the ranks, in place."""
+        """Sum over the ranks, in place."""
         self._meet(x, collectives)
         self._in_place("all_reduce", x, operands={"arena": collectives})
         return x
 
     def all_gather(self, x: Rows, collectives: SharedMemoryCollectives) -> Rows:
-        """Rows [T, n] of each rank as [T, n * ranks]."""
+        """Gather [T, n] of each rank to [T, n * ranks]."""
         self._meet(x, collectives)
         sizes = (x.width * collectives.size,)
         return self._rows("all_gather", sizes, x, operands={"arena": collectives})
 
     def _meet(self, x: Rows, collectives: SharedMemoryCollectives) -> None:
         if not x.is_whole or len(x.sizes) != 1:
-            raise NotFusibleError(f"rows of {x.sizes} that are exchanged are not dense")
+            raise NotFusibleError(
+                "exchange between ranks: the tensor must be dense with one dimension for each "
+                f"token, got sizes {x.sizes}"
+            )
         self.collectives = collectives
 
     def put_into(self, rows: Any) -> Any:
@@ -155,25 +168,35 @@ class Recorder(CPUOps):
         return rows
 
     def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None) -> Rows:
-        """[T, num_inputs] -> [T, out_features]"""
+        """Multiply [T, num_inputs] with the weight -> [T, out_features]."""
         if x.sizes != (weight.num_inputs,):
-            raise NotFusibleError(f"rows of {x.sizes} for {weight.num_inputs} input features")
+            raise NotFusibleError(
+                f"linear: x must have {weight.num_inputs} input features, got {x.sizes}"
+            )
         is_float = weight.weight_format is WeightFormat.FLOAT32
         if x.dtype != (torch.float32 if is_float else self.dtype):
-            raise NotFusibleError(f"a {weight.weight_format.name} weight is applied to {x.dtype}")
+            raise NotFusibleError(
+                f"linear: a {weight.weight_format.name} weight cannot be applied to {x.dtype}"
+            )
         size = weight.out_features
         added = None if bias is None else self._dense(bias, size, dtype=x.dtype)
         operands = {"packed": weight, "bias": added}
         return self._rows("linear", (size,), x, operands=operands, dtype=x.dtype)
 
     def multiply_heads(self, x: Any, heads: PackedHeads, beside: Any = None) -> Rows:
-        """[T, H, in_features] -> [T, H, out_features], and the rows of `beside` after each head."""
+        """Multiply heads [T, H, in_features] -> [T, H, out_features], and append the part of
+        `beside` to each head."""
         if x.sizes != (heads.num_heads, heads.in_features):
-            raise NotFusibleError(f"rows of {x.sizes} for {heads.num_heads} heads")
+            raise NotFusibleError(
+                f"multiply_heads: x must have {heads.num_heads} heads, got {x.sizes}"
+            )
         size, width = heads.out_features, 0
         if beside is not None:
             if not isinstance(beside, Rows) or beside.sizes[:-1] != x.sizes[:-1]:
-                raise NotFusibleError("what is beside products of heads must be rows of heads")
+                raise NotFusibleError(
+                    "multiply_heads: the tensor to append must be a recorded one with the same "
+                    "heads"
+                )
             width = beside.sizes[-1]
         out = self._new_rows((heads.num_heads, size + width))
         product, *rest = out.split((size, width) if width else (size,))
@@ -183,13 +206,15 @@ class Recorder(CPUOps):
         return out
 
     def cat(self, parts: Any, dim: int = -1) -> Rows:
-        """Parts of the last dimension of rows, in new rows."""
+        """Concatenate parts of the last dimension, in a new buffer."""
         if not all(isinstance(part, Rows) for part in parts):
-            raise NotFusibleError("rows are put beside tensors")
+            raise NotFusibleError("cat: recorded tensors and plain tensors cannot be concatenated")
         *heads, _ = parts[0].sizes
         is_last = dim in (-1, 1 + len(heads))
         if not is_last or len(heads) > 1 or any(p.sizes[:-1] != (*heads,) for p in parts):
-            raise NotFusibleError(f"rows of {[part.sizes for part in parts]} are put together")
+            raise NotFusibleError(
+                f"cat: tensors of sizes {[part.sizes for part in parts]} cannot be concatenated"
+            )
         sizes = [part.sizes[-1] for part in parts]
         out = self._new_rows((*heads, sum(sizes)))
         for part, place in zip(parts, out.split(sizes), strict=True):
@@ -197,23 +222,30 @@ class Recorder(CPUOps):
         return out
 
     def widen(self, x: Rows) -> Rows:
-        """Rows as float32."""
+        """Convert to float32."""
         if len(x.sizes) != 1:
-            raise NotFusibleError(f"rows of {x.sizes} are made float32")
+            raise NotFusibleError(
+                "widen: x must be a recorded tensor with one dimension for each token, got sizes "
+                f"{x.sizes}"
+            )
         return self._rows("widen", x.sizes, x, dtype=torch.float32)
 
     def adapt(self, layer: AdaptedLayer, x: Any, y: Any) -> Any:
         """Add to y what the adapters of a launch make of x."""
         if x.sizes != (layer.in_features,) or y.width < layer.out_features:
-            raise NotFusibleError(f"rows of {x.sizes} and {y.sizes} for {layer}")
+            raise NotFusibleError(
+                f"adapt: x {x.sizes} and y {y.sizes} do not fit the layer {layer}"
+            )
         self._in_place("low_rank", y, x, first_part=layer.first_part, num_parts=len(layer.parts))
         return y
 
     def adapt_heads(self, layer: LoRAHeads, x: Any, y: Any) -> Any:
-        """The same for heads."""
+        """Add to y what the adapters of a launch make of the heads x."""
         count = len(layer.heads)
         if x.sizes != (count, layer.in_features) or y.sizes[:-1] != (count,):
-            raise NotFusibleError(f"rows of {x.sizes} and {y.sizes} for {count} heads")
+            raise NotFusibleError(
+                f"adapt_heads: x {x.sizes} and y {y.sizes} must have {count} heads"
+            )
         self._in_place("low_rank", y, x, first_part=layer.first_part, num_parts=count)
         return y
 
@@ -226,22 +258,24 @@ class Recorder(CPUOps):
         weights: Any,
         y: Any,
     ) -> Any:
-        """As they are: launches with adapters of experts run by modules."""
+        """Return y unchanged: launches with adapters of experts do not run as a program."""
         return y
 
     def adapt_embeddings(self, table: AdaptedLayer, ids: Any, y: Any) -> Any:
-        """As they were looked up: launches with other embeddings run module by module."""
+        """Return y unchanged: launches with other embeddings run layer by layer."""
         return y
 
     def clip(self, x: Rows, limit: float) -> Rows:
-        """Elements up to a limit and down to its negative."""
+        """Clip elements to a limit and its negative."""
         return self.row_operation("clip", x, scalar=limit)
 
     def scale_rows(self, x: Any, factor: Any, is_gate: bool = False) -> Any:
         if not isinstance(x, Rows):
             return super().scale_rows(x, factor, is_gate)
         if not isinstance(factor, Rows) or factor.sizes != (1,):
-            raise NotFusibleError("rows are multiplied by one number each")
+            raise NotFusibleError(
+                "scale_rows: factor must be a recorded tensor with one element for each token"
+            )
         return self._rows("scale_rows", x.sizes, x, factor, option=is_gate)
 
     def route(
@@ -256,7 +290,8 @@ class Recorder(CPUOps):
         (num_experts,), top_k, groups = logits.sizes, options.top_k, options.groups
         if not 1 <= top_k <= num_experts or not self._can_choose(options):
             raise NotFusibleError(
-                f"{top_k} of {num_experts} experts are chosen from {groups} ({options.weights})"
+                f"route: cannot choose {top_k} of {num_experts} experts from {groups} "
+                f"({options.weights})"
             )
         operands = {
             name: self._dense(x, num_experts, dtype=torch.float32)
@@ -283,12 +318,15 @@ class Recorder(CPUOps):
         return out, out  # ids and weights are one
 
     def experts(self, experts: PackedExperts, x: Rows, ids: Any, weights: Any) -> Rows:
-        """The experts of each token, as `route` has chosen them."""
+        """Run the experts of each token, as `route` has chosen them."""
         is_routed = isinstance(ids, Rows) and ids is weights
         if x.sizes != (experts.hidden_size,) or not is_routed:
-            raise NotFusibleError(f"rows of {x.sizes} for experts of {experts.hidden_size}")
+            raise NotFusibleError(
+                f"experts: x must have the hidden size {experts.hidden_size}, and the choice must "
+                f"come from `route`; got {x.sizes}"
+            )
         if self.dtype not in experts.dtypes:
-            raise NotFusibleError(f"float32 experts are applied to {self.dtype}")
+            raise NotFusibleError(f"experts: float32 experts cannot be applied to {self.dtype}")
         return self._rows(
             "experts", x.sizes, x, ids, operands={"experts": experts}, top_k=ids.width
         )
@@ -299,21 +337,26 @@ class Recorder(CPUOps):
         return self.row_operation("relu", x)
 
     def add(self, x: Any, y: Any) -> Rows:
-        """The sum of two rows, either of which may be given first; or of rows and a tensor with the
-        sizes of one."""
+        """Add two recorded tensors, either of which may be given first; or a recorded tensor and a
+        plain one with the sizes of one token."""
         if not isinstance(x, Rows):
-            raise NotFusibleError(f"rows are added to a {type(x).__name__}")
+            raise NotFusibleError(
+                f"add: one operand must be a recorded tensor, got {type(x).__name__}"
+            )
         if isinstance(y, Tensor):
             operands = {"weight": self._dense(y, *x.sizes)}
             return self._rows("add_weights", x.sizes, x, operands=operands)
         return self.row_operation("add", x, y)
 
     def scale(self, x: Any, factor: Any) -> Rows:
-        """Rows times a number; a tensor with one element counts as what it has now."""
+        """Multiply by a number; a tensor with one element counts with its present value."""
         if isinstance(factor, Tensor) and not isinstance(factor, Symbol) and factor.numel() == 1:
             factor = factor.item()
         if not isinstance(x, Rows) or not isinstance(factor, (int, float)):
-            raise NotFusibleError(f"rows are multiplied by a {type(factor).__name__}")
+            raise NotFusibleError(
+                "mul: the factor must be a recorded tensor or a number, got "
+                f"{type(factor).__name__}"
+            )
         return self.row_operation("scale", x, scalar=factor)
 
     def rotary_embedding(
@@ -330,7 +373,7 @@ class Recorder(CPUOps):
         heads: Any
         num_positions, rot_dim = cos_sin_cache.shape
         if positions.offset or not positions.is_position:
-            raise NotFusibleError("rotations are by the positions of tokens only")
+            raise NotFusibleError("rotary_embedding: positions must be the positions of the tokens")
         kind = "rotate" if is_neox else "rotate_neighbours"
         table = self._dense(cos_sin_cache, num_positions, rot_dim, dtype=torch.float32)
         operands: dict[str, Any] = {"table": table}
@@ -340,7 +383,9 @@ class Recorder(CPUOps):
         self.max_positions = min(self.max_positions or num_positions, num_positions)
         for heads in (query,) if key is None else (query, key):
             if rot_dim % 2 or rot_dim > heads.sizes[-1]:
-                raise NotFusibleError(f"rotations of {rot_dim} elements of heads of {heads.sizes}")
+                raise NotFusibleError(
+                    f"rotary_embedding: rot_dim {rot_dim} does not fit heads of {heads.sizes}"
+                )
             self._in_place(kind, heads, operands=dict(operands), option=rot_dim)
         return query, key
 
@@ -349,7 +394,7 @@ class Recorder(CPUOps):
     ) -> Any:
         """Store keys and values, and attend to the cache of a layer, as launches do."""
         if not isinstance(query, Rows):
-            raise NotFusibleError("tensors attend while symbols are recorded")
+            raise NotFusibleError("attend: the query must be a recorded tensor, got a plain one")
         caches = [layer.key_cache]
         shape, dtype = _check_heads(query, key, value, caches[0]), caches[0].dtype
         self._bind(shape[0], shape[1])
@@ -401,10 +446,15 @@ class Recorder(CPUOps):
         """Attend to the slots that each token of a launch sees."""
         keys, values = layer.item_keys, layer.item_values
         if not isinstance(keys, Tensor) or not isinstance(query, Rows):
-            raise NotFusibleError("the pool of a layer of cross-attention is not bound")
+            raise NotFusibleError(
+                "cross-attention: the layer's cache must be bound, and the query must be a "
+                "recorded tensor"
+            )
         num_slots, num_kv_heads, head_size = keys.shape
         if len(query.sizes) != 2 or query.sizes[1] != head_size or query.sizes[0] % num_kv_heads:
-            raise NotFusibleError(f"queries must fit keys of {list(keys.shape)}, got {query.sizes}")
+            raise NotFusibleError(
+                f"cross-attention: queries must fit keys of {list(keys.shape)}, got {query.sizes}"
+            )
         numbers: dict[str, Any] = option_fields(layer.item_options, head_size)
         return self._rows(
             "attend_items",
@@ -429,7 +479,7 @@ class Recorder(CPUOps):
 
     def _embedding(self, ids: Any, weight: Any, *args: Any, **options: Any) -> Rows:
         if not isinstance(ids, Ids) or options.get("max_norm") is not None:
-            raise NotFusibleError("an embedding is looked up by ids alone")
+            raise NotFusibleError("embedding: only a lookup by ids can be recorded")
         return self.lookup(ids, weight)
 
     def row_operation(
@@ -448,7 +498,9 @@ class Recorder(CPUOps):
         *heads, size = x.sizes
         if y is not None and (not isinstance(y, Rows) or y.sizes != x.sizes):
             found = f"rows of {y.sizes}" if isinstance(y, Rows) else f"a {type(y).__name__}"
-            raise NotFusibleError(f"rows of {x.sizes} and {found} are no operands of {kind}")
+            raise NotFusibleError(
+                f"{kind}: operands of sizes {x.sizes} and {found} are not supported"
+            )
         is_by_head = weight is not None and weight.dim() == 2
         operands = {
             "weight": self._operand(weight, *(x.sizes if is_by_head else (size,))),
@@ -458,7 +510,7 @@ class Recorder(CPUOps):
         return self._rows(kind, (*heads, out), x, y, operands=operands, dtype=None, **numbers)
 
     def _new_rows(self, sizes: tuple[int, ...], dtype: torch.dtype | None = None) -> Rows:
-        """Rows of a buffer of their own."""
+        """Make a tensor in a buffer of its own."""
         width, unit = torch.Size(sizes).numel(), (dtype or self.dtype).itemsize
         return Rows(self, Buffer(width * unit // self.dtype.itemsize), sizes, dtype=dtype)
 
@@ -513,14 +565,14 @@ class Recorder(CPUOps):
     def _bind(self, num_blocks: int, block_size: int) -> None:
         if self.cache_shape not in ((0, 0), (num_blocks, block_size)):
             raise NotFusibleError(
-                f"caches have {self.cache_shape} and {num_blocks, block_size} blocks and tokens "
-                f"per block"
+                f"all KV caches must have the same blocks, {self.cache_shape}, got "
+                f"{num_blocks, block_size} (blocks, tokens per block)"
             )
         self.cache_shape = num_blocks, block_size
 
     def _packed(self, weight: PackedWeight) -> PackedWeight:
         if weight.weight_format is WeightFormat.FLOAT32 and self.dtype != torch.float32:
-            raise NotFusibleError(f"a float32 weight is applied to {self.dtype}")
+            raise NotFusibleError(f"linear: a float32 weight cannot be applied to {self.dtype}")
         return weight
 
     def _operand(self, x: Tensor | None, *shape: int) -> Tensor | None:
@@ -531,28 +583,29 @@ class Recorder(CPUOps):
         if not isinstance(x, Tensor) or x.dtype != wanted or tuple(x.shape) != shape:
             is_tensor = isinstance(x, Tensor)
             found = f"{x.dtype} {list(x.shape)}" if is_tensor else type(x).__name__
-            raise NotFusibleError(f"an operand is {found}, it must be {wanted} {list(shape)}")
+            raise NotFusibleError(f"an operand must be {wanted} {list(shape)}, got {found}")
         if not x.is_cpu or not x.is_contiguous():
-            raise NotFusibleError(f"an operand {list(shape)} is not dense on the CPU")
+            raise NotFusibleError(f"an operand of shape {list(shape)} must be dense on the CPU")
         return x.detach()
 
 
 def _check_heads(query: Rows, key: Rows, value: Rows | None, cache: Any) -> tuple[int, ...]:
-    """The shape [num_blocks, block_size, G, D] of the cache that queries, keys and values fit.
+    """Return the shape [num_blocks, block_size, G, D] of the cache that queries, keys and values
+    fit.
 
     value: None where it is a part of the key.
     """
     known = (*DTYPES, *FP8_DTYPES)
     if not isinstance(cache, Tensor) or cache.dim() != 4 or cache.dtype not in known:
         found = f"{cache.dtype}" if isinstance(cache, Tensor) else "not bound"
-        raise NotFusibleError(f"a KV cache is {found}, it must be bfloat16, float32 or fp8")
+        raise NotFusibleError(f"a KV cache must be bfloat16, float32 or fp8, got {found}")
     num_kv_heads, head_size = cache.shape[2:]
     has_heads = key.sizes == (num_kv_heads, head_size)
     has_heads = has_heads and (value is None or value.sizes == key.sizes)
     is_grouped = len(query.sizes) == 2 and query.sizes[0] % num_kv_heads == 0
     if not has_heads or not is_grouped or query.sizes[1] != head_size:
         raise NotFusibleError(
-            f"queries {query.sizes}, keys {key.sizes} and values {value and value.sizes} do not "
-            f"fit a cache of heads {num_kv_heads, head_size}"
+            f"attend: queries {query.sizes}, keys {key.sizes} and values {value and value.sizes} "
+            f"do not fit a cache with heads {num_kv_heads, head_size}"
         )
     return tuple(cache.shape)

@@ -294,7 +294,9 @@ class CPUOps(NativeOps):
         num_tokens, num_heads, head_size = query.shape
         num_positions, rot_dim = cos_sin_cache.shape
         if rot_dim % 2 or rot_dim > head_size:
-            raise ValueError(f"rot_dim is {rot_dim}: not even, or above head size {head_size}")
+            raise ValueError(
+                f"rot_dim must be even and at most the head size {head_size}, got {rot_dim}"
+            )
         if key.shape[0] != num_tokens or key.shape[2] != head_size:
             refuse_pair("key", key, "query", query)
         if key.dtype != query.dtype or not key.is_cpu:
@@ -302,7 +304,10 @@ class CPUOps(NativeOps):
         if not positions.is_cpu or not cos_sin_cache.is_cpu:
             refuse_pair("positions", positions, "cos_sin_cache", cos_sin_cache)
         if positions.shape != (num_tokens,):
-            raise ValueError(f"positions is {list(positions.shape)}, query is {list(query.shape)}")
+            raise ValueError(
+                f"positions must have one entry for each query, got {list(positions.shape)} for "
+                f"{list(query.shape)}"
+            )
         _check_dense("positions", positions, torch.int64)
         _check_dense("cos_sin_cache", cos_sin_cache, torch.float32)
         check_rows("query", query)
@@ -325,7 +330,8 @@ class CPUOps(NativeOps):
         )
         if bad >= 0:
             raise IndexError(
-                f"positions[{bad}] is {positions[bad]}, cos_sin_cache has {num_positions} rows"
+                f"positions[{bad}] must be at least 0 and below {num_positions}, the length of "
+                f"cos_sin_cache, got {positions[bad]}"
             )
         return query, key
 
@@ -357,7 +363,8 @@ class CPUOps(NativeOps):
             refuse_pair("key_cache", key_cache, "key", key)
         if slot_mapping.shape != (num_tokens,):
             raise ValueError(
-                f"slot_mapping is {list(slot_mapping.shape)}, key is {list(key.shape)}"
+                f"slot_mapping must have one entry for each key, got {list(slot_mapping.shape)} "
+                f"for {list(key.shape)}"
             )
         if not key_cache.is_contiguous():
             refuse_strides("key_cache", key_cache)
@@ -383,7 +390,10 @@ class CPUOps(NativeOps):
                 _num_threads(),
             )
         if bad >= 0:
-            raise IndexError(f"slot_mapping[{bad}] is {slot_mapping[bad]} of {num_slots} slots")
+            raise IndexError(
+                f"slot_mapping[{bad}] must be one of the {num_slots} slots of the cache, got "
+                f"{slot_mapping[bad]}"
+            )
 
     def paged_attention_decode(
         self,

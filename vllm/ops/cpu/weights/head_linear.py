@@ -1,4 +1,4 @@
-"""Products of each head of some rows with a packed matrix of its own.
+"""Matmuls of each head with a packed matrix of its own.
 
 Knows tensors and packed weights; knows no layers and no models.
 """
@@ -18,7 +18,7 @@ from vllm.ops.cpu.weights.linear import PackedWeight
 class PackedHeads:
     """The matrices [I, O] of H heads, as one packed weight that is read in one line.
 
-    A row's result does not depend on the rows beside it, nor on the number of threads.
+    The result of a token does not depend on other tokens, nor on the number of threads.
 
     Attributes:
         num_heads: H.
@@ -47,7 +47,7 @@ class PackedHeads:
         self._kernel = kernels.of[self._dtype].head_linear
 
     def multiply(self, x: Any, beside: Any = None) -> Tensor:
-        """See `PreparedHeads`.
+        """Multiply each head with its matrix; see `PreparedHeads`.
 
         Raises:
             ValueError: dtypes, shapes or strides do not fit.
@@ -58,8 +58,8 @@ class PackedHeads:
         shape = (len(x), self.num_heads, self.in_features)
         if x.shape != shape or x.dtype != self._dtype or not x.is_cpu or x.stride(2) != 1:
             raise ValueError(
-                f"x is {x.dtype} {list(x.shape)} on {x.device} with strides {list(x.stride())}, it "
-                f"must be {self._dtype} {list(shape)} on the CPU with dense heads"
+                f"x must be {self._dtype} {list(shape)} on the CPU with dense heads, got "
+                f"{x.dtype} {list(x.shape)} on {x.device} with strides {list(x.stride())}"
             )
         width = self.out_features
         if beside is not None:
@@ -80,13 +80,13 @@ class PackedHeads:
             out_head_stride=width,
         )
         if self._kernel(byref(args), torch.get_num_threads()):
-            raise MemoryError(f"not enough memory for {len(x)} rows of {self.num_heads} heads")
+            raise MemoryError(f"not enough memory for {len(x)} tokens of {self.num_heads} heads")
         if beside is not None:
             out[..., self.out_features :] = beside
         return out
 
     def dense(self) -> Tensor:
-        """[H, I, O]"""
+        """Return the matrices [H, I, O]."""
         ids = torch.arange(self.num_heads * self._padded)
         rows = self.weight.rows(ids, self._dtype).unflatten(0, (self.num_heads, -1))
         return rows[:, : self.out_features].mT

@@ -1,4 +1,4 @@
-"""What a GPTQ or AWQ checkpoint says about an int4 weight besides its numbers.
+"""Reads scales, zero points and groups of an int4 weight of a GPTQ or AWQ checkpoint.
 
 Reads scales, zero points and the order of inputs, and checks their shapes; the numbers themselves
 are taken over by the C++ kernels. Knows no files and no kernels.
@@ -49,7 +49,7 @@ def order_of(groups: Tensor) -> Tensor | None:
 def make_groups(
     shape: torch.Size, qweight: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None
 ) -> Int4Groups:
-    """The groups of a weight whose words are in the layout of GPTQ or AWQ.
+    """Read the groups of a weight whose words are in the layout of GPTQ or AWQ.
 
     Args:
         shape: (out_features, in_features).
@@ -64,19 +64,19 @@ def make_groups(
     num_out, num_in = shape
     if qweight.dtype != torch.int32 or not qweight.is_contiguous() or not qweight.is_cpu:
         raise ValueError(
-            f"qweight is {qweight.dtype} {list(qweight.shape)} with strides "
-            f"{list(qweight.stride())} on {qweight.device}, not dense torch.int32 on cpu"
+            f"qweight must be dense torch.int32 on cpu, got {qweight.dtype} {list(qweight.shape)} "
+            f"with strides {list(qweight.stride())} on {qweight.device}"
         )
     if qweight.dim() != 2 or qweight.numel() == 0 or scales.dim() != 2 or not scales.is_cpu:
         raise ValueError(
-            f"qweight is {list(qweight.shape)} and scales are {list(scales.shape)} on "
-            f"{scales.device}, not two matrices on cpu"
+            f"qweight and scales must be two matrices on cpu, got {list(qweight.shape)} and "
+            f"{list(scales.shape)} on {scales.device}"
         )
     num_groups = len(scales)
     if scales.shape != (num_groups, num_out) or zeros.shape != scales.shape or num_out % 8:
         raise ValueError(
-            f"scales are {list(scales.shape)} and zero points {list(zeros.shape)} for "
-            f"{num_out} outputs"
+            f"scales and zero points must fit {num_out} outputs, got {list(scales.shape)} and "
+            f"{list(zeros.shape)}"
         )
     if num_groups == 0 or num_in % num_groups or num_in % 8:
         raise ValueError(

@@ -28,13 +28,14 @@ class MinimumGroups:
 
 
 def minimum_panels(weight: MinimumWeight, panel: int) -> Tensor:
-    """The panels of `panel` outputs of a weight, [bytes] uint8, padded with zeros to whole ones."""
+    """Pack a weight into panels of `panel` outputs, [bytes] uint8, padded with zeros to whole
+    ones."""
     num_out, num_in = weight.shape
     num_factors, num_blocks = weight.scales.factors.shape[1], weight.scales.multipliers.shape[1]
     padding = -num_out % panel
 
     def in_panels(values: Tensor, *sizes: int) -> Tensor:
-        """[num_out, columns] -> [panels, panel, factors, *sizes]"""
+        """Arrange [num_out, columns] as [panels, panel, factors, *sizes]."""
         return F.pad(values, (0, 0, 0, padding)).view(-1, panel, num_factors, *sizes)
 
     per_factor = num_blocks // num_factors
@@ -59,6 +60,6 @@ def minimum_panels(weight: MinimumWeight, panel: int) -> Tensor:
 
 
 def _words(values: Tensor) -> Tensor:
-    """Numbers of some bytes each [..., n] as int32 words, [..., n * bytes / 4]."""
+    """View values of some bytes each [..., n] as int32 words, [..., n * bytes / 4]."""
     flat = values.flatten().view(torch.int32)  # dense, whatever strides dimensions of size 1 had
     return flat.view(*values.shape[:-1], -1)

@@ -1,4 +1,4 @@
-"""Weights of linear layers in the layout of the C++ kernels, and the products with them.
+"""Weights of linear layers in the layout of the C++ kernels, and the matmuls with them.
 
 A packed weight is the only copy: both one row and a thousand are multiplied by the kernels of
 csrc/cpu/linear.h, which on the processors measured so far are at least as fast as torch for any
@@ -47,7 +47,7 @@ class PackedWeight:
     """The weight of a linear layer [out_features, in_features] as the kernels read it.
 
     Made by `pack`, `quantize` or one of the methods named `from_...`.
-    A row's result does not depend on the rows beside it, nor on the number of threads.
+    The result of a token does not depend on other tokens, nor on the number of threads.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class PackedWeight:
         blocks of 32."""
         self.out_features, self.in_features = shape
         self.num_inputs = self.in_features
-        """Numbers in a row of inputs; fewer than `in_features` where some are read twice."""
+        """Number of inputs of a token; fewer than `in_features` if some are read twice."""
         self.weight_format = weight_format
         self.order = groups.order if groups is not None else None
         """[in_features] int32, the order in which inputs are read; None: as they come."""
@@ -219,7 +219,7 @@ class PackedWeight:
         is_awq: bool,
         weight_format: WeightFormat = WeightFormat.INT4,
     ) -> "PackedWeight":
-        """Take over numbers of 4 bits in the layout of AWQ, else of GPTQ, whose groups were read.
+        """Take over 4-bit values in the layout of AWQ, else of GPTQ, whose groups were read.
 
         Args:
             words: the numbers; with MXFP4, elements of E2M1.
@@ -242,7 +242,7 @@ class PackedWeight:
 
     @classmethod
     def stack(cls, parts: Sequence["PackedWeight"]) -> "PackedWeight":
-        """The outputs of weights with the same inputs, one after the other.
+        """Stack the outputs of weights with the same inputs, one after the other.
 
         Args:
             parts: of which the first becomes the result; none must be used otherwise.
@@ -260,7 +260,7 @@ class PackedWeight:
         Args:
             order: [in_features] int32, below num_inputs. Of several columns for an input, all but
                 the last one must be 0.
-            num_inputs: numbers in a row of inputs.
+            num_inputs: number of inputs of a token.
         """
         assert len(order) == self.in_features >= num_inputs and self.order is None
         self.order, self.num_inputs = order, num_inputs
@@ -278,8 +278,8 @@ class PackedWeight:
 
     @property
     def layout(self) -> tuple[WeightFormat, int, int, bool]:
-        """(format, inputs that share a scale, and its factor, whether there are zero points):
-        weights with the same layout and shape differ in their numbers alone."""
+        """Return (format, inputs that share a scale, and its factor, whether there are zero
+        points): weights with the same layout and shape differ only in their values."""
         weight = self._struct
         return (
             self.weight_format,
@@ -302,7 +302,7 @@ class PackedWeight:
         return own + sum(part.num_bytes for part in self._behind)
 
     def linear(self, x: Any, bias: Tensor | None = None) -> Tensor:
-        """x [..., num_inputs] @ weight.T + bias -> [..., out_features] of x's dtype.
+        """Compute x [..., num_inputs] @ weight.T + bias -> [..., out_features] of x's dtype.
 
         Args:
             x: float32 or bfloat16 (with a float32 weight: float32), dense; a matrix may have
@@ -346,7 +346,8 @@ class PackedWeight:
         return out
 
     def rows(self, ids: Any, dtype: torch.dtype) -> Tensor:
-        """Rows of the weight, such as token embeddings that share the weight of the output head.
+        """Return rows of the weight, such as token embeddings that share the weight of the output
+        head.
 
         Args:
             ids: [N] int64, dense, each below out_features.
@@ -366,13 +367,15 @@ class PackedWeight:
             self._refuse("ids", ids)
         of_dtype = _kernels().of.get(dtype)
         if of_dtype is None:
-            raise ValueError(f"rows can be float32 or bfloat16, not {dtype}")
+            raise ValueError(f"activations must be float32 or bfloat16, got {dtype}")
         out = torch.empty(len(ids), self.in_features, dtype=dtype)
         bad = of_dtype.linear_rows(
             self._address, ids.data_ptr(), len(ids), out.data_ptr(), _num_threads()
         )
         if bad >= 0:
-            raise IndexError(f"ids[{bad}] is {ids[bad]} of {self.out_features} rows")
+            raise IndexError(
+                f"ids[{bad}] must be at least 0 and below {self.out_features}, got {ids[bad]}"
+            )
         return out[:, : self.num_inputs]
 
     def _refuse(self, name: str, x: Tensor) -> NoReturn:
@@ -396,14 +399,14 @@ def _round_up(out_features: int) -> int:
 
 
 def _pack_panels(panels: Tensor, num_out: int, num_words: int) -> None:
-    """From [num_out, num_words] to [num_out / 64, num_words, 64] words, in place."""
+    """Rearrange [num_out, num_words] as [num_out / 64, num_words, 64] words, in place."""
     plain = _kernels().plain
     num_panels = num_out // plain.kPanel
     _check_memory(plain.pack_panels(panels.data_ptr(), num_panels, num_words, _num_threads()))
 
 
 def _padded(values: Tensor, size: int) -> Tensor:
-    """[blocks, out_features] as float32 [blocks, size], the last ones 0."""
+    """Pad [blocks, out_features] to float32 [blocks, size] with zeros."""
     out = torch.zeros(len(values), size)
     out[:, : values.shape[1]] = values
     return out
@@ -415,9 +418,11 @@ def _check_weight(weight: Tensor, weight_format: WeightFormat | None) -> None:
         wanted = "its own format" if weight_format is None else weight_format.name
         raise ValueError(f"a weight {described} cannot be packed as {wanted}")
     if not weight.is_contiguous():
-        raise ValueError(f"the weight {described} is not dense: strides {list(weight.stride())}")
+        raise ValueError(
+            f"the weight {described} must be dense, got strides {list(weight.stride())}"
+        )
     if weight.data_ptr() % _ALIGNMENT:
-        raise ValueError(f"the weight {described} is not aligned to {_ALIGNMENT} bytes")
+        raise ValueError(f"the weight {described} must be aligned to {_ALIGNMENT} bytes")
 
 
 def _check_memory(status: int) -> None:

@@ -26,7 +26,7 @@ _num_threads = torch.get_num_threads
 class PackedExperts:
     """The weights of E experts as the kernels read them.
 
-    A token's result does not depend on the tokens beside it, nor on the number of threads.
+    The result of a token does not depend on other tokens, nor on the number of threads.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PackedExperts:
         if WeightFormat.FLOAT32 in (gate[0].weight_format, down[0].weight_format):
             del self._kernels[torch.bfloat16]
         if biases.gate_up is not None and not options.has_gate:
-            raise ValueError("experts without gates have no biases, and got one")
+            raise ValueError("experts without gates must not have biases")
         for bias, width in (
             (biases.gate_up, 2 * self.intermediate_size),
             (biases.down, self.hidden_size),
@@ -105,11 +105,11 @@ class PackedExperts:
         """Of the Experts that kernels take, valid as long as this object lives."""
 
     def _check_bias(self, bias: Tensor, width: int) -> None:
-        """Activations must have the dtype of the biases."""
+        """Check a bias; activations must have its dtype."""
         if bias.shape != (self.num_experts, width) or not bias.is_contiguous() or not bias.is_cpu:
             raise ValueError(
-                f"a bias is {list(bias.shape)} on {bias.device}, not dense "
-                f"[{self.num_experts}, {width}] on cpu"
+                f"a bias must be dense [{self.num_experts}, {width}] on cpu, got "
+                f"{list(bias.shape)} on {bias.device}"
             )
         self._kernels = {d: kernel for d, kernel in self._kernels.items() if d == bias.dtype}
 
@@ -145,8 +145,8 @@ class PackedExperts:
         num_first = len(options.parts) - 1
         if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape[1] % num_first:
             raise ValueError(
-                f"gate_up is {list(gate_up.shape)} and down {list(down.shape)}, not "
-                "[experts, 2 * intermediate, hidden] and [experts, hidden, intermediate]"
+                "gate_up must be [experts, 2 * intermediate, hidden] and down [experts, hidden, "
+                f"intermediate], got {list(gate_up.shape)} and {list(down.shape)}"
             )
         parts = (*gate_up.chunk(num_first, dim=1), down)
         *gates, ups, downs = ([_pack(matrix, weight_format) for matrix in part] for part in parts)
@@ -159,18 +159,19 @@ class PackedExperts:
         return sum(weight.num_bytes for part in parts for weight in part)
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
-        """See `ExpertProducts`. Biases are not added."""
+        """Multiply with gate and up of an expert, as `ExpertProducts` does. Biases are not
+        added."""
         gate, up, _ = self._weights
         if not self._has_gate:
             return up[expert].linear(x)
         return torch.cat([gate[expert].linear(x), up[expert].linear(x)], dim=1)
 
     def multiply_down(self, expert: int, x: Tensor) -> Tensor:
-        """See `ExpertProducts`. Biases are not added."""
+        """Multiply with down of an expert, as `ExpertProducts` does. Biases are not added."""
         return self._weights[2][expert].linear(x)
 
     def forward(self, x: Any, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """What `Ops.moe` says, for these experts.
+        """Run these experts, as `Ops.moe` does.
 
         Args:
             x: [T, hidden], float32 or bfloat16 (with float32 weights: float32); rows may be
@@ -191,7 +192,7 @@ class PackedExperts:
             if isinstance(x, Rows):
                 return cast(Tensor, x.recorder.experts(self, x, topk_ids, topk_weights))
             raise ValueError(
-                f"x is {x.dtype} {list(x.shape)} on {x.device}, the experts have hidden size "
+                f"x {x.dtype} {list(x.shape)} on {x.device} does not fit experts with hidden size "
                 f"{self.hidden_size} and {self._weights[0][0].weight_format.name} weights"
             )
         if x.stride(1) != 1:
@@ -205,8 +206,8 @@ class PackedExperts:
             is_whole = values.dim() == 2 and values.shape == (len(x), topk_ids.shape[-1])
             if values.dtype != dtype or not is_whole or not is_dense or topk_ids.shape[1] == 0:
                 raise ValueError(
-                    f"{name} is {values.dtype} {list(values.shape)} on {values.device}, not one "
-                    f"dense row of {dtype} for each of {len(x)} tokens"
+                    f"{name} must be {dtype} with one dense row for each of {len(x)} tokens, got "
+                    f"{values.dtype} {list(values.shape)} on {values.device}"
                 )
         out = x.new_empty(x.shape)
         args = self._args(
@@ -224,7 +225,9 @@ class PackedExperts:
         status = kernel(ctypes.addressof(args), _num_threads())
         if status >= 0:
             bad = topk_ids.flatten()[status]
-            raise IndexError(f"topk_ids[{status}] is {bad} of {self.num_experts} experts")
+            raise IndexError(
+                f"topk_ids[{status}] must be one of the {self.num_experts} experts, got {bad}"
+            )
         if status != -1:
             raise MemoryError(
                 f"not enough memory for {len(x)} tokens of {self.num_experts} experts"
@@ -245,16 +248,19 @@ def _pack(matrix: Tensor, weight_format: WeightFormat | None) -> PackedWeight:
 
 
 def _check_alike(weights: Sequence[PackedWeight], num_out: int, num_in: int) -> None:
-    """Raises:
-    ValueError: not all are [num_out, num_in] in the same format.
+    """Check that all weights have the same size and format.
+
+    Raises:
+        ValueError: not all are [num_out, num_in] in the same format.
     """
     for weight in weights:
         if (weight.out_features, weight.in_features) != (num_out, num_in):
             raise ValueError(
-                f"an expert's weight is [{weight.out_features}, {weight.in_features}], not "
-                f"[{num_out}, {num_in}]"
+                f"an expert's weight must be [{num_out}, {num_in}], got [{weight.out_features}, "
+                f"{weight.in_features}]"
             )
         if weight.layout != weights[0].layout:
             raise ValueError(
-                f"experts are stored differently: {weight.layout} and {weights[0].layout}"
+                f"all experts must have the same layout, got {weight.layout} and "
+                f"{weights[0].layout}"
             )

@@ -50,7 +50,7 @@ def pack_stored_experts(
     biases: ExpertBiases = NO_BIASES,
     options: ExpertOptions = SILU_EXPERTS,
 ) -> PackedExperts | None:
-    """Experts as the kernels read them; None: no kernel multiplies with them.
+    """Pack experts for the kernels; None: no kernel multiplies with them.
 
     Args: see `Ops.prepare_experts`.
 
@@ -149,7 +149,7 @@ def _pack_grouped(weight: GroupedWeight) -> PackedWeight | None:
 
 @pack_stored.register
 def _pack_mxfp4(weight: Mxfp4Weight) -> PackedWeight | None:
-    """None: exponents of an output are too far apart."""
+    """Pack a weight; None: exponents of an output are too far apart."""
     halves = weight.powers().T / 2
     if weight.shape[0] % 8 or not _are_halves(halves):
         return None
@@ -186,7 +186,7 @@ def _pack_table(weight: TableWeight) -> PackedWeight | None:
 
 
 def _pack_unequal(weight: GroupedWeight) -> PackedWeight | None:
-    """A part of groups that have inputs from everywhere."""
+    """Pack a weight whose groups have inputs from everywhere."""
     found = weight.with_neighbours(_UNEQUAL_BLOCK)
     if found is None:
         return None

@@ -12,7 +12,7 @@ MAX_INT8_INPUTS = 65_000
 
 
 class WeightFormat(Enum):
-    """How a weight is stored; the values are the names in csrc/cpu/linear_format.h."""
+    """Storage format of a weight; the values are the names in csrc/cpu/linear_format.h."""
 
     FLOAT32 = "kFloat"
     BFLOAT16 = "kBf16"
@@ -22,11 +22,11 @@ class WeightFormat(Enum):
     """One float16 scale, and a zero point or none, per block of 8 to 128 inputs of an output
     feature; inputs are rounded to int8 in the same blocks."""
     FP8 = "kFp8"
-    """float8_e4m3fn with a scale per block of inputs of an output feature; inputs stay as they
-    are, and so do the weights: widening them is exact."""
+    """float8_e4m3fn with a scale per block of inputs of an output feature. Inputs are not rounded,
+    and weights are converted exactly."""
     UINT8 = "kUint8"
-    """Whole numbers from 0 to 255 with a zero point and a scale per block of inputs of an output
-    feature; the rest as FP8."""
+    """Integers from 0 to 255 with a zero point and a scale per block of inputs of an output
+    feature; otherwise like FP8."""
     TABLE4 = "kTable4"
     """Codes of four bits, each an index of a table of 16 bf16, with a scale per block of inputs of
     an output feature; the rest as FP8."""
@@ -36,7 +36,7 @@ class WeightFormat(Enum):
     """Numbers from 0 to 15 times a scale, less a minimum, both for 16 or 32 inputs of an output
     feature; inputs as with INT4."""
     INT5_MINIMUMS = "kInt5Minimums"
-    """The same up to 31, for 32 inputs."""
+    """Integers up to 31 with a scale and a minimum, for 32 inputs."""
 
     @property
     def inputs_per_word(self) -> int:

@@ -60,7 +60,7 @@ class BlockMover:
             self.move(np.full((size, 2), self._padding, np.int32))
 
     def _copy(self, cache: Tensor, sources: Tensor, targets: Tensor) -> None:
-        """Within a cache of [slots, ...]: all are read before any is written."""
+        """Copy slots within a cache of [slots, ...]: all are read before any is written."""
         cache.index_copy_(0, targets, cache.index_select(0, sources))
         self._bridge.mark_step()
 

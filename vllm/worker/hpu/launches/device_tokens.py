@@ -1,4 +1,5 @@
-"""The newest tokens of the requests in a batch, which a card knows before the host does.
+"""Keeps the newest tokens of the requests in a batch on the card, which has them before the host
+does.
 
 A launch leaves the newest token of each row on the card, where the next launch of the row reads
 it. With drafts it also tells how many of them were right. Every shape depends on the bucket alone.
@@ -22,7 +23,7 @@ _FIELDS = tuple(field.name for field in fields(DecodeInput))
 
 
 class DeviceTokens:
-    """The newest tokens of the rows of a model.
+    """The newest tokens of the requests of a model, on the device.
 
     Args:
         num_rows: of the batch.
@@ -36,11 +37,11 @@ class DeviceTokens:
         ends: [R] int32, its index in the request. This and what follows only where drafts are made
             on the card.
         drafts: [R * k] int32, the drafts that the next launch of the row verifies.
-        beside: those of what makes the drafts, which begins where this model is.
+        beside: the tokens of the draft model, which begins where this model is.
     """
 
     tokens_ahead = 0
-    """See `HPUInputBuilder`."""
+    """Offset between a position and the token that runs there; see `HPUInputBuilder`."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class DeviceTokens:
         return DecodeInput(**(others | {"token_ids": known}))
 
     def _tokens(self, rows: Tensor, query_len: int) -> Tensor:
-        """[B * Q] the newest token of each row, and its drafts."""
+        """Return [B * Q]: the newest token of each request, and its drafts."""
         newest = self.newest.index_select(0, rows)
         if query_len == 1:
             return newest
@@ -81,8 +82,8 @@ class DeviceTokens:
     # ---- a launch has sampled -------------------------------------------------------------
 
     def accept(self, packed: Tensor, shape: PaddedShape, sampled: SamplerOutput) -> Tensor | None:
-        """Keep the newest token of each row that has sampled. With drafts, that is the first token
-        that is not the draft in its place, or the last one.
+        """Keep the newest token of each request that has sampled. With drafts, that is the first
+        token that is not the draft at its position, or the last one.
 
         Returns:
             [B, 1 + Q] int32 of a decode of several tokens: how many of the sampled tokens of each
@@ -115,7 +116,8 @@ class DeviceTokens:
         return torch.cat([counts[:, None], host_ids], 1)
 
     def _prompts(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
-        """[L] rows of the logits of a prefill, and the indices of what they sample."""
+        """Return [L] requests of the logits of a prefill, and the indices of the tokens that they
+        sample."""
         if shape.merged_prompts:
             merged = unpack_merged(packed, shape, self._num_positions, sees_ahead=self._sees_ahead)
             metadata = merged.metadata
@@ -135,7 +137,7 @@ class DeviceTokens:
 
 
 class DeviceDrafts(DeviceTokens):
-    """The newest tokens of the rows of what makes drafts: drafts, behind the tokens of the model.
+    """The newest tokens of the draft model: drafts, after the tokens of the model.
 
     Its launches of several tokens run known tokens.
 
@@ -163,14 +165,15 @@ class DeviceDrafts(DeviceTokens):
         return _num_more(given.indices, shape)
 
     def are_drafts(self, given: DecodeInput[Tensor]) -> Tensor:
-        """[B] bool, of a decode of single tokens: they are drafts, which are on the card."""
+        """Return [B] bool for a decode of single tokens: whether they are drafts, which are on the
+        card."""
         if not self._target.max_drafts:
             return given.token_ids < 0
         ends = self.ends.index_select(0, given.rows)
         return (given.token_ids < 0) & (ends > self._target.ends.index_select(0, given.rows))
 
     def accept(self, packed: Tensor, shape: PaddedShape, sampled: SamplerOutput) -> None:
-        """Keep the draft behind the last token of each row of a decode."""
+        """Keep the draft after the last token of each request of a decode."""
         if shape.bucket.phase is not Phase.DECODE:
             return
         given, query_len = unpack_decode(packed, shape), shape.bucket.query_len
@@ -198,19 +201,20 @@ def _range(size: int, like: Tensor) -> Tensor:
 
 
 def _first(of_tokens: Tensor, shape: PaddedShape) -> Tensor:
-    """[B] the first of the Q entries [B * Q] of each row."""
+    """Return [B]: the first of the Q entries [B * Q] of each request."""
     query_len = shape.bucket.query_len
     return of_tokens if query_len == 1 else of_tokens.view(-1, query_len)[:, 0]
 
 
 def _num_more(indices: Tensor, shape: PaddedShape) -> Tensor:
-    """[B] how many tokens of each row follow the first; padding repeats the last index."""
+    """Return [B]: how many tokens of each request follow the first; padding repeats the last
+    index."""
     by_row = indices.view(-1, shape.bucket.query_len)
     return by_row[:, -1] - by_row[:, 0]
 
 
 def _at(values: Tensor, column: Tensor) -> Tensor:
-    """[B] of values [B, n], those at a column [B] of each row."""
+    """Return [B] of values [B, n]: the values at a column [B] of each request."""
     if values.shape[1] == 1:
         return values[:, 0]
     is_chosen = _range(values.shape[1], column) == column[:, None]

@@ -67,12 +67,12 @@ class DeviceEmbeddings(EmbeddingRows):
         self.table = bridge.zeros((width // size, num_parts * _PART_SIZE, size), dtype)
         self._write(self.table, 0, torch.zeros(_PART_SIZE, width))
         logger.info(
-            "Embeddings of prompts take %s on the card, whether they are used or not",
+            "A table for embeddings in prompts takes %s on the card, even while no request uses it",
             format_bytes(self.table.nbytes),
         )
 
     def mark(self, launch: Launch, token_ids: IntArray) -> None:
-        """Write entries of the table in place of tokens whose embeddings are given.
+        """Write entries of the table instead of tokens whose embeddings are given.
 
         Args:
             launch: a prefill.

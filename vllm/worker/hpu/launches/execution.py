@@ -39,7 +39,7 @@ class Execution:
         self.model = model
 
     def run(self, packed: Tensor, shape: PaddedShape, *before: Tensor) -> Outputs:
-        """One launch; the outputs are overwritten by the next launch of the same shape.
+        """Run one launch; the outputs are overwritten by the next launch of the same shape.
 
         Args:
             packed: input of the launch.
@@ -56,14 +56,14 @@ class Execution:
         return outputs
 
     def how(self, shape: PaddedShape) -> str:
-        """How a launch of this shape runs, for a trace."""
+        """Describe how a launch of this shape runs, for a trace."""
         return self.name
 
     def allow_shapes(self, num_shapes: int) -> None:
-        """Launches of so many shapes will run, and be compiled where there is a compiler."""
+        """Prepare the compiler, if there is one, for launches of so many shapes."""
 
     def forbid_recompilation(self) -> None:
-        """Everything has run once; a compiler may skip its guards from now on."""
+        """Note that everything has run once; a compiler may skip its guards from now on."""
 
 
 class LazyExecution(Execution):
@@ -103,7 +103,7 @@ class GraphExecution(LazyExecution):
         return outputs
 
     def how(self, shape: PaddedShape) -> str:
-        """Replayed or not."""
+        """Return whether a launch of this shape is replayed or run lazily, for a trace."""
         return "replay" if shape in self._graphs else LazyExecution.name
 
     def capture(self, packed: Tensor, shape: PaddedShape, *before: Tensor) -> None:
@@ -115,7 +115,7 @@ class GraphExecution(LazyExecution):
 
     @property
     def shapes(self) -> list[PaddedShape]:
-        """Those that have a graph, in the order of their capture."""
+        """Return the shapes that have a graph, in the order of their capture."""
         return list(self._graphs)
 
     def release(self, shape: PaddedShape) -> None:
@@ -142,8 +142,8 @@ class _ShapedModel(nn.Module):
 
 
 class CompiledExecution(Execution):
-    """torch.compile with the backend of the bridge: of each layer and of what is beside the layers,
-    or of all together.
+    """torch.compile with the backend of the bridge: of each layer and of the modules outside the
+    layers, or of all together.
 
     Args:
         config: `config.hpu` has the options.
@@ -180,7 +180,7 @@ class CompiledExecution(Execution):
         """
         dynamo: Any = torch._dynamo.config
         wanted = 1 + num_shapes * (1 + len(self.model.model.layers))
-        # The names of torch 2.6; newer ones keep them beside `recompile_limit`.
+        # The names of torch 2.6; newer ones keep them next to `recompile_limit`.
         dynamo.cache_size_limit = max(dynamo.cache_size_limit, wanted)
         dynamo.accumulated_cache_size_limit = max(dynamo.accumulated_cache_size_limit, 8 * wanted)
 
@@ -190,7 +190,7 @@ class CompiledExecution(Execution):
 
 
 def make_execution(bridge: HabanaBridge, model: LaunchModel, config: VllmConfig) -> Execution:
-    """The way that the mode of the bridge and `enforce_eager` choose."""
+    """Make the execution that the mode of the bridge and `enforce_eager` choose."""
     is_eager, layers = config.model.enforce_eager, config.hpu.hidden_layers_per_graph
     if bridge.is_lazy:
         # The backend of the bridge has no lazy mode: what a library compiles runs as it is written.

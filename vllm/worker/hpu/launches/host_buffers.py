@@ -15,7 +15,7 @@ from vllm.platforms.habana.bridge import DeviceEvent, HabanaBridge
 class _Buffer:
     memory: Tensor
     copied: DeviceEvent
-    """Behind the last copy from it."""
+    """Event after the last copy from the buffer."""
 
 
 class HostBuffers:
@@ -33,7 +33,7 @@ class HostBuffers:
         self._buffers: list[_Buffer] = []
 
     def to_device(self, array: npt.NDArray[Any]) -> Tensor:
-        """The array on the device, where what is launched from now on finds it.
+        """Copy an array to the device, where launches from now on can read it.
 
         Args:
             array: of any shape, of elements of 4 or 8 bytes.
@@ -59,7 +59,7 @@ class HostBuffers:
 
 
 def _capacity(size: int) -> int:
-    """A power of two, so that launches of similar sizes share buffers.
+    """Round up to a power of two, so that launches of similar sizes share buffers.
 
     >>> [_capacity(size) for size in (1, 1024, 1025)]
     [1024, 1024, 2048]

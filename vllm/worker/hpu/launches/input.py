@@ -1,7 +1,7 @@
 """The inputs of a padded launch: one host buffer, one copy to the device, one split into parts.
 
 The fields of the three dataclasses, and of those inside them, are what the buffer holds, in this
-order. Their sizes depend on the shape of the launch alone.
+order. Their sizes depend only on the shape of the launch.
 """
 
 from dataclasses import dataclass
@@ -135,14 +135,14 @@ def padded_sizes(
 
 
 def fields_of(shape: PaddedShape) -> PackedFields[Any]:
-    """What the packed input of a launch holds."""
+    """Return the fields of the packed input of a launch."""
     if shape.bucket.phase is Phase.DECODE:
         return _DECODE
     return _MERGED if shape.merged_prompts else _PREFILL
 
 
 def unpack_decode(buffer: Tensor, shape: PaddedShape) -> DecodeInput[Tensor]:
-    """Views of the parts of a packed decode."""
+    """Return views of the parts of a packed decode."""
     return _DECODE.unpack(buffer, padded_sizes(shape))
 
 
@@ -161,7 +161,8 @@ def unpack_merged(
 
 
 class HPUInputBuilder:
-    """Packs launches. Keeps which rows have their newest token on the device.
+    """Packs the inputs of launches, and tracks which requests have their newest token on the
+    device.
 
     Args:
         batch: tokens and block tables of the rows.
@@ -175,7 +176,7 @@ class HPUInputBuilder:
     """
 
     tokens_ahead: ClassVar[int] = 0
-    """The token that runs at a position is that of the position so many places further on."""
+    """Number of positions by which the token that runs at a position lies ahead of it."""
 
     def __init__(
         self,
@@ -205,12 +206,12 @@ class HPUInputBuilder:
         return self._num_rows
 
     def place(self, rows: list[int]) -> None:
-        """The tokens of these rows come from the host: their requests are new, or the host knows
-        better than the device."""
+        """Take the tokens of these requests from the host: the requests are new, or the host has
+        newer tokens than the device."""
         self._is_resident[rows] = False
 
     def mark_sampled(self, rows: IntArray) -> None:
-        """The newest tokens of these rows are on the device."""
+        """Note that the newest tokens of these requests are on the device."""
         self._is_resident[rows] = True
 
     def are_resident(self, rows: IntArray) -> BoolArray:
@@ -219,7 +220,8 @@ class HPUInputBuilder:
         return resident
 
     def pack(self, launch: PaddedLaunch) -> tuple[IntArray, IntArray]:
-        """(packed input on the host, indices into `launch.rows` of the rows that sample)."""
+        """Return (packed input on the host, indices into `launch.rows` of the requests that
+        sample)."""
         batch, start = self._batch, launch.num_computed_tokens
         seq_lens = start + launch.num_scheduled_tokens
         num_known = batch.num_tokens[launch.rows] - self.tokens_ahead
@@ -232,7 +234,7 @@ class HPUInputBuilder:
         return self._fields(launch.shape).pack(given, sizes), sampled
 
     def _on_device(self, launch: PaddedLaunch) -> BoolArray:
-        """[n, Q] which tokens of a decode are on the device."""
+        """Return [n, Q]: which tokens of a decode are on the device."""
         on_device = np.zeros((len(launch.rows), launch.bucket.query_len), np.bool_)
         newest = launch.num_computed_tokens >= self._batch.num_tokens[launch.rows] - 1
         on_device[:, 0] = self._is_resident[launch.rows] & newest

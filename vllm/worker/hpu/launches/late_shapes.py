@@ -1,4 +1,5 @@
-"""Launch shapes that were compiled at their first use, and when to compile another one.
+"""Tracks launch shapes that were compiled at their first use, and decides when to compile another
+one.
 
 Without a warm-up, or for a bucket that it has left out, a launch compiles. From then on its shape
 is as good as warmed up: a later launch that fits into it is padded to it and compiles nothing. Not
@@ -55,8 +56,8 @@ class LateShapes(Generic[Shape]):
         self._lost.pop(shape, None)
 
     def price(self, shape: Shape) -> float:
-        """What compiling a shape still costs, in padded cost: less, the more was lost by padding
-        its launches to others."""
+        """Return the remaining cost of compiling a shape, in padded cost: the full cost, less what
+        was lost by padding its launches to other shapes."""
         return max(0, COMPILE_COST[shape.bucket.phase] - self._lost.get(shape, 0))
 
     def note_loss(self, shapes: Iterable[Shape], lost: float) -> None:

@@ -1,4 +1,5 @@
-"""A trace of one launch in place of a start: what its operators cost, without all the others."""
+"""Traces one launch instead of starting an engine: the cost of its operators, without other
+launches."""
 
 from typing import NoReturn
 

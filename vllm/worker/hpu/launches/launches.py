@@ -1,6 +1,6 @@
 """Padded launches on a card: what runners that generate and runners that pool have in common."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -13,7 +13,7 @@ from vllm.bucketing import Bucket, Catalog, Phase, StepLimits
 from vllm.bucketing.traffic import TrafficTable
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
-from vllm.messages import IntArray, RunnerStats, SchedulerOutput
+from vllm.messages import IntArray, ModelRunnerOutput, RunnerStats, SchedulerOutput
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.utils.trace import get_trace
 from vllm.worker.batch.input_batch import InputBatch
@@ -42,9 +42,12 @@ _MAX_MERGED_PROMPTS = 64
 _SHAPES_OF_BUCKET = 3
 """At most, see `launch_shapes`; for each number of items."""
 
+Finish = Callable[[], ModelRunnerOutput]
+"""Waits for the result of a step."""
+
 Sampling = Literal["none", "warm_up", "heaviest"]
-"""What follows a launch of padding, beside greedy sampling: nothing, all that the warm-up is to
-compile for its batch size, or what needs the most memory."""
+"""How a launch of padding samples, in addition to greedy sampling: not at all, in all ways that the
+warm-up compiles for its batch size, or in the way that needs the most memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,9 @@ class PaddedLaunches:
         self._is_beside = False
         self._late = LateShapes[PaddedShape]()
         self._num_run_tokens = 0
-        self._recent = RecentLaunches()
+        # A stage of a pipeline waits for others, and the first does not wait for its device.
+        clock = bridge.now_s if self.stage.count == 1 else None
+        self._recent = RecentLaunches(clock, self.block_size)
         self.traffic: TrafficTable | None = None
 
     def use_catalog(self, catalog: Catalog, limits: StepLimits) -> None:
@@ -176,7 +181,7 @@ class PaddedLaunches:
             launches.use_catalog(catalog, limits)
 
     def add_beside(self, launches: "PaddedLaunches") -> None:
-        """Let those of a draft model use the same buckets; their report is this one."""
+        """Let the launches of a draft model use the same buckets; both have one report."""
         self.beside.append(launches)
         launches._is_beside = True
         launches.report = self.report
@@ -189,22 +194,36 @@ class PaddedLaunches:
         return not self._single_tokens or (bucket.phase is Phase.DECODE and bucket.query_len == 1)
 
     def launch_shapes(self, bucket: Bucket) -> list[PaddedShape]:
-        """Every shape in which launches of a bucket can run."""
+        """Return every shape in which launches of a bucket can run."""
         sizes = (0,) if self._items is None else self._items.sizes
         return launch_shapes(bucket, self._limits, self._merged_prompts, sizes)
 
     def plan(self, step: SchedulerOutput) -> list[Launch]:
-        """The launches of a step."""
-        self._recent.begin_step()
+        """Split a step into launches."""
         if self._whole_prompts:
             return self.planner.plan_prompts(step)
         return self.planner.plan(step)
 
+    def recorded(self, start: Callable[[], Finish]) -> Finish:
+        """Start a step, and record its forward passes once its result is there.
+
+        Args:
+            start: launches the step, and returns what waits for its result.
+        """
+        self._recent.begin_step()
+        finish = start()
+
+        def finish_and_record() -> ModelRunnerOutput:
+            output = finish()
+            self._recent.end_step()
+            return output
+
+        return finish_and_record
+
     @contextmanager
     def running(self, launch: Launch) -> Iterator[None]:
-        """Around all that a launch does: count and trace it, and after the warm-up let nothing
-        compile or wait, until `warmed` is closed. After a full warm-up that is everything, expected
-        or not."""
+        """Count and trace all that a launch does. After the warm-up, let nothing compile or wait
+        until `warmed` is closed; after a full warm-up that includes unexpected shapes."""
         assert isinstance(launch, PaddedLaunch)
         bucket, trace = launch.bucket, get_trace()
         is_known = self.report.check_warmed(
@@ -215,7 +234,7 @@ class PaddedLaunches:
         is_promised = self.is_warm and (is_warmed or self._config.hpu.full_warmup)
         self._num_run_tokens += bucket.num_tokens
         if launch.needed is not None and not self._is_beside:
-            self._recent.add(launch.needed, bucket)
+            self._recent.add(launch.needed, bucket, is_compiled=is_compiled)
             if self.traffic is not None:
                 self.traffic.add(bucket.phase, *launch.needed)
         span = trace.span(
@@ -265,9 +284,9 @@ class PaddedLaunches:
         return kept
 
     def _note_compiled(self, launch: PaddedLaunch) -> None:
-        """A launch has compiled its shape. A bucket is warmed up once all of its shapes are, those
-        of draft models included. (After a launch that samples nothing, a part of a prompt, the
-        small recipe that keeps its tokens is still to come.)"""
+        """Note that a launch has compiled its shape. A bucket is warmed up once all of its shapes
+        are, including the shapes of draft models. (After a launch that samples nothing, a part of a
+        prompt, the small recipe that keeps its tokens is not compiled yet.)"""
         self._late.add(launch.shape)
         ends = launch.num_computed_tokens + launch.num_scheduled_tokens
         samples = bool((ends >= self._batch.num_tokens[launch.rows]).any())
@@ -280,15 +299,15 @@ class PaddedLaunches:
 
     @contextmanager
     def warmed_section(self, *, is_promised: bool) -> Iterator[ExitStack]:
-        """Nothing compiles or waits, if that is promised, until the stack is closed."""
+        """Forbid compilations and waits, if that is promised, until the stack is closed."""
         with ExitStack() as warmed:
             if is_promised:
                 warmed.enter_context(self._bridge.warmed_section())
             yield warmed
 
     def stats(self, num_steps: int, num_useful_tokens: int) -> RunnerStats:
-        """What a runner has done. Tokens of padding are counted as the model sees them: the rows
-        of a bucket times its length, less those of requests."""
+        """Return the counters of a runner. Padding is counted as the model computes it: the batch
+        size of a bucket times its length, less the tokens of requests."""
         report = self.report
         return RunnerStats(
             num_steps=num_steps,
@@ -303,15 +322,15 @@ class PaddedLaunches:
         )
 
     def size_before(self, shape: PaddedShape) -> tuple[int, int] | None:
-        """Of the hidden states that a launch takes from the stage of the pipeline before this one,
-        [B * Q, hidden] or more behind them; None: this is the first stage."""
+        """Return the size of the hidden states that a launch receives from the previous stage of
+        the pipeline, [B * Q, hidden] or more; None: this is the first stage."""
         if self.stage.is_first:
             return None
         return shape.bucket.num_tokens, self.execution.model.size_before
 
     def received(self, shape: PaddedShape) -> list[Tensor]:
-        """What the stage of the pipeline before this one has sent for a launch; nothing to the
-        first stage."""
+        """Receive the data of the previous stage of the pipeline for a launch; nothing on the first
+        stage."""
         size = self.size_before(shape)
         if size is None:
             return []
@@ -323,8 +342,8 @@ class PaddedLaunches:
         return PaddedOutput(packed, *self.execution.run(packed, shape, *before))
 
     def padding_inputs(self, shape: PaddedShape) -> list[Tensor]:
-        """Packed input on the device of a launch without rows, which writes nothing but the null
-        block, and the hidden states of the stage before, if there is one."""
+        """Make the packed input on the device of a launch without requests, which writes only to
+        the null block, and the hidden states of the previous stage, if there is one."""
         none = np.empty(0, np.int32)
         launch = PaddedLaunch(
             none,
@@ -342,7 +361,7 @@ class PaddedLaunches:
         return [self.to_device(packed), *states]
 
     def allow_buckets(self, num_buckets: int) -> None:
-        """Launches of so many buckets will run; see `Execution.allow_shapes`."""
+        """Prepare for launches of so many buckets; see `Execution.allow_shapes`."""
         num_shapes = num_buckets * _SHAPES_OF_BUCKET
         if self._items is not None:
             num_shapes *= len(self._items.sizes)
@@ -369,19 +388,19 @@ class PaddedLaunches:
             launches.release(shape)
 
     def finish_warmup(self) -> None:
-        """From now on nothing new should compile."""
+        """Note that nothing new should compile from now on."""
         for launches in (self, *self.beside):
             launches.is_warm = True
         self.report.finish_warmup()
 
 
 class PaddedRunner(Protocol):
-    """What profiling, warm-up and sleep mode need of a runner."""
+    """The methods of a runner that profiling, warm-up and sleep mode need."""
 
     launches: PaddedLaunches
 
     def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
-        """Run a launch of padding alone.
+        """Run a launch that has only padding.
 
         Args:
             shape: of the launch.

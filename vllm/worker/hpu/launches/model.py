@@ -1,4 +1,4 @@
-"""A model as the device runs it: packed input of one bucket in, logits or pooled numbers out.
+"""Runs a model on the device: packed input of one bucket in, logits or pooled values out.
 
 Everything between the one copy to the device and these happens in here, on the device, with
 shapes that depend on the bucket alone. So this is what a graph captures and what is compiled.
@@ -61,7 +61,7 @@ class PreparedLaunch:
     """A launch of T tokens, unpacked, with what its layers share."""
 
     attention: AttentionMetadata
-    """How its tokens attend."""
+    """Metadata of the attention of its tokens."""
     token_ids: Tensor
     """[T]"""
     positions: Tensor
@@ -95,7 +95,7 @@ class PreparedLaunch:
         )
 
     def context_of_head(self) -> LaunchContext:
-        """Return the same for the output head, which gets `last_tokens` alone."""
+        """Return the context for the output head, which gets only `last_tokens`."""
         adapters = self.adapters
         if adapters is not None and self.last_tokens is not None:
             adapters = adapters.select(self.last_tokens)
@@ -143,7 +143,7 @@ class LaunchModel(nn.Module):
 
     def compile_regions(self, **options: Any) -> None:
         """Compile the parts of a launch each by itself, with these options of `torch.compile`: the
-        layers, and the modules beside them, such as embeddings, the last norm and the head."""
+        layers, and the modules outside them, such as embeddings, the last norm and the head."""
         for module in regions_of(self.model):
             module.compile(**options)
 
@@ -156,13 +156,13 @@ class LaunchModel(nn.Module):
         return result
 
     def _forward(self, inputs: Tensor, positions: Tensor, *more: Any) -> Any:
-        """What runs with the context of the launch."""
+        """Run the model with the context of the launch."""
         return self.model(inputs, positions, *more)
 
 
 def regions_of(model: LayeredModel) -> list[nn.Module]:
-    """The layers of a model, and the largest modules that have no part in a layer; those of this
-    stage of a pipeline."""
+    """Return the layers of a model, and the largest modules outside the layers, for this stage of a
+    pipeline."""
     layers = present_layers(model)
     inside = {id(module) for layer in layers for module in layer.modules()}
 
@@ -183,12 +183,12 @@ class StateKeeper(Protocol):
     """Keeps hidden states of the tokens of a launch on the card, as a part of the launch."""
 
     def keep(self, slots: Tensor, result: Tensor, inner: Sequence[Tensor]) -> None:
-        """Keep them.
+        """Keep hidden states for the speculator.
 
         Args:
             slots: [T] of the KV cache, one for each token.
             result: [T, hidden] of the forward pass.
-            inner: [T, hidden] each, the inputs of the layers that are read besides the result.
+            inner: [T, hidden] each, inputs of the layers that are read in addition to the result.
         """
         ...
 
@@ -276,7 +276,7 @@ class HPUModel(LaunchModel):
         return super().size_before * (1 + self.inner_layers.num_before)
 
     def _forward(self, inputs: Tensor, positions: Tensor, *more: Any) -> Any:
-        """The hidden states, and the inputs of inner layers where there are some."""
+        """Return the hidden states, and the inputs of inner layers if there are any."""
         if not self.inner_layers.own:
             return super()._forward(inputs, positions, *more)
         assert isinstance(self.model, CausalLM)
@@ -306,7 +306,7 @@ class HPUModel(LaunchModel):
         return token_ids
 
     def _separate(self, token_ids: Tensor) -> tuple[Tensor, TableEmbeddings | None]:
-        """Return the tokens [T] of a prefill, and embeddings that are given in their place."""
+        """Separate the tokens [T] of a prefill from embeddings that replace some of them."""
         if self.embeddings is None:
             return self._token_ids(token_ids), None
         replaced = TableEmbeddings(FIRST_GIVEN - token_ids, self.embeddings)
@@ -409,7 +409,7 @@ class HPUModel(LaunchModel):
         return PaddedItems.derive(tables, indices, self._kernel)
 
     def _adapters_of(self, slots: Tensor, query_len: int = 1) -> SlottedAdapters | None:
-        """Of the tokens of rows with these slots."""
+        """Return the adapters of the tokens of requests with these slots."""
         if self._adapters is None:
             return None
         if query_len > 1:

@@ -40,7 +40,7 @@ class PaddedLaunch(Launch):
     merged_prompts: int = 0
     """Prefill: rows are laid end to end in one, with room for so many; 0: each is its own."""
     num_shared: int = 0
-    """See `PaddedShape`."""
+    """Number of entries for references to shared blocks; see `PaddedShape`."""
     item_slots: int = 0
     """Slots that each row reads by cross-attention, as in `PaddedShape`."""
     needed: Sizes | None = None
@@ -64,7 +64,7 @@ class PaddedLaunch(Launch):
 
     @property
     def shape(self) -> "PaddedShape":
-        """What decides the recipe of this launch."""
+        """Return the shape, which decides the recipe of this launch."""
         return PaddedShape(
             self.bucket,
             self.is_contiguous,
@@ -82,8 +82,8 @@ class PaddedShape:
     is_contiguous: bool = False
     merged_prompts: int = 0
     num_shared: int = 0
-    """Entries beside the slice of a contiguous decode, for references to a block that another row
-    of the launch has too; they are gathered."""
+    """Number of entries, in addition to the slice of a contiguous decode, for references to blocks
+    that another request of the launch also has; they are gathered."""
     item_slots: int = 0
     """Slots that each row reads by cross-attention; 0: as many as a request may have."""
 
@@ -101,7 +101,7 @@ class PaddedShape:
 
     @property
     def read_cost(self) -> int:
-        """What attention of a decode takes, in blocks of a slice."""
+        """Return the cost of the attention of a decode, in blocks of a slice."""
         num_sliced = self.bucket.blocks if self.is_contiguous else 0
         return num_sliced + GATHER_COST * (self.num_entries - num_sliced)
 
@@ -150,9 +150,9 @@ def _shapes_of_bucket(bucket: Bucket, limits: StepLimits, merged_prompts: int) -
 
 
 def _sliced_shapes(bucket: Bucket, limits: StepLimits) -> list[PaddedShape]:
-    """Of contiguous decodes, the cheapest first: without room for blocks that several rows have,
-    and with. None where the cache has no such slice, and none that cost more than a gather of all
-    blocks that so many rows can have."""
+    """Return the shapes of contiguous decodes, the cheapest first: without and with room for blocks
+    that several requests share. Empty if the cache has no such slice; shapes that cost more than
+    gathering all blocks are left out."""
     if limits.num_blocks is not None and bucket.blocks > limits.num_blocks:
         return []
     exact = PaddedShape(bucket, is_contiguous=True)
@@ -164,7 +164,8 @@ def _sliced_shapes(bucket: Bucket, limits: StepLimits) -> list[PaddedShape]:
 
 
 class _Rows(NamedTuple):
-    """What a launch, or a part of a step, runs. A row may occur twice, in order of its tokens."""
+    """The tokens that a launch, or a part of a step, runs. A request may occur twice, in the order
+    of its tokens."""
 
     ids: IntArray
     computed: IntArray
@@ -175,7 +176,7 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(cls, step: SchedulerOutput) -> "_Rows":
-        """All rows of a step."""
+        """Return all requests of a step."""
         none = np.zeros_like(step.rows)
         drafts, replayed = step.num_draft_tokens, step.num_replayed_tokens
         return cls(
@@ -185,7 +186,7 @@ class _Rows(NamedTuple):
         )
 
     def part(self, start: int, end: int | None = None) -> "_Rows":
-        """Entries from `start` up to `end`."""
+        """Return the entries from `start` up to `end`."""
         return _Rows(*(column[start:end] for column in self))
 
     def cut(self, ends: Collection[tuple[int, int]]) -> "_Rows":
@@ -201,7 +202,7 @@ class _Rows(NamedTuple):
         return _Rows(*(np.array(column, np.int32) for column in columns))
 
     def select(self, is_chosen: npt.NDArray[np.bool_]) -> "_Rows":
-        """Some of the entries."""
+        """Return some of the entries."""
         return _Rows(*(column[is_chosen] for column in self))
 
 
@@ -281,7 +282,7 @@ class HPULaunchPlanner:
         self._size = limits.block_size
 
     def plan(self, step: SchedulerOutput) -> list[Launch]:
-        """The launches of a step: decodes, then prefills in the order of its rows. A launch
+        """Split a step into launches: decodes, then prefills in the order of the batch. A launch
         ends at each token whose recurrent state is kept."""
         decodes, prompts = self._separate(_Rows.of(step))
         if step.kept_states is None:
@@ -294,7 +295,7 @@ class HPULaunchPlanner:
     def plan_known(
         self, rows: IntArray, computed: IntArray, scheduled: IntArray, *, is_decode: bool
     ) -> list[PaddedLaunch]:
-        """The launches of known tokens that a draft model lacks.
+        """Plan the launches of known tokens that a draft model lacks.
 
         Args:
             rows: [n]
@@ -328,8 +329,8 @@ class HPULaunchPlanner:
         return 0 if self._item_slots is None else self._item_slots.slots_of(rows.ids)
 
     def _separate(self, rows: _Rows) -> tuple[_Rows, _Rows]:
-        """Decodes, and prompts. A single token of a prompt runs as a decode, which costs less,
-        unless what its request brings is for prefills alone."""
+        """Separate decodes from prompts. A single token of a prompt runs as a decode, which costs
+        less, unless its request has data that only prefills read."""
         num_decodes = int(np.count_nonzero(rows.scheduled - rows.drafts == 1))
         is_prompt = None
         if self._needs_prefill is not None:
@@ -340,14 +341,14 @@ class HPULaunchPlanner:
         return rows.select(~is_prompt), rows.select(is_prompt)
 
     def plan_prompts(self, step: SchedulerOutput) -> list[Launch]:
-        """The launches of a step of whole prompts, none of which is split or decoded."""
+        """Plan the launches of a step of whole prompts, none of which is split or decoded."""
         rows = _Rows.of(step)
         return [_launch(group, PaddedShape(group.bucket)) for group in self._group_prefills(rows)]
 
     # ---- decodes --------------------------------------------------------------------------
 
     def _split_decodes(self, rows: _Rows, max_batch: int | None = None) -> list[_Rows]:
-        """Runs of rows within the largest batch and the most blocks of one launch."""
+        """Split decodes into groups within the largest batch and the most blocks of one launch."""
         if not len(rows.ids):
             return []
         limits = self.limits
@@ -395,7 +396,7 @@ class HPULaunchPlanner:
     def _decode_shape(
         self, batch: int, query_len: int, counts: DecodeBlockCounts, *, warmed_only: bool = False
     ) -> PaddedShape | None:
-        """The cheapest shape of the catalog that holds a decode, or None."""
+        """Return the cheapest shape of the catalog that holds a decode, or None."""
 
         def fit(blocks: int) -> Bucket | None:
             return self.catalog.fit(Phase.DECODE, batch, query_len, blocks, warmed_only)
@@ -428,8 +429,9 @@ class HPULaunchPlanner:
     # ---- prefills -------------------------------------------------------------------------
 
     def _split_prompts(self, rows: _Rows) -> _Rows:
-        """Prompts longer than a launch may be in pieces, each of which has those before it as
-        context. Pieces may even share a launch: all of its keys are written before any is read."""
+        """Split prompts that are longer than a launch into chunks, each of which has the previous
+        ones as context. Chunks may even be in one launch: all of its keys are written before any is
+        read."""
         longest = self.limits.max_query_len
         if not len(rows.ids) or rows.scheduled.max() <= longest:
             return rows
@@ -460,8 +462,8 @@ class HPULaunchPlanner:
                 yield row, start
 
     def _group_prefills(self, rows: _Rows) -> list[_Group]:
-        """Launches of neighbours, in the order of the rows, that cost the least together, what they
-        compile included."""
+        """Group neighbours, in the order of the batch, into the launches that cost the least
+        together, including what they compile."""
         cheapest, slots = self._cheapest_groups(rows), self._slots_of(rows)
         shapes = [self._shape(group.bucket, slots) for group in cheapest]
         new = [shape for shape in shapes if not self.is_compiled(shape)]
@@ -474,7 +476,7 @@ class HPULaunchPlanner:
         return groups
 
     def _cheapest_groups(self, rows: _Rows, *, pays_compiling: bool = False) -> list[_Group]:
-        """Launches of neighbours that cost the least.
+        """Group neighbours into the launches that cost the least.
 
         Args:
             rows: of prompts.
@@ -511,8 +513,8 @@ class HPULaunchPlanner:
     def _padded_prefill(
         self, bucket: Bucket, asked: tuple[int, int, int], item_slots: int
     ) -> tuple[Bucket, float]:
-        """The bucket that a prefill runs in, going by what is compiled, and what compiling it
-        costs.
+        """Return the bucket in which a prefill runs, considering what is compiled, and the cost of
+        compiling it.
 
         Args:
             bucket: the cheapest one.
@@ -536,7 +538,8 @@ class HPULaunchPlanner:
     def _groups_before(
         self, ids: list[int], scheduled: list[int], contexts: list[int]
     ) -> Iterator[tuple[int, Sizes]]:
-        """First row and shape of each group that ends with the last row, the smallest first."""
+        """Yield first index and shape of each group that ends with the last request, the smallest
+        first."""
         longest = tokens = most = blocks = 0
         for start in range(len(scheduled) - 1, -1, -1):
             count = len(scheduled) - start
@@ -569,8 +572,8 @@ class HPULaunchPlanner:
         return PaddedShape(bucket, item_slots=item_slots)
 
     def _instead_of(self, shape: PaddedShape, compiled: Iterable[PaddedShape]) -> PaddedShape:
-        """The cheapest of some shapes that are compiled, unless it costs more than compiling
-        another one, which is to be launched otherwise."""
+        """Return the cheapest of some compiled shapes, unless it costs more than compiling
+        `shape`."""
         padded = min(compiled, key=lambda each: each.cost, default=None)
         if padded is None or padded.cost > shape.cost + self._late.price(shape):
             return shape
@@ -578,7 +581,7 @@ class HPULaunchPlanner:
         return padded
 
     def _own_shape(self, phase: Phase, batch: int, query_len: int, blocks: int) -> Bucket:
-        """What a launch without a bucket is padded to."""
+        """Return the bucket to which a launch without a bucket of the catalog is padded."""
         padded = query_len if phase is Phase.DECODE else round_up(query_len, self._size)
         return Bucket(phase, batch, padded, blocks)
 

@@ -1,16 +1,19 @@
-"""What a step cost that it should not: compilations, operators on the host, shapes not warmed up.
+"""Reports what a step cost that it should not: compilations, operators on the host, shapes that
+were not warmed up.
 
 The lines are those that users of the Gaudi stack grep for, at level WARNING. A report makes the
 host wait for the device after each step, so there is none unless it is asked for.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from vllm.bucketing.bucket import Bucket, Phase
 from vllm.config.hpu import StepLog
+from vllm.cost_model.padded import forward_seconds
 from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import DeviceCounters, HabanaBridge
 
@@ -36,7 +39,8 @@ class StepShape:
 
     @classmethod
     def of(cls, seq_lens: Sequence[int], block_size: int, *, is_prompt: bool) -> "StepShape":
-        """The shape of rows with these lengths in tokens; a step without rows has 128."""
+        """Return the shape of requests with these lengths in tokens; a step without requests has
+        128."""
         longest = max(seq_lens, default=_CONTEXT_LEN_OF_NO_ROWS)
         return cls(is_prompt, len(seq_lens), longest, block_size)
 
@@ -48,10 +52,27 @@ class StepShape:
         )
 
 
+class _Step:
+    """The forward passes of a step."""
+
+    __slots__ = ("began", "is_compiled", "passes")
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self.is_compiled = True
+        """Nothing compiles in it."""
+        self.passes: list[tuple[int, int, int, int, int, int, int]] = []
+        """Phase, sizes and padded sizes of each."""
+
+
 class RecentLaunches:
-    """Sizes of the forward passes of the last two steps, before and after padding.
+    """Sizes and times of the forward passes of the last two steps that have ended.
 
     Only the process that collects metrics counts them by size, so that a step does not wait for it.
+
+    Args:
+        clock: in seconds, of the device; None: steps are not timed.
+        block_size: tokens of a KV block.
 
     Attributes:
         num_decode_blocks: KV blocks that decodes had to read.
@@ -59,32 +80,63 @@ class RecentLaunches:
         record: of `RunnerStats`; it is replaced and never changed, so any thread may read it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] | None, block_size: int) -> None:
         self.num_decode_blocks = 0
         self.num_padded_blocks = 0
         self.record: tuple[int, ...] = ()
-        self._last_step = 1
+        self._clock, self._block_size = clock, block_size
+        self._steps: deque[_Step] = deque()
+        """That have not ended, the oldest first."""
+        self._before: tuple[int, ...] = ()
+        """Of the last step in `record`."""
+        self._ended = 0.0
+        """When the last step has ended."""
 
     def begin_step(self) -> None:
-        """Forget all steps but the last one."""
-        record = self.record
-        if record:
-            self.record = (record[0], *record[self._last_step :])
-            self._last_step = len(self.record)
+        """Note that a step begins."""
+        self._steps.append(_Step(0.0 if self._clock is None else self._clock()))
 
-    def add(self, needed: tuple[int, int, int], bucket: Bucket) -> None:
-        """Record a forward pass.
+    def add(self, needed: tuple[int, int, int], bucket: Bucket, *, is_compiled: bool) -> None:
+        """Record a forward pass of the step that has begun last.
 
         Args:
             needed: batch, query length and blocks that it has.
             bucket: that it is padded to.
+            is_compiled: nothing compiles in it.
         """
-        record, phase = self.record or (0,), int(bucket.phase)
+        step, phase = self._steps[-1], int(bucket.phase)
         padded = (bucket.batch, bucket.query_len, bucket.blocks)
-        self.record = (record[0] + 1, *record[1:], phase, *needed, *padded)
+        step.passes.append((phase, *needed, *padded))
+        step.is_compiled &= is_compiled
         if phase:
             self.num_decode_blocks += needed[2]
             self.num_padded_blocks += bucket.blocks - needed[2]
+
+    def end_step(self) -> None:
+        """Note that the oldest step has ended. It ran since the end of the step before it, or since
+        it began if that was later; its forward passes divide this time as their predicted times."""
+        step, micros = self._steps.popleft(), 0.0
+        if self._clock is not None:
+            now = self._clock()
+            if step.is_compiled:
+                micros = 1e6 * (now - max(step.began, self._ended))
+            self._ended = now
+        if not step.passes:
+            return
+        shares = [1.0]
+        if len(step.passes) > 1:
+            size = self._block_size
+            expected = [
+                forward_seconds(phase, batch, query_len, blocks, size)
+                for phase, _, _, _, batch, query_len, blocks in step.passes
+            ]
+            shares = [seconds / sum(expected) for seconds in expected]
+        found: tuple[int, ...] = ()
+        for sizes, share in zip(step.passes, shares, strict=True):
+            found += (*sizes, round(share * micros))
+        num_before = self.record[0] if self.record else 0
+        self.record = (num_before + len(step.passes), *self._before, *found)
+        self._before = found
 
 
 class StepReport:
@@ -152,7 +204,7 @@ class StepReport:
                 logger.warning("VLLM_HPU_STEP_%s: %s, %s", tag, stats, shape)
 
     def mark_warmed(self, phase: Phase, batch: int, query_len: int, blocks: int) -> None:
-        """This shape has been launched by the warm-up."""
+        """Note that this shape has been launched by the warm-up."""
         self._known.add((phase, batch, query_len, blocks))
 
     def check_warmed(self, phase: Phase, batch: int, query_len: int, blocks: int) -> bool:
@@ -177,13 +229,14 @@ class StepReport:
             )
 
     def finish_warmup(self) -> None:
-        """From here on `compilations_after_warmup` counts."""
+        """Start to count `compilations_after_warmup`."""
         self._bridge.synchronize()
         self._warmup_compilations = self._bridge.counters().compilations
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Around a launch after the warm-up that belongs to it: what it compiles does not count."""
+        """Exclude a launch from the count, because it belongs to the warm-up although it runs
+        later."""
         before = self._bridge.counters().compilations
         yield
         self._bridge.synchronize()
@@ -191,13 +244,15 @@ class StepReport:
             self._warmup_compilations += self._bridge.counters().compilations - before
 
     def compilations_after_warmup(self) -> int:
-        """Since `finish_warmup`, 0 before it. Reads the counters: not for every step."""
+        """Return the compilations since `finish_warmup`, 0 before it. Reads the counters, so it is
+        not for every step."""
         if self._warmup_compilations is None:
             return 0
         return self._bridge.counters().compilations - self._warmup_compilations
 
     def recent_compilations(self) -> int:
-        """`compilations_after_warmup` of at most a second ago; for every step."""
+        """Return `compilations_after_warmup` of at most a second ago; cheap enough for every
+        step."""
         now = time.monotonic()
         if now >= self._next_read:
             self._next_read = now + _MIN_READ_INTERVAL_S
@@ -206,7 +261,7 @@ class StepReport:
 
 
 def not_warmed_line(phase: Phase, batch: int, query_len: int, blocks: int) -> str:
-    """`Configuration: (prompt, 1, 36864) was not warmed-up!`
+    """Return a line such as `Configuration: (prompt, 1, 36864) was not warmed-up!`.
 
     A prompt with context names its blocks too: (prompt, batch, length, blocks). A decode is
     (decode, batch, blocks), with drafts (decode, batch, blocks, length).
@@ -219,7 +274,8 @@ def not_warmed_line(phase: Phase, batch: int, query_len: int, blocks: int) -> st
 
 
 def _compilation_stats(before: DeviceCounters, after: DeviceCounters) -> tuple[int, _Stats]:
-    """How many, and what the bridge's metric shows of them; times in microseconds."""
+    """Return the number of compilations, and their times in microseconds as the bridge's metric
+    shows them."""
     count = after.compilations - before.compilations
     total_us = round((after.compile_s - before.compile_s) * 1e6)
     average_us = total_us // count if count else 0

@@ -1,4 +1,5 @@
-"""The cards that run every launch together, as their layers exchange tensors.
+"""Exchanges the outcome of launches between cards, that run every launch together because their
+layers exchange tensors.
 
 One that runs out of memory in the middle of a launch leaves the others waiting in an exchange that
 it does not come to. That ends the engine. Where all of them run out of memory, or reach the end of
@@ -39,7 +40,8 @@ class TPGroupStatus:
         return self._meeting.is_stage_here(self._name, max(_LEAST_PATIENCE_S, took_s))
 
     def all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
-        """The largest of the numbers that each card has of the last launch, place by place."""
+        """Return the largest of the numbers that each card has of the last launch, position by
+        position."""
         data = msgspec.msgpack.encode(list(numbers))
         found = self._meeting.exchange(
             f"{self._name}: memory", data, "memory of a launch", ranks=self._meeting.stage_ranks

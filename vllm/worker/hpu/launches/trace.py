@@ -1,4 +1,4 @@
-"""What a trace shows of a padded launch."""
+"""Writes counters of padded launches into a trace."""
 
 from vllm.bucketing import Phase
 from vllm.utils.trace import LAUNCH_COUNTERS, PaddingCounts, Trace, launch_counters
@@ -6,7 +6,8 @@ from vllm.worker.hpu.launches.planner import PaddedLaunch
 
 
 def trace_launch(trace: Trace, launch: PaddedLaunch, block_size: int) -> None:
-    """Counters of a launch: what was asked for, and the bucket it was padded to."""
+    """Write the counters of a launch: the sizes that were asked for, and the bucket that it was
+    padded to."""
     bucket = launch.bucket
     is_prompt = bucket.phase is Phase.PREFILL
     seq_lens = launch.num_computed_tokens + launch.num_scheduled_tokens

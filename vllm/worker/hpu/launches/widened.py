@@ -1,4 +1,4 @@
-"""What each launch of a card widens before it multiplies, as one line of the log."""
+"""Logs which weights and caches each launch of a card converts before it multiplies."""
 
 from torch import nn
 
@@ -29,6 +29,6 @@ def log_widened(config: VllmConfig, model: nn.Module) -> None:
         found.append(f"the KV cache in {str(dtype).removeprefix('torch.')}")
     if found:
         logger.info(
-            "Each launch widens to %s what it multiplies of %s",
+            "Each forward pass converts to %s before it multiplies: %s",
             *(config.model.dtype_name, " and ".join(found)),
         )

@@ -46,7 +46,7 @@ class CardBlockCopies:
         return [cache for layer in self._layers for cache in layer.kv_caches]
 
     def read(self, block_ids: Sequence[int]) -> list[bytes]:
-        """The bytes of blocks, layer after layer."""
+        """Return the bytes of blocks, layer after layer."""
         blocks: list[bytes] = []
         for part, count in padded_parts(block_ids):
             slots = self._slots(part)
@@ -59,8 +59,8 @@ class CardBlockCopies:
         return blocks
 
     def write(self, block_ids: Sequence[int], blocks: Sequence[bytes]) -> bool:
-        """Write blocks that `read` has returned. Returns False, and writes nothing, if one has
-        another size.
+        """Write blocks that `read` has returned. Return False, and write nothing, if one has an
+        unexpected size.
 
         Numbers that are not finite become 0, as a block of theirs would spoil all requests: see
         `write_kv_cache`.
@@ -91,13 +91,14 @@ class CardBlockCopies:
             self.write(none, self.read(none))
 
     def _slots(self, block_ids: IntArray) -> Tensor:
-        """[n * block_size] of n blocks, on the card."""
+        """Return the slots [n * block_size] of n blocks, on the card."""
         slots = block_ids[:, None] * np.int32(len(self._offsets)) + self._offsets
         return self._to_device(slots.ravel())
 
 
 def padded_parts(block_ids: Sequence[int]) -> Iterator[tuple[IntArray, int]]:
-    """Parts of one of the sizes, padded by the null block, and how many blocks each of them has.
+    """Yield parts of one of the copy sizes, padded by the null block, and how many blocks each of
+    them has.
 
     >>> [(len(part), count) for part, count in padded_parts([5] * 19)]
     [(8, 8), (8, 8), (8, 3)]
@@ -115,7 +116,7 @@ def _bytes_of(copy: Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]"
 
 
 def _finite(new: Tensor) -> Tensor:
-    """With 0 in place of what is not finite."""
+    """Replace values that are not finite by 0."""
     bits = new.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[new.itemsize])
     bits[~new.float().isfinite()] = 0
     return new

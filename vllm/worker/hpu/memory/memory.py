@@ -1,4 +1,4 @@
-"""How the memory of a card is divided between launches, graphs and the KV cache.
+"""Divides the memory of a card between launches, graphs and the KV cache.
 
 Arithmetic over what was measured; asks no card.
 """
@@ -27,7 +27,7 @@ logger = init_logger(__name__)
 
 
 def most_launch_bytes(config: VllmConfig, free_bytes: int, block_bytes: int) -> int:
-    """What launches may need so that the cache still holds the longest request."""
+    """Return how many bytes launches may need so that the cache still holds the longest request."""
     cache = config.cache
     if cache.kv_cache_memory_bytes is not None and cache.num_gpu_blocks_override is None:
         graph_bytes = free_bytes * cache.gpu_memory_utilization * _graph_share(config)
@@ -58,8 +58,8 @@ def most_kv_blocks(config: VllmConfig, free_bytes: int, block_bytes: int) -> int
 
 
 def beside_states(config: VllmConfig, free_bytes: int, state_bytes: int) -> tuple[VllmConfig, int]:
-    """The config with the memory of the cache that states leave to blocks, and the memory that they
-    leave to everything.
+    """Return the config with the memory of the cache that recurrent states leave to blocks, and the
+    memory that they leave to everything.
 
     Args:
         config: of the engine.
@@ -106,7 +106,10 @@ def divide_memory(
     split = _split(config, free_bytes - launch_bytes)
     has_bytes = config.cache.kv_cache_memory_bytes is not None
     if has_bytes:
-        logger.info("kv_cache_memory_bytes decides about the KV cache, not the share")
+        logger.info(
+            "the KV cache has the size of kv_cache_memory_bytes; gpu_memory_utilization has no "
+            "effect on it"
+        )
     utilization, reserved = config.cache.gpu_memory_utilization, _graph_share(config)
     logger.info(memory_split_line(split, utilization, reserved))
     uses = (
@@ -132,7 +135,7 @@ def divide_memory(
 def make_ledger(
     config: VllmConfig, report: MemoryReport, total_bytes: int, num_blocks: int
 ) -> MemoryLedger:
-    """The ledger of a card before its KV cache is allocated.
+    """Make the ledger of a card before its KV cache is allocated.
 
     Args:
         config: shares.
@@ -160,17 +163,18 @@ def _split(config: VllmConfig, free_bytes: int) -> MemorySplit:
     usable_bytes = asked + split.graph_bytes
     if usable_bytes > free_bytes:
         raise ConfigError(
-            f"kv_cache_memory_bytes={asked} ({format_bytes(asked)}): the card has "
-            f"{format_bytes(free_bytes)} beside weights and launches, of which "
-            f"{format_bytes(split.graph_bytes)} are for graphs (VLLM_GRAPH_RESERVED_MEM). Lower it "
-            f"to {max(0, free_bytes - split.graph_bytes)} at most"
+            f"kv_cache_memory_bytes={asked} ({format_bytes(asked)}): after weights and "
+            f"activations the card has {format_bytes(free_bytes)} left, and "
+            f"{format_bytes(split.graph_bytes)} of it are reserved for HPU graphs "
+            f"(VLLM_GRAPH_RESERVED_MEM). Lower it to {max(0, free_bytes - split.graph_bytes)} at "
+            "most"
         )
     margin_bytes = free_bytes - usable_bytes
     return replace(split, usable_bytes=usable_bytes, margin_bytes=margin_bytes, kv_bytes=asked)
 
 
 def _graph_share(config: VllmConfig) -> float:
-    """Of the usable memory."""
+    """Return the fraction of the usable memory for graphs."""
     return 0.0 if config.model.enforce_eager else config.hpu.graph_reserved_mem
 
 
@@ -183,8 +187,8 @@ def _count_blocks(config: VllmConfig, memory: CacheBudget, block_bytes: int) -> 
         if override * block_bytes > memory.num_bytes:
             raise ConfigError(
                 f"num_gpu_blocks_override={override}: the blocks take "
-                f"{format_bytes(override * block_bytes)}, which is more than there is for the KV "
-                f"cache. {memory.reason}. Lower it to {memory.num_bytes // block_bytes}, or "
+                f"{format_bytes(override * block_bytes)}, which is more than the KV cache can "
+                f"have. {memory.reason}. Lower it to {memory.num_bytes // block_bytes}, or "
                 f"{memory.fix}"
             )
         return override
@@ -195,6 +199,6 @@ def _count_blocks(config: VllmConfig, memory: CacheBudget, block_bytes: int) -> 
     most = config.scheduler.max_num_seqs * config.max_blocks_per_request
     if not cache.enable_prefix_caching:
         return min(num_blocks, most + 1)
-    # Where blocks of running requests lie anywhere, a slice of a large cache is long.
+    # If blocks of running requests can be anywhere, a slice of a large cache is long.
     is_spread = config.hpu.contiguous_pa and not config.has_dense_cache
     return min(num_blocks, 2 * most + 1) if is_spread else num_blocks

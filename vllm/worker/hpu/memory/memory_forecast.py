@@ -19,10 +19,11 @@ from vllm.worker.hpu.launches.planner import PaddedShape
 from vllm.worker.hpu.memory.memory_profile import Attempt
 
 _TOLERANCE = 0.02
-"""A prediction counts only beyond this share of the memory there is: sizes are rounded up."""
+"""Fraction of the memory by which a prediction must exceed it to count, because sizes are rounded
+up."""
 
 _MOST_COMPARED = 16
-"""Launches that a prediction looks at: those that have taken the most tell the most."""
+"""Number of launches that a prediction compares: the ones that have taken the most memory."""
 
 _Way = tuple[Phase, bool, int]
 """Launches whose sizes are comparable."""
@@ -30,7 +31,7 @@ _Sizes = npt.NDArray[np.float64]
 
 
 class MemoryForecast:
-    """The launches of one runner that have run.
+    """The memory of the launches of one runner that have run.
 
     Args:
         slicing: of the attention of prompts.
@@ -62,7 +63,8 @@ class MemoryForecast:
             seen.append((self._sizes(shape), num_bytes, attempted.has_grown))
 
     def exceeds(self, shape: PaddedShape, most_bytes: int) -> int | None:
-        """The bytes that a launch takes at least, if they are more than `most_bytes`, or None.
+        """Return the minimum number of bytes that a launch takes if that is more than `most_bytes`,
+        else None.
 
         Its workspace stays for good, so launches must find room besides it for what they pass on.
         """
@@ -109,7 +111,7 @@ def _way(shape: PaddedShape) -> _Way:
 def _least(
     small: tuple[_Sizes, int, bool], large: tuple[_Sizes, int, bool], sizes: _Sizes
 ) -> float | None:
-    """The least memory of a launch by all factors that give two others what they have taken.
+    """Return the least memory of a launch by all factors that fit two others.
 
     The least is reached with two parts only, as there are two equations. None: no factors do.
     """

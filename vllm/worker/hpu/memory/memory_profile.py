@@ -1,4 +1,5 @@
-"""What a part of the start took of device and host memory, as users of Gaudi read it in the log."""
+"""Measures how much device and host memory a part of the start took, in the form of Gaudi's log
+lines."""
 
 import gc
 import re
@@ -26,7 +27,7 @@ class MemoryProfile:
 
     Args:
         bridge: the card.
-        is_peak: what the block needed at its peak, in place of what it left in use.
+        is_peak: what the block needed at its peak, instead of what it left in use.
         resident_bytes: measure from that much in use, in place of what is when the block begins:
             without the workspace, which is there from the launches before.
     """
@@ -83,7 +84,7 @@ class MemoryProfile:
         )
 
     def _measure(self) -> tuple[int, int]:
-        """Bytes in use on the device and on the host."""
+        """Return the bytes in use on the device and on the host."""
         device, host = self._bridge.memory_info(), psutil.virtual_memory()
         self._totals = (device.total_bytes, host.total)
         return device.total_bytes - device.free_bytes, host.total - host.available
@@ -115,11 +116,12 @@ class Attempt:
         return max(0, self.peak_bytes - self.kept_bytes)
 
     def without(self, held_bytes: int) -> "Attempt":
-        """The same without memory that was held while the launch ran."""
+        """Return the attempt without memory that was held while the launch ran."""
         return replace(self, peak_bytes=max(self.kept_bytes, self.peak_bytes - held_bytes))
 
     def max_over_ranks(self, peers: TPGroupStatus | None) -> "Attempt":
-        """The same with the most that any of the cards has needed, so that all decide alike."""
+        """Return the attempt with the most that any of the cards has needed, so that all decide
+        alike."""
         if peers is None:
             return self
         refused = -1 if self.refused_bytes is None else self.refused_bytes
@@ -134,8 +136,8 @@ def attempt(
     resident_bytes: int,
     peers: TPGroupStatus | None = None,
 ) -> Attempt:
-    """Run a launch and measure it. Out of memory is an outcome; nothing is left of the launch but
-    the workspace.
+    """Run a launch and measure it. Out of memory is an outcome; only the workspace of the launch
+    remains.
 
     Args:
         resident_bytes: in use on the card apart from its workspace: weights, cache, graphs.
@@ -173,7 +175,7 @@ def attempt(
 
 
 def used_bytes(bridge: HabanaBridge) -> int:
-    """Device memory in use."""
+    """Return the device memory in use."""
     memory = bridge.memory_info()
     return memory.total_bytes - memory.free_bytes
 

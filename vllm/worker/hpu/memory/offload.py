@@ -1,4 +1,4 @@
-"""Layers whose weights stay on the host, for models that are larger than the card.
+"""Keeps the weights of layers on the host, for models that are larger than the card.
 
 The parameters of such layers are one set of tensors on the card, the slot, which they share. It
 holds the weights of the layer that runs next: when a layer has run, those of the one after it are
@@ -26,7 +26,8 @@ _Signature = tuple[tuple[str, torch.Size, torch.dtype], ...]
 
 
 def choose_layers(model: LoadableModel, num_bytes: int) -> list[nn.Module]:
-    """The layers whose weights stay on the host: the fewest that spare the card so much, or all.
+    """Choose the layers whose weights are kept on the host: the fewest that save so many bytes of
+    the card, or all.
 
     The card is spared all of them but one, which has the slot. They are spread evenly, so that a
     copy has the time of several other layers.
@@ -62,7 +63,7 @@ class StreamedLayers:
         layers: in the order they run; their parameters are on the host. They get others.
 
     Attributes:
-        host_bytes: of weights that stay on the host.
+        host_bytes: of weights on the host.
         device_bytes: of the slots.
 
     Raises:
@@ -123,7 +124,7 @@ class StreamedLayers:
 def stream_layers(
     bridge: HabanaBridge, model: LoadableModel, layers: Sequence[nn.Module], asked_bytes: int
 ) -> StreamedLayers:
-    """Stream layers of a model, and log how much stays on the host.
+    """Stream layers of a model, and log how many bytes are kept on the host.
 
     Args:
         bridge: the card.
@@ -143,8 +144,7 @@ def stream_layers(
     spared_bytes = streamed.host_bytes - streamed.device_bytes
     if spared_bytes < asked_bytes:
         logger.warning(
-            "cpu_offload_gb asks to keep %s off the card; with all layers on the host it is only "
-            "%s",
+            "cpu_offload_gb asks to keep %s off the card, but all layers on the host save only %s",
             format_bytes(asked_bytes),
             format_bytes(spared_bytes),
         )

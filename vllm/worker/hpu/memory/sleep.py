@@ -1,10 +1,11 @@
-"""Sleep mode on a card: weights go to the host or are dropped, the KV cache is dropped.
+"""Sleep mode on a card: weights are moved to the host or dropped, the KV cache is dropped.
 
 Tensors come back at other addresses, so graphs that were captured with the old ones go first and
 are captured again afterwards.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ class CardWeights:
         logger.info("Moving model to CPU for sleep mode took %s", profile)
 
     def restore(self) -> None:
-        """Move the weights back; those that were dropped are read from the checkpoint.
+        """Move the weights back; weights that were dropped are read from the checkpoint.
 
         Raises:
             WeightLoadError: the checkpoint cannot be read.
@@ -69,7 +70,8 @@ class CardWeights:
         logger.info("Waking up model, moving it back to HPU took %s", profile)
 
     def reload(self, folder: str | None) -> None:
-        """See `SleepingWeights.reload`."""
+        """Read the weights again, from another folder if one is given; see
+        `SleepingWeights.reload`."""
         folder = folder or self._folder
         if self._is_released:
             self._is_on_host = False
@@ -96,7 +98,7 @@ class CardWeights:
 
 
 class CardCache:
-    """The KV cache on a card. It comes back empty.
+    """The KV cache on a card. It is empty after waking up.
 
     Args:
         bridge: the card.
@@ -124,16 +126,35 @@ class CardCache:
         logger.info("Waking up KV cache, reinitializing it took %s", profile)
 
 
+class EncoderGraphs(Protocol):
+    """The HPU graphs of an encoder of images or sounds."""
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Return the sizes that have a graph, in the order of their capture."""
+        ...
+
+    def capture(self, size: int) -> None:
+        """Record the graph of a size."""
+        ...
+
+    def release(self, size: int) -> None:
+        """Throw the graph of a size away."""
+        ...
+
+
 class SleepingGraphs:
     """The HPU graphs of a runner that sleeps.
 
     Args:
         runner: warmed up.
+        encoder: of images or sounds; None: the model reads text only.
     """
 
-    def __init__(self, runner: PaddedRunner) -> None:
-        self._runner = runner
+    def __init__(self, runner: PaddedRunner, encoder: EncoderGraphs | None = None) -> None:
+        self._runner, self._encoder = runner, encoder
         self._shapes: list[PaddedShape] = []
+        self._encoder_sizes: list[int] = []
 
     def release(self) -> None:
         """Throw away all graphs, as they hold addresses of weights and cache."""
@@ -142,6 +163,10 @@ class SleepingGraphs:
             self._shapes += execution.shapes
             for shape in execution.shapes:
                 self._runner.launches.release(shape)
+        if self._encoder is not None:
+            self._encoder_sizes += self._encoder.graph_sizes
+            for size in self._encoder.graph_sizes:
+                self._encoder.release(size)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -152,6 +177,9 @@ class SleepingGraphs:
             shape = self._shapes.pop(0)
             self._runner.launches.capture(shape)
             self._runner.warm_up(shape, sampling="none")
+        while self._encoder_sizes:
+            assert self._encoder is not None
+            self._encoder.capture(self._encoder_sizes.pop(0))
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

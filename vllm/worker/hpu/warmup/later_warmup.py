@@ -5,17 +5,21 @@ with HPU graphs, captured, and only then in use: until then launches are padded 
 are closed. The next one is the bucket that saves the most device time for each second that it
 takes, by the traffic so far and by launches of its kind. All ranks choose alike: they have seen the
 same steps, and the engine tells them how long each part took.
+
+Later the engine may want other buckets, for the traffic of the last hour. They are warmed up in
+the same way; when all of them are in use, the buckets that they replace are taken out of use.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from vllm.bucketing import Bucket, MemoryLedger, Phase, format_bytes
+from vllm.bucketing import Bucket, Catalog, MemoryLedger, Phase, format_bytes, prove
 from vllm.bucketing.catalog.first_set import even_shapes, padded_share, savings
-from vllm.bucketing.catalog.from_traffic import seconds_of
+from vllm.bucketing.catalog.from_traffic import bucket_cost, seconds_of
+from vllm.bucketing.catalog.replacement import replacement
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.traffic import TrafficTable
 from vllm.logger import init_logger
@@ -107,6 +111,48 @@ class LaterWarmUp:
         """Memory that the last graph has taken."""
         self._graph_bytes: dict[PaddedShape, int] = {}
         """Memory of each graph of a bucket that is not in use yet."""
+        self._every = {*start.wanted.prefill, *start.wanted.decode}
+        """Buckets that have been wanted so far."""
+        self._replaced: frozenset[Bucket] = frozenset()
+        """Buckets in use that others are to replace."""
+        self._replacing: list[Bucket] = []
+        """The others."""
+
+    @property
+    def left(self) -> list[Bucket]:
+        """Return the buckets that are not in use yet."""
+        return list(self._left)
+
+    def replace(self, wanted: Iterable[Bucket], *, keeps_prompts: bool) -> bool:
+        """Begin to warm up other buckets, which replace the present ones once all are warm.
+
+        Args:
+            wanted: for the traffic. The present ones that closure needs are kept.
+            keeps_prompts: keep the present buckets of prompts.
+
+        Returns:
+            Whether there is any that is not in use yet.
+        """
+        assert not self._left, "buckets are still being warmed up"
+        present = self._catalog
+        self._replacing = replacement(wanted, present, self._limits, keeps_prompts=keeps_prompts)
+        self._left = {b: self._parts_of(b) for b in self._replacing if b not in present}
+        if not self._left:
+            return False
+        held = {*present.prefill, *present.decode}
+        self._replaced = frozenset(held.difference(self._replacing))
+        self._every.update(self._left)
+        self._launches.allow_buckets(len(self._every))
+        # The wanted ones were chosen by their seconds.
+        self._catalog = Catalog(
+            present.prefill, present.decode, bucket_cost(self._limits.block_size)
+        )
+        self._catalog.mark_warmed(present.warmed)
+        self._launches.use_catalog(self._catalog, self._limits)
+        self._launches.traffic = self._traffic
+        self._num_wanted = len(self._replacing)
+        self._num_named = _RECOUNTED_AFTER
+        return True
 
     # ---- steps ----------------------------------------------------------------------------
 
@@ -124,6 +170,7 @@ class LaterWarmUp:
                 self._finish(self._running, given_up)
             self._running = self._launch = None
         if not self._left:
+            self._take_out_replaced()
             self._launches.traffic = None
             return None
         self._num_named += 1
@@ -136,17 +183,17 @@ class LaterWarmUp:
         needed = {bucket: sum(each) for bucket, each in expected.items()}
         short = [b for b, each in expected.items() if longest_s is None or each[0] <= longest_s]
         bucket = max(short or needed, key=lambda b: self._savings[b] / max(needed[b], _LEAST_S))
-        part = self._left[bucket][0]
+        part, num_warm = self._left[bucket][0], self._num_wanted - len(self._left)
         step = WarmUpStep(
             phase=f"warm-up while serving: {bucket.phase!s} {part.stage}",
             name=f"{bucket.phase!s} {(bucket.batch, bucket.query_len, bucket.blocks)}",
-            index=len(self._catalog) + 1,
+            index=num_warm + 1,
             total=self._num_wanted,
             given_up=self._refuse(part) if short else None,
             eta_seconds=sum(needed.values()),
             expected_s=expected[bucket][0],
             must_wait=not short,
-            num_warm=len(self._catalog),
+            num_warm=num_warm,
             num_wanted=self._num_wanted,
             padded_share=self._padded_share,
         )
@@ -165,8 +212,11 @@ class LaterWarmUp:
     def _finish(self, bucket: Bucket, given_up: str | None) -> None:
         part = self._left[bucket].pop(0)
         if part.stage == "capture":
-            if given_up is not None:  # it runs without a graph
+            if given_up is not None:
                 self._launches.release(part.shape)
+                if self._release_replaced(bucket.phase):
+                    self._left[bucket].insert(0, part)  # there may be memory for it now
+                # Without, it runs without a graph.
             else:
                 self._ledger.book(_GRAPHS[bucket.phase], self._used_bytes)
                 self._graph_bytes[part.shape] = self._used_bytes
@@ -191,7 +241,7 @@ class LaterWarmUp:
         )
         self._count_savings()
         self._on_warm(bucket)
-        if not self._left:
+        if not self._left and not self._replacing:
             logger.info("All %d buckets are warmed up", len(self._catalog))
 
     def _give_up(self, bucket: Bucket, reason: str) -> None:
@@ -205,7 +255,51 @@ class LaterWarmUp:
                     booked = self._graph_bytes.pop(part.shape, 0)
                     self._ledger.release(_GRAPHS[other.phase], booked)
             del self._left[other]
-        logger.warning("%d of the other buckets are left out: %s", len(lost), reason)
+        logger.warning("%d of the other buckets cannot be used: %s", len(lost), reason)
+
+    # ---- buckets that are replaced --------------------------------------------------------
+
+    def _release_replaced(self, phase: Phase) -> bool:
+        """Throw away a graph of a bucket that is to be replaced, which has the memory that a new
+        one needs. Return whether there was one. All ranks throw away the same."""
+        graphs = [
+            shape
+            for shape in self._graph_shapes
+            if shape.bucket in self._replaced and shape.bucket.phase is phase
+        ]
+        if graphs:
+            self._release_graph(graphs[-1])  # captured last, as it is needed least
+        return bool(graphs)
+
+    def _release_graph(self, shape: PaddedShape) -> None:
+        """Throw away a graph, and let the ledger have its memory."""
+        in_use, cls = used_bytes(self._bridge), _GRAPHS[shape.bucket.phase]
+        self._launches.release(shape)
+        freed = max(0, in_use - used_bytes(self._bridge))
+        self._ledger.release(cls, min(freed, self._ledger.booked(cls)))
+
+    def _take_out_replaced(self) -> None:
+        """Take the buckets out of use that others have replaced."""
+        if not self._replacing:
+            return
+        present, before = self._catalog, len(self._replaced)
+        # Some of the others may have been given up.
+        warm = [bucket for bucket in self._replacing if bucket in present]
+        kept = replacement(warm, present, self._limits)
+        self._replaced = self._replaced.difference(kept)
+        catalog = present.without(self._replaced)
+        report = prove(catalog, self._limits)
+        assert report.is_covered, str(report)
+        self._catalog = catalog
+        self._launches.use_catalog(catalog, self._limits)
+        for shape in self._graph_shapes:
+            if shape.bucket in self._replaced:
+                self._release_graph(shape)
+        logger.info(
+            "buckets: %d are in use now, %d of %d earlier ones were taken out of use",
+            *(len(catalog), len(self._replaced), before),
+        )
+        self._replaced, self._replacing = frozenset(), []
 
     # ---- what comes next ------------------------------------------------------------------
 
@@ -264,10 +358,14 @@ class LaterWarmUp:
             return None
         return self._too_much(needed_bytes, most_bytes)
 
-    def _num_graphs(self, phase: Phase) -> int:
+    @property
+    def _graph_shapes(self) -> list[PaddedShape]:
+        """Shapes that have a graph, in the order of their capture."""
         execution = self._launches.execution
-        assert isinstance(execution, GraphExecution)
-        return sum(shape.bucket.phase is phase for shape in execution.shapes)
+        return execution.shapes if isinstance(execution, GraphExecution) else []
+
+    def _num_graphs(self, phase: Phase) -> int:
+        return sum(shape.bucket.phase is phase for shape in self._graph_shapes)
 
     def _run(self, part: _Part) -> str | None:
         """Run a launch. Return the reason to give it up, or None."""

@@ -23,7 +23,8 @@ from vllm.worker.parts.prompt_logprobs import PART_SIZE
 
 
 def held_bytes(config: VllmConfig) -> int:
-    """Most device memory that requests and the results of a step hold while a launch runs.
+    """Return how many bytes of device memory requests and the results of a step hold at most while
+    a launch runs.
 
     A mask of the vocabulary for each request, and for each token of the step and each request the
     log-probabilities of all that may be asked for.
@@ -42,7 +43,8 @@ def profile_launches(
     most_blocks: int | None,
     forecast: MemoryForecast,
 ) -> tuple[MemoryProfile, int] | None:
-    """Run the largest launches that need `most_bytes` at most; of those the one that needs most.
+    """Run the largest launches that need `most_bytes` at most, and return the one of them that
+    needs most.
 
     What needs more is reported only where nothing smaller can be launched.
 
@@ -98,7 +100,7 @@ def _largest_within(
     while True:
         buckets = catalog.prefill if phase is Phase.PREFILL else catalog.decode
         ladder = _ProfileOrder(attempts, most_bytes, num_scores)
-        # Those with the most work and with the largest matrix of scores.
+        # The launches with the most work and with the largest matrix of scores.
         heaviest = {max(buckets, key=size) for size in (padded_cost, num_scores)}
         while (bucket := ladder.next_bucket(buckets, heaviest)) is not None:
             attempts[bucket] = run(bucket)
@@ -117,10 +119,10 @@ def _largest_within(
 
 
 class _ProfileOrder:
-    """Which launches may be run, going by the smaller ones that have run.
+    """Chooses the launches that may run, from the smaller ones that have run.
 
     Args:
-        attempts: those that have run; others may be added.
+        attempts: launches that have run; others may be added.
         most_bytes: that a launch may need.
         num_scores: of one head, that a launch has at a time.
     """
@@ -136,7 +138,8 @@ class _ProfileOrder:
         self._num_scores = num_scores
 
     def next_bucket(self, buckets: Sequence[Bucket], heaviest: set[Bucket]) -> Bucket | None:
-        """The launch to run next; None: the heaviest have run, or all that is left is too much."""
+        """Return the launch to run next; None: the heaviest have run, or the remaining ones do not
+        fit."""
         if not self._attempts:
             return min(buckets, key=padded_cost)
         wanted = [bucket for bucket in heaviest if bucket not in self._attempts]
@@ -150,12 +153,12 @@ class _ProfileOrder:
         return max(smaller, key=padded_cost, default=None)
 
     def exceeds_memory(self, attempted: Attempt) -> bool:
-        """It ran out of memory, or took more than there is for launches."""
+        """Whether an attempt ran out of memory, or took more than there is for launches."""
         is_above = attempted.has_grown and attempted.needed_bytes > self._most_bytes
         return attempted.refused_bytes is not None or is_above
 
     def cannot_fit(self, bucket: Bucket) -> bool:
-        """The launch is too much, or would be in proportion to all that have run."""
+        """Whether the launch does not fit, or would not in proportion to all that have run."""
         if bucket in self._attempts:
             return self.exceeds_memory(self._attempts[bucket])
         return all(
@@ -164,7 +167,7 @@ class _ProfileOrder:
         )
 
     def _reach(self, attempted: Attempt) -> float:
-        """How many times larger a launch may be to fit the memory."""
+        """Return how many times larger a launch may be to fit into the memory."""
         if self.exceeds_memory(attempted):
             return 1.0
         # What goes from recipe to recipe hardly depends on the bucket.
@@ -180,7 +183,7 @@ class _ProfileOrder:
 def _run_beside_others(
     config: VllmConfig, bridge: HabanaBridge, runner: PaddedRunner, bucket: Bucket
 ) -> None:
-    """A launch while all that it may find in memory is there."""
+    """Run a launch while all memory that other data may occupy is in use."""
     held = bridge.zeros((held_bytes(config),), torch.uint8)
     runner.warm_up(PaddedShape(bucket), sampling="heaviest")
     del held

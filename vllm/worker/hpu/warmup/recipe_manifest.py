@@ -144,14 +144,14 @@ class RecipeManifest:
         except OSError as error:
             if not self._has_failed:
                 logger.warning(
-                    "%s cannot be written: %s. The next start does not know which recipes are on "
+                    "%s cannot be written: %s. The next start cannot tell which recipes are on "
                     "disk",
                     *(self._path, error),
                 )
             self._has_failed = True
 
     def _difference(self, others: Iterable[Mapping[str, str]]) -> str:
-        """The fields in which the most similar configuration differs."""
+        """Return the fields in which the most similar configuration differs."""
         differing = [
             [name for name in self._fields if other.get(name) != self._fields[name]]
             for other in others
@@ -167,11 +167,12 @@ def _delete(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        logger.warning("The list of recipes %s is not deleted: %s", path, error)
+        logger.warning("The list of recipes %s cannot be deleted: %s", path, error)
 
 
 def _read(path: Path) -> list[_Entry]:
-    """The configurations of a file; none if there is no such file, or it is damaged or newer."""
+    """Return the configurations of a file; none if the file does not exist, is damaged, or is
+    newer."""
     try:
         content = msgspec.json.decode(path.read_bytes(), type=_Content)
         is_ours = (content.format, content.version) == (_FORMAT, _VERSION)
@@ -179,5 +180,5 @@ def _read(path: Path) -> list[_Entry]:
     except FileNotFoundError:
         return []
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
-        logger.warning("The list of recipes %s is not read: %s", path, error)
+        logger.warning("The list of recipes %s cannot be read: %s", path, error)
         return []

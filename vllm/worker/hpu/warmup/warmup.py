@@ -30,6 +30,7 @@ from vllm.bucketing.catalog.shrink import shrink_launches
 from vllm.bucketing.ledger import GRAPHS, MemoryClass, assign_graphs
 from vllm.bucketing.log_lines import (
     captured_line,
+    encoder_graphs_line,
     encoder_line,
     graph_memory_line,
     warmup_finished_line,
@@ -81,6 +82,14 @@ class PaddedEncoder(Protocol):
 
     def give_up(self, size: int, reason: str) -> None:
         """Take a size out of use."""
+        ...
+
+    def capture(self, size: int) -> None:
+        """Record the HPU graph of a size."""
+        ...
+
+    def release(self, size: int) -> None:
+        """Throw the HPU graph of a size away, if it has one."""
         ...
 
 
@@ -152,7 +161,7 @@ class WarmUp:
         self._needed_bytes = 0
         """Memory that launches need at a time, the last one included."""
         self._passing_bytes = 0
-        """Of it, what a launch has beside the workspace."""
+        """Memory of a launch in addition to the workspace."""
         self._kept_bytes = 0
         """Of it, the workspace that is in use between launches too."""
         self._used_bytes: int | None = None
@@ -197,6 +206,8 @@ class WarmUp:
             yield from self._launch_once(phase)
         if self._has_graphs:
             yield from self._capture()
+            if self._encoder is not None:
+                yield from self._capture_encoder(self._encoder)
         seconds = time.perf_counter() - started
         allocated = free_before - self._bridge.memory_info().free_bytes
         logger.info(warmup_finished_line(seconds, allocated))
@@ -209,7 +220,7 @@ class WarmUp:
         return isinstance(self._launches.execution, GraphExecution)
 
     def _work_left(self) -> Iterator[Work]:
-        """Every launch from here to the end of the warm-up, if nothing more is given up."""
+        """Yield every launch from here to the end of the warm-up, if nothing more is given up."""
         for size in self._encoder_sizes:
             yield _encoder_work(size)
         batches, slices = set(self.batches), self._long_slices()
@@ -228,11 +239,14 @@ class WarmUp:
         if self._has_graphs:
             yield from self._graphs_left(self.catalog.prefill)
             yield from self._graphs_left(self.catalog.decode)
+            if self._encoder is not None:
+                yield from (_encoder_work(size, "capture") for size in self._encoder.sizes)
 
     def _work_of(
         self, stage: Stage, buckets: Sequence[Bucket], batches: set[int]
     ) -> Iterator[Work]:
-        """The launches of buckets, in this order; adds to the batch sizes that have sampled."""
+        """Yield the launches of buckets, in this order; add to the batch sizes that have
+        sampled."""
         for bucket in buckets:
             for shape in self._shapes(bucket):
                 yield self._work(stage, shape, samples=shape.num_rows not in batches)
@@ -288,7 +302,7 @@ class WarmUp:
     # ---- phase 1 --------------------------------------------------------------------------
 
     def _compile(self, phase: Phase) -> _Steps:
-        """Compile every bucket of a phase. Which there are may change on the way."""
+        """Compile every bucket of a phase. The set of buckets may change meanwhile."""
         done = 0
         with _progress_bar(phase) as bar:
             while pending := [b for b in self._pending(phase) if b not in self._compiled]:
@@ -311,8 +325,8 @@ class WarmUp:
         yield from self._launch_each("decode slices", self._long_slices)
 
     def _launch_once(self, phase: Phase) -> _Steps:
-        """Launch every bucket of a phase, which compiles those that are not yet, the largest
-        first."""
+        """Launch every bucket of a phase, the largest first; this compiles the buckets that are not
+        compiled yet."""
         yield from self._launch_each(f"{phase!s} launches", lambda: self._pending(phase)[::-1])
 
     def _launch_each(self, what: str, pending_buckets: Callable[[], list[Bucket]]) -> _Steps:
@@ -335,13 +349,13 @@ class WarmUp:
             done += 1
 
     def _long_slices(self) -> list[Bucket]:
-        """Pending decodes with long slices, ascending."""
+        """Return pending decodes with long slices, ascending."""
         pending = [b for b in self._pending(Phase.DECODE) if self._is_long_slice(b)]
         return sorted(pending, key=lambda bucket: (padded_cost(bucket), bucket))
 
     def _is_long_slice(self, bucket: Bucket) -> bool:
-        """Whether a decode reads more blocks than those of the profiling run. The same on all
-        ranks, as it depends on the config alone."""
+        """Whether a decode reads more blocks than the decodes of the profiling run. The same on all
+        ranks, as it depends only on the config."""
         most = self._forecast.most_blocks
         is_long = most is not None and bucket.blocks > most
         return is_long and self.limits.contiguous_pa and bucket.phase is Phase.DECODE
@@ -367,20 +381,21 @@ class WarmUp:
             given_up = yield step
             self._book_workspace(0 if given_up else self._needed_bytes)
             if given_up is not None:
-                logger.warning("%s is not used: %s", _name(bucket), given_up)
+                logger.warning("The bucket %s is not used: %s", _name(bucket), given_up)
                 return given_up
             self.batches.add(shape.num_rows)
             line = None
         return None
 
     def _compile_shape(self, shape: PaddedShape) -> str | None:
-        """Compile a launch. Why it is given up: not even what it returns has room."""
+        """Compile a launch, and return why it is given up: there is no memory even for its
+        outputs."""
         with self._bridge.compile_only():
             attempted = self._attempt(shape)
         return self._refusal(attempted) if attempted.refused_bytes is not None else None
 
     def _launch_shape(self, shape: PaddedShape) -> str | None:
-        """Run a launch. Why it is given up: it needs more memory than there will be."""
+        """Run a launch, and return why it is given up: it needs more memory than there will be."""
         with self._bridge.dry_run():
             attempted = self._attempt(shape)
         passing = max(self._passing_bytes, attempted.passing_bytes)
@@ -392,8 +407,8 @@ class WarmUp:
         return None
 
     def _predict(self, shape: PaddedShape) -> str | None:
-        """Why a launch must not even be tried: going by smaller ones, there is no memory for it.
-        None: there may be."""
+        """Return why a launch must not even be tried: by the smaller ones there is no memory for
+        it. None: there may be."""
         most_bytes = self._launch_bytes()
         needed_bytes = self._forecast.exceeds(shape, most_bytes - self._held_bytes)
         if needed_bytes is None:
@@ -417,13 +432,13 @@ class WarmUp:
         return f"a launch takes {at_least}{needed}, there are {there_is} for launches"
 
     def _pending(self, phase: Phase) -> list[Bucket]:
-        """Buckets that have not run yet, ascending."""
+        """Return the buckets that have not run yet, ascending."""
         buckets = self.catalog.prefill if phase is Phase.PREFILL else self.catalog.decode
         return [bucket for bucket in buckets if not self.catalog.is_warmed(bucket)]
 
     def _book_workspace(self, needed_bytes: int) -> None:
-        """Keep memory for launches that need more than the profiling run did: that of graphs, and
-        of the margin where a card has taken more and does not give it back."""
+        """Keep memory for launches that need more than the profiling run did: memory of graphs, and
+        of the margin if a card has taken more and does not give it back."""
         ledger, workspace = self._ledger, MemoryClass.WORKSPACE
         self._kept_bytes = max(0, used_bytes(self._bridge) - self._resident_bytes())
         if self._kept_bytes:
@@ -443,12 +458,12 @@ class WarmUp:
         ledger.book(workspace, more)
 
     def _resident_bytes(self) -> int:
-        """In use whatever is launched."""
+        """Return the bytes that are in use whatever is launched."""
         held = (MemoryClass.WEIGHTS, MemoryClass.KV_CACHE, *GRAPHS)
         return sum(self._ledger.booked(cls) for cls in held)
 
     def _launch_bytes(self) -> int:
-        """What launches can have at most: then no graph is captured."""
+        """Return the bytes that launches can have at most, if no graph is captured."""
         ledger = self._ledger
         graphs = sum(ledger.left(cls) for cls in GRAPHS)
         return ledger.booked(MemoryClass.WORKSPACE) + ledger.unassigned_bytes + graphs
@@ -460,8 +475,8 @@ class WarmUp:
         found = shrink_launches(self.wanted.without([bucket]), self.limits, self._given_up)
         if found is None:
             raise ConfigError(
-                f"no memory for any {bucket.phase!s}, {_name(bucket)} being the last that was "
-                f"tried. Lower --gpu-memory-utilization "
+                f"out of device memory: no {bucket.phase!s} bucket fits, not even the last one "
+                f"tried, {_name(bucket)}. Lower --gpu-memory-utilization "
                 f"({self._config.cache.gpu_memory_utilization}), which sizes the KV cache, or "
                 f"--max-model-len ({self._config.scheduler.max_model_len})"
             )
@@ -562,6 +577,47 @@ class WarmUp:
         self._used_bytes = max(0, used_bytes(self._bridge) - in_use)
         return step.refusal_of(self._used_bytes)
 
+    def _capture_encoder(self, encoder: PaddedEncoder) -> _Steps:
+        """Capture the graphs of the encoder, the smallest first, in what prompts have left, and
+        decodes if all of theirs are there: the smaller a forward pass is, the more of its time is
+        work of the host."""
+        ledger, cls, decodes = self._ledger, MemoryClass.PREFILL_GRAPHS, MemoryClass.DECODE_GRAPHS
+        if self._captured.issuperset(self.wanted.decode):
+            ledger.move(decodes, cls, ledger.left(decodes))
+        captured: list[int] = []
+        used_before = ledger.booked(cls)
+        for index, size in enumerate(encoder.sizes, start=1):
+            used, left = ledger.booked(cls) - used_before, ledger.left(cls)
+            expected = used * size // max(1, sum(captured))
+            self._used_bytes = None
+            self._eta_s = self.estimate.begin([_encoder_work(size, "capture")])
+            self._launch = partial(self._capture_size, encoder, size, left)
+            given_up = yield WarmUpStep(
+                phase=f"warm-up: graphs of the encoder of {encoder.reads}",
+                name=f"{size} {encoder.unit}",
+                index=index,
+                total=len(encoder.sizes),
+                given_up=_refusal(expected, left) if left <= expected else None,
+            )
+            if given_up is not None:
+                encoder.release(size)
+                break
+            assert self._used_bytes is not None and ledger.book(cls, self._used_bytes)
+            captured.append(size)
+        used = ledger.booked(cls) - used_before
+        logger.info(encoder_graphs_line(captured, len(encoder.sizes), encoder.unit, used))
+
+    def _capture_size(self, encoder: PaddedEncoder, size: int, left_bytes: int) -> str | None:
+        """Capture a graph of the encoder. Return why it takes more memory than there is, or
+        None."""
+        in_use = used_bytes(self._bridge)
+        with self._bridge.dry_run():
+            captured = attempt(self._bridge, partial(encoder.capture, size), in_use)
+        self._used_bytes = max(0, used_bytes(self._bridge) - in_use)
+        if captured.refused_bytes is not None:
+            self._used_bytes = max(captured.needed_bytes, left_bytes + 1)
+        return _refusal(self._used_bytes, left_bytes) if self._used_bytes > left_bytes else None
+
     def _capture_shape(self, shape: PaddedShape) -> None:
         self._launches.capture(shape)
         self._runner.warm_up(shape, sampling="none")
@@ -581,8 +637,12 @@ def _logged(line: str | None, launch: Callable[[], str | None]) -> str | None:
     return launch()
 
 
-def _encoder_work(size: int) -> Work:
-    return Work(Kind("compile", "encoder", samples=False), size)
+def _encoder_work(size: int, stage: Stage = "compile") -> Work:
+    return Work(Kind(stage, "encoder", samples=False), size)
+
+
+def _refusal(needed_bytes: int, left_bytes: int) -> str:
+    return f"it takes {format_bytes(needed_bytes)}, {format_bytes(left_bytes)} are left"
 
 
 def _step(phase: str, bucket: Bucket, index: int, total: int) -> WarmUpStep:
@@ -594,7 +654,7 @@ def _name(bucket: Bucket) -> str:
 
 
 def _progress_bar(phase: Phase) -> "tqdm[Bucket]":
-    """On a terminal only."""
+    """Make a progress bar, which is shown on a terminal only."""
     name = "Prompt" if phase is Phase.PREFILL else "Decode"
     bar: Callable[..., tqdm[Bucket]] = tqdm
     return bar(

@@ -30,6 +30,7 @@ _PRIOR_S: dict[tuple[Stage, Runs], float] = {
     ("load", Phase.DECODE): 0.12,
     ("run", Phase.PREFILL): 0.25,
     ("run", Phase.DECODE): 0.17,
+    ("capture", "encoder"): 0.33,
     ("capture", Phase.PREFILL): 0.33,
     ("capture", Phase.DECODE): 0.33,
 }
@@ -42,8 +43,9 @@ _PRIOR_SAMPLING = 2.0
 """A launch with the first sampling of its batch size against one without; an assumption."""
 
 _PRIOR_WEIGHT = 0.2
-"""How many launches the assumption counts as that half of the time of an average launch is in
-proportion to its padded cost. It decides while all measured launches have about the same size."""
+"""Number of launches that count as much as the assumption that half of the time of an average
+launch is in proportion to its padded cost. It decides while all measured launches have about the
+same size."""
 
 _MIN_STEPS = 2
 """Steps that must have been measured before there is an estimate."""
@@ -62,7 +64,8 @@ class Kind(NamedTuple):
 
     @property
     def prior_s(self) -> float:
-        """Seconds of an average launch, in proportion to those of other kinds."""
+        """Return the assumed seconds of an average launch, in proportion to launches of other
+        kinds."""
         return _PRIOR_S[self.stage, self.phase] * (_PRIOR_SAMPLING if self.samples else 1)
 
 
@@ -76,7 +79,7 @@ class Work(NamedTuple):
 
 @dataclass
 class _Pace:
-    """What is left of a kind of launch, and sums over the steps of it that were measured.
+    """The remaining launches of a kind, and sums over the measured steps of it.
 
     Sizes are in units of the mean size when the kind was planned first.
     """
@@ -105,7 +108,7 @@ class _Pace:
         self.latest_s = seconds / num
 
     def fit(self, assumed_s: float | None = None) -> tuple[float, float]:
-        """Seconds for each launch and for each unit of size, going by those that were measured.
+        """Return the seconds for each launch and for each unit of size, by the measured launches.
 
         Args:
             assumed_s: of an average launch, going by other kinds; it counts as one measurement, as
@@ -214,7 +217,7 @@ class WarmUpEstimate:
         return left
 
     def _assume(self, kind: Kind) -> float | None:
-        """The seconds of an average launch in proportion to other kinds that were measured: those
+        """Return the seconds of an average launch in proportion to other kinds that were measured:
         of the same stage, or of any. None: there are none."""
         others = [(k, p) for k, p in self._paces.items() if p.num_measured and k != kind]
         others = [(k, p) for k, p in others if k.stage == kind.stage] or others

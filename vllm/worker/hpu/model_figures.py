@@ -1,4 +1,4 @@
-"""The sizes of a planned model that its speed depends on, read from its layers."""
+"""The sizes of a model that its speed depends on, read from its layers."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,20 +7,24 @@ import torch
 from torch import nn
 
 from vllm.attention.cached_layer import layers_with_cache
+from vllm.config import VllmConfig
 from vllm.cost_model.throughput import AttentionFigures, ModelFigures
 from vllm.kv_cache_spec import CacheKind
 from vllm.model_executor.layers.experts import Experts, Router
 from vllm.model_executor.layers.grouped_router import GroupedRouter
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.model_memory import model_tensors
-from vllm.planning.engine_plan import EnginePlan
 from vllm.worker.kv_cache import cache_dtype
 
 
-def model_figures(plan: EnginePlan) -> ModelFigures:
-    """Return the figures of the model of a plan, as its first rank has loaded it."""
-    model, arch = plan.worker.model, plan.config.model.resolved_arch
-    num_cards = plan.config.parallel.world_size
+def model_figures(model: nn.Module, config: VllmConfig) -> ModelFigures:
+    """Return the figures of a model whose layers all ranks share.
+
+    Args:
+        model: of the first rank.
+        config: of the engine.
+    """
+    arch, num_cards = config.model.resolved_arch, config.parallel.world_size
     linears = [
         layer
         for layer in model.modules()
@@ -43,9 +47,9 @@ def model_figures(plan: EnginePlan) -> ModelFigures:
         vocab_size=arch.vocab_size,
         hidden_size=arch.hidden_size,
         num_layers=arch.num_layers,
-        attention=_attention(plan),
+        attention=_attention(model, config),
         weight_bytes=round(num_bytes / (dense + of_experts), 4),
-        kv_bytes=cache_dtype(plan.config).itemsize,
+        kv_bytes=cache_dtype(config).itemsize,
         is_fp8=_is_fp8(tensors),
     )
 
@@ -64,11 +68,11 @@ def _is_fp8(tensors: Iterable[torch.Tensor]) -> bool:
     return num_bytes[True] > num_bytes[False]
 
 
-def _attention(plan: EnginePlan) -> tuple[AttentionFigures, ...]:
-    arch, dtype = plan.config.model.resolved_arch, cache_dtype(plan.config)
-    num_cards = plan.config.parallel.world_size
+def _attention(model: nn.Module, config: VllmConfig) -> tuple[AttentionFigures, ...]:
+    arch, dtype = config.model.resolved_arch, cache_dtype(config)
+    num_cards = config.parallel.world_size
     kinds: Counter[tuple[int, int, int | None]] = Counter()
-    for layer in layers_with_cache(plan.worker.model):
+    for layer in layers_with_cache(model):
         spec = layer.cache_spec(dtype)
         if spec.kind is CacheKind.STATE:
             continue

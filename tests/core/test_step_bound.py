@@ -1,0 +1,302 @@
+"""Steps for which streams wait are short: prompts get the tokens that fit the time."""
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.core.helpers import Loop, make_request, make_scheduler, num_scheduled
+from vllm.core.media import EncoderCache
+from vllm.core.pacing.step_bound import PromptBudget, StepBound, num_pairs
+from vllm.core.pacing.step_time import StepTimes, StepWork
+from vllm.messages import ModelRunnerOutput, SchedulerOutput
+
+BOUND_S = 0.3
+ENGINE = {
+    "num_blocks": 400,
+    "block_size": 64,
+    "max_model_len": 8192,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 2048,
+}
+
+
+@dataclass
+class Machine:
+    """A made-up machine: how long each of its steps takes, and its clock."""
+
+    base_s: float = 0.05
+    request_s: float = 0.001
+    token_s: float = 0.002
+    pair_s: float = 0.0
+    noise: random.Random | None = None
+    now: float = 0.0
+    times: list[tuple[float, int, bool]] = field(default_factory=list)
+    """Of each step: its seconds, its prompt tokens, and whether a stream waited for it."""
+
+    def run(self, step: SchedulerOutput, num_prompts: dict[int, int]) -> None:
+        seconds, num_tokens, has_stream = self.base_s, 0, False
+        rows = zip(
+            step.rows.tolist(),
+            step.num_computed_tokens.tolist(),
+            step.num_scheduled_tokens.tolist(),
+            strict=True,
+        )
+        for row, start, count in rows:
+            if count > 1:
+                num_tokens += count
+                seconds += self.token_s * count + self.pair_s * num_pairs(start, count)
+            else:
+                seconds += self.request_s
+                has_stream |= start >= num_prompts[row]
+        if self.noise is not None:
+            seconds *= self.noise.uniform(0.95, 1.05)
+        self.now += seconds
+        self.times.append((seconds, num_tokens, has_stream))
+
+    def bounded(self) -> list[float]:
+        """Seconds of the steps that ran prompts while streams waited."""
+        return [seconds for seconds, count, has_stream in self.times if count and has_stream]
+
+
+class TimedLoop(Loop):
+    """Runs each step on a made-up machine."""
+
+    def __init__(self, machine: Machine, bound: StepBound | None, **settings: Any) -> None:
+        scheduler = make_scheduler(
+            **{**ENGINE, **settings}, step_bound=bound, clock=lambda: machine.now
+        )
+        super().__init__(scheduler)
+        self.machine = machine
+        self.steps: list[dict[str, int]] = []
+        execute = self.runner.execute
+
+        def run(step: SchedulerOutput) -> ModelRunnerOutput:
+            running = self.scheduler.running
+            machine.run(step, dict(enumerate(running.num_prompt.tolist())))
+            self.steps.append(num_scheduled(self.scheduler, step))
+            return execute(step)
+
+        self.runner.execute = run  # type: ignore[method-assign]
+
+
+def with_streams(bound: StepBound | None, machine: Machine | None = None) -> TimedLoop:
+    """Two requests that generate, after prompts from which the times are known."""
+    loop = TimedLoop(machine or Machine(), bound)
+    loop.add(make_request("first", 4, 1))
+    loop.run()
+    loop.add(make_request("a", 600, 3000), make_request("b", 20, 3000))
+    for _ in range(4):
+        loop.step()
+    return loop
+
+
+def measured(bound_s: float) -> StepBound:
+    """A bound that knows the time of a step of 256 tokens."""
+    bound = StepBound(bound_s)
+    for _ in range(2):
+        bound.record(StepWork(256, 0.0, has_decodes=False), 0.55)
+    return bound
+
+
+def test_a_long_prompt_is_divided_so_that_streams_get_a_token_in_time():
+    loop = with_streams(StepBound(BOUND_S))
+    loop.add(make_request("c", 1500, 4))
+    chunks = []
+    while not loop.results["c"].token_ids:
+        step = loop.step()
+        assert step["a"] == step["b"] == 1
+        chunks.append(step["c"])
+    assert sum(chunks) == 1500
+    # 0.052 s of decodes leave room for about 100 tokens of 2 ms.
+    assert all(60 <= count <= 125 for count in chunks[2:-1]), chunks
+    assert max(loop.machine.bounded()) <= BOUND_S
+
+
+def test_a_prompt_runs_at_full_speed_while_nobody_waits_for_a_token():
+    loop = TimedLoop(Machine(), StepBound(BOUND_S))
+    loop.add(make_request("a", 5000, 4))
+    assert [loop.step()["a"] for _ in range(3)] == [2048, 2048, 904]
+    loop.run()
+    loop.add(make_request("b", 2000, 4), make_request("c", 40, 4))
+    assert loop.step() == {"b": 2000, "c": 40}
+
+
+def test_attention_to_a_long_context_counts():
+    loop = with_streams(StepBound(BOUND_S), Machine(pair_s=1e-6))
+    loop.add(make_request("c", 7000, 4))
+    chunks = []
+    while not loop.results["c"].token_ids:
+        chunks.append(loop.step()["c"])
+    assert sum(chunks) == 7000
+    early, late = chunks[5:15], chunks[-11:-1]
+    assert sum(late) < 0.5 * sum(early), "a token takes 9 ms at the end instead of 2"
+    assert max(loop.machine.bounded()[5:]) <= BOUND_S
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_time_of_any_load_stays_below_the_bound_and_every_prompt_ends(seed):
+    rng = random.Random(seed)
+    machine = Machine(
+        base_s=rng.uniform(0.001, 0.15),
+        request_s=rng.uniform(0, 0.002),
+        token_s=10 ** rng.uniform(-5, -2.3),
+        pair_s=rng.choice([0, 10 ** rng.uniform(-8, -6)]),
+        noise=rng,
+    )
+    loop = TimedLoop(machine, StepBound(BOUND_S))
+    num_requests = 0
+    for _ in range(150):
+        if rng.random() < 0.15 and num_requests < 14:
+            length = int(10 ** rng.uniform(0.3, 3.6))
+            loop.add(make_request(str(num_requests), length, rng.randint(1, 60)))
+            num_requests += 1
+        loop.step()
+    results = loop.run(max_steps=20000)
+    assert all(result.token_ids for result in results.values())
+    times = [
+        (seconds, count)
+        for seconds, count, has_stream in machine.times
+        if count > 16 and has_stream
+    ]
+    # The first ones are measurements.
+    late = [seconds for seconds, _ in times[8:]]
+    assert all(seconds <= 1.3 * BOUND_S for seconds in late), max(late)
+    assert sum(seconds > BOUND_S for seconds in late) <= 1 + 0.02 * len(late)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_expected_time_of_a_step_is_within_its_bound(seed):
+    rng = random.Random(seed)
+    times = StepTimes()
+    times.record(StepWork(), 9.0)
+    times.record(StepWork(), rng.uniform(0, 0.5))
+    for _ in range(rng.randint(1, 30)):
+        start, count = rng.randrange(8000), rng.randint(2, 2048)
+        work = StepWork(count, num_pairs(start, count), rng.random() < 0.7)
+        times.record(work, rng.uniform(1e-4, 2))
+    least = rng.choice([1, 16])
+    budget = PromptBudget(times, BOUND_S, least)
+    spent, first = 0.0, None
+    for _ in range(5):
+        start, wanted = rng.randrange(8000), rng.randint(2, 2048)
+        count = budget.most(start, wanted)
+        assert 0 <= count <= wanted
+        if first is None:
+            first = count
+            assert count >= min(wanted, least), "a prompt always advances"
+        budget.spend(start, count)
+        spent += times.prompt_s(count, num_pairs(start, count))
+    room = max(0.85 * BOUND_S - times.decode_s, 0.1 * BOUND_S)
+    assert spent <= room * (1 + 1e-9) or first <= least
+
+
+def test_prompts_advance_where_decodes_alone_take_all_of_the_time():
+    loop = with_streams(StepBound(BOUND_S), Machine(base_s=0.5))
+    loop.add(make_request("c", 400, 4))
+    chunks = []
+    while not loop.results["c"].token_ids:
+        chunks.append(loop.step()["c"])
+    assert sum(chunks) == 400
+    assert min(chunks[:-1]) >= 15, "a tenth of the bound, or the least"
+
+
+def test_a_bound_follows_a_machine_that_becomes_slower():
+    machine = Machine()
+    loop = with_streams(StepBound(BOUND_S), machine)
+    loop.add(make_request("c", 1500, 4))
+    for _ in range(5):
+        loop.step()
+    machine.token_s *= 3
+    for _ in range(5):
+        loop.step()
+    machine.times.clear()
+    while not loop.results["c"].token_ids:
+        loop.step()
+    assert max(machine.bounded()) <= BOUND_S
+    assert max(machine.bounded()) >= 0.5 * BOUND_S
+
+
+def test_unknown_times_are_learned_from_few_tokens():
+    loop = TimedLoop(Machine(token_s=0.01), StepBound(BOUND_S))
+    loop.add(make_request("a", 1, 2000))
+    loop.step()
+    loop.step()
+    loop.add(make_request("b", 700, 4))
+    assert loop.step()["b"] == 64
+    while not loop.results["b"].token_ids:
+        loop.step()
+    assert max(loop.machine.bounded()[2:]) <= BOUND_S
+
+
+def test_the_first_step_of_a_process_says_nothing_about_others():
+    machine = Machine(base_s=30)
+    loop = TimedLoop(machine, StepBound(BOUND_S))
+    loop.add(make_request("a", 5, 1000))
+    loop.step()
+    machine.base_s = 0.05
+    loop.step()
+    loop.add(make_request("b", 60, 4))
+    assert loop.step()["b"] == 60
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_without_a_bound_and_with_a_far_one_steps_are_the_same(seed):
+    def load(bound: StepBound | None) -> list[dict[str, int]]:
+        rng = random.Random(seed)
+        loop = TimedLoop(Machine(), bound, max_num_batched_tokens=256)
+        loop.add(make_request("first", 256, 30))
+        for number in range(40):
+            if rng.random() < 0.3:
+                loop.add(make_request(str(number), rng.randint(1, 900), rng.randint(1, 20)))
+            loop.step()
+        loop.run()
+        return loop.steps
+
+    assert load(None) == load(measured(1e9))
+    assert load(None) != load(measured(BOUND_S))
+
+
+def test_stages_of_a_pipeline_have_a_part_of_the_time():
+    whole, half = StepBound(BOUND_S), StepBound(BOUND_S, num_pipelined_steps=2)
+    for bound in (whole, half):
+        bound.record(StepWork(1, 0.0, False), 1.0)
+        bound.record(StepWork(1000, 0.0, False), 1.0)
+    counts = [bound.budget().most(0, 10_000) for bound in (whole, half)]
+    assert counts[1] == pytest.approx(counts[0] / 2, abs=1)
+
+
+def test_a_step_with_streams_encodes_one_image_at_a_time():
+    media = EncoderCache(1000, budget=1000)
+    loop = TimedLoop(Machine(), StepBound(BOUND_S), media=media)
+    # The tests' runner checks which images are encoded before their tokens run.
+    loop.runner.max_embeddings, loop.runner.max_encoded = 1000, 1000
+    images = [(index, 5, f"image {index}") for index in range(0, 40, 10)]
+    loop.add(make_request("alone", 60, 200, media=images))
+    loop.step()
+    assert loop.runner.num_encoded == 4
+    images = [(index, 5, f"other image {index}") for index in range(0, 40, 10)]
+    loop.add(make_request("later", 60, 4, media=images))
+    encoded = []
+    while not loop.results["later"].token_ids:
+        before = loop.runner.num_encoded
+        loop.step()
+        encoded.append(loop.runner.num_encoded - before)
+    assert sum(encoded) == 4
+    assert max(encoded) == 1
+
+
+def test_an_image_that_runs_whole_is_not_divided():
+    media = EncoderCache(1000, budget=1000, most_whole=200)
+    loop = TimedLoop(Machine(token_s=0.01), StepBound(BOUND_S), media=media)
+    loop.add(make_request("a", 20, 200))
+    for _ in range(3):
+        loop.step()
+    loop.add(make_request("b", 300, 4, media=[(50, 150, "image")]))
+    chunks = []
+    while not loop.results["b"].token_ids:
+        chunks.append(loop.step()["b"])
+    starts = [sum(chunks[:index]) for index in range(len(chunks))]
+    assert 50 in starts and chunks[starts.index(50)] >= 150, chunks
+    assert sum(chunks) == 300

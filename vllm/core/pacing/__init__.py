@@ -1,0 +1,1 @@
+"""Estimate the time of steps, and keep steps short while streams wait for tokens."""

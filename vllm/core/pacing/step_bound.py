@@ -1,0 +1,105 @@
+"""A bound for the time of a step for which streams wait: how many prompt tokens it may run."""
+
+import math
+
+from vllm.core.pacing.step_time import StepTimes, StepWork
+
+_TARGET = 0.85
+"""Fraction of the bound for which a step is planned: the rest covers errors of the estimate."""
+_LEAST_PROMPT_PART = 0.1
+"""Fraction of the bound that prompts may take where decodes take nearly all of it or more: requests
+that wait for their first token must not starve."""
+_LEAST_TOKENS = 16
+"""Prompt tokens that a step may always run, if one prompt has as many left."""
+_FIRST_FACTOR = 4
+"""Times as many may run while no time of a prompt is known."""
+_LARGEST_GROWTH = 2
+"""Prompt tokens of a step at most, in steps of the largest so far: longer ones are not known."""
+
+
+class PromptBudget:
+    """The prompt tokens that one step may still run.
+
+    Args:
+        times: estimates.
+        max_seconds: that a step may take.
+        least_tokens: that the first prompt of the step may run in any case.
+    """
+
+    def __init__(self, times: StepTimes, max_seconds: float, least_tokens: int) -> None:
+        self._times = times
+        decodes = times.decode_s
+        self._seconds = max(_TARGET * max_seconds - decodes, _LEAST_PROMPT_PART * max_seconds)
+        self._least = least_tokens if times.token_s > 0 else _FIRST_FACTOR * least_tokens
+        self._most = max(self._least, _LARGEST_GROWTH * times.largest)
+
+    def most(self, start: int, num_tokens: int) -> int:
+        """Return how many of some tokens of a prompt may run.
+
+        Args:
+            start: index of the first of them.
+            num_tokens: that are left.
+        """
+        times = self._times
+        most = self._most
+        if times.token_s > 0:
+            most = min(most, _most_in(self._seconds, times.token_s, times.pair_s, start))
+        return min(num_tokens, max(most, self._least))
+
+    def spend(self, start: int, num_tokens: int) -> None:
+        """Run so many tokens of a prompt from `start` on."""
+        self._seconds -= self._times.prompt_s(num_tokens, num_pairs(start, num_tokens))
+        self._most -= num_tokens
+        self._least = 0
+
+
+class StepBound:
+    """Learns how long steps take, and gives each step with streams a budget of prompt tokens.
+
+    Args:
+        max_seconds: that a running request waits for its next token.
+        num_pipelined_steps: that run at the same time, so that a request is in one of so many.
+        least_tokens: of a prompt that each step runs in any case, if one has as many left.
+    """
+
+    def __init__(
+        self,
+        max_seconds: float,
+        num_pipelined_steps: int = 1,
+        least_tokens: int = _LEAST_TOKENS,
+    ) -> None:
+        self._times = StepTimes()
+        self._least_tokens = least_tokens
+        self._max_seconds = max_seconds / num_pipelined_steps
+
+    def budget(self) -> PromptBudget:
+        """Return the budget of a step for which streams wait."""
+        return PromptBudget(self._times, self._max_seconds, self._least_tokens)
+
+    def record(self, work: StepWork, seconds: float) -> None:
+        """Record the seconds that a step has taken."""
+        self._times.record(work, seconds)
+
+
+def num_pairs(start: int, num_tokens: int) -> float:
+    """Return the pairs of a query and a key in the causal attention of some tokens of a prompt.
+
+    >>> num_pairs(10, 4)
+    48.0
+    """
+    return num_tokens * (start + num_tokens / 2)
+
+
+def _most_in(seconds: float, token_s: float, pair_s: float, start: int) -> int:
+    """Return how many tokens from `start` on take at most so many seconds.
+
+    >>> _most_in(1.0, 0.01, 0.0, 500)
+    100
+    >>> _most_in(1.0, 0.01, 0.0001, 0)
+    73
+    """
+    if seconds <= 0:
+        return 0
+    linear, half = token_s + pair_s * start, pair_s / 2
+    # Of the two ways to write the root, this one is exact where `half` is small or 0.
+    return int(2 * seconds / (linear + math.sqrt(linear * linear + 4 * half * seconds)))

@@ -1,0 +1,116 @@
+"""An estimate of the time of a step, from the steps before it."""
+
+from dataclasses import dataclass
+
+_NEW_WEIGHT = 0.2
+"""Weight of the newest step of decodes in their time."""
+_MEMORY = 0.9
+"""Weight of the past, per step with prompts, in the fit of their time."""
+_FASTER, _SLOWER = 0.2, 0.5
+"""Weight of the newest step with prompts in the correction, where it was faster or slower than
+expected: a step that is longer than its bound is worse than a short one."""
+_INITIAL_CORRECTION = 1.25
+"""Small parts of a prompt take longer per token than the whole prompts that are measured first."""
+_LARGEST_SURPRISE = 2.0
+"""A step counts as at most so many times longer than expected: an interruption of the process tells
+nothing about the next step."""
+_LEAST_PART = 0.2
+"""Prompts take at least this fraction of the time of their step, however long decodes take."""
+_LEAST_TOKEN_PART = 0.2
+"""The part of the time of prompts that grows with their tokens is at least this fraction of it, as
+attention never takes all."""
+_LEAST_DETERMINANT = 1e-3
+"""Below it, relative to its largest value, the steps do not tell the two parts apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """The work of a step."""
+
+    num_prompt_tokens: int = 0
+    num_pairs: float = 0.0
+    """Pairs of a query and a key in the attention of prompts."""
+    has_decodes: bool = True
+
+
+ONLY_DECODES = StepWork()
+
+
+class StepTimes:
+    """The time of decodes, and a fit of the time that prompts add to it.
+
+    Prompts take `token_s` for each token and `pair_s` for each pair of a query and a key (least
+    squares that forget, weighted by 1 / tokens). A correction, which follows the last few steps,
+    makes up for what the fit does not know: other sizes, other programs on the machine.
+
+    Attributes:
+        decode_s: seconds of a step of decodes; 0 before there was one.
+        largest: prompt tokens of the largest step so far.
+    """
+
+    def __init__(self) -> None:
+        self.decode_s = 0.0
+        self.largest = 0
+        self._has_begun = False
+        self._token_s = self._pair_s = 0.0
+        self._correction = _INITIAL_CORRECTION
+        self._tokens = self._pairs = self._pairs_squared = 0.0
+        self._seconds = self._seconds_by_pairs = 0.0
+
+    @property
+    def token_s(self) -> float:
+        """Seconds that one more prompt token takes, without attention to earlier ones."""
+        return self._correction * self._token_s
+
+    @property
+    def pair_s(self) -> float:
+        """Seconds that one more pair of a query and a key takes."""
+        return self._correction * self._pair_s
+
+    def prompt_s(self, num_tokens: int, num_pairs: float) -> float:
+        """Return the expected seconds that prompts add to a step; 0 before some were seen."""
+        return self.token_s * num_tokens + self.pair_s * num_pairs
+
+    def record(self, work: StepWork, seconds: float) -> None:
+        """Add a step that has taken so many seconds."""
+        if not self._has_begun:  # the first step of a process pays for all that is made once
+            self._has_begun = True
+        elif work.num_prompt_tokens:
+            self._record_prompts(work, seconds)
+        elif self.decode_s:
+            usual = min(seconds, _LARGEST_SURPRISE * self.decode_s)
+            self.decode_s += _NEW_WEIGHT * (usual - self.decode_s)
+        else:
+            self.decode_s = seconds
+
+    def _record_prompts(self, work: StepWork, seconds: float) -> None:
+        num_tokens, num_pairs = work.num_prompt_tokens, work.num_pairs
+        added = seconds
+        if work.has_decodes:
+            added = max(seconds - self.decode_s, _LEAST_PART * seconds)
+        fitted = self._token_s * num_tokens + self._pair_s * num_pairs
+        if fitted:
+            added = min(added, _LARGEST_SURPRISE * self._correction * fitted)
+            change = added / fitted - self._correction
+            if work.has_decodes:  # the steps for which the correction is there
+                self._correction += (_SLOWER if change > 0 else _FASTER) * change
+        self.largest = max(self.largest, num_tokens)
+        self._fit(num_tokens, num_pairs, added)
+
+    def _fit(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
+        pairs_each = num_pairs / num_tokens
+        self._tokens = self._tokens * _MEMORY + num_tokens
+        self._pairs = self._pairs * _MEMORY + num_pairs
+        self._pairs_squared = self._pairs_squared * _MEMORY + num_pairs * pairs_each
+        self._seconds = self._seconds * _MEMORY + seconds
+        self._seconds_by_pairs = self._seconds_by_pairs * _MEMORY + seconds * pairs_each
+        mean = self._seconds / self._tokens
+        largest = self._tokens * self._pairs_squared
+        determinant = largest - self._pairs * self._pairs
+        self._token_s, self._pair_s = mean, 0.0
+        if determinant <= _LEAST_DETERMINANT * largest:
+            return
+        pair_s = self._tokens * self._seconds_by_pairs - self._pairs * self._seconds
+        most = (1 - _LEAST_TOKEN_PART) * self._seconds / self._pairs
+        self._pair_s = min(max(pair_s / determinant, 0.0), most)
+        self._token_s = (self._seconds - self._pair_s * self._pairs) / self._tokens

@@ -1,0 +1,183 @@
+"""Seconds of forward passes that a running engine has measured, and constants that follow.
+
+The constants that were fitted to published runs are scaled, so that they predict these seconds.
+A constant of which the measured buckets say nothing stays as it is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from vllm.cost_model.fitted import CONSTANTS, Fitted, Floats, fitted_constants
+from vllm.cost_model.throughput import ModelFigures, ServingCost
+from vllm.errors import ConfigError
+
+FIELD = "measured"
+"""Of a file of recorded traffic."""
+
+BucketTimes = dict[tuple[int, int, int, int], tuple[float, float]]
+"""Phase, batch, query length and blocks of a bucket -> forward passes in it, and their seconds."""
+
+_LEAST_PASSES = 100
+_PRIOR_WEIGHT = 1e-3
+"""Of the published constants, where 1 is the weight of all that was measured."""
+_SMALLEST, _LARGEST = 0.05, 20.0
+"""Range of the factor of a constant."""
+_PHASES = ("prefill", "decode")
+
+
+def add_times(*every: BucketTimes) -> BucketTimes:
+    """Return the sum of times."""
+    total: BucketTimes = {}
+    for times in every:
+        for bucket, (count, seconds) in times.items():
+            before = total.get(bucket, (0.0, 0.0))
+            total[bucket] = before[0] + count, before[1] + seconds
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEngine:
+    """An engine that measures.
+
+    Attributes:
+        card: a key of `cards.CARDS`.
+        is_simulated: nothing ran on hardware.
+        num_cards: how many share each layer.
+        block_size: tokens of a KV block.
+        figures: of its model.
+    """
+
+    card: str
+    is_simulated: bool
+    num_cards: int
+    block_size: int
+    figures: ModelFigures
+
+
+@dataclass(frozen=True)
+class RunTimes:
+    """What an engine has measured."""
+
+    engine: RunEngine
+    times: BucketTimes
+
+    @property
+    def num_passes(self) -> float:
+        """Return how many forward passes were measured."""
+        return sum(count for count, _ in self.times.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of the field `FIELD`."""
+        content: dict[str, Any] = msgspec.to_builtins(self.engine)
+        content["buckets"] = [
+            [_PHASES[phase], *sizes, count, round(seconds, 6)]
+            for (phase, *sizes), (count, seconds) in sorted(self.times.items())
+        ]
+        return content
+
+    @cached_property
+    def factors(self) -> Floats:
+        """Return by how much each constant is longer than the published one. [7]"""
+        engine = self.engine
+        published = fitted_constants(engine.card)
+        cost = ServingCost(
+            engine.card, engine.num_cards, engine.figures, block_size=engine.block_size
+        )
+        rows = [(*bucket, *measured) for bucket, measured in self.times.items()]
+        phase, batch, length, blocks, count, seconds = np.array(rows, np.float64).T
+        attention, terms = cost.prefill_terms(batch, length, blocks)
+        decodes = cost.decode_terms(batch, np.maximum(blocks, 1) * engine.block_size, length)
+        is_decode = phase == 1
+        terms[is_decode] = decodes[is_decode]
+        mean = seconds / count
+        parts = terms * published.values / mean[:, None]
+        target = 1 - np.where(is_decode, 0.0, attention) / mean
+        weights = seconds / seconds.sum()
+        # Least squares of the relative errors, and of the distance of each factor from 1.
+        square = parts.T @ (weights[:, None] * parts) + _PRIOR_WEIGHT * np.eye(len(CONSTANTS))
+        change = np.linalg.solve(square, parts.T @ (weights * (target - parts.sum(1))))
+        factors: Floats = np.clip(1 + change, _SMALLEST, _LARGEST)
+        return factors
+
+    @property
+    def fitted(self) -> Fitted:
+        """Return the constants of published runs, scaled."""
+        fitted = fitted_constants(self.engine.card)
+        return replace(fitted, values=fitted.values * self.factors)
+
+    def describe(self) -> str:
+        """Return which constants are measured, in one line."""
+        where = "a simulated card: nothing ran on hardware" if self.engine.is_simulated else "cards"
+        changed = [
+            f"{name} x {factor:.3g}"
+            for name, factor in zip(CONSTANTS, self.factors, strict=True)
+            if abs(factor - 1) >= 0.005
+        ]
+        return (
+            f"Measured by a running engine on {where} ({self.num_passes:,.0f} forward passes in "
+            f"{len(self.times)} buckets); time relative to published cards: "
+            f"{', '.join(changed) or 'the same'}"
+        )
+
+
+def parse_run_times(data: Mapping[str, Any], source: str) -> RunTimes | None:
+    """Read the times of a file of recorded traffic; None: it has none.
+
+    Args:
+        data: content of the file.
+        source: its name, for errors.
+
+    Raises:
+        ConfigError: they are damaged.
+    """
+    content = data.get(FIELD)
+    if content is None:
+        return None
+    try:
+        engine = msgspec.convert(content, RunEngine)
+        rows = msgspec.convert(content["buckets"], list[tuple[str, int, int, int, float, float]])
+        times = {
+            (_PHASES.index(phase), batch, query_len, blocks): (count, seconds)
+            for phase, batch, query_len, blocks, count, seconds in rows
+        }
+    except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
+        raise _damaged(source, str(error)) from None
+    for (_, batch, query_len, blocks), (count, seconds) in times.items():
+        if min(batch, query_len, count) < 1 or blocks < 0 or not 0 < seconds < 1e12:
+            raise _damaged(source, f"a bucket has {count} forward passes of {seconds} s")
+    return RunTimes(engine, times)
+
+
+def read_run_times(data: Mapping[str, Any], source: str) -> RunTimes:
+    """Read times from which constants can follow.
+
+    Args:
+        data: content of a file of recorded traffic.
+        source: its name, for errors.
+
+    Raises:
+        ConfigError: there are none, or too few.
+    """
+    found = parse_run_times(data, source)
+    if found is None:
+        raise ConfigError(
+            f"{source} has no measured times: record it with --record-traffic on cards that share "
+            f"each layer (no pipeline stages)"
+        )
+    if found.num_passes < _LEAST_PASSES:
+        raise ConfigError(
+            f"{source} has {found.num_passes:.0f} measured forward passes, and at least "
+            f"{_LEAST_PASSES} are needed: record it while requests are served"
+        )
+    return found
+
+
+def _damaged(source: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"measured times in {source} are damaged: {what}. Record them again with --record-traffic."
+    )

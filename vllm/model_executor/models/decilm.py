@@ -1,0 +1,59 @@
+"""DeciLM and Llama Nemotron: Llamas in which a search chose the parts of each layer."""
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    DecoderLayer,
+    LayerSpec,
+    add_norm,
+)
+from vllm.model_executor.models.llama import llama_options
+
+
+class DeciLMLayer(DecoderLayer):
+    """A layer of Llama that may have no attention, no MLP, or neither. The norm before a part is
+    left out with it."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        config, index = spec.arch.hf_config, spec.index
+        has_all = [True] * spec.arch.num_layers
+        self.attends: bool = config.get("layers_with_attention", has_all)[index]
+        self.has_mlp: bool = config.get("layers_with_mlp", has_all)[index]
+        sizes = config.get("layer_intermediate_sizes")
+        if sizes is not None:
+            spec = replace(spec, arch=replace(spec.arch, intermediate_size=sizes[index]))
+        super().__init__(spec)
+        if not self.attends:
+            self.input_layernorm = nn.Identity()
+        if not self.has_mlp:
+            self.post_attention_layernorm = nn.Identity()
+
+    def make_attention(self, spec: LayerSpec) -> nn.Module:
+        return super().make_attention(spec) if self.attends else nn.Identity()
+
+    def make_mlp(self, spec: LayerSpec) -> nn.Module:
+        return super().make_mlp(spec) if self.has_mlp else nn.Identity()
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.attends:
+            normed, residual = add_norm(self.input_layernorm, hidden_states, residual)
+            hidden_states = self.self_attn(positions, normed)
+        if self.has_mlp:
+            normed, residual = add_norm(self.post_attention_layernorm, hidden_states, residual)
+            hidden_states = self.mlp(normed)
+        return hidden_states, residual
+
+
+class DeciLMForCausalLM(DecoderForCausalLM):
+    """DeciLM 7B and Llama Nemotron Super 49B and Ultra 253B (NVIDIA 2025, arXiv 2411.19146 and
+    2505.00949)."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp, llama_options(arch), DeciLMLayer)

@@ -1,0 +1,54 @@
+"""Activations of a program that become a part of the linear layer before them.
+
+The linear layer activates its results while they are in registers; it rounds them first, so the
+bits are the same.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from vllm.ops.cpu.library import require_cpu_kernels
+from vllm.ops.cpu.operators.recorder import Operation
+from vllm.ops.cpu.symbols import Buffer, Rows
+
+
+def activate_products(
+    operations: Sequence[Operation], result: Rows, taps: Sequence[Rows]
+) -> list[Operation]:
+    """Return operations in which GELU is a part of the linear layer whose result it alone reads.
+
+    Args:
+        operations: in their order.
+        result: of the program.
+        taps: further results.
+    """
+    uses: Counter[Buffer] = Counter(
+        rows.buffer for o in operations for rows in {o.x, o.y, o.out} if rows is not None
+    )
+    uses.update(rows.buffer for rows in (result, *taps))
+    found: list[Operation] = []
+    for operation in operations:
+        before = found[-1] if found else None
+        if before is None or not _activates(operation, before) or uses[before.out.buffer] != 2:
+            found.append(operation)
+            continue
+        activations = require_cpu_kernels("a program needs").plain.Activation
+        name = "kGeluTanh" if operation.numbers["option"] else "kGelu"
+        numbers = before.numbers | {"option": activations[name]}
+        found[-1] = replace(before, out=operation.out, numbers=numbers)
+    return found
+
+
+def _activates(operation: Operation, before: Operation) -> bool:
+    """Return whether an operation is the GELU of all results of a linear layer."""
+    x = operation.x
+    return (
+        operation.kind == "gelu"
+        and before.kind == "linear"
+        and x is not None
+        and x.is_whole
+        and x.buffer is before.out.buffer
+        and x.dtype == before.out.dtype
+        and not before.numbers.get("option", 0)
+    )
