@@ -171,9 +171,8 @@ RUNS = {
     ): Run("16 output tokens", log=(BUCKETS, "## Buckets")),
     (
         TUNING,
-        "VLLM_HPU_SIM=gaudi3 python tools/plan_engine.py --model path/to/model -tp 8 "
-        "--max-model-len 16384",
-    ): Run('"cards": 8', shape="meta-llama/Llama-3.1-8B-Instruct"),
+        "vllm plan path/to/model --device gaudi3 --num-cards 8 --max-model-len 16384",
+    ): Run("on 8 gaudi3 cards", shape="meta-llama/Llama-3.1-8B-Instruct"),
 }
 """Commands that run and end. On the pages about Gaudi they run on a simulated card."""
 
