@@ -270,7 +270,7 @@ int64_t linear_slab(const LinearCall<T>& call) {
 
 // x: [rows, in_features], rows x_stride elements apart; bias: [out_features] or null;
 // out: [rows, out_features], dense; out_features with those of the weights behind this one. Returns 0,
-// or kNoMemory without scratch memory. The result has the bits of a product that is stored, and then
+// or kNoMemory without scratch memory. The result has the bits of a matmul that is stored, and then
 // activated.
 template <typename T>
 int64_t activated_linear(const LinearWeight& weight, const T* x, const T* bias, T* out, int64_t rows,

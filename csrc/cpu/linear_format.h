@@ -46,7 +46,7 @@ constexpr int kFactorWords = kPanel;     // 128 float16
 VLLM_ENUM(WeightFormat, kFloat, kBf16, kInt8, kInt4, kFp8, kUint8, kTable4, kMxfp4, kInt4Minimums,
           kInt5Minimums);
 
-// What becomes of the results of a linear layer.
+// Next operation on the results of a linear layer.
 VLLM_ENUM(Activation, kNone, kGelu, kGeluTanh);
 
 // A packed weight [out_features, in_features].
