@@ -42,7 +42,7 @@ def load_openvino(args: argparse.Namespace) -> Any:
         ov_config={
             "INFERENCE_PRECISION_HINT": "f32" if args.type == "float32" else "bf16",
             "INFERENCE_NUM_THREADS": str(args.threads),
-            "PERFORMANCE_HINT": "LATENCY" if args.threads == 1 else "THROUGHPUT",
+            "PERFORMANCE_HINT": "LATENCY",  # all threads work on one batch
         },
         **settings,
     )

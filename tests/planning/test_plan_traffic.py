@@ -112,7 +112,7 @@ def test_traffic_beyond_the_limits_of_the_engine_is_cut_and_this_is_said(
     ("content", "given", "message"),
     [
         ("input_tokens,output_tokens\n-1,2\n", [], "line 2: input_tokens must be an integer"),
-        ("", [], "it is no CSV file with lengths of requests"),
+        ("", [], "is not a CSV file with lengths of requests"),
         ('{"format": "vllm traffic", "version": 1', [], "is not JSON, or is cut off"),
         (
             '{"cells": [["decode", 1, 1, 1, 0, 0]], "format": "vllm traffic", "version": 1, '
