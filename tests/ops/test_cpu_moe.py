@@ -94,7 +94,7 @@ def test_biases_and_options_agree_with_the_reference(isa, options, dtype):
             torch.testing.assert_close(got, want, rtol=tolerance, atol=2 * tolerance)
     few = ExpertBiases(torch.randn(5, 208).to(dtype))
     message = (
-        r"a bias must be .*, got \[5, 208\].*\[6, 208\]"
+        r"a bias must be dense \[6, 208\] .* got \[5, 208\]"
         if options.has_gate
         else "must not have biases"
     )
@@ -248,10 +248,13 @@ def test_what_does_not_fit_is_refused():
         ("with one dense row", lambda: quantized.forward(x, ids[:4], weights)),
         ("with one dense row", lambda: quantized.forward(x, ids, weights.double())),
         ("with one dense row", lambda: quantized.forward(x, ids[:, :0], weights[:, :0])),
-        (r"x is torch.float32 \[5, 32\]", lambda: quantized.forward(x[:, :32], ids, weights)),
+        (
+            r"x torch.float32 \[5, 32\] .* not fit",
+            lambda: quantized.forward(x[:, :32], ids, weights),
+        ),
         ("not dense: strides", lambda: quantized.forward(wide[:, ::2], ids, weights)),
-        (r"x is \[5, 64\], gate_up \[4", lambda: NATIVE.moe(x, ids, weights, gate_up, down[:3])),
-        (r"topk_ids is \[4, 2\]", lambda: NATIVE.moe(x, ids[:4], weights, gate_up, down)),
+        (r"x \[5, 64\], gate_up \[4", lambda: NATIVE.moe(x, ids, weights, gate_up, down[:3])),
+        (r"of 5 tokens, got \[4, 2\]", lambda: NATIVE.moe(x, ids[:4], weights, gate_up, down)),
     ]:
         with pytest.raises(ValueError, match=message):
             call()

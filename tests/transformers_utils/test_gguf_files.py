@@ -186,7 +186,7 @@ def test_the_metadata_says_how_texts_are_pooled(tmp_path, changes, pooling):
     [
         ({"bert__pooling_type": 9}, r"pooling_type' is 9; supported: 0 \(none\), 1 \(mean\)"),
         ({"bert__block_count": 3}, r"lacks the tensors of model\.encoder\.layer\.2\."),
-        ({"bert__block_count": 1 << 30}, "block_count' is 1073741824, the file has"),
+        ({"bert__block_count": 1 << 30}, "block_count' is 1073741824, but the file has"),
         (
             {"bert__feed_forward_length": 64},
             r"intermediate\.dense\.bias .* has the shape \[96\], .* \[64\]",
@@ -332,7 +332,7 @@ def _experts(count: int, used: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"llama__block_count": 1 << 30}, "block_count' is 1073741824, the file has 56 tensors"),
+        ({"llama__block_count": 1 << 30}, "block_count' is 1073741824, .* only 56 tensors"),
         ({"llama__block_count": 7}, r"lacks the tensors of model\.layers\.6\."),
         ({"llama__attention__head_count": -4}, r"head_count' must be a number above 0 .*got -4"),
         ({"llama__attention__head_count": None}, "head_count' must be a number"),
@@ -346,9 +346,9 @@ def _experts(count: int, used: int) -> dict[str, int]:
         (_experts(8, 2), r"lacks the tensors of model\.layers\.0\.mlp\.experts\.7\.down_proj"),
         (_experts(2, 8), "expert_count' is 2, and 'llama.expert_used_count' 8"),
         (_experts(1 << 30, 2), "expert_count' is 1073741824, .* the file has 56 matrices"),
-        ({"tokenizer__ggml__eos_token_id": 5000}, "is 5000; the model has 4096 tokens"),
+        ({"tokenizer__ggml__eos_token_id": 5000}, "is 5000, but the model has 4096 tokens"),
         ({"general__alignment": 7}, "damaged"),
-        ({"split__count": 3}, "a part of a model in 3 files, 1 of them are here"),
+        ({"split__count": 3}, "a part of a model in 3 files, but only 1 of them"),
     ],
 )
 def test_metadata_that_contradicts_the_tensors_is_refused(tmp_path, changes, message):
@@ -362,7 +362,7 @@ def test_metadata_that_contradicts_the_tensors_is_refused(tmp_path, changes, mes
     ("changes", "message"),
     [
         ({"expert_gating_func": 7}, r"gating_func' is 7; supported: 1 \(softmax\), 2 \(sigmoid\)"),
-        ({"rope__dimension_count": 64}, "dimension_count' is 64; a key has 40 elements"),
+        ({"rope__dimension_count": 64}, "dimension_count' is 64, but a key has 40 elements"),
         ({"attention__kv_lora_rank": 1 << 30}, r"kv_a_\S+ .* has the shape"),
         ({"expert_shared_count": 3}, r"shared_experts.* has the shape \[64, 96\], .*\[64, 144\]"),
         ({"leading_dense_block_count": 0}, r"lacks the tensors of .*layers\.0\.mlp\.experts\.7"),
@@ -430,7 +430,7 @@ def test_halves_of_latent_projections_belong_together(tmp_path, half, name):
 def test_an_architecture_without_experts_is_told_those_that_have_them(tmp_path):
     source = make_tiny_model("qwen2", tmp_path / "source")
     path = write_gguf(source, tmp_path, qwen2__expert_count=8)
-    with pytest.raises(WeightLoadError, match=r"'qwen2' cannot have; those of llama, qwen2moe"):
+    with pytest.raises(WeightLoadError, match="'qwen2'; supported for llama, qwen2moe"):
         unpack(path)
 
 

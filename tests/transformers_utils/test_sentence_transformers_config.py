@@ -52,15 +52,15 @@ def test_the_length_is_read(tmp_path):
 def test_a_mode_that_is_not_there_is_named(config, shown, tmp_path):
     folder = add_sentence_transformers_files(tmp_path, "cls_token")
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=f"pooling by .*{shown}.* is not available"):
+    with pytest.raises(ConfigError, match=f"pooling by .*{shown}.* is not supported"):
         read_sentence_transformers_config(folder)
 
 
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        ([{"type": "a.Transformer"}, {"type": "a.Dense"}], "type Dense is not available"),
-        ([1], "type 1 is not available"),
+        ([{"type": "a.Transformer"}, {"type": "a.Dense"}], "type Dense is not supported"),
+        ([1], "type 1 is not supported"),
         ({}, "a JSON dict, not an array"),
         ([{"type": "a.Pooling", "path": "nowhere"}], "cannot read .*nowhere"),
     ],

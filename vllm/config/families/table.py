@@ -1289,7 +1289,7 @@ _WITH_MEDIA = (
         also_published_as=("Kimi_K25ForConditionalGeneration",),
         text_type="deepseek_v3",
         also_text_types=("kimi_k2",),
-        tokenizer="",
+        tokenizer=_GENERIC,
     ),
     Family(
         model_type="kimi_vl",
