@@ -212,7 +212,7 @@ def test_a_request_is_admitted_when_all_of_its_items_fit_together():
     assert loop.step() == {"c": 8}
     assert loop.runner.images == {"x": 6, "w": 6}
     twice = [(0, 1, 7, "v"), (2, 3, 7, "v"), (4, 5, 6, "x")]
-    with pytest.raises(CapacityError, match=r"at most 12 hidden states together.*got 13"):
+    with pytest.raises(CapacityError, match=r"at most 12 hidden states in total.*got 13"):
         loop.add(make_request("d", 8, seen=twice))
 
 

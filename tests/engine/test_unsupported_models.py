@@ -63,8 +63,8 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
         r"nearest: DeepseekV2ForCausalLM",
     ),
     (
-        _named("KimiK25ForConditionalGeneration", "kimi_k25", auto_map=_AUTO_MAP)
-        | {"text_config": {"model_type": "kimi_k2"}, "vision_config": _VISION},
+        _named("KimiV9ForConditionalGeneration", "kimi_v9", auto_map=_AUTO_MAP)
+        | {"text_config": {"model_type": "deepseek_v3"}, "vision_config": _VISION},
         r"its language model \(DeepseekV3ForCausalLM\)",
     ),
     (
@@ -110,7 +110,6 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (_named("RwkvForCausalLM", "rwkv", hidden_size=64, num_hidden_layers=2), _OTHERWISE),
     (_named("RecurrentGemmaForCausalLM", "recurrent_gemma", num_key_value_heads=1), _OTHERWISE),
     (_named("xLSTMForCausalLM", "xlstm", hidden_size=64), _OTHERWISE),
-    (_named("DeciLMForCausalLM", "nemotron-nas", auto_map=_AUTO_MAP), f"{_UNKNOWN}. {_CODE}"),
     (
         _named("OpenELMForCausalLM", "openelm", num_kv_heads=[3, 4], num_query_heads=[12, 16]),
         _UNKNOWN,

@@ -253,7 +253,7 @@ def test_a_message_that_ends_with_an_image_is_continued(template):
 
 def test_a_template_that_loses_an_image_is_an_error():
     for template, number in (("{{ messages[0].role }}", 0), (LISTS + "<image>", 2)):
-        with pytest.raises(RequestError, match=f"each of the 1 images, and writes {number}"):
+        with pytest.raises(RequestError, match=f"each of the 1 images, but it writes {number}"):
             on_both_paths(template, [message("user", image(A))])
 
 

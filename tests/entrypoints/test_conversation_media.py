@@ -71,7 +71,7 @@ def test_media_of_all_kinds_keep_their_order_and_users_their_text(template, expe
 
 def test_a_template_must_show_the_media_of_each_kind():
     for template, number in ((TYPES + "<sound>", 2), ("{{ messages[0].role }}", 0)):
-        with pytest.raises(RequestError, match=f"each of the 1 sounds, and writes {number}"):
+        with pytest.raises(RequestError, match=f"each of the 1 sounds, but it writes {number}"):
             on_both_paths(template, [message("user", SOUND)], RULES)
 
 
@@ -150,7 +150,7 @@ def test_each_kind_has_a_limit_of_its_own():
         read_messages([message("user", VIDEO, VIDEO, SOUND, SOUND)], MediaParts(LIMITS))
     with pytest.raises(RequestError, match=r"has 3 sounds, and this server takes at most 2"):
         read_messages([message("user", SOUND, SOUND, SOUND)], MediaParts(LIMITS))
-    with pytest.raises(RequestError, match=r"takes no sounds \(limit_mm_per_prompt\): leave them"):
+    with pytest.raises(RequestError, match=r"not accept sounds \(limit_mm_per_prompt\): leave"):
         read_messages([message("user", SOUND)], MediaParts({**LIMITS, "audio": 0}))
 
 

@@ -381,8 +381,8 @@ def test_collectives_over_two_simulated_cards(monkeypatch):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("all_reduce", "the sum over 1 cards is 1.0"),
-        ("all_gather", r"gathered \[1.0\] over 1 cards"),
+        ("all_reduce", "the sum over 1 cards is wrong: 1.0"),
+        ("all_gather", r"all-gather over 1 cards .* got \[1.0\]"),
     ],
 )
 def test_a_wrong_value_of_a_collective_is_found(
@@ -402,7 +402,7 @@ def test_a_wrong_value_from_the_card_before_is_found():
         def receive(self, x: torch.Tensor) -> None:
             x[:1] = 1.0
 
-    with pytest.raises(RuntimeError, match=r"^card 2 received 1.0 to 0.0 from card 1$"):
+    with pytest.raises(RuntimeError, match=r"^card 2 must receive .* of card 1, got 1.0 to 0.0$"):
         collectives.send_on(Link(), torch.full((4,), 2.0), 2, 3)
 
 

@@ -82,7 +82,7 @@ def test_a_stream_that_fails_ends_with_the_error(client):
         ('{"prompt": "a", "logits_processors": []}', "unknown field 'logits_processors'"),
         ('{"prompt": "a", "top_k": "x"}', "top_k"),
         ('{"prompt": "a", "temperature": -1}', "temperature"),
-        ('{"prompt": "a", "n": 3}', "n: 3 outputs are more than the 2"),
+        ('{"prompt": "a", "n": 3}', "n: 3 outputs are more than this server accepts, at most 2"),
         ('{"prompt": "a", "stop": ["x", "y"]}', "--max-stop-strings"),
     ],
 )

@@ -161,13 +161,13 @@ def test_layers_that_groups_do_not_divide_stay_dense(dense, tmp_path):
 @pytest.mark.parametrize(
     ("method", "flags", "message"),
     [
-        ("awq", ("--bits", "8"), "--bits 8: AWQ has 4 bits"),
+        ("awq", ("--bits", "8"), "--bits 8: AWQ supports 4 bits only"),
         ("gptq", ("--group-size", "0"), "--group-size 0 must be -1"),
-        ("gptq", ("--group-size", "7"), "divides the input features of no layer"),
-        ("gptq", ("--sample-tokens", "100000"), "have fewer than 100000 tokens"),
+        ("gptq", ("--group-size", "7"), "--group-size 7 does not divide the input features of any"),
+        ("gptq", ("--sample-tokens", "100000"), "at least 100000 tokens"),
         ("gptq", ("--dataset", "/no/such/file"), "--dataset /no/such/file"),
         ("fp8", ("--model", "/no/such/model"), "model folder '/no/such/model' does not exist"),
-        ("fp8", ("--out", str(BUNDLED_MODEL)), "it exists and is not empty"),
+        ("fp8", ("--out", str(BUNDLED_MODEL)), f"--out {BUNDLED_MODEL} exists and is not empty"),
     ],
 )
 def test_wrong_arguments_are_named(dense, tmp_path, capfd, method, flags, message):

@@ -139,7 +139,10 @@ def test_what_is_too_loud_is_cut_off():
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("file:///etc/passwd", "image_url: cannot fetch 'file:///etc/passwd': files of the server"),
+        (
+            "file:///etc/passwd",
+            "image_url: cannot fetch 'file:///etc/passwd': this server does not read files",
+        ),
         ("/etc/passwd", "must begin with http:, https:, data: or file:"),
         (data_url(b"!"), "image_url: it is no image; accepted are PNG"),
         ("http://127.0.0.1:1/a", "the host '127.0.0.1' is not on the public internet"),

@@ -350,5 +350,5 @@ def test_a_plan_for_a_cpu_has_the_weights_of_the_loaded_model(
 
 def test_a_machine_that_is_too_small_is_refused(checkpoint):
     args = EngineArgs(model=checkpoint("llama"), max_model_len=128, skip_tokenizer_init=True)
-    with pytest.raises(ConfigError, match=r"takes .* MiB, the machine has 2 MiB\. Use a"):
+    with pytest.raises(ConfigError, match=r"takes .* MiB, but the machine has only 2 MiB\. Use a"):
         start_on_host(args, 1, 2 * MIB)

@@ -62,7 +62,7 @@ def test_many_requests_are_sampled_at_the_same_rate_and_this_is_said(tmp_path: P
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", "no CSV file"),
+        ("", "is not a CSV file"),
         (HEADER, "has no request"),
         ("once upon a time\n", "must be a JSON object, got 'once"),
         (HEADER + "-3,1,0\n", "line 2: input_tokens must be an integer between 1 .* got '-3'"),

@@ -281,7 +281,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"timestamp_granularities[]": ["segment", "word"], "response_format": "verbose_json"},
         "timestamp_granularities",
-        "no times of single words",
+        "must be segment, as this server does not compute times of single words",
     ),
     ({"timestamp_granularities[]": "line"}, "timestamp_granularities[]", "'word' or 'segment'"),
     ({"include[]": "logprobs"}, "include", "not available"),
