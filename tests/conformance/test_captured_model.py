@@ -35,7 +35,7 @@ _SAME_LAYERS = {
     *("BaichuanForCausalLM", "InternLM2ForCausalLM", "InternLM3ForCausalLM"),
     *("ExaoneForCausalLM", "MiMoForCausalLM", "MiniCPMForCausalLM"),
     *("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "DeepseekForCausalLM"),
-    *("ChatGLMModel", *TEXT_TYPES),
+    *("ChatGLMModel", "DeciLMForCausalLM", *TEXT_TYPES),
 }
 """Have the layers of a Llama or of GLM, those of Baichuan 13B with the ALiBi of BLOOM; or are the
 language models of others."""

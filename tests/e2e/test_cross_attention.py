@@ -148,7 +148,7 @@ def test_memory_is_divided_between_items_and_blocks(llm, monkeypatch):
         assert report.free_bytes == free - count * each
     monkeypatch.setattr(type(worker.platform), "free_memory_bytes", lambda _: 1000)
     with pytest.raises(
-        ConfigError, match=rf"{largest} hidden states takes .*, and 1000 B are free"
+        ConfigError, match=rf"{largest} hidden states takes .*, but only 1000 B are free"
     ):
         worker.measure()
 

@@ -80,7 +80,7 @@ def test_every_process_gets_the_outputs_of_one_device(tensor, stages, method):
         ({}, "the environment variable RANK is not set. Start the program with a launcher"),
         ({"RANK": "one"}, "the environment variable RANK is 'one'"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "the environment variable MASTER_ADDR is not set"),
-        ({"RANK": "0", "WORLD_SIZE": "4"}, "WORLD_SIZE=4 was started, and tensor_parallel_size"),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "WORLD_SIZE=4 was started, but tensor_parallel_size"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "process RANK=2 of WORLD_SIZE=2 was started"),
     ],
 )

@@ -207,7 +207,7 @@ def test_a_bad_parameter_is_named(llm, params, message):
 
 
 def test_parameters_must_match_the_prompts(llm):
-    with pytest.raises(ValueError, match="2 entries for 3 prompts"):
+    with pytest.raises(ValueError, match="one entry for each of the 3 prompts, got 2"):
         llm.generate(PROMPTS[:3], [SamplingParams()] * 2, use_tqdm=False)
 
 

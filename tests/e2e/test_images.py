@@ -180,7 +180,7 @@ def test_values_for_the_first_layers_need_these_layers_on_the_first_stage(tmp_pa
         LLM(str(folder), **ENGINE)
     folder = make_tiny_images("qwen3_vl", tmp_path / "three", num_hidden_layers=3)
     config = resolve(model=str(folder), device="cpu", dtype="float32")
-    with pytest.raises(ConfigError, match="the first stage has 1 layers, and images need at least"):
+    with pytest.raises(ConfigError, match="the first stage has 1 layers, but images need at least"):
         load_model(config, TPGroup(), torch.device("cpu"), stage=Stage(0, 1, 0, 3))
 
 

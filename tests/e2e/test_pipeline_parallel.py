@@ -294,7 +294,9 @@ def test_a_partition_decides_the_layers_of_each_stage(folder, partition):
 def test_a_partition_that_is_not_one_is_refused(folder, partition, text):
     partition.setenv("VLLM_PP_LAYER_PARTITION", text)
     envs.get.cache_clear()
-    wanted = rf"^VLLM_PP_LAYER_PARTITION='{text}' must be 2 numbers.*sum 3.*such as 2,1$"
+    wanted = (
+        rf"^VLLM_PP_LAYER_PARTITION='{text}' must be 2 layer counts.*sum is the 3 .*such as 2,1$"
+    )
     with pytest.raises(ConfigError, match=wanted):
         LLM(folder, pipeline_parallel_size=2, **ENGINE)
 

@@ -344,7 +344,7 @@ def test_a_speculator_guesses_at_the_same_positions(eagle, monkeypatch):
     reference.positions = lambda n: known_positions[:n]
     for tokens, count, found in seen:
         want = reference.logits(tokens[:count], tokens[count:])
-        torch.testing.assert_close(found, want, rtol=0, atol=2e-3)
+        torch.testing.assert_close(found, want, rtol=0, atol=4e-3)
     assert len(seen) > 20
 
     # One step with drafts: later ones read other states on a card.
@@ -402,8 +402,8 @@ def test_a_request_whose_positions_do_not_fit_is_refused(folders, models):
     limit = arch.derived_max_model_len
     flat = np.tile(np.arange(10, dtype=np.int32), (3, 1))
     wrong: list[tuple[np.ndarray, int | None, str]] = [
-        (flat[:1], None, r"must be \[3, 10\].*got \[1, 10\]"),
-        (flat[:, :9], None, r"must be \[3, 10\].*got \[3, 9\]"),
+        (flat[:1], None, r"must have the shape \[3, 10\].*got \[1, 10\]"),
+        (flat[:, :9], None, r"must have the shape \[3, 10\].*got \[3, 9\]"),
         (flat - 1, None, f"must be from 0 to {limit - 1}, got -1 to 28"),
         (flat, -11, "got -1 to 18"),
         (flat, limit - 29, f"got 0 to {limit}"),

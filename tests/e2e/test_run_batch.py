@@ -52,7 +52,7 @@ def test_a_batch_gets_the_answers_of_the_server(tmp_path, chat_server):
     assert process.wait(600) == 0, (tmp_path / "log").read_text()
     log = (tmp_path / "log").read_text()
     assert re.search(r"5 requests in .* s: 3 answered, 2 failed\n", log)
-    assert "1 failed: The model `nobody` does not exist" in log
+    assert "1 requests failed: The model `nobody` does not exist" in log
     online = [chat_server.request("POST", url, body) for url, body in REQUESTS]
     records = read_records(tmp_path)
     assert [record["custom_id"] for record in records] == [f"line {i}" for i in range(5)]

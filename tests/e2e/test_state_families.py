@@ -23,7 +23,10 @@ SETTINGS = {
 
 
 def test_prompts_end_to_end_would_mix_states_up(models):
-    with simulated_hpu(VLLM_MERGED_PREFILL=1), pytest.raises(ConfigError, match="mix them up"):
+    with (
+        simulated_hpu(VLLM_MERGED_PREFILL=1),
+        pytest.raises(ConfigError, match="mix up the recurrent state"),
+    ):
         LLM(model=str(models("mamba")), **SETTINGS)
 
 
@@ -43,7 +46,9 @@ def test_kept_states_have_no_more_than_a_quarter_of_the_memory(models, caplog):
     with caplog.at_level(logging.INFO, logger="vllm"):
         for num_bytes, count in ((2**28, 16), (2**18, 0)):
             LLM(model=str(models("mamba")), **SETTINGS, kv_cache_memory_bytes=num_bytes)
-            said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("States")]
+            said = [
+                r.getMessage() for r in caplog.records if r.getMessage().startswith("Mamba states")
+            ]
             assert f" and {count} prefixes" in said[-1]
 
 
@@ -71,5 +76,5 @@ def test_a_model_with_drafts_sleeps_and_wakes_up(models):
 
 def test_a_draft_model_has_no_states(models):
     drafts = {"model": str(models("bamba")), "num_speculative_tokens": 3}
-    with pytest.raises(ConfigError, match=r"keeps states .* use the method ngram"):
+    with pytest.raises(ConfigError, match=r"has recurrent .* use the method ngram"):
         LLM(model=str(models("bamba")), **SETTINGS, speculative_config=drafts)

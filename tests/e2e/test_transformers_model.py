@@ -260,7 +260,7 @@ def test_their_weights_can_be_stored_in_int8(models):
         ("falcon_h1", r"FalconH1ForCausalLM .* layers.0.mamba \(FalconH1Mixer\) keeps a state"),
         ("falcon", "FalconForCausalLM .* choose their attention from a fixed table"),
         ("doge", "DogeForCausalLM .* its attention has a mask of its own"),
-        ("persimmon", r"PersimmonForCausalLM .* config.json says \(4, 2, 2\) heads of 16"),
+        ("persimmon", r"PersimmonForCausalLM .* config.json has \(4, 2, 2\) heads of 16"),
         ("modernbert-decoder", "logits need another module than its head: lm_head"),
         ("gpt_oss", "GptOssForCausalLM .* this engine has no kernel for its kind of attention"),
     ],

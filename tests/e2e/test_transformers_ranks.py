@@ -101,7 +101,10 @@ def test_what_cannot_be_split_is_refused(model_type, ranks, values, message, tmp
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers.*.self_attn.q_proj": "strange"}, "its plan has layers.0.self_attn.q_proj in the"),
+        (
+            {"layers.*.self_attn.q_proj": "strange"},
+            "its plan splits layers.0.self_attn.q_proj in the",
+        ),
         ({"layers.*.self_attn.o_proj": "replicated"}, "its modules raise"),
     ],
 )

@@ -434,7 +434,7 @@ def test_bfloat16_is_as_near_as_transformers(folder, reference):
     [
         ({"max_model_len": 97}, "max_model_len"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: .* an encoder"),
-        ({"limit_mm_per_prompt": {"audio": 0}}, "no text without sounds: limit_mm_per_prompt"),
+        ({"limit_mm_per_prompt": {"audio": 0}}, "text only, without sounds: limit_mm_per_prompt"),
         ({"hf_overrides": {"d_model": 50}}, "hidden_size|d_model"),
     ],
 )

@@ -74,7 +74,7 @@ def test_layers_that_are_no_list_are_refused(numbers):
 
 
 def test_heads_that_do_not_belong_together_are_refused():
-    with pytest.raises(ConfigError, match=r"linear_num_value_heads \(7\) is not a multiple"):
+    with pytest.raises(ConfigError, match=r"linear_num_value_heads \(7\) must be a multiple"):
         replace(SIZES, num_value_heads=7)
     with pytest.raises(ConfigError, match="hidden_act 'gelu' in config"):
         replace(SIZES, activation="gelu")

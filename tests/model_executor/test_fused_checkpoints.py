@@ -178,8 +178,8 @@ def test_parts_of_narrow_layers_may_share_a_word(tmp_path, monkeypatch, family):
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("phi3", r"4 bits: 4 features of .*qkv_proj do not fill words"),
-        ("gpt_neox", r"qweight has 8 output features in a word: the part of 4 .*in each 12 is not"),
+        ("phi3", r"4 bits: 4 features of .*qkv_proj do not fill whole"),
+        ("gpt_neox", r"qweight stores 8 output features in a word: the 4 .*in each 12 do not"),
     ],
 )
 def test_parts_of_wide_layers_that_share_a_word_are_refused(tmp_path, family, message):

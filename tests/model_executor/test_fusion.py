@@ -302,7 +302,7 @@ def test_embeddings_that_replace_tokens_have_the_bits_of_the_modules():
             want = model(input_ids, positions)
         assert torch.equal(run_fused(fused, input_ids, positions, metadata, replaced), want)
         assert not torch.equal(run_fused(fused, input_ids, positions, metadata), want)
-        with pytest.raises(ValueError, match=r"embeddings are \[3, 71\] for 3 tokens"):
+        with pytest.raises(ValueError, match=r"embeddings must be \[3, 72\], got \[3, 71\]"):
             few = ReplacedTokens(replaced.indices, replaced.embeddings[:, 1:])
             run_fused(fused, input_ids, positions, metadata, few)
 

@@ -198,7 +198,7 @@ def test_a_program_names_the_rank_that_does_not_come(tiny_model):
 
 
 def test_what_does_not_divide_is_refused_or_uneven():
-    message = "enable_expert_parallel: the model has 4 experts per layer for 8 ranks"
+    message = "enable_expert_parallel: the model has 4 experts per layer, but each of the 8 ranks"
     group = TPGroup(0, 8, has_whole_experts=True)
     with pytest.raises(ConfigError, match=message), torch.device("meta"):
         Experts(4, 64, 176, group)

@@ -214,7 +214,7 @@ def test_a_size_that_no_model_has_is_refused_before_anything_is_made_of_it(value
 def test_layers_times_experts_and_stretched_positions_are_bounded():
     with pytest.raises(ConfigError, match=r"'num_hidden_layers' x 'num_experts' .* 1000 x"):
         ModelArch.from_hf(minimal(num_hidden_layers=1000, num_experts=40000))
-    with pytest.raises(ConfigError, match="16777216 positions of 16384 rotated elements"):
+    with pytest.raises(ConfigError, match="16777216 positions x 16384 dimensions"):
         ModelArch.from_hf(minimal(max_position_embeddings=2**24, head_dim=2**14))
     with pytest.raises(ConfigError, match="extends 128 positions to 128000000000; accepted: 1 to"):
         ModelArch.from_hf(minimal(rope_scaling={"rope_type": "linear", "factor": 1e9}))

@@ -58,7 +58,9 @@ def test_logits_are_those_of_transformers(tiny_model, family, length):
     want = reference_logits(folder, input_ids)
     got = logits_of(load(folder), input_ids)
     assert want.std() > 1, "logits too flat to tell anything"
-    torch.testing.assert_close(got, want, atol=6e-5 * max(1, want.std().item()), rtol=0)
+    # Of Zamba2, the inputs of each shared layer are twice as wide.
+    most = 1.2e-4 if family == "zamba2" else 6e-5
+    torch.testing.assert_close(got, want, atol=most * max(1, want.std().item()), rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_the_smaller_card_decides_for_both_and_all_is_still_served():
     with_null_block = core.stats().num_kv_blocks + 1
     assert with_null_block == num_blocks(small) < num_blocks(large)
     # A launch that only the small card has no memory for, and graphs.
-    lost = [line for line in log if line.startswith("prefill (2, 512, 0) is not used")]
+    lost = [line for line in log if line.startswith("The bucket prefill (2, 512, 0) is not used")]
     assert len(lost) == 2 and lost[0] == lost[1] and lost[0].endswith("for launches (rank 1)")
     catalogs = [worker.runner.launches.planner.catalog for worker in workers]
     assert catalogs[0].prefill == catalogs[1].prefill

@@ -106,7 +106,9 @@ def test_a_number_of_bytes_takes_the_place_of_the_share():
         ledger = make_ledger(worker.config, report, total, report.num_blocks)
         assert ledger.budget(MemoryClass.KV_CACHE) == report.num_blocks * BLOCK_BYTES
         cache = replace(worker.config.cache, kv_cache_memory_bytes=7 * GIB)
-        with pytest.raises(ConfigError, match=r"7 GiB\): the card has 7 GiB .* Lower it to \d+"):
+        with pytest.raises(
+            ConfigError, match=r"7 GiB\): after .* the card has 7 GiB .* Lower it to \d+"
+        ):
             divide_memory(replace(worker.config, cache=cache), **given)
 
 
@@ -184,7 +186,7 @@ def check_sleep(worker: HPUWorker) -> None:
             30,
             {"num_gpu_blocks_override": None},
             r"the KV cache holds \d+ tokens .*KV cache [0-9.]+ KiB, weights 20.\d+ MiB, forward "
-            r"passes 8.\d+ MiB \(--max-num-batched-tokens 64\), .*, or use a smaller model",
+            r"passes 8.\d+ MiB \(--max-num-batched-tokens 64\), .*, or use a smaller model or",
         ),
         (
             60,

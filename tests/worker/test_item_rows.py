@@ -92,7 +92,9 @@ def test_slots_are_reused_wherever_they_are(made):
     assert pool.get("d").tolist() == [0, 1, 2, 7, 8]
     assert layer.keys[:, 0, 0].tolist() == [1, 2, 3, 1, 2, 3, 4, 4, 5, 0]
     assert seen(rows, (1, 0, 2)) == [(0, 2, [0, 1, 2, 7, 8, 3, 4, 5, 6])]
-    with pytest.raises(ValueError, match="an item needs 2 slots, and 1 are free"):
+    with pytest.raises(
+        ValueError, match="an item needs 2 cross-attention slots, but only 1 are free"
+    ):
         pool["e"] = torch.zeros(2, 1)
 
 
@@ -131,7 +133,7 @@ def test_an_item_that_cannot_be_encoded_is_an_error_of_its_rows(made, order):
     rows.add(new_with(0, item_of("a", NUM_SLOTS + 1)))
     rows.add(new_with(1, item_of("b", 2)))
     rows.begin(step_of([0, 1], encoded=[(row, 0) for row in order]))
-    assert "an item needs 11 slots" in rows.errors_of(int_array(0, 1))[0]
+    assert "an item needs 11 cross-attention slots" in rows.errors_of(int_array(0, 1))[0]
     assert list(rows.errors_of(int_array(0, 1))) == [0]
     assert seen(rows, (0, 0, 2), (1, 0, 2)) == [(2, 4, [0, 1])]
     assert rows.count(RunnerStats()).num_encoded_items == 1
@@ -153,6 +155,9 @@ def test_an_item_that_another_rank_cannot_encode_fails_on_all_ranks(made):
     assert seen(rows, (0, 0, 1), (1, 0, 1)) == [(0, 1, [0, 1, 2])]
     rows.add(new_with(2, item_of("c", NUM_SLOTS)))
     rows.begin(step_of([2], encoded=[(2, 0)]))
-    assert "an item needs 10 slots, and 7 are free" in rows.errors_of(int_array(2))[2]
+    assert (
+        "an item needs 10 cross-attention slots, but only 7 are free"
+        in rows.errors_of(int_array(2))[2]
+    )
     assert not of_other
     assert agreement(TPGroup()) is None

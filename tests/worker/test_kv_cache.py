@@ -252,7 +252,7 @@ def test_states_come_off_the_memory_of_the_cache():
     assert count_blocks(config, 2**20, 8 * GIB, state_bytes=GIB // 4) == 768
     config = make_config(gpu_memory_utilization=0.5)
     assert count_blocks(config, 2**20, 2 * GIB, state_bytes=GIB // 2) == 512
-    refused = "states of 1000 requests.* take 2 GiB, 2.048 MiB each, .* has 1024 MiB .*to 500"
+    refused = "state of 1000 requests takes 2 GiB, 2.048 MiB .* 1024 MiB are .*to 500"
     for block_bytes in (0, 2**20):
         with pytest.raises(ConfigError, match=refused):
             count_blocks(config, block_bytes, 2 * GIB, state_bytes=2 * GIB)
@@ -272,5 +272,5 @@ def test_states_on_a_card_come_off_the_memory_before_it_is_divided():
     assert beside_states(config, 2 * GIB, GIB // 2) == (config, 3 * GIB // 2)
     config, free_bytes = beside_states(make_config(kv_cache_memory_bytes=GIB), 8 * GIB, GIB)
     assert (config.cache.kv_cache_memory_bytes, free_bytes) == (1, 7 * GIB)
-    with pytest.raises(ConfigError, match=r"has 1024 MiB .*--kv-cache-memory-bytes.*to 500"):
+    with pytest.raises(ConfigError, match=r"only 1024 MiB .*--kv-cache-memory-bytes.*to 500"):
         beside_states(make_config(kv_cache_memory_bytes=GIB), 8 * GIB, 2 * GIB)

@@ -66,7 +66,10 @@ def test_a_launch_that_is_not_possible_is_refused(tmp_path, launch, reason):
         ({"VLLM_PT_PROFILE": "prompt_1_t"}, "must be prompt_BATCH_LENGTH_t or decode"),
         ({"VLLM_PT_PROFILE": "decode_1_2_3_t"}, "must be prompt_BATCH_LENGTH_t or decode"),
         ({"VLLM_PT_PROFILE": "prompt_0_32_t"}, "must have sizes of at least 1"),
-        ({"VLLM_PT_PROFILE": "decode_4_2_t"}, "has 2 blocks for 4 requests"),
+        (
+            {"VLLM_PT_PROFILE": "decode_4_2_t"},
+            "at least one block for each of its 4 requests, got 2",
+        ),
         ({"VLLM_PROFILE_PROMPT": "1,32"}, "must be like 1,512,0"),
         ({"VLLM_PROFILE_DECODE": "4;128"}, "must be like 4,128"),
         ({"VLLM_PROFILE_DECODE": "4,8", "VLLM_PT_PROFILE": "prompt_1_32_t"}, "Set one of them"),

@@ -175,7 +175,7 @@ def test_slices_beyond_the_profiling_run_begin_with_the_smallest_and_end_before_
         if not is_predicted:
             # The card keeps the workspace of the largest launch that it could run, which is more
             # than there is for launches: the start fails.
-            with pytest.raises(ConfigError, match="no memory for any decode"):
+            with pytest.raises(ConfigError, match="no decode bucket fits"):
                 run_warm_up(warm_up)
             assert failed
             return

@@ -57,7 +57,7 @@ def test_a_damaged_or_newer_file_is_no_reason_to_fail(tmp_path):
         path.write_text(content)
         with captured_log() as log:
             manifest = RecipeManifest(path, FIELDS)
-            assert not manifest.found and all("is not read" in line for line in log)
+            assert not manifest.found and all("cannot be read" in line for line in log)
             manifest.add([decode(4, 8)])
         assert RecipeManifest(path, FIELDS).found == {decode(4, 8)}
     with captured_log() as log:
@@ -84,7 +84,7 @@ def test_a_full_or_read_only_folder_is_a_warning_and_leaves_no_parts(tmp_path, m
                     settings = HPUConfig(recipe_cache=f"{tmp_path},true,64")
                     config = make_config()
                     RecipeManifest.of(replace(config, hpu=settings), "lazy", 9, 0)
-    assert "cannot be written" in log[0] and "is not deleted" in log[1]
+    assert "cannot be written" in log[0] and "cannot be deleted" in log[1]
     assert [each.name for each in tmp_path.iterdir()] == [FILE_NAME]
     assert RecipeManifest(path, FIELDS).found == {decode(1, 1)}
 

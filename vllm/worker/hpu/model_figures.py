@@ -31,7 +31,7 @@ def model_figures(model: nn.Module, config: VllmConfig) -> ModelFigures:
         if isinstance(layer, ParallelLinear) and not layer.is_of_items
     ]
     experts = [layer for layer in model.modules() if isinstance(layer, Experts)]
-    routers = [layer for layer in model.modules() if isinstance(layer, Router | GroupedRouter)]
+    routers = [layer for layer in model.modules() if isinstance(layer, (Router, GroupedRouter))]
     # Rank 0 has a part of each layer; a whole layer on every rank counts on each of them.
     dense = num_cards * sum(layer.input_size * layer.output_size for layer in linears)
     num_local = len(experts[0].expert_ids) if experts else 0
