@@ -185,7 +185,7 @@ def check_sleep(worker: HPUWorker) -> None:
         (
             30,
             {"num_gpu_blocks_override": None},
-            r"the KV cache holds \d+ tokens .*KV cache [0-9.]+ KiB, weights 20.\d+ MiB, forward "
+            r"the KV cache holds \d+ tokens.*KV cache [0-9.]+ KiB, weights 20.\d+ MiB, forward "
             r"passes 8.\d+ MiB \(--max-num-batched-tokens 64\), .*, or use a smaller model or",
         ),
         (
