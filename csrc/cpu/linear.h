@@ -13,7 +13,7 @@
 namespace VLLM_ISA {
 
 constexpr int64_t kSlabRows = 1024;   // rows that are converted and multiplied at a time
-constexpr int64_t kBlockRows = 512;   // rows whose sums stay in the second-level cache
+constexpr int64_t kBlockRows = 512;  // rows for which weights are read once, and whose sums stay in the second-level cache
 constexpr int64_t kNoMemory = -2;
 
 // All rows with one stretch of a panel. next: where the next one begins.
@@ -136,9 +136,6 @@ inline vllm_cpu::Threads threads_for(int64_t num_words, int64_t num_products, in
   return {num_threads, 1 + cycles / 10000};  // 3 us for each
 }
 
-// The most rows of a unit: fewer for matrix tiles (row_unit > 1), whose units have several panels.
-constexpr int64_t block_rows_of(int64_t row_unit) { return row_unit > 1 ? 256 : kBlockRows; }
-
 // row_unit: rows that are best multiplied together; max_panels: the most panels of a unit.
 inline Shares share_out(const LinearWeight& weight, int64_t rows, int64_t row_unit, int64_t max_panels,
                         int of_threads) {
@@ -146,7 +143,7 @@ inline Shares share_out(const LinearWeight& weight, int64_t rows, int64_t row_un
   const int64_t words = panels * vllm_cpu::panel_words(weight) / kPanel;
   const vllm_cpu::Threads threads = threads_for(words, words * rows, of_threads);
   const int num_threads = threads.useful;
-  int64_t num_blocks = ceil_div(rows, block_rows_of(row_unit));
+  int64_t num_blocks = ceil_div(rows, kBlockRows);
   while (panels * num_blocks < 4 * num_threads && rows > num_blocks * 8 * kMaxTileRows) {
     ++num_blocks;
   }
@@ -162,9 +159,9 @@ inline Shares share_out(const LinearWeight& weight, int64_t rows, int64_t row_un
 // cache has not kept of x since the panel before.
 template <class Tile>
 int64_t max_panels_of(int64_t rows, int64_t row_bytes) {
-  constexpr int64_t kKeptBytes = 384 << 10, kBlock = block_rows_of(Tile::kRowUnit);
+  constexpr int64_t kKeptBytes = 384 << 10;
   if (Tile::kRowUnit == 1) return 1;
-  return (rows < kBlock ? rows : kBlock) * row_bytes > kKeptBytes ? 8 : 1;
+  return (rows < kBlockRows ? rows : kBlockRows) * row_bytes > kKeptBytes ? 4 : 1;
 }
 
 // Calls store(panel, first_row, rows, sums) for all of the result. inputs_of(panel): the first row that
