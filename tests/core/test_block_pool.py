@@ -9,7 +9,7 @@ from vllm.messages import NULL_BLOCK_ID
 
 def held_and_remembered(pool: BlockPool, *hashes: bytes) -> list[int]:
     block_ids = pool.allocate(len(hashes))
-    pool.remember(block_ids, hashes)
+    pool.cache_blocks(block_ids, hashes)
     return block_ids
 
 
@@ -113,7 +113,7 @@ def test_forgotten_contents_are_not_found_and_their_free_blocks_are_taken_first(
     pool = BlockPool(4)
     a, b, c = held_and_remembered(pool, b"a", b"b", b"c")
     pool.free([a, b])
-    pool.forget([b"b", b"c", b"unknown"])
+    pool.uncache_blocks([b"b", b"c", b"unknown"])
     assert pool.find([b"a"]) == [a]
     assert pool.find([b"b"]) == pool.find([b"c"]) == []
     assert (pool.num_refs(c), pool.num_free) == (1, 2)
@@ -133,9 +133,9 @@ def test_any_use_keeps_counts_queue_and_hashes_together(seed):
         elif draw < 0.7 and holders:
             pool.free(holders.pop(rng.randrange(len(holders))))
         elif draw < 0.74:
-            pool.forget({bytes([rng.randrange(30)]) for _ in range(2)})
+            pool.uncache_blocks({bytes([rng.randrange(30)]) for _ in range(2)})
         elif draw < 0.85 and holders and holders[-1]:
-            pool.remember([rng.choice(holders[-1])], [bytes([rng.randrange(30)])])
+            pool.cache_blocks([rng.choice(holders[-1])], [bytes([rng.randrange(30)])])
         else:
             hashes = {bytes([rng.randrange(30)]) for _ in range(3)}
             shared = pool.find(hashes)
@@ -164,7 +164,7 @@ def test_content_stays_where_its_hash_says_and_as_old_as_it_was(seed):
             held += pool.allocate(1)
         elif draw < 0.7 and held and not pool.has_content(block_id := rng.choice(held)):
             memory[block_id] = str(number).encode()
-            pool.remember([block_id], [memory[block_id]])
+            pool.cache_blocks([block_id], [memory[block_id]])
         elif held and free:
             place, low = rng.randrange(len(held)), rng.choice(free)
             high, order = held[place], queue_of(pool)

@@ -23,7 +23,7 @@ def computed(cache: KVCacheManager, prompt: Sequence[int], **kwargs) -> Request:
     """A request whose whole prompt is computed."""
     request = make_entry(prompt, **kwargs)
     cache.admit(request, cache.find_prefix(request))
-    cache.remember(request, len(prompt))
+    cache.cache_blocks(request, len(prompt))
     cache.begin_step()
     return request
 
@@ -106,7 +106,7 @@ def test_only_computed_full_blocks_are_found():
     cache = make_cache()
     request = make_entry(range(12))
     cache.admit(request, [])
-    cache.remember(request, 7)
+    cache.cache_blocks(request, 7)
     assert cache.find_prefix(make_entry(range(12))) == request.block_ids[:1]
 
 
@@ -157,7 +157,7 @@ def test_output_tokens_are_found_too():
     request = make_entry(range(6))
     request.token_ids += [6, 7, 8]
     cache.admit(request, [])
-    cache.remember(request, 8)
+    cache.cache_blocks(request, 8)
     assert cache.find_prefix(make_entry(range(10))) == request.block_ids[:2]
 
 
@@ -166,7 +166,7 @@ def test_blocks_are_computed_once_the_step_that_computes_them_is_over():
     old = computed(cache, range(4))
     new = make_entry(range(10, 18))
     cache.admit(new, [])
-    cache.remember(new, 8)
+    cache.cache_blocks(new, 8)
     assert cache.are_computed(old.block_ids)
     assert not cache.are_computed([*old.block_ids, new.block_ids[1]])
     cache.begin_step()
@@ -289,7 +289,7 @@ def test_a_failed_request_is_forgotten_in_every_group():
     request = computed(cache, range(16))
     cache.free_out_of_window(request, 15)
     cache.free(request)
-    cache.forget(request)
+    cache.uncache_blocks(request)
     assert not cache.pool._block_of
 
 

@@ -232,7 +232,7 @@ def test_blocks_are_kept_in_host_memory_alone():
     connector.save(KEYS[:2], [BLOCK, BLOCK])
     assert connector.load([KEYS[0], KEYS[1], KEYS[2], KEYS[0]]) == [BLOCK, BLOCK]
     assert connector.missing(KEYS[:3]) == [2] and connector.prefetch(KEYS[:3]) is None
-    connector.forget([KEYS[0]])
+    connector.drop([KEYS[0]])
     assert connector.load(KEYS[:2]) == []
     connector.open("other weights")
     assert connector.load(KEYS[1:2]) == []
@@ -278,7 +278,7 @@ def test_files_come_back_after_a_restart(tmp_path):
         file_of(tmp_path, key).unlink()
     assert connector.load(KEYS[:5]) == [BLOCK] * 4  # they are in host memory now
     connector.save(KEYS[:1], [BLOCK])
-    connector.forget(KEYS[:4])
+    connector.drop(KEYS[:4])
     assert connector.load(KEYS[:1]) == [] and not list(tmp_path.rglob("*.kv"))
     connector.close()
 
@@ -339,7 +339,7 @@ def test_contents_are_restored_into_free_blocks():
     assert isinstance(event, BlockStored) and event.token_ids == tokens[:16]
     assert cache.restore(hashes, tokens, load, write) == 0
     # With a prefix in the cache, only the rest is loaded, and the prefix is not evicted for it.
-    cache.pool.forget(hashes[2:])
+    cache.pool.uncache_blocks(hashes[2:])
     held = cache.pool.allocate(5)
     assert cache.pool.num_free == 3
     assert cache.restore(hashes, tokens, load, write) == 1
@@ -372,11 +372,11 @@ def test_blocks_of_requests_that_leave_are_noted_and_wrong_ones_are_not():
     tables = []
     for request in requests:
         cache.admit(request, [])
-        cache.remember(request, 10)
+        cache.cache_blocks(request, 10)
         tables.append(request.block_ids[:2])
         cache.free(request)
     assert [block_id for block_id, _ in cache.freed] == [*tables[0], *tables[1]]
-    cache.forget(requests[0])
+    cache.uncache_blocks(requests[0])
     assert cache.freed == list(zip(tables[1], requests[1].block_hashes, strict=True))
     assert cache.forgotten == requests[0].block_hashes
 

@@ -64,8 +64,8 @@ def test_blocks_come_from_the_engines_that_have_them():
         assert one.missing(KEYS[:4]) == [3]
         with consumer(one._server.port, other._server.port) as made:
             assert fetched(made, KEYS) == BLOCKS[:5]
-            one.forget(KEYS[:3])
-            other.forget(KEYS[3:5])
+            one.drop(KEYS[:3])
+            other.drop(KEYS[3:5])
             assert fetched(made, KEYS) == BLOCKS[:5]  # they are here now
             made.open("other weights")
             assert made.load(KEYS) == []

@@ -156,7 +156,7 @@ class Admission:
             plan.restored_states.append((request.row, number))
         # Findable at once: the launch that computes these tokens writes all keys and values
         # before it reads any, so the next request in the queue can share them already.
-        self._cache.remember(request, start + num_tokens)
+        self._cache.cache_blocks(request, start + num_tokens)
         plan.new_requests.append(
             NewRequest(
                 row=request.row,

@@ -254,7 +254,7 @@ class EncoderCache:
         for index in indices:
             self._let_go(request, index)
 
-    def forget(self, request: Request) -> None:
+    def drop(self, request: Request) -> None:
         """Drop the images of a request that failed, as its images may be the reason."""
         for key in {item.key for item in request.spec.media}:
             entry = self._entries.get(key)

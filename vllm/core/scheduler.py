@@ -457,7 +457,7 @@ class Scheduler:
         rows = plan.rows[several]
         after = self.running.num_computed[rows] + plan.num_tokens[several]
         for request, num_tokens in zip(self.running.at(rows), after.tolist(), strict=True):
-            self.cache.remember(request, num_tokens)
+            self.cache.cache_blocks(request, num_tokens)
 
     # ---- booking --------------------------------------------------------------------------
 
@@ -546,10 +546,10 @@ class Scheduler:
             for other in self._sharing_images(request):
                 step.removed_rows.setdefault(other.row, other)
                 self._preempt(other)
-                self.cache.forget(other)
-            self.cache.forget(request)
+                self.cache.uncache_blocks(other)
+            self.cache.uncache_blocks(request)
             if self.media is not None:
-                self.media.forget(request)
+                self.media.drop(request)
         return finished
 
     def _sharing_images(self, failed: Request) -> list[Request]:
@@ -580,7 +580,7 @@ class Scheduler:
             # Blocks of the output get their hashes here: all at once is several times cheaper
             # than one by one as decoding fills them.
             num_known = min(num_computed, len(request.token_ids))
-            self.cache.remember(request, num_known)
+            self.cache.cache_blocks(request, num_known)
             if self._state_keeper is not None:
                 self._state_keeper.leave(request, num_known)
             if self.media is not None:

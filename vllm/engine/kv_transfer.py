@@ -148,7 +148,7 @@ class KVTransfer:
         cache = self._cache
         if cache.forgotten:
             forgotten, cache.forgotten = cache.forgotten, []
-            self._connector.forget(forgotten)
+            self._connector.drop(forgotten)
         if not cache.freed:
             return None
         freed, cache.freed = dict(cache.freed), []

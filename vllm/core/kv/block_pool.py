@@ -137,7 +137,7 @@ class BlockPool:
         """Count how many of the blocks are free."""
         return sum(self._num_refs[block_id] == 0 for block_id in block_ids)
 
-    def remember(self, block_ids: Iterable[int], hashes: Iterable[bytes]) -> list[int]:
+    def cache_blocks(self, block_ids: Iterable[int], hashes: Iterable[bytes]) -> list[int]:
         """Make the contents of held blocks findable, except contents that another block already
         has.
 
@@ -153,7 +153,7 @@ class BlockPool:
                 stored.append(index)
         return stored
 
-    def forget(self, hashes: Iterable[bytes]) -> None:
+    def uncache_blocks(self, hashes: Iterable[bytes]) -> None:
         """Make contents unfindable, also those of held blocks. Unknown hashes are ignored."""
         forgotten = []
         for block_hash in hashes:

@@ -252,7 +252,7 @@ class KVCacheManager:
         blocks."""
         return [b for b in block_ids if b != NULL_BLOCK_ID] if self.has_windows else block_ids
 
-    def remember(self, request: Request, num_tokens: int) -> None:
+    def cache_blocks(self, request: Request, num_tokens: int) -> None:
         """Make the full blocks among the first `num_tokens` tokens findable.
 
         The tokens are computed, or will be in the step that is being scheduled.
@@ -267,23 +267,23 @@ class KVCacheManager:
             if index in self._windowed:
                 places = [place for place in places if table[place] != NULL_BLOCK_ID]
                 block_ids, new = [table[i] for i in places], [hashes[i] for i in places]
-            stored = self.pool.remember(block_ids, group_keys(new, index))
+            stored = self.pool.cache_blocks(block_ids, group_keys(new, index))
             if self._events is not None and index == 0:
                 new_places = [places[i] for i in stored]
                 self._events.stored(hashes, new_places, request.token_ids, request.spec)
             self._being_computed.update(block_ids)
         request.num_cached_blocks = end
 
-    def forget(self, request: Request) -> None:
+    def uncache_blocks(self, request: Request) -> None:
         """Remove the blocks of a failed request from the prefix cache.
 
         Its keys may be NaN, and every request that read them would fail, too. That counts for the
         blocks it has shared as well: they may be where the NaN came from.
         """
         for index in range(self.num_groups):
-            self.pool.forget(group_keys(request.block_hashes, index))
+            self.pool.uncache_blocks(group_keys(request.block_hashes, index))
         if self.states is not None:
-            self.states.forget(request.block_hashes)
+            self.states.remove(request.block_hashes)
         if self.freed is not None:
             wrong = set(request.block_hashes)
             self.freed = [entry for entry in self.freed if entry[1] not in wrong]
@@ -343,7 +343,7 @@ class KVCacheManager:
             if not contents or not write(block_ids, contents):
                 return 0
             end = len(found) + len(contents)
-            stored = pool.remember(block_ids, hashes[len(found) : end])
+            stored = pool.cache_blocks(block_ids, hashes[len(found) : end])
             if self._events is not None:
                 places = [len(found) + i for i in stored]
                 self._events.stored(hashes, places, token_ids, source)

@@ -69,7 +69,7 @@ class StateCache:
         else:
             self._by_hash[prefix_hash] = number
 
-    def forget(self, hashes: Iterable[bytes]) -> None:
+    def remove(self, hashes: Iterable[bytes]) -> None:
         """Free the states of these tokens."""
         for prefix_hash in hashes:
             number = self._by_hash.pop(prefix_hash, None)
@@ -78,7 +78,7 @@ class StateCache:
 
     def forget_all(self) -> None:
         """Free all states that no request owns."""
-        self.forget(list(self._by_hash))
+        self.remove(list(self._by_hash))
 
     def _take(self) -> int | None:
         if self._free:

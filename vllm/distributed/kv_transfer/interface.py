@@ -66,7 +66,7 @@ class KVConnector(ABC):
         """
 
     @abstractmethod
-    def forget(self, keys: Sequence[bytes]) -> None:
+    def drop(self, keys: Sequence[bytes]) -> None:
         """Drop blocks whose content is wrong; unknown keys are ignored."""
 
     @abstractmethod

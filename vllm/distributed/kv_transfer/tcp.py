@@ -78,7 +78,7 @@ class TCPConnector(KVConnector):
             self._host.put(key, block)
         return None
 
-    def forget(self, keys: Sequence[bytes]) -> None:
+    def drop(self, keys: Sequence[bytes]) -> None:
         """Drop the blocks with these keys."""
         for key in keys:
             self._host.drop(key)

@@ -90,7 +90,7 @@ class TieredConnector(KVConnector):
             written.result()
         return written
 
-    def forget(self, keys: Sequence[bytes]) -> None:
+    def drop(self, keys: Sequence[bytes]) -> None:
         """Drop the blocks with these keys from both tiers."""
         for key in keys:
             self._host.drop(key)
