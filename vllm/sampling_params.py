@@ -62,7 +62,7 @@ _OF_REQUESTS = Door.API | Door.PAGE
 
 
 @dataclass(frozen=True)
-class Number:
+class NumberRange:
     """The range of a sampling parameter and where users set it, as annotation of its field.
 
     `NUMBERS` has them by name, with the last three attributes, which follow from the field.
@@ -184,31 +184,33 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         TypeError: `top_k` is not an integer.
     """
 
-    n: Annotated[int, Number(at_least=1)] = 1
-    best_of: Annotated[int | None, Number(at_least=1)] = None
-    presence_penalty: Annotated[float, Number(-2, at_most=2, doors=_OF_REQUESTS)] = 0.0
-    frequency_penalty: Annotated[float, Number(-2, at_most=2, doors=_OF_REQUESTS)] = 0.0
-    repetition_penalty: Annotated[float, Number(above=0, doors=Door.ALL)] = 1.0
-    temperature: Annotated[float, Number(at_least=0, doors=Door.ALL)] = 1.0
-    top_p: Annotated[float, Number(above=0, at_most=1, doors=Door.ALL)] = 1.0
-    top_k: Annotated[int, Number(at_least=-1, doors=Door.ALL)] = 0
-    min_p: Annotated[float, Number(at_least=0, at_most=1, doors=Door.ALL)] = 0.0
-    seed: Annotated[int | None, Number(-(2**63), at_most=_MAX_INTEGER, doors=_OF_REQUESTS)] = None
+    n: Annotated[int, NumberRange(at_least=1)] = 1
+    best_of: Annotated[int | None, NumberRange(at_least=1)] = None
+    presence_penalty: Annotated[float, NumberRange(-2, at_most=2, doors=_OF_REQUESTS)] = 0.0
+    frequency_penalty: Annotated[float, NumberRange(-2, at_most=2, doors=_OF_REQUESTS)] = 0.0
+    repetition_penalty: Annotated[float, NumberRange(above=0, doors=Door.ALL)] = 1.0
+    temperature: Annotated[float, NumberRange(at_least=0, doors=Door.ALL)] = 1.0
+    top_p: Annotated[float, NumberRange(above=0, at_most=1, doors=Door.ALL)] = 1.0
+    top_k: Annotated[int, NumberRange(at_least=-1, doors=Door.ALL)] = 0
+    min_p: Annotated[float, NumberRange(at_least=0, at_most=1, doors=Door.ALL)] = 0.0
+    seed: Annotated[int | None, NumberRange(-(2**63), at_most=_MAX_INTEGER, doors=_OF_REQUESTS)] = (
+        None
+    )
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     ignore_eos: bool = False
-    max_tokens: Annotated[int | None, Number(at_least=1, doors=Door.MODEL | Door.PAGE)] = 16
-    min_tokens: Annotated[int, Number(at_least=0)] = 0
-    logprobs: Annotated[int | None, Number(at_least=0)] = None
-    prompt_logprobs: Annotated[int | None, Number(at_least=0)] = None
+    max_tokens: Annotated[int | None, NumberRange(at_least=1, doors=Door.MODEL | Door.PAGE)] = 16
+    min_tokens: Annotated[int, NumberRange(at_least=0)] = 0
+    logprobs: Annotated[int | None, NumberRange(at_least=0)] = None
+    prompt_logprobs: Annotated[int | None, NumberRange(at_least=0)] = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     # Any: callables stay in their process; names are strings or `LogitsProcessorConstructor`.
     logits_processors: list[Any] | None = None
-    truncate_prompt_tokens: Annotated[int | None, Number(at_least=1)] = None
+    truncate_prompt_tokens: Annotated[int | None, NumberRange(at_least=1)] = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     guided_decoding: GuidedDecodingParams | None = None
     logit_bias: dict[int, float] | None = None
@@ -406,7 +408,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
                 _check_range(f"logit_bias[{token_id}]", bias, at_least=-math.inf, at_most=math.inf)
 
 
-def _declared_numbers() -> dict[str, Number]:
+def _declared_numbers() -> dict[str, NumberRange]:
     """Return the numbers among the fields of `SamplingParams`, in their order."""
     numbers = {}
     for field in msgspec.structs.fields(SamplingParams):
@@ -423,7 +425,7 @@ NUMBERS = _declared_numbers()
 """The sampling parameters that are numbers, by name."""
 
 
-def numbers_at(door: Door) -> dict[str, Number]:
+def numbers_at(door: Door) -> dict[str, NumberRange]:
     """Return the sampling parameters that are set there, by name."""
     return {name: number for name, number in NUMBERS.items() if door in number.doors}
 

@@ -21,7 +21,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 
-class Number:
+class Sample:
     """One value of a counter or of a gauge."""
 
     __slots__ = ("value",)
@@ -94,7 +94,7 @@ class Family(Protocol):
         ...
 
 
-class Numbers:
+class ScalarMetric:
     """A counter or a gauge with labels.
 
     A cell lives as long as its family: label values come from a bounded set, never from a client.
@@ -113,13 +113,13 @@ class Numbers:
         self._name = name
         self._help = help
         self._labels = labels
-        self._cells: dict[tuple[str, ...], Number] = {}
+        self._cells: dict[tuple[str, ...], Sample] = {}
 
-    def cell(self, *values: str) -> Number:
+    def cell(self, *values: str) -> Sample:
         """Return the value with these label values."""
         found = self._cells.get(values)
         if found is None:
-            found = self._cells[values] = Number()
+            found = self._cells[values] = Sample()
         return found
 
     def metric(self, constant: Mapping[str, str]) -> Metric:
@@ -132,7 +132,7 @@ class Numbers:
 
 
 class Histograms:
-    """A histogram with labels; see `Numbers`."""
+    """A histogram with labels; see `ScalarMetric`."""
 
     def __init__(
         self, name: str, help: str, bounds: Sequence[float], labels: Sequence[str]
@@ -169,11 +169,11 @@ class MetricSet(Collector):
         self._constant = dict(labels or {})
         self._families: list[Family] = []
 
-    def counter(self, name: str, help: str) -> Number:
+    def counter(self, name: str, help: str) -> Sample:
         """Add a counter without labels; it is exposed from the start, as 0."""
         return self.counters(name, help).cell()
 
-    def gauge(self, name: str, help: str) -> Number:
+    def gauge(self, name: str, help: str) -> Sample:
         """Add a gauge without labels."""
         return self.gauges(name, help).cell()
 
@@ -181,11 +181,11 @@ class MetricSet(Collector):
         """Add a histogram without labels."""
         return self.histograms(name, help, bounds).cell()
 
-    def counters(self, name: str, help: str, *labels: str) -> Numbers:
+    def counters(self, name: str, help: str, *labels: str) -> ScalarMetric:
         """Add a counter with labels."""
         return self._numbers("counter", name, help, labels)
 
-    def gauges(self, name: str, help: str, *labels: str) -> Numbers:
+    def gauges(self, name: str, help: str, *labels: str) -> ScalarMetric:
         """Add a gauge with labels."""
         return self._numbers("gauge", name, help, labels)
 
@@ -201,8 +201,8 @@ class MetricSet(Collector):
 
     def _numbers(
         self, kind: Literal["counter", "gauge"], name: str, help: str, labels: Sequence[str]
-    ) -> Numbers:
-        family = Numbers(kind, name, help, labels)
+    ) -> ScalarMetric:
+        family = ScalarMetric(kind, name, help, labels)
         self._families.append(family)
         return family
 

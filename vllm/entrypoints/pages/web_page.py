@@ -16,7 +16,7 @@ from functools import cache
 from importlib.resources import files
 
 from vllm import assets
-from vllm.sampling_params import Door, Number, numbers_at
+from vllm.sampling_params import Door, NumberRange, numbers_at
 
 _NUMBERS = "<!-- sampling numbers -->"
 _LARGEST_LIMIT = 2**53
@@ -73,7 +73,7 @@ def _number_fields() -> str:
     return "\n".join(_number_field(name, numbers[name]) for name in names)
 
 
-def _number_field(name: str, number: Number) -> str:
+def _number_field(name: str, number: NumberRange) -> str:
     is_integer = number.kind is int
     least = number.at_least if number.above is None else number.above
     limits = "".join(
