@@ -67,7 +67,7 @@ class Admission:
     def take_preempted(self) -> list[Request]:
         """Return the running requests to preempt for the one that had no room in the last step."""
         request, self._lacks_room = self._lacks_room, None
-        return [] if request is None else self._preemption.victims(request)
+        return [] if request is None else self._preemption.select_preempted(request)
 
     def admit(self, plan: Plan) -> None:
         """Admit waiting requests while rows, blocks and tokens are available."""

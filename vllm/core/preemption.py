@@ -46,7 +46,7 @@ class PreemptionPolicy:
         """Number of free blocks to keep for running requests."""
         return (len(self._running) + 1) // 2 * self._cache.num_groups
 
-    def victims(self, request: Request) -> list[Request]:
+    def select_preempted(self, request: Request) -> list[Request]:
         """Return the running requests to preempt for a waiting one, the least important first.
 
         Empty if the request fits already or no longer waits, and if preempting all that it outranks
