@@ -69,8 +69,8 @@ def test_those_who_ask_together_are_served_together(monkeypatch):
         monkeypatch.setattr(process_memory, "DELAY_S", 0.001)
         trim = MemoryTrim()
         for count in (1, 2):
-            trim.soon()
-            trim.soon()
+            trim.schedule()
+            trim.schedule()
             await done.wait()
             done.clear()
             assert len(calls) == count

@@ -58,12 +58,12 @@ class LaunchedCore:
                 "memory and its device until the kernel lets it exit",
                 *(process.pid, _MAX_KILL_WAIT_S),
             )
-            threading.Thread(target=self._reap, name="core-reaper", daemon=True).start()
+            threading.Thread(target=self._wait_child, name="core-reaper", daemon=True).start()
         else:
-            self._reap()
+            self._wait_child()
         socket_folder.remove(self.address)
 
-    def _reap(self) -> None:
+    def _wait_child(self) -> None:
         """Wait for the process, then close our end of its standard input.
 
         Not earlier: a thread may still be writing the config to it.

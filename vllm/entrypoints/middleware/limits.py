@@ -107,7 +107,7 @@ class BodyLimits:
                 await self.app(scope, receive, send)
             finally:
                 if num_bytes >= _HUGE_BODY_BYTES:
-                    self._memory.soon()
+                    self._memory.schedule()
 
     def _check_headers(self, scope: Scope, limit: SizeLimit) -> ErrorInfo | None:
         length = get_header(scope, b"content-length")

@@ -142,7 +142,7 @@ class DeadlineWorker:
             return self._child
         self._kill()
         self._child = self._server.fork()
-        self._release = weakref.finalize(self, self._server.bury, self._child)
+        self._release = weakref.finalize(self, self._server.kill_and_remove, self._child)
         return self._child
 
     def _exchange(

@@ -88,7 +88,7 @@ class Child:
     """A process that answers calls.
 
     Attributes:
-        pid: its id; no other process gets it before `ForkServer.bury`.
+        pid: its id; no other process gets it before `ForkServer.kill_and_remove`.
         connection: to it. Closing it ends an idle child.
     """
 
@@ -174,7 +174,7 @@ class ForkServer:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGKILL)
 
-    def bury(self, child: Child) -> None:
+    def kill_and_remove(self, child: Child) -> None:
         """Kill a child and forget it; once for each child."""
         self.kill(child)
         self._dead.append(child.pid)

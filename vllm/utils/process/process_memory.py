@@ -65,7 +65,7 @@ class MemoryTrim:
     def __init__(self) -> None:
         self._timer: asyncio.TimerHandle | None = None
 
-    def soon(self) -> None:
+    def schedule(self) -> None:
         """Schedule it. Call this in an event loop."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(DELAY_S, self._begin)
