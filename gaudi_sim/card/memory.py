@@ -36,7 +36,7 @@ class Allocation:
         if self.num_bytes:
             self._pool.give_back(self.num_bytes, self._recipe)
         if self._storage is not None:
-            self._pool.forget(self._storage)
+            self._pool.remove(self._storage)
 
 
 class MemoryPool:
@@ -75,7 +75,7 @@ class MemoryPool:
             self._leases[address] = ref(lease)
         return lease
 
-    def forget(self, address: int) -> None:
+    def remove(self, address: int) -> None:
         """Drop the entry of a freed lease, unless another storage has the same address now."""
         known = self._leases.get(address)
         if known is not None and known() is None:

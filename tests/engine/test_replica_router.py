@@ -54,7 +54,7 @@ def test_tokens_count_until_they_are_computed():
     router.end(["a"])
     assert num_tokens(router) == [100, 0]
     assert router.owner("b") == 0 and router.owner("a") is None
-    assert router.lose(0) == ["b"]
+    assert router.drop_requests_of(0) == ["b"]
     assert num_tokens(router) == [0, 0] and router.owner("b") is None
 
 
@@ -94,7 +94,7 @@ def test_a_prefix_is_known_by_all_that_decides_the_cache():
 
 
 def test_a_lost_cache_attracts_nobody():
-    for forget in (lambda r: r.lose(0), lambda r: r.forget_prefixes()):
+    for forget in (lambda r: r.drop_requests_of(0), lambda r: r.forget_prefixes()):
         router, prefix = make_router(), list(range(640))
         assert send(router, make_request(prefix), "a") == 0
         router.end(["a"])
@@ -152,7 +152,7 @@ def test_under_random_load_nothing_is_left_and_the_load_is_even(seed):
             router.end([running.pop(rng.randrange(len(running)))])
         spread.append(max(len(load.requests) for load in router.loads))
     assert sum(spread) / len(spread) < 16  # of 30; even would be 10
-    router.lose(1)
+    router.drop_requests_of(1)
     router.end(running)
     assert num_tokens(router) == [0, 0, 0]
     assert all(not load.requests and not load.prefilling for load in router.loads)

@@ -51,8 +51,8 @@ def test_a_result_is_the_same_however_the_text_comes(read, text, result, rest):
     for pieces in ([text], list(text), ["", text, ""]):
         found, stream = run(read, pieces)
         assert (found, unread(stream)) == (result, rest)
-        assert stream.forget() + unread(stream) == text
-        assert stream.forget() == ""
+        assert stream.pop_read() + unread(stream) == text
+        assert stream.pop_read() == ""
 
 
 @pytest.mark.parametrize(

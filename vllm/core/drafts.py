@@ -159,7 +159,7 @@ class DraftPlanner:
         waits: BoolArray = self._running.takes_drafts[rows]
         return waits
 
-    def settle(self, rows: IntArray, tokens: RowTokens) -> RowTokens:
+    def update_settled(self, rows: IntArray, tokens: RowTokens) -> RowTokens:
         """Note which tokens the recurrent states have after a step.
 
         Args:

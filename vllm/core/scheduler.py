@@ -236,7 +236,7 @@ class Scheduler:
             if self.media is not None:
                 encoded, dropped = self.media.take_step()
             if self._drafts is not None:
-                tokens = self._drafts.settle(rows, tokens)
+                tokens = self._drafts.update_settled(rows, tokens)
             if self._state_keeper is not None and plan.num_decodes == 1:
                 kept_states = self._state_keeper.keep(rows, tokens)
             has_freed = bool(self._freed_rows or self._shortened)

@@ -99,7 +99,7 @@ class HarmonyReasoningParser(ReasoningParser):
         yield from stream.skip_space()
         if (yield from stream.read_literal(RECIPIENT)):
             yield from self._read_message(RECIPIENT, is_spoken)
-        self._content.append(stream.forget())
+        self._content.append(stream.pop_read())
         while start := (yield from stream.read_until(Markers((START, CHANNEL)), self._add_content)):
             stream.consume(len(start))
             yield from self._read_message(start, is_spoken)
@@ -110,9 +110,9 @@ class HarmonyReasoningParser(ReasoningParser):
         header = yield from read_header(stream, start)
         is_text = header is not None and not header.recipient
         if header is None or not (is_text and header.channel in ("analysis", *TEXT_CHANNELS)):
-            self._add_content(stream.forget())
+            self._add_content(stream.pop_read())
             return
-        stream.forget()
+        stream.pop_read()
         is_thought = header.channel == "analysis"
         kind, texts, sink = (
             ("thoughts", self._reasoning, self._add_reasoning)
@@ -124,4 +124,4 @@ class HarmonyReasoningParser(ReasoningParser):
         is_spoken.add(kind)
         yield from stream.read_until(BODY_ENDS, sink)
         yield from read_end(stream)
-        stream.forget()
+        stream.pop_read()

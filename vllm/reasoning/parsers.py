@@ -219,7 +219,7 @@ class ReasoningParser:
             end = yield from stream.read_until(ends, self._add_reasoning)
             if end in self.ends:
                 stream.consume(len(end))
-                stream.forget()
+                stream.pop_read()
         yield from self._read_answer()
 
     def _read_answer(self) -> Wait[None]:
@@ -234,7 +234,7 @@ class ReasoningParser:
             if (yield from stream.read_literal(start)):
                 return True
         # White space belongs to the text after it.
-        space = stream.forget()
+        space = stream.pop_read()
         if self._is_start_needed:
             self._content.append(space)
         else:
@@ -243,7 +243,7 @@ class ReasoningParser:
 
     def _add_reasoning(self, piece: str) -> None:
         """Take text that was just read for thoughts."""
-        self._stream.forget()
+        self._stream.pop_read()
         self._reasoning.append(piece)
         end = self._stream.num_read
         start = end - len(piece)
@@ -253,7 +253,7 @@ class ReasoningParser:
             self.spans.append((start, end))
 
     def _add_content(self, piece: str) -> None:
-        self._stream.forget()
+        self._stream.pop_read()
         self._content.append(piece)
 
     def _take(self) -> tuple[str | None, str | None]:
@@ -347,7 +347,7 @@ class AppendThinkReasoningParser(ReasoningParser):
         stream = self._stream
         if self._is_thinking and (yield from stream.more()):
             yield from stream.read_literal(self.starts[0])
-            stream.forget()
+            stream.pop_read()
             self._content.append(self.starts[0])
         yield from self._read_answer()
 
@@ -368,13 +368,13 @@ class WrappedAnswerReasoningParser(ReasoningParser):
         yield from stream.skip_space()
         if (yield from stream.read_literal(self.answer_start)):
             yield from stream.read_literal("\n")
-            stream.forget()
+            stream.pop_read()
             ends = Markers((f"\n{self.answer_end}", self.answer_end))
             end = yield from stream.read_until(ends, self._add_content)
             stream.consume(len(end))
             yield from stream.skip_space()
-            stream.forget()
-        self._content.append(stream.forget())
+            stream.pop_read()
+        self._content.append(stream.pop_read())
         yield from super()._read_answer()
 
 

@@ -161,7 +161,7 @@ class SamplingMetadata:
         if params is not None:
             params = params.index_select(1, rows) if needs_params(active) else None
 
-        def take(values: _Rows | None, needed: int) -> _Rows | None:
+        def select(values: _Rows | None, needed: int) -> _Rows | None:
             return values[rows] if values is not None and active & needed else None
 
         max_top_k = self.max_top_k
@@ -173,14 +173,14 @@ class SamplingMetadata:
             active=active,
             all_random=bool(np.bitwise_and.reduce(features) & Feature.RANDOM),
             params=params,
-            exponentials=take(self.exponentials, Feature.RANDOM),
+            exponentials=select(self.exponentials, Feature.RANDOM),
             draw_keys=self.draw_keys[indices] if self.draw_keys is not None else None,
             max_top_k=max_top_k,
             unbounded_top_p=has_unbounded_top_p(features),
             processors=tuple((position[i], p) for i, p in self.processors if i in position),
-            edits=take(self.edits, Feature.EDITS),
+            edits=select(self.edits, Feature.EDITS),
             masks=self.masks.select(indices) if self.masks is not None else None,
-            penalties=take(self.penalties, Feature.PENALTIES),
+            penalties=select(self.penalties, Feature.PENALTIES),
         )
 
 

@@ -87,7 +87,7 @@ def test_a_running_response_is_never_dropped_and_their_number_is_bounded():
     with pytest.raises(CapacityError, match="2 responses"):
         store.add(make_entry("d", job=FakeJob()))
     jobs[0].is_running = False
-    store.settle(entries[0])
+    store.finish(entries[0])
     assert ids(store, "abc") == ["a", "b"], "the finished one counts among the finished ones"
 
 
@@ -113,7 +113,7 @@ def test_a_deleted_response_does_not_come_back_when_it_ends():
     entry = make_entry("a", job=FakeJob())
     store.add(entry)
     store.delete(entry)
-    store.settle(entry)
+    store.finish(entry)
     assert len(store) == 0
 
 

@@ -123,7 +123,9 @@ class CoreReplicas:
         """Return how a replica is started, if it runs on another machine."""
         if self._far is None or index < num_local:
             return ()
-        return partial(self._far.take, index), f"waiting for the machine of replica {index}"
+        return partial(
+            self._far.wait_for_core, index
+        ), f"waiting for the machine of replica {index}"
 
     def __len__(self) -> int:
         return len(self._all)
@@ -418,7 +420,7 @@ class CoreReplicas:
 
     def _lose(self, index: int, error: BaseException) -> None:
         self.stats[index] = SchedulerStats()
-        core_ids = [] if self._router is None else self._router.lose(index)
+        core_ids = [] if self._router is None else self._router.drop_requests_of(index)
         will_return = self._all[index].startup.error is None
         self._on_lost(index, error, will_return, core_ids)
 

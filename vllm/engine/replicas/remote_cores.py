@@ -130,12 +130,12 @@ class RemoteEngineCores:
         self._offered: dict[int, deque[RemoteEngineCore]] = defaultdict(deque)
         self._is_closed = False
 
-    def take(self, replica: int) -> "asyncio.Future[Core]":
+    def wait_for_core(self, replica: int) -> "asyncio.Future[Core]":
         """Return a future with a core on the machine of a replica, done when it has connected. The
         future has a ConfigError if the address cannot be used."""
-        return asyncio.ensure_future(self._take(replica))
+        return asyncio.ensure_future(self._wait_for_core(replica))
 
-    async def _take(self, replica: int) -> Core:
+    async def _wait_for_core(self, replica: int) -> Core:
         await self._listen()
         offered = self._offered[replica]
         while offered:

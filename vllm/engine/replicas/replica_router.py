@@ -75,7 +75,7 @@ class PrefixMemory:
         while len(replicas) > self._capacity:
             del replicas[next(iter(replicas))]
 
-    def forget(self, replica: int) -> None:
+    def remove_replica(self, replica: int) -> None:
         """Forget a replica that has lost its cache."""
         mask = ~(1 << replica)
         kept = ((key, found & mask) for key, found in self._replicas.items())
@@ -172,17 +172,17 @@ class ReplicaRouter:
             load.num_tokens -= sum(load.requests.pop(core_id))
             load.prefilling.discard(core_id)
 
-    def lose(self, replica: int) -> list[str]:
+    def drop_requests_of(self, replica: int) -> list[str]:
         """Forget a replica's requests and its prefixes. Returns the ids of the requests."""
         core_ids = list(self.loads[replica].requests)
         self.end(core_ids)
-        self._prefixes.forget(replica)
+        self._prefixes.remove_replica(replica)
         return core_ids
 
     def forget_prefixes(self) -> None:
         """Forget all prefixes, because the prefix caches of all replicas were emptied."""
         for index in range(len(self.loads)):
-            self._prefixes.forget(index)
+            self._prefixes.remove_replica(index)
 
     def _add(
         self, replica: int, request: EngineRequest, core_ids: Sequence[str], num_known: int

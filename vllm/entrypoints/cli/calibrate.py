@@ -155,11 +155,11 @@ def run(args: argparse.Namespace) -> None:
         warms_up=args.warmup,
     )
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         sys.stderr.write(f"{line}\n")
 
     step = _STEP_NUMBERS.get(args.step, args.step)
-    state = Calibration(engine, folder, settings, say).run(step)
+    state = Calibration(engine, folder, settings, print_line).run(step)
     if "evaluate" in state["done"]:
         found = state["perplexity"]
         change = 100 * (found["after"] / found["before"] - 1)

@@ -20,7 +20,7 @@ router = APIRouter(include_in_schema=False)
 
 
 @router.get("/chat.json")
-async def about(request: Request) -> Response:
+async def chat_info(request: Request) -> Response:
     """Return facts for the page."""
     return fresh_json(describe(get_context(request)))
 

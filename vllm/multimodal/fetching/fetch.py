@@ -126,7 +126,7 @@ class MediaFetcher:
             if scheme == "file":
                 reading = asyncio.to_thread(self._read_file, url)
                 data = await asyncio.wait_for(reading, timeout_s)
-                budget.take(len(data))
+                budget.count(len(data))
                 return data
             if scheme in ("http", "https"):
                 return await asyncio.wait_for(self._follow(url, budget), timeout_s)

@@ -137,7 +137,7 @@ class Budget:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = self._num_left = max_bytes
 
-    def take(self, num_bytes: int) -> None:
+    def count(self, num_bytes: int) -> None:
         """Count content.
 
         Raises:
@@ -212,7 +212,7 @@ async def _read_into(
             raise HTTPError("the connection ended before the answer was complete")
         num_known = len(answer.body)
         answer.feed(data)
-        budget.take(len(answer.body) - num_known)
+        budget.count(len(answer.body) - num_known)
         if not answer.status:
             num_head_bytes += len(data)
             if num_head_bytes > _MAX_HEAD_BYTES:

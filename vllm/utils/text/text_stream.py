@@ -82,7 +82,7 @@ class TextStream:
         self._taken.append(piece)
         return piece
 
-    def forget(self) -> str:
+    def pop_read(self) -> str:
         """Return the text that was read since the last call of this method."""
         taken, self._taken = self._taken, []
         return "".join(taken)

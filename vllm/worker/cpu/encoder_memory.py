@@ -70,11 +70,11 @@ class PeakBytes(TorchDispatchMode):
         if key in self._alive:
             return
 
-        def forget(_: object) -> None:
+        def on_freed(_: object) -> None:
             del self._alive[key]
             self._num_bytes -= num_bytes
 
-        self._alive[key] = weakref.ref(storage, forget)
+        self._alive[key] = weakref.ref(storage, on_freed)
         self._num_bytes += num_bytes
 
 

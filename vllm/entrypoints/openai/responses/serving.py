@@ -199,7 +199,7 @@ def _begin_in_background(
         context.num_in_progress -= 1
         if not writer.has_ended:
             writer.finish("cancelled")
-        store.settle(entry)
+        store.finish(entry)
 
     store.check_room()
     queued = writer.queue()

@@ -108,7 +108,7 @@ class ResponseStore:
                 status=503,
             )
 
-    def settle(self, entry: StoredResponse) -> None:
+    def finish(self, entry: StoredResponse) -> None:
         """Note that a response in progress has ended. It is kept unless it was deleted."""
         if self._running.pop(entry.response["id"], None) is not None:
             self._keep(entry)

@@ -261,11 +261,11 @@ class ToolParser:
 
     def accept(self) -> None:
         """Declare all text read since the last accepted text as part of the format."""
-        self.stream.forget()
+        self.stream.pop_read()
 
     def release(self) -> None:
         """Declare all text that was read and not accepted as content."""
-        self._add_content(self.stream.forget())
+        self._add_content(self.stream.pop_read())
 
     def make_id(self) -> str:
         """Make a new id for a call."""
@@ -307,7 +307,7 @@ class ToolParser:
         return ""
 
     def _pass_content(self, piece: str) -> None:
-        self.stream.forget()
+        self.stream.pop_read()
         self._add_content(piece)
 
     def _add_content(self, text: str) -> None:
