@@ -21,7 +21,7 @@ from tests.e2e.server import ROOT, Server, start_server, wait_until
 from tests.multimodal.sound_models import make_sound
 from tests.sound_files import FORMS, Samples, sound_file
 from tests.tiny_speech import RATE, Reference, make_tiny_whisper
-from vllm.entrypoints.openai.audio.pieces import cut
+from vllm.entrypoints.openai.audio.pieces import split_audio
 
 pytestmark = pytest.mark.e2e
 
@@ -93,7 +93,7 @@ class Expected:
 
     def text(self, samples: Samples, language: str, task: str = "transcribe") -> str:
         prompt = f"<|startoftranscript|><|{language}|><|{task}|><|notimestamps|>"
-        pieces = cut(samples, RATE, PIECE_S)
+        pieces = split_audio(samples, RATE, PIECE_S)
         parts = [self.tokens(samples[each.start : each.end], prompt) for each in pieces]
         return "".join(
             self.tokenizer.decode(part, skip_special_tokens=True) for part in parts
@@ -109,7 +109,7 @@ def test_a_long_recording_is_what_transformers_writes_of_its_pieces(
     client: openai.OpenAI, recording: Samples, expected: Expected
 ) -> None:
     text = expected.text(recording, "de")
-    assert len(cut(recording, RATE, PIECE_S)) > 17 and len(text) > 100
+    assert len(split_audio(recording, RATE, PIECE_S)) > 17 and len(text) > 100
     file = file_of(recording)
     got = client.audio.transcriptions.create(file=file, language="de", **FIELDS)
     assert got.text == text

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sound_files import tone
-from vllm.entrypoints.openai.audio.pieces import Piece, cut, is_silent
+from vllm.entrypoints.openai.audio.pieces import Piece, is_silent, split_audio
 from vllm.entrypoints.openai.audio.subtitles import TimedText, srt, vtt
 
 RATE = 1_000
@@ -23,7 +23,7 @@ def test_pieces_cover_the_recording_and_none_is_too_long(
     num_samples: int, max_seconds: float, seed: int, is_flat: bool
 ) -> None:
     noise = np.random.default_rng(seed).normal(size=num_samples).astype(np.float32)
-    pieces = cut(np.zeros_like(noise) if is_flat else noise, RATE, max_seconds)
+    pieces = split_audio(np.zeros_like(noise) if is_flat else noise, RATE, max_seconds)
     assert pieces[0].start == 0 and pieces[-1].end == num_samples
     assert [each.end for each in pieces[:-1]] == [each.start for each in pieces[1:]]
     assert all(0 < each.end - each.start <= max_seconds * RATE for each in pieces)
@@ -37,14 +37,14 @@ def test_a_recording_is_cut_in_its_pauses() -> None:
     rate = 16_000
     for start_s, amplitude in ((22.0, 0.0), (27.0, 0.01), (45.0, 0.0), (50.0, 0.0)):
         samples[int(start_s * rate) : int((start_s + 0.3) * rate)] *= amplitude
-    pieces = cut(samples, rate, 30.0)
+    pieces = split_audio(samples, rate, 30.0)
     assert len(pieces) == 3
     assert 22.0 < pieces[0].end / rate < 22.3
     assert 50.0 < pieces[1].end / rate < 50.3
 
 
 def test_a_short_recording_is_one_piece() -> None:
-    assert cut(tone(30.0), 16_000, 30.0) == [Piece(0, 480_000)]
+    assert split_audio(tone(30.0), 16_000, 30.0) == [Piece(0, 480_000)]
 
 
 @pytest.mark.parametrize(

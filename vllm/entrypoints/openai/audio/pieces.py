@@ -32,7 +32,7 @@ class Piece:
     end: int
 
 
-def cut(samples: Samples, rate: int, max_seconds: float) -> list[Piece]:
+def split_audio(samples: Samples, rate: int, max_seconds: float) -> list[Piece]:
     """Return the pieces of a recording, in order; each has at most `max_seconds`.
 
     A recording that is longer is cut in the middle of the quietest tenth of a second near the end

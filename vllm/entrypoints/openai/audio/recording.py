@@ -10,7 +10,7 @@ from math import exp
 from typing import Any
 
 from vllm.engine.output.detokenizer import Detokenizer
-from vllm.entrypoints.openai.audio.pieces import Piece, Samples, cut, is_silent
+from vllm.entrypoints.openai.audio.pieces import Piece, Samples, is_silent, split_audio
 from vllm.entrypoints.openai.protocol.sampling import sampling_numbers
 from vllm.entrypoints.openai.protocol.transcription import SpeechFields
 from vllm.entrypoints.openai.shared.merge import merge
@@ -89,7 +89,7 @@ class Recording:
         self._samples = samples
         self._engine_key = engine_key(response_id)
         self._trace_headers = trace_headers
-        pieces = cut(samples, rules.sampling_rate, rules.seconds_per_piece)
+        pieces = split_audio(samples, rules.sampling_rate, rules.seconds_per_piece)
         self._pieces = [each for each in pieces if not is_silent(samples[each.start : each.end])]
         self._prompt: list[int] = []
         self._params = SamplingParams()

@@ -101,7 +101,7 @@ async def truncate_conversation(
     num_kept_first = 1 if messages[0]["role"] == "system" else 0
     starts = [i for i, message in enumerate(messages) if message["role"] == "user"] or [0]
 
-    def cut(start: int) -> ChatCompletionRequest:
+    def keep_from(start: int) -> ChatCompletionRequest:
         kept = messages if start == starts[0] else messages[:num_kept_first] + messages[start:]
         return body.model_copy(update={"messages": kept})
 
@@ -110,7 +110,7 @@ async def truncate_conversation(
         try:
             prompt = await chat_prompt(
                 context,
-                cut(start),
+                keep_from(start),
                 with_tools=with_tools,
                 max_tokens=max(limit, 1),
                 fetched=fetched,
@@ -128,7 +128,7 @@ async def truncate_conversation(
             high = middle
         else:
             low = middle + 1
-    return cut(starts[low])
+    return keep_from(starts[low])
 
 
 def _write_delta(writer: ResponseWriter, delta: TurnDelta) -> list[Event]:

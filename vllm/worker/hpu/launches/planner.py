@@ -189,7 +189,7 @@ class _Rows(NamedTuple):
         """Return the entries from `start` up to `end`."""
         return _Rows(*(column[start:end] for column in self))
 
-    def cut(self, ends: Collection[tuple[int, int]]) -> "_Rows":
+    def split_at(self, ends: Collection[tuple[int, int]]) -> "_Rows":
         """Divide the tokens of rows where some (row, position) end."""
         found: list[tuple[int, int, int, int, int]] = []
         for row, start, count, drafts, replayed in zip(*(x.tolist() for x in self), strict=True):
@@ -288,7 +288,7 @@ class HPULaunchPlanner:
         if step.kept_states is None:
             return [*self._decodes(decodes), *self._prefills(prompts)]
         ends = _kept_ends(step)
-        prompts = prompts.cut(ends.keys())
+        prompts = prompts.split_at(ends.keys())
         launches = [*self._decodes(decodes), *self._prefills(prompts)]
         return [_with_kept(x, ends, step.kept_states) for x in launches]
 
@@ -436,7 +436,7 @@ class HPULaunchPlanner:
         if not len(rows.ids) or rows.scheduled.max() <= longest:
             return rows
         if self._piece_end is not None:
-            return rows.cut(set(self._ends_of_pieces(rows, longest, self._piece_end)))
+            return rows.split_at(set(self._ends_of_pieces(rows, longest, self._piece_end)))
         counts = _num_blocks(rows.scheduled, longest)
         index = np.repeat(np.arange(len(counts)), counts)
         piece = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
