@@ -15,7 +15,7 @@ from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheGroup, KVCacheLayo
 from vllm.ops.attention_options import AttentionOptions
 from vllm.platforms import resolve_platform
 from vllm.platforms.hpu import HPUPlatform
-from vllm.worker.hpu.memory.memory import beside_states
+from vllm.worker.hpu.memory.memory import subtract_states
 from vllm.worker.kv_cache import (
     bind_kv_caches,
     cache_dtype,
@@ -269,8 +269,8 @@ def test_a_stage_without_states_does_not_limit_how_many_are_kept():
 
 def test_states_on_a_card_come_off_the_memory_before_it_is_divided():
     config = make_config(gpu_memory_utilization=0.5)
-    assert beside_states(config, 2 * GIB, GIB // 2) == (config, 3 * GIB // 2)
-    config, free_bytes = beside_states(make_config(kv_cache_memory_bytes=GIB), 8 * GIB, GIB)
+    assert subtract_states(config, 2 * GIB, GIB // 2) == (config, 3 * GIB // 2)
+    config, free_bytes = subtract_states(make_config(kv_cache_memory_bytes=GIB), 8 * GIB, GIB)
     assert (config.cache.kv_cache_memory_bytes, free_bytes) == (1, 7 * GIB)
     with pytest.raises(ConfigError, match=r"only 1024 MiB .*--kv-cache-memory-bytes.*to 500"):
-        beside_states(make_config(kv_cache_memory_bytes=GIB), 8 * GIB, 2 * GIB)
+        subtract_states(make_config(kv_cache_memory_bytes=GIB), 8 * GIB, 2 * GIB)

@@ -78,12 +78,12 @@ class PreparedHeads(Protocol):
     One that holds parameters is an `nn.Module`.
     """
 
-    def multiply(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
+    def multiply(self, x: Tensor, appended: Tensor | None = None) -> Tensor:
         """Multiply each head with its matrix.
 
         Args:
             x: [T, H, I]; heads are dense, but need not follow each other.
-            beside: [T, H, R], which is put behind the product of each head.
+            appended: [T, H, R], concatenated after the result of each head.
 
         Returns:
             [T, H, O], or [T, H, O + R]; new and dense.

@@ -61,7 +61,7 @@ class SymbolRecorder(Protocol):
         """Multiply rows with a packed weight."""
         ...
 
-    def multiply_heads(self, x: Any, heads: Any, beside: Any = None) -> Any:
+    def multiply_heads(self, x: Any, heads: Any, appended: Any = None) -> Any:
         """Multiply each head with its packed matrix."""
         ...
 

@@ -40,10 +40,10 @@ class DenseHeads(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(matrices.contiguous(), requires_grad=False)
 
-    def multiply(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
+    def multiply(self, x: Tensor, appended: Tensor | None = None) -> Tensor:
         """Multiply each head with its matrix; see `PreparedHeads`."""
         out = torch.bmm(x.transpose(0, 1), self.weight).transpose(0, 1)
-        return out if beside is None else torch.cat((out, beside), dim=-1)
+        return out if appended is None else torch.cat((out, appended), dim=-1)
 
     def dense(self) -> Tensor:
         """Return the matrices [H, I, O]."""

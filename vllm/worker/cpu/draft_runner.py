@@ -21,7 +21,7 @@ from vllm.worker.cpu.launches import RaggedLaunches, RaggedOutput
 from vllm.worker.cpu.model_runner import CPUModelRunner
 from vllm.worker.drafts.draft_maker import DraftMaker
 from vllm.worker.drafts.draft_progress import DraftSpans
-from vllm.worker.parts.position_rows import parts_beside
+from vllm.worker.parts.position_rows import draft_parts
 from vllm.worker.runner import plan_batch, run_launch
 
 BoolArray = npt.NDArray[np.bool_]
@@ -42,7 +42,7 @@ class DraftRunner(DraftMaker):
         self.sampling, self.sampler = target.sampling, target.tokens.sampler
         self.cache_layout, _ = plan_batch(config, model, keeps_all=True)
         device = target.sampling.device
-        parts = parts_beside(target.parts, model.arch)
+        parts = draft_parts(target.parts, model.arch)
         self.launches = RaggedLaunches(config, model, device, self.batch, parts)
         features, _, _ = self.sampling.row_arrays
         self._features: FeatureArray = np.zeros_like(features)

@@ -25,7 +25,7 @@ from vllm.worker.drafts.hidden_state_store import (
     LastHiddenStates,
 )
 from vllm.worker.kv_cache import cache_dtype, cache_layout
-from vllm.worker.parts.position_rows import parts_beside
+from vllm.worker.parts.position_rows import draft_parts
 
 
 class SpeculatorRunner(DraftMaker):
@@ -53,7 +53,7 @@ class SpeculatorRunner(DraftMaker):
         self.sampling, self.sampler = target.sampling, target.tokens.sampler
         self._speculator, self._device = speculator, target.sampling.device
         self.rank = speculator.tp.rank
-        self._parts = parts_beside(target.parts, config.model.resolved_arch)
+        self._parts = draft_parts(target.parts, config.model.resolved_arch)
         self._launch_holder = share_context(speculator)
         self._max_tokens = config.scheduler.max_num_batched_tokens
         self._num_latest = max_drafts + 1

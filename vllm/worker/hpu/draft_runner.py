@@ -30,7 +30,7 @@ from vllm.worker.hpu.launches.model import HPUModel, softmax_normaliser
 from vllm.worker.hpu.launches.planner import PaddedLaunch, PaddedShape
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.speculator_states import DeviceHiddenStates
-from vllm.worker.parts.position_rows import PositionRows, parts_beside
+from vllm.worker.parts.position_rows import PositionRows, draft_parts
 from vllm.worker.runner import plan_batch, run_launch
 
 
@@ -93,14 +93,14 @@ class HPUDraftRunner(DraftMaker):
         self._max_drafts = max_drafts
         self._at_place, self.launches = launches, launches[0]
         self._tokens_ahead = self.launches.inputs.tokens_ahead
-        self._positions = positions_beside(target, config)
+        self._positions = draft_positions(target, config)
         self._reads = False
         """The host needs the drafts of the step."""
         self._made: list[tuple[PaddedLaunch, IntArray, SamplerOutput]] = []
         """Of each launch that has sampled, where it does: the positions of its drafts, and what it
         has sampled."""
         for each in launches:
-            target.launches.add_beside(each)
+            target.launches.add_draft_launches(each)
 
     # ---- steps ----------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class HPUDraftRunner(DraftMaker):
             self._sampling.warm_up(self.launches, shape, output, [metadata])
 
 
-def pad_beside(
+def make_draft_launches(
     config: VllmConfig,
     target: HPUModelRunner,
     padded: HPUModel,
@@ -213,15 +213,15 @@ def pad_beside(
 ) -> PaddedLaunches:
     """Return launches of what makes drafts for a model, which bring nothing but tokens and their
     positions."""
-    parts = parts_beside(target.parts, config.model.resolved_arch)
+    parts = draft_parts(target.parts, config.model.resolved_arch)
     return PaddedLaunches(
         config, target.bridge, padded, inputs, target.batch, parts, single_tokens=single_tokens
     )
 
 
-def positions_beside(target: HPUModelRunner, config: VllmConfig) -> PositionRows | None:
+def draft_positions(target: HPUModelRunner, config: VllmConfig) -> PositionRows | None:
     """Return the positions of the rows of a model, if what makes drafts for it takes such."""
-    return parts_beside(target.parts, config.model.resolved_arch).find(PositionRows)
+    return draft_parts(target.parts, config.model.resolved_arch).find(PositionRows)
 
 
 def resident_drafts(target: HPUModelRunner, tokens_ahead: int) -> DeviceDrafts:
@@ -234,7 +234,7 @@ def make_draft_runner(
     config: VllmConfig, model: CausalLM, target: HPUModelRunner, max_drafts: int
 ) -> HPUDraftRunner:
     """Make the runner of a draft model; see `HPUDraftRunner`."""
-    block_size, positions = config.cache.block_size, positions_beside(target, config)
+    block_size, positions = config.cache.block_size, draft_positions(target, config)
     padded = HPUDraftModel(
         model,
         block_size,
@@ -246,5 +246,5 @@ def make_draft_runner(
     )
     padded.vocab_size = target.vocab_size
     inputs = DraftInputBuilder(target.batch, block_size, positions=positions)
-    launches = pad_beside(config, target, padded, inputs)
+    launches = make_draft_launches(config, target, padded, inputs)
     return HPUDraftRunner(config, model, target, max_drafts, [launches])

@@ -17,8 +17,8 @@ from vllm.model_executor.speculators.interface import Speculator
 from vllm.worker.hpu.draft_runner import (
     DraftInputBuilder,
     HPUDraftRunner,
-    pad_beside,
-    positions_beside,
+    draft_positions,
+    make_draft_launches,
     resident_drafts,
 )
 from vllm.worker.hpu.launches.device_tokens import DeviceDrafts
@@ -110,7 +110,7 @@ def make_speculator_runner(
     assert isinstance(target_model, HPUModel)
     target_model.keeper = states
     resident = resident_drafts(target, SpeculatorInputBuilder.tokens_ahead)
-    positions = positions_beside(target, config)
+    positions = draft_positions(target, config)
     inputs = SpeculatorInputBuilder(target.batch, block_size, positions=positions)
     launches = []
     for place in range(max(1, speculator.num_networks)):
@@ -124,5 +124,7 @@ def make_speculator_runner(
             num_positions=0 if positions is None else positions.num_positions,
         )
         padded.place, padded.states = place, states
-        launches.append(pad_beside(config, target, padded, inputs, single_tokens=place > 0))
+        launches.append(
+            make_draft_launches(config, target, padded, inputs, single_tokens=place > 0)
+        )
     return HPUDraftRunner(config, speculator, target, max_drafts, launches, states)

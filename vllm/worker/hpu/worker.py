@@ -57,11 +57,11 @@ from vllm.worker.hpu.launches.tp_group_status import TPGroupStatus
 from vllm.worker.hpu.launches.widened import log_widened
 from vllm.worker.hpu.memory.block_copies import CardBlockCopies
 from vllm.worker.hpu.memory.memory import (
-    beside_states,
     divide_memory,
     make_ledger,
     most_kv_blocks,
     most_launch_bytes,
+    subtract_states,
 )
 from vllm.worker.hpu.memory.memory_forecast import MemoryForecast
 from vllm.worker.hpu.memory.memory_profile import MemoryProfile, is_out_of_memory, used_bytes
@@ -275,7 +275,7 @@ class HPUWorker(WorkerBase):
             layout = self.runner.cache_layout
             free_bytes = memory.free_bytes - self._count_items(memory.free_bytes)
             self._num_kept_states = count_kept_states(self.config, layout, free_bytes)
-            config, free_bytes = beside_states(self.config, free_bytes, self._state_bytes)
+            config, free_bytes = subtract_states(self.config, free_bytes, self._state_bytes)
             self._memory_config = config
             self.memory_uses = self._uses(memory.total_bytes, free_bytes)
             report = divide_memory(

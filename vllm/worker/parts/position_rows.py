@@ -90,7 +90,7 @@ class PositionRows(RowPart):
             positions[:, first : first + given.shape[1]] = given
 
 
-def parts_beside(parts: RowParts, arch: ModelArch) -> RowParts:
+def draft_parts(parts: RowParts, arch: ModelArch) -> RowParts:
     """Return what rows bring to a model that makes drafts for another one: their positions, if it
     takes as many for each token.
 

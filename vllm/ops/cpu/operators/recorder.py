@@ -183,26 +183,26 @@ class Recorder(CPUOps):
         operands = {"packed": weight, "bias": added}
         return self._rows("linear", (size,), x, operands=operands, dtype=x.dtype)
 
-    def multiply_heads(self, x: Any, heads: PackedHeads, beside: Any = None) -> Rows:
+    def multiply_heads(self, x: Any, heads: PackedHeads, appended: Any = None) -> Rows:
         """Multiply heads [T, H, in_features] -> [T, H, out_features], and append the part of
-        `beside` to each head."""
+        `appended` to each head."""
         if x.sizes != (heads.num_heads, heads.in_features):
             raise NotFusibleError(
                 f"multiply_heads: x must have {heads.num_heads} heads, got {x.sizes}"
             )
         size, width = heads.out_features, 0
-        if beside is not None:
-            if not isinstance(beside, Rows) or beside.sizes[:-1] != x.sizes[:-1]:
+        if appended is not None:
+            if not isinstance(appended, Rows) or appended.sizes[:-1] != x.sizes[:-1]:
                 raise NotFusibleError(
                     "multiply_heads: the tensor to append must be a recorded one with the same "
                     "heads"
                 )
-            width = beside.sizes[-1]
+            width = appended.sizes[-1]
         out = self._new_rows((heads.num_heads, size + width))
         product, *rest = out.split((size, width) if width else (size,))
         self._record("head_linear", x, None, product, {"packed": heads.weight})
         if rest:
-            self._record("copy", beside, None, rest[0])
+            self._record("copy", appended, None, rest[0])
         return out
 
     def cat(self, parts: Any, dim: int = -1) -> Rows:

@@ -46,7 +46,7 @@ class PackedHeads:
         self._args = kernels.plain.HeadLinearArgs
         self._kernel = kernels.of[self._dtype].head_linear
 
-    def multiply(self, x: Any, beside: Any = None) -> Tensor:
+    def multiply(self, x: Any, appended: Any = None) -> Tensor:
         """Multiply each head with its matrix; see `PreparedHeads`.
 
         Raises:
@@ -54,7 +54,7 @@ class PackedHeads:
             MemoryError: there is no scratch memory.
         """
         if isinstance(x, Rows):
-            return cast(Tensor, x.recorder.multiply_heads(x, self, beside))
+            return cast(Tensor, x.recorder.multiply_heads(x, self, appended))
         shape = (len(x), self.num_heads, self.in_features)
         if x.shape != shape or x.dtype != self._dtype or not x.is_cpu or x.stride(2) != 1:
             raise ValueError(
@@ -62,10 +62,10 @@ class PackedHeads:
                 f"{x.dtype} {list(x.shape)} on {x.device} with strides {list(x.stride())}"
             )
         width = self.out_features
-        if beside is not None:
-            if beside.shape[:2] != shape[:2] or beside.dtype != x.dtype or not beside.is_cpu:
-                refuse_pair("what is beside the products", beside, "x", x)
-            width += beside.shape[2]
+        if appended is not None:
+            if appended.shape[:2] != shape[:2] or appended.dtype != x.dtype or not appended.is_cpu:
+                refuse_pair("the appended tensor", appended, "x", x)
+            width += appended.shape[2]
         out = x.new_empty(*shape[:2], width)
         args = self._args(
             weight=self.weight.address,
@@ -81,8 +81,8 @@ class PackedHeads:
         )
         if self._kernel(byref(args), torch.get_num_threads()):
             raise MemoryError(f"not enough memory for {len(x)} tokens of {self.num_heads} heads")
-        if beside is not None:
-            out[..., self.out_features :] = beside
+        if appended is not None:
+            out[..., self.out_features :] = appended
         return out
 
     def dense(self) -> Tensor:

@@ -37,7 +37,7 @@ class DeviceTokens:
         ends: [R] int32, its index in the request. This and what follows only where drafts are made
             on the card.
         drafts: [R * k] int32, the drafts that the next launch of the row verifies.
-        beside: the tokens of the draft model, which begins where this model is.
+        draft_tokens: the tokens of the draft model, which begins where this model is.
     """
 
     tokens_ahead = 0
@@ -54,7 +54,7 @@ class DeviceTokens:
     ) -> None:
         self.max_drafts, self._num_positions = max_drafts, num_positions
         self._sees_ahead = sees_ahead
-        self.beside: list[DeviceTokens] = []
+        self.draft_tokens: list[DeviceTokens] = []
         self.newest = _zeros(num_rows + 1, device)
         if max_drafts:
             self.ends = _zeros(num_rows + 1, device)
@@ -130,7 +130,7 @@ class DeviceTokens:
         """Keep what rows [B] have put out: the first `counts` of `token_ids` [B, n]."""
         index = rows.long()
         newest = _at(token_ids, counts - 1)
-        for tokens in (self, *self.beside):
+        for tokens in (self, *self.draft_tokens):
             tokens.newest.index_copy_(0, index, newest)
             if self.max_drafts:
                 tokens.ends.index_copy_(0, index, ends)
@@ -158,7 +158,7 @@ class DeviceDrafts(DeviceTokens):
         self.tokens_ahead = tokens_ahead
         self.ends = _zeros(num_rows + 1, device)
         self._target = target
-        target.beside.append(self)
+        target.draft_tokens.append(self)
 
     def last_column(self, given: DecodeInput[Tensor], shape: PaddedShape) -> Tensor:
         """Return [B] the index of the last token of each row of a decode."""

@@ -97,8 +97,8 @@ class PaddedLaunches:
         is_warm: the warm-up has ended.
         traffic: counts what steps of the model need before padding; None: nobody asks.
         peers: the cards that run every launch together with this one; None: there are none.
-        beside: launches of what makes drafts, which run in the same buckets and are warmed up with
-            this one.
+        draft_launches: launches of the draft model or speculator, which use the same
+            buckets and are warmed up together with these.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class PaddedLaunches:
         self.block_size = config.cache.block_size
         self.may_compile = False
         self.warmed = ExitStack()
-        self.beside: list[PaddedLaunches] = []
+        self.draft_launches: list[PaddedLaunches] = []
         self.peers: TPGroupStatus | None = None
         self._single_tokens = single_tokens
         self._config = config
@@ -142,7 +142,7 @@ class PaddedLaunches:
         if config.hpu.merged_prefill and not whole_prompts:
             self._merged_prompts = min(config.scheduler.max_num_seqs, _MAX_MERGED_PROMPTS)
         self.is_warm = False
-        self._is_beside = False
+        self._is_draft = False
         self._late = LateShapes[PaddedShape]()
         self._num_run_tokens = 0
         # A stage of a pipeline waits for others, and the first does not wait for its device.
@@ -177,13 +177,13 @@ class PaddedLaunches:
             late=self._late,
             item_slots=self._items,
         )
-        for launches in self.beside:
+        for launches in self.draft_launches:
             launches.use_catalog(catalog, limits)
 
-    def add_beside(self, launches: "PaddedLaunches") -> None:
+    def add_draft_launches(self, launches: "PaddedLaunches") -> None:
         """Let the launches of a draft model use the same buckets; both have one report."""
-        self.beside.append(launches)
-        launches._is_beside = True
+        self.draft_launches.append(launches)
+        launches._is_draft = True
         launches.report = self.report
 
     def runs(self, shape: PaddedShape) -> bool:
@@ -233,7 +233,7 @@ class PaddedLaunches:
         is_warmed = is_known and self.planner.catalog.is_warmed(bucket)
         is_promised = self.is_warm and (is_warmed or self._config.hpu.full_warmup)
         self._num_run_tokens += bucket.num_tokens
-        if launch.needed is not None and not self._is_beside:
+        if launch.needed is not None and not self._is_draft:
             self._recent.add(launch.needed, bucket, is_compiled=is_compiled)
             if self.traffic is not None:
                 self.traffic.add(bucket.phase, *launch.needed)
@@ -291,10 +291,12 @@ class PaddedLaunches:
         ends = launch.num_computed_tokens + launch.num_scheduled_tokens
         samples = bool((ends >= self._batch.num_tokens[launch.rows]).any())
         catalog, bucket = self.planner.catalog, launch.bucket
-        if self._is_beside or not samples or bucket not in catalog:
+        if self._is_draft or not samples or bucket not in catalog:
             return
         shapes = self.launch_shapes(bucket)
-        if all(s in each._late for each in (self, *self.beside) for s in shapes if each.runs(s)):
+        if all(
+            s in each._late for each in (self, *self.draft_launches) for s in shapes if each.runs(s)
+        ):
             catalog.mark_warmed([bucket])
 
     @contextmanager
@@ -366,8 +368,8 @@ class PaddedLaunches:
         if self._items is not None:
             num_shapes *= len(self._items.sizes)
         # Limits count what is compiled of a function, and models share functions.
-        num_models = 1 + len(self.beside)
-        for launches in (self, *self.beside):
+        num_models = 1 + len(self.draft_launches)
+        for launches in (self, *self.draft_launches):
             launches.execution.allow_shapes(num_models * num_shapes)
 
     def capture(self, shape: PaddedShape) -> None:
@@ -377,19 +379,19 @@ class PaddedLaunches:
             return
         packed, *before = self.padding_inputs(shape)
         self.execution.capture(packed, shape, *before)
-        for launches in self.beside:
+        for launches in self.draft_launches:
             launches.capture(shape)
 
     def release(self, shape: PaddedShape) -> None:
         """Throw the graph of a shape away, if it has one."""
         assert isinstance(self.execution, GraphExecution)
         self.execution.release(shape)
-        for launches in self.beside:
+        for launches in self.draft_launches:
             launches.release(shape)
 
     def finish_warmup(self) -> None:
         """Note that nothing new should compile from now on."""
-        for launches in (self, *self.beside):
+        for launches in (self, *self.draft_launches):
             launches.is_warm = True
         self.report.finish_warmup()
 

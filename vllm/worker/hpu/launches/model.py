@@ -166,17 +166,17 @@ def regions_of(model: LayeredModel) -> list[nn.Module]:
     layers = present_layers(model)
     inside = {id(module) for layer in layers for module in layer.modules()}
 
-    def beside(parent: nn.Module) -> list[nn.Module]:
+    def outside_layers(parent: nn.Module) -> list[nn.Module]:
         found = []
         for child in parent.children():
             if id(child) in inside or isinstance(child, PPMissingLayer):
                 continue
             is_list = isinstance(child, nn.ModuleList)
             has_layers = is_list or any(id(module) in inside for module in child.modules())
-            found += beside(child) if has_layers else [child]
+            found += outside_layers(child) if has_layers else [child]
         return found
 
-    return layers + beside(model)
+    return layers + outside_layers(model)
 
 
 class StateKeeper(Protocol):

@@ -57,7 +57,9 @@ def most_kv_blocks(config: VllmConfig, free_bytes: int, block_bytes: int) -> int
     return max(config.max_blocks_per_request + 1, kv_bytes // block_bytes)
 
 
-def beside_states(config: VllmConfig, free_bytes: int, state_bytes: int) -> tuple[VllmConfig, int]:
+def subtract_states(
+    config: VllmConfig, free_bytes: int, state_bytes: int
+) -> tuple[VllmConfig, int]:
     """Return the config with the memory of the cache that recurrent states leave to blocks, and the
     memory that they leave to everything.
 

@@ -67,7 +67,7 @@ def profile_launches(
     forecast.most_blocks = max((bucket.blocks for bucket in plan.catalog.decode), default=0)
 
     def run(bucket: Bucket) -> Attempt:
-        launch = partial(_run_beside_others, config, bridge, runner, bucket)
+        launch = partial(_run_in_full_memory, config, bridge, runner, bucket)
         peers = runner.launches.peers
         attempted = attempt(bridge, launch, resident_bytes, peers).max_over_ranks(peers)
         forecast.add(PaddedShape(bucket), attempted.without(held_bytes(config)))
@@ -180,7 +180,7 @@ class _ProfileOrder:
         return max(scores, padded_cost(bucket) / padded_cost(other))
 
 
-def _run_beside_others(
+def _run_in_full_memory(
     config: VllmConfig, bridge: HabanaBridge, runner: PaddedRunner, bucket: Bucket
 ) -> None:
     """Run a launch while all memory that other data may occupy is in use."""
