@@ -60,7 +60,7 @@ def calculate_scales(config: VllmConfig, model: LayeredModel, device: torch.devi
     num_set = 0
     for layer in layers:
         if not ((layer.key_scales == 1) & (layer.value_scales == 1)).all():
-            continue  # it has the scale of the checkpoint or of QUANT_CONFIG
+            continue  # its scale comes from the checkpoint or from QUANT_CONFIG
         ranges = (_KEY_RANGE, _VALUE_RANGE)
         found = [_scales(x.cpu(), y) for x, y in zip(largest[layer], ranges, strict=False)]
         layer.set_cache_scales(*found)
@@ -81,7 +81,7 @@ def _run(config: VllmConfig, model: LayeredModel, device: torch.device) -> None:
             size, arch.hidden_size, getattr(torch, config.model.dtype_name), device
         )
     positions = torch.arange(size).to(device)
-    # Not worth compiling: it runs once.
+    # Eager mode: the model runs only once here, so compiling it would take longer than running it.
     with torch.compiler.set_stance("force_eager"), share_context(model).running(None):
         out = model(inputs, positions)
     if not stage.is_last:

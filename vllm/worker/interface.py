@@ -30,7 +30,7 @@ from vllm.messages import (
 )
 from vllm.utils.methods import methods_of
 
-if TYPE_CHECKING:  # they load torch, and a server reads this table without it
+if TYPE_CHECKING:  # these modules load torch, which a server that imports this table does not need
     from torch import nn
 
     from vllm.distributed import Rendezvous

@@ -115,7 +115,8 @@ def count_blocks(
     check_states(config, state_bytes, budget, source)
     budget -= state_bytes + kept_bytes
     if not block_bytes:
-        # Nothing is cached: blocks only count the tokens of a full batch of the longest requests.
+        # The model caches nothing. Blocks only limit the number of tokens: a full batch of the
+        # longest requests must fit.
         return scheduler.max_num_seqs * (config.max_blocks_per_request + 1) + 1
     if cache.num_gpu_blocks_override is not None:
         num_blocks, setting = cache.num_gpu_blocks_override, "--num-gpu-blocks-override"
@@ -123,8 +124,8 @@ def count_blocks(
     elif cache.kv_cache_memory_bytes is not None:
         num_blocks = budget // block_bytes
     else:
-        # Twice what a full batch of the longest requests can hold leaves room for prefixes of
-        # finished requests; more would only cost memory.
+        # Twice the blocks of a full batch of the longest requests leave room for prefixes of
+        # finished requests. More would only cost memory.
         useful = scheduler.max_num_seqs * config.max_blocks_per_request * num_groups
         useful = useful * (2 if cache.enable_prefix_caching else 1) + 1
         num_blocks = min(budget // block_bytes, useful)

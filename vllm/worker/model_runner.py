@@ -116,7 +116,7 @@ class ModelRunner(Runner):
         if step.num_decodes > 1:
             return self._start_decodes(step)
         launches = [self._launch(launch) for launch in self.launches.plan(step)]
-        # Asked now: a later step may remove a row before this one is waited for.
+        # Read errors now: a later step may remove a row before the result of this step is read.
         failed = self.parts.errors_of(step.rows)
         if not self.stage.is_last:
             expected = [each for _, each in launches]

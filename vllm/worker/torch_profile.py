@@ -39,8 +39,8 @@ class TorchProfile:
         self._steps = steps
         self._num_steps = 0
         if folder is not None:
-            # The first trace of a process takes seconds of imports, for which requests would wait;
-            # and the profiler wants to be set up by the thread that has imported torch.
+            # The first trace of a process imports modules for seconds, during which requests would
+            # wait. The profiler must also be set up by the thread that imported torch.
             with _new_profile():
                 pass
 
@@ -114,5 +114,5 @@ def _new_profile() -> Any:
     name, hpu, for the device of their own, and what it does is operators of the CPU anyway.
     """
     activities = torch.profiler.supported_activities() - {ProfilerActivity.PrivateUse1}
-    # acc_events: torch 2.11 warns at each trace without it, even for a single cycle.
+    # acc_events: without it, torch 2.11 prints a warning for each trace, even for a single cycle.
     return torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True)

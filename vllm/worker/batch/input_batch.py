@@ -52,8 +52,8 @@ class InputBatch:
             row that has more has the first of them.
     """
 
-    # Tokens that a step in flight samples are counted as known, though their values come later,
-    # and drafts as if they were right, until `record` takes back those that were not.
+    # Tokens that a step in flight will sample already count as known, although their values arrive
+    # later. Draft tokens count as accepted until `record` subtracts the rejected ones.
 
     def __init__(
         self, max_num_seqs: int, max_model_len: int, max_blocks: int, num_groups: int = 1

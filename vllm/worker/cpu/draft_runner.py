@@ -88,7 +88,7 @@ class DraftRunner(DraftMaker):
         count: IntArray,
         samples: BoolArray,
     ) -> None:
-        order = np.argsort(count > 1, kind="stable")  # single tokens go first
+        order = np.argsort(count > 1, kind="stable")  # rows with a single token go first
         launch, samples = Launch(rows[order], first[order], count[order]), samples[order]
 
         def begin(given: ModelInput) -> Callable[[RaggedOutput], None]:

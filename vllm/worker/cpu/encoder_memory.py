@@ -43,7 +43,7 @@ class PeakBytes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in it
+        return False  # torch.compile is not used while this mode is active
 
     def __torch_dispatch__(
         self,
@@ -207,20 +207,21 @@ def encoder_bytes(config: VllmConfig, encoder: MediaEncoder) -> int:
     given = encoder.prepare(parts)
     try:
         peak = peak_bytes(config, given)
-    except NotImplementedError as error:  # an operator that reads values
+    except NotImplementedError as error:  # an operator reads values, which fake tensors lack
         logger.warning("the memory of the encoder cannot be counted before it runs: %s", error)
         return 0
     num_units = sum(encoder.size_of(part) for part in parts)
     most_units = encoder.most_units(config.scheduler.max_model_len)
     if most_units is not None:
-        # A video may be larger than each image, and a larger item has no room in a prompt.
+        # Videos can be larger than the largest image. Items that do not fit into max_model_len are
+        # refused, so they need no memory.
         frames = config.multimodal.video.num_frames
         allowed = [each for each in family.modalities if config.multimodal.counts[each]]
         counts = [num_embeddings(family, family.largest_of(each, frames)) for each in allowed]
         largest_units = encoder.most_units(max(counts, default=0)) or num_units
         peak = peak * min(most_units, largest_units) // num_units
     num_items = 1
-    # A step encodes such items together.
+    # One step can encode several items of this kind together.
     if encoder.unit != "patches" and encoder.most_at_once is None:
         largest_size = max(1, num_embeddings(family, largest))
         num_items = max(1, config.scheduler.encoder_budget // largest_size)

@@ -273,7 +273,9 @@ class RaggedLaunches:
             fuse(model, inner), None if items is None else fuse(model, inner, reads_items=True)
         )
         if not self.stage.is_last or self._inner_layers.num_before:
-            return  # only the last stage samples; hidden states bring inputs of inner layers
+            # Only the last stage samples; inputs of inner layers are received with the hidden
+            # states.
+            return
         _, params, keys = sampling.row_arrays
         positions = self._parts.find(PositionRows)
         slots = ItemSlots.empty(len(batch.num_tokens)) if items is None else items.of_output

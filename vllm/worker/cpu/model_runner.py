@@ -126,7 +126,7 @@ class CPUModelRunner(ModelRunner):
         given = None
         if not self.stage.is_first:
             num_tokens = int(counts.sum())
-            if num_tokens != len(rows) + num_drafts:  # it has prompts
+            if num_tokens != len(rows) + num_drafts:  # some row computes a prompt
                 return None
             given = launches.receive(num_tokens)
         found = decode_step.run(

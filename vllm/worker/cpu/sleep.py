@@ -112,7 +112,7 @@ class HostWeights:
         for ours, new in zip(self._storages, fresh, strict=True):
             assert ours.data_ptr() != new.data_ptr(), "two models share a tensor"
             ours.copy_(new)
-            _discard(new)  # so that the model is not in memory twice
+            _discard(new)  # frees the new weights, so that the model is not in memory twice
         copy_cache_scales(fresh_model, self._model)
         del fresh_model, fresh, new
         release_freed_memory()

@@ -101,7 +101,7 @@ class SpeculatorRunner(DraftMaker):
         rows, first = spans.rows, spans.first
         last = torch.empty(0)
         for places, done, taken in split_spans(spans.count, self._max_tokens):
-            order = np.argsort(taken > 1, kind="stable")  # single tokens go first
+            order = np.argsort(taken > 1, kind="stable")  # rows with a single token go first
             places, done, taken = places[order], done[order], taken[order]
             launch = Launch(rows[places], first[places] + done, taken)
             positions = np.repeat(launch.num_computed_tokens, taken) + positions_within(taken)

@@ -111,7 +111,8 @@ class CPUWorker(WorkerBase):
         elif device.core_share is not None:
             os.sched_setaffinity(0, device.core_share)
         elif device.counts_threads and self._num_sharing_ranks > 1 and len(_nodes()) > 1:
-            # Neighbours on one node: each rank then reads memory that is its own.
+            # Give each rank neighbouring cores of one NUMA node, so that its memory is local to
+            # them.
             shares = equal_shares(by_place(usable_cores()), self._num_sharing_ranks)
             os.sched_setaffinity(0, shares[rank % self._num_sharing_ranks])
             self._has_own_cores = True
@@ -185,7 +186,7 @@ class CPUWorker(WorkerBase):
         if device.counts_threads and device.bound_cores is None:
             found, num_ranks = torch.get_num_threads(), self._num_sharing_ranks
             num_replicas = self.config.parallel.num_local_replicas
-            # A single core reads memory faster with both of its hardware threads.
+            # One core reads memory faster when both of its hardware threads are used.
             num_physical = max(2, count_physical(usable_cores()))
             if self._has_own_cores:
                 num_cores = count_cores(num_replicas * num_ranks)
@@ -248,9 +249,9 @@ class CPUWorker(WorkerBase):
         free_bytes = max(0, free_bytes - media_bytes * self.num_local_ranks)
         num_ranks, share = self.num_local_ranks, self.config.device.memory_share_bytes
         if share is not None:
-            # Other replicas may not have loaded their weights yet.
+            # Reserve memory for the weights of the other replicas, which may not be loaded yet.
             free_bytes = max(0, min(free_bytes, share - self._weight_bytes * num_ranks))
-        # All ranks take from the same memory, and measure it before any of them does.
+        # All ranks use the same memory, and each measured it before any of them allocated.
         free_bytes //= num_ranks
         items = count_item_states(self.config, self.model, free_bytes)
         if items is not None:

@@ -127,7 +127,7 @@ class DraftProgress:
         if not self._reads_states:
             end += step.num_scheduled_tokens - num_drafts
         self._had_drafts[rows] = num_drafts > 0
-        # Tokens from here on are new, or replace drafts that were wrong.
+        # Tokens from `start` on are new, or replace rejected draft tokens.
         self._forget(rows, start, step.num_scheduled_tokens)
         known = np.maximum(start - 1, 0) if self._reads_states else start
         self._num_tokens[rows] = np.minimum(self._num_tokens[rows], known)
@@ -139,11 +139,12 @@ class DraftProgress:
         first = self._num_tokens[rows]
         decodes = runs & (num_drafts > 0)
         self._note(rows[decodes], first[decodes], end[decodes])
-        # One by one: a prompt may share blocks that the one before it computes in this step.
+        # One at a time: a prompt may share blocks that an earlier prompt of this step computes.
         for place in np.flatnonzero((runs & ~decodes) | is_new).tolist():
             if is_new[place]:
                 first[place] = self._find(int(rows[place]), int(start[place]))
-                if self._reads_states:  # the last of them was computed with another next token
+                # The last cached token was computed with a different next token.
+                if self._reads_states:
                     first[place] = max(0, first[place] - 1)
                 self._num_tokens[rows[place]] = first[place]
             if runs[place]:

@@ -49,7 +49,7 @@ class HiddenStateStore(ABC):
     def write(self, launch: Launch, states: Tensor) -> None:
         """Keep the vectors [T, size] of the tokens of a launch."""
         start, count = launch.num_computed_tokens, launch.num_scheduled_tokens
-        if len(states) == len(start):  # one token each
+        if len(states) == len(start):  # each request has one token
             self.memory[self._index(launch.rows, start)] = states
             return
         rows = np.repeat(launch.rows, count)

@@ -117,8 +117,9 @@ class HPUDraftRunner(DraftMaker):
         self.launches.inputs.place(spans.rows.tolist())
         num_last = np.where(has_drafts, np.minimum(spans.count, self._max_drafts + 1), 0)
         if self._positions is not None:
-            # A decode adds an offset to indices. Should the very token that samples have other
-            # positions, its drafts are worse, and what the model outputs is the same.
+            # A decode computes positions by adding an offset to the token index. If the token that
+            # samples has a different offset, its drafts get worse, but the output of the model
+            # stays the same.
             num_more = spans.first + spans.count - self._positions.ends[spans.rows]
             num_last = np.minimum(num_last, np.maximum(num_more, 1))
         num_before = (spans.count - num_last).astype(np.int32)
@@ -153,12 +154,14 @@ class HPUDraftRunner(DraftMaker):
 
     def _sample(self, launches: PaddedLaunches, launch: PaddedLaunch, output: PaddedOutput) -> None:
         """Append a draft to each row of a launch."""
-        # Only the card may know which token of a request is its last one.
+        # With tokens still in flight, only the card has the index of the last token of a request.
+        # So parameters are prepared for each token that may be the last one.
         query_len, real, state = launch.bucket.query_len, launch.rows, self._sampling.state
         behind = launch.num_computed_tokens + self._tokens_ahead + 1
         first = behind - self.batch.num_prompt_tokens[real]
         num_output = first[:, None] + np.arange(query_len)
-        num_output = np.maximum(num_output, 0).astype(np.int32)  # of tokens of the prompt: 0
+        # 0 while the token belongs to the prompt.
+        num_output = np.maximum(num_output, 0).astype(np.int32)
         rows = np.repeat(real, query_len).astype(np.int32)
         num_logits = len(output.result)
         sampled, _ = self._sampling.sample(

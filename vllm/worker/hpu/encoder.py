@@ -147,14 +147,15 @@ class CardEncoder:
     def _cheapest(self, size: int) -> int:
         """Return the size to pad to: one that is compiled already, if it is not much larger."""
         most = size * _MOST_PADDING
-        # A size that was given up may have been compiled to measure it.
+        # `_warm` can contain sizes that are not in `sizes`: they were compiled to measure their
+        # memory and then given up.
         warm = [each for each in self.sizes if each in self._warm and size <= each <= most]
         return min(warm, default=size)
 
     def _forward(self, items: Sequence[Mapping[str, Tensor]], size: int) -> Tensor:
         prepared = self._encoder.prepare(items, size)
         on_card = [tensor.to(self._bridge.device) for tensor in prepared.values()]
-        self._bridge.mark_step()  # what is queued is no part of it
+        self._bridge.mark_step()  # run earlier operations first: they belong to other graphs
         run = self._graphs.get(size, self._run)
         embeddings: Tensor = run(tuple(prepared), *on_card)
         self._bridge.mark_step()
@@ -165,7 +166,7 @@ class CardEncoder:
         """Return the sum over the ranks of values [n] on the host. Every exchange is alike."""
         found = []
         for part in values.split(_AGREED):
-            self._bridge.mark_step()  # what is queued is no part of it
+            self._bridge.mark_step()  # run earlier operations first: they belong to other graphs
             padded = pad(part, (0, _AGREED - len(part))).to(self._bridge.device)
             found.append(self._tp.all_reduce(padded).cpu()[: len(part)])
         return torch.cat(found)
@@ -240,7 +241,7 @@ class CardEncoder:
         index = 0
         while index < lost:
             attempted = self._attempt(sizes[index], resident_bytes)
-            # The smallest is kept if the card has any memory for it.
+            # Keep the smallest size if it runs at all: without it no item could be encoded.
             is_above = index > 0 and attempted.has_grown and attempted.needed_bytes > most_bytes
             if attempted.refused_bytes is not None or is_above:
                 lost, refused = index, attempted.needed_bytes
@@ -299,7 +300,7 @@ class CardEncoder:
         return list(self._graphs)
 
     def _attempt(self, size: int, resident_bytes: int) -> Attempt:
-        # Ranks encode each by itself, so none waits for another.
+        # Each rank encodes on its own, so no rank waits for another one.
         return attempt(self._bridge, lambda: self.warm_up(size), resident_bytes)
 
 

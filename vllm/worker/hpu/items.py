@@ -54,10 +54,10 @@ class CardItemPool(ItemPool):
         for begin in range(0, len(slots), _PART_SIZE):
             part = slice(begin, begin + _PART_SIZE)
             missing = begin + _PART_SIZE - min(len(slots), part.stop)
-            # Padding writes the last state again.
+            # Pad by writing the last hidden state again.
             padded_slots = np.pad(slots[part], (0, missing), mode="edge")
             padded = np.pad(states[part].float().numpy(), ((0, missing), (0, 0)), mode="edge")
-            self._bridge.mark_step()  # what is queued is no part of it
+            self._bridge.mark_step()  # run earlier operations first: they belong to other graphs
             on_card, index = self._to_device(padded), self._to_device(padded_slots)
             for layer in self._layers:
                 assert layer.item_keys is not None
@@ -112,12 +112,13 @@ class DeviceItems(KeptItems):
         begin = 0
         for item in items:
             found = self._media.find(row, item)
-            if found is None:  # `errors_of` has the reason
+            if found is None:  # `errors_of` reports why
                 continue
             part = slice(begin, begin + len(found))
             fields[0, part], fields[1, part], fields[2, part] = found.numpy(), *item.seen_by
             begin = part.stop
-        # No token sees the slots after them, which hold what this request has written.
+        # Unused slots: no token attends to them. They point to a slot that this request has
+        # written.
         fields[0, begin:] = fields[0, 0]
         self._used[row] = begin
         self._put(row, fields)
@@ -128,7 +129,7 @@ class DeviceItems(KeptItems):
 
     def _put(self, row: int, fields: IntArray) -> None:
         """Write a row of the table. Every write is alike."""
-        self._bridge.mark_step()  # what is queued is no part of it
+        self._bridge.mark_step()  # run earlier operations first: they belong to other graphs
         index = self._to_device(np.array([row], np.int64))
         self.table.index_copy_(0, index, self._to_device(fields[None]))
         self._bridge.mark_step()

@@ -32,7 +32,8 @@ def model_figures(model: nn.Module, config: VllmConfig) -> ModelFigures:
     ]
     experts = [layer for layer in model.modules() if isinstance(layer, Experts)]
     routers = [layer for layer in model.modules() if isinstance(layer, (Router, GroupedRouter))]
-    # Rank 0 has a part of each layer; a whole layer on every rank counts on each of them.
+    # Rank 0 holds a part of each split layer. A layer that is not split is on every rank, and is
+    # counted for each of them, because each reads it.
     dense = num_cards * sum(layer.input_size * layer.output_size for layer in linears)
     num_local = len(experts[0].expert_ids) if experts else 0
     of_experts = num_cards * sum(map(_num_params, experts))

@@ -80,8 +80,8 @@ class HPUModelRunner(ModelRunner):
     ) -> None:
         self.bridge, self.kernel = bridge, kernel
         self.encoder = card_encoder(config, model, bridge)
-        # The block lists of a launch serve all layers, and a contiguous launch has each block once,
-        # so there are no null blocks in the one table.
+        # One block list of a launch serves all layers, and contiguous launches need each block
+        # once. So there is a single block table without null blocks.
         layout, batch = plan_batch(config, model, keeps_all=True)
         self.card_sampling = sampling = PaddedSampling(config, bridge)
         head = OutputHead(model)
@@ -104,7 +104,7 @@ class HPUModelRunner(ModelRunner):
             if items is not None:
                 yield items
             if config.model.enable_prompt_embeds or (items is None and takes_embeddings(config)):
-                # On every stage, as all of them plan the same launches.
+                # Done on every pipeline stage, because all stages plan the same launches.
                 first = model if model.stage.is_first else None
                 yield DeviceEmbeddings(first, config, bridge, media)
             if model.arch.num_positions:
@@ -112,7 +112,8 @@ class HPUModelRunner(ModelRunner):
             if model.arch.media_sees_ahead:
                 yield ImageSight(config.scheduler.max_num_seqs)
             if config.lora.enable_lora:
-                # Adapted experts would make every launch slower, even without an adapter.
+                # No adapters for experts: they would make every launch slower, even without an
+                # adapter.
                 reader = adapter_reader(config, model, has_experts=False)
                 yield DeviceRows(config, reader, bridge)
 
@@ -122,7 +123,7 @@ class HPUModelRunner(ModelRunner):
         num_positions = 0 if positions is None else positions.num_positions
         sees_ahead = model.arch.media_sees_ahead
         block_size = config.cache.block_size
-        # In a pipeline the stage that makes drafts is not the one that verifies them.
+        # In a pipeline, the stage that makes the drafts is not the stage that verifies them.
         has_drafter = config.speculative.draft_model is not None and model.stage.count == 1
         max_drafts = config.scheduler.max_draft_tokens if has_drafter else 0
         limits = config.scheduler
@@ -177,7 +178,7 @@ class HPUModelRunner(ModelRunner):
     # ---- steps ----------------------------------------------------------------------------
 
     def _prepare_step(self, step: SchedulerOutput) -> None:
-        # Nobody knows what a logits processor of a user runs.
+        # A custom logits processor may run any operator, so its step may compile.
         self.launches.may_compile = self.sampling.has_processors
         if step.block_moves is not None and len(step.block_moves.copied):
             with self.launches.warmed_section(is_promised=self.launches.is_warm):
@@ -199,7 +200,8 @@ class HPUModelRunner(ModelRunner):
 
     def _retract(self, expected: ExpectedTokens, places: IntArray) -> None:
         super()._retract(expected, places)
-        # The card has tokens after the remaining ones.
+        # The card still has tokens of the removed drafts: the next launch must use the host's
+        # tokens.
         self.launches.inputs.place(expected.rows[places].tolist())
 
     # ---- warm-up --------------------------------------------------------------------------
@@ -236,4 +238,5 @@ class HPUModelRunner(ModelRunner):
             output = self.launches.run_padding(shape)
             self.card_sampling.warm_up(self.launches, shape, output, [metadata])
         if self.drafter is not None and not self.stage.is_last:
-            self.drafter.warm_up_sampling(shape, metadata)  # only drafts are sampled on this stage
+            # On this stage, only the draft model samples.
+            self.drafter.warm_up_sampling(shape, metadata)

@@ -81,7 +81,7 @@ class PaddedSampling:
         num_logits = len(output.result)
         missing = self._note_stages(num_logits, metadata)
         if missing and launches.is_warm:
-            launches.warmed.close()  # it may compile from here on
+            launches.warmed.close()  # code from here on may compile
             found = [(name, size) for name, size, _ in sorted(missing)]
             launches.report.miss_sampling(num_logits, found)
         sampled = self.sampler(output.result, metadata)

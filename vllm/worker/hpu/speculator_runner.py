@@ -39,7 +39,7 @@ class HPUSpeculatorModel(HPUModel):
 
     place: int
     states: DeviceHiddenStates
-    model: Any  # a speculator: it has the layers and no embedding and head of its own
+    model: Any  # a speculator, which has layers, but no embedding and no output head
 
     def forward(
         self, packed: Tensor, shape: PaddedShape, before: Tensor | None = None

@@ -270,7 +270,8 @@ class HPUWorker(WorkerBase):
         self._preparation = MemoryProfile(self.bridge)
         self._preparation.begin()
         with self._within_memory("the KV cache"):
-            # Before the first launch: its workspace stays in use, and is part of what it needs.
+            # Allocate the cache before the first launch, whose workspace stays in use and is
+            # counted as memory that launches need.
             memory = self.bridge.memory_info()
             layout = self.runner.cache_layout
             free_bytes = memory.free_bytes - self._count_items(memory.free_bytes)
@@ -488,7 +489,7 @@ class HPUWorker(WorkerBase):
         if not later.replace(wanted, keeps_prompts=self.config.hpu.merged_prefill):
             return False
         self._later.appendleft(later)
-        self._append_sampling(0.0)  # of new batch sizes
+        self._append_sampling(0.0)  # for batch sizes that are new
         return True
 
     def _read_model(self, config: VllmConfig) -> CausalLM | PoolingModel:
@@ -549,7 +550,8 @@ class HPUWorker(WorkerBase):
         """Run the largest launches on an almost empty cache; return the bytes that they need in
         addition to it."""
         if self._meeting is not None:
-            # Launches exchange tensors, so all ranks have to run the same ones.
+            # All ranks must run the same launches, because launches exchange tensors. So all use
+            # the least free memory of any rank.
             free_bytes = self._meeting.least("free memory", free_bytes)
         block_bytes = self._block_bytes()
         most = most_launch_bytes(self._memory_config, free_bytes, block_bytes)
@@ -571,7 +573,7 @@ class HPUWorker(WorkerBase):
             if self._encoder is not None:
                 encoder_bytes = self._encoder.measure(resident_bytes, most, self._meeting)
         self._release_caches()
-        gc.collect()  # what is garbage by now is not in use
+        gc.collect()  # garbage must not count as memory in use
         if found is None:
             uses = self._uses(self.bridge.memory_info().total_bytes, free_bytes)
             raise self._out_of_memory("a launch, even the smallest", uses)
@@ -583,7 +585,7 @@ class HPUWorker(WorkerBase):
                 *(self._encoder.reads, format_bytes(encoder_bytes), self._encoder.unit),
                 ", ".join(map(str, self._encoder.sizes)),
             )
-        # One runs at a time, in the same workspace.
+        # The model and the encoder never run at the same time and share one workspace.
         return max(launch_bytes, encoder_bytes)
 
     @property
@@ -690,7 +692,7 @@ class HPUWorker(WorkerBase):
             profile_launch(self.config, self.bridge, self.runner, num_blocks)
         if self.config.hpu.skip_warmup:
             logger.info("Skipping warmup...")
-            # From here on, requests wait for compilations.
+            # From here on, compilations delay requests and are reported.
             self.runner.launches.report.finish_warmup()
             return None
         mode = self.runner.launches.execution.name
@@ -719,7 +721,7 @@ class HPUWorker(WorkerBase):
     def _choose_first(self, wanted: Catalog, limits: StepLimits) -> list[Bucket]:
         """Choose the buckets that the start warms up."""
         hpu, traffic = self.config.hpu, even_traffic(limits)
-        if hpu.traffic is not None and self.rank == 0:  # its choice counts
+        if hpu.traffic is not None and self.rank == 0:  # rank 0 chooses for all ranks
             traffic = TrafficTable.load(Path(hpu.traffic))
         first = choose_first(
             wanted,

@@ -180,7 +180,7 @@ class EmbeddingRows(RowPart):
         if not found:
             return {}
         assert self._embedding_dim is not None
-        # The embedding of each token, and what is added to its hidden states.
+        # The first block is the embedding of each token; the others are added to hidden states.
         blocks = [span.read().split(self._embedding_dim, dim=1) for span in found]
         indices = [torch.arange(span.first, span.first + len(span)) for span in found]
         embeddings = torch.cat([first for first, *_ in blocks]).to(self._device)

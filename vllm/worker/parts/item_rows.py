@@ -172,7 +172,7 @@ class KeptItems(RowPart, ABC):
         self._media.update(step)
         first_of = dict(zip(step.rows.tolist(), step.num_computed_tokens.tolist(), strict=True))
         for row, request in self._new:
-            # Items that only computed tokens see may not be there.
+            # Items of tokens that are already computed may have been dropped, and are not needed.
             items = [item for item in request.media if item.end > first_of[row]]
             self._seeing.add(row)
             self._show(row, items)
@@ -224,7 +224,7 @@ class ItemRows(KeptItems):
         for start in starts:
             seen = [item for item in items if item.start <= start < item.end]
             found = [self._media.find(row, item) for item in seen]
-            if any(each is None for each in found):  # `errors_of` has the reason
+            if any(each is None for each in found):  # `errors_of` reports why
                 slots.append(_NO_SLOTS)
                 continue
             slots.append(
@@ -290,7 +290,7 @@ def count_item_states(
     """
     encoder = model.media_encoder if isinstance(model, LayeredModel) else None
     if not isinstance(encoder, MediaEncoder) or not encoder.max_states:
-        return None  # without an encoder, or another stage has it
+        return None  # without an encoder, or the encoder is on another stage
     each, largest = slot_bytes(model, encoder.dtype), encoder.max_states
     if largest * each > free_bytes:
         raise ConfigError(
@@ -298,7 +298,7 @@ def count_item_states(
             f"takes {format_bytes(largest * each)}, but only {format_bytes(free_bytes)} are free. "
             "Use more ranks (--tensor-parallel-size), or a smaller model"
         )
-    # One request may have several items, even where few requests run at a time.
+    # A request may have several items, so even a single running request may need several slots.
     most = max(config.scheduler.max_num_seqs, most_items(config)) * largest
     count = min(most, max(largest, free_bytes // _SHARE // each))
     return count, count * each

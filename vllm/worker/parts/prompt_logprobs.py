@@ -140,5 +140,5 @@ class PromptLogprobs(RowPart):
         positions = torch.from_numpy((begin + index).astype(np.int32)).to(hidden_states.device)
         hidden = hidden_states.index_select(0, positions)
         if self._end_stage is not None:
-            self._end_stage()  # the rest does not depend on the size of the launch
+            self._end_stage()  # later operations do not depend on the size of the launch
         return hidden, targets[index]

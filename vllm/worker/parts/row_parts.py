@@ -105,7 +105,8 @@ class RowParts:
 
     def __init__(self, parts: Iterable[RowPart]) -> None:
         self._parts = tuple(parts)
-        # Steps call hooks all the time, and most parts have few of them.
+        # Each step calls these hooks, and most parts implement only few of them. So the lists of
+        # parts for each hook are made once.
         self._removing, self._adding = self._with("remove"), self._with("add")
         self._noting, self._failing = self._with("note_step"), self._with("errors_of")
         self._in_launch, self._in_head = self._with("part_of"), self._with("part_of_head")

@@ -106,11 +106,11 @@ class DeviceTokens:
         column = _range(query_len, rows)
         is_last = column >= _num_more(given.indices, shape)[:, None]
         is_wrong = torch.cat([host_ids[:, :-1] != run[:, 1:], is_last[:, -1:]], 1)
-        # The documented operators of the device have a maximum of int32, as a function of torch and
-        # not as a method of tensors, and no minimum.
+        # Of int32, the documented operators of the device have `torch.amax` as a function, but no
+        # method `amax` and no minimum.
         distance = torch.where(is_last | is_wrong, query_len - 1 - column, 0)
         end = query_len - 1 - torch.amax(distance, 1)
-        has_failed = _at(host_ids, end) < 0  # the row ends before it
+        has_failed = _at(host_ids, end) < 0  # the request failed before this token
         counts = end + 1 - ((end > 0) & has_failed).int()
         self._keep(rows, token_ids, counts, ends + counts)
         return torch.cat([counts[:, None], host_ids], 1)

@@ -89,7 +89,7 @@ class DeviceEmbeddings(EmbeddingRows):
         if self.table is None:
             return
         width = self.table.shape[0] * self.table.shape[2]
-        # Embeddings that a request brings itself add nothing after any layer.
+        # Embeddings from a request (prompt_embeds) have no values to add after inner layers.
         found = [pad(each, (0, width - each.shape[1])) for each in self._read(launch)]
         if not found:
             return
@@ -108,7 +108,7 @@ class DeviceEmbeddings(EmbeddingRows):
         num_parts, _, size = table.shape
         part = np.zeros((num_parts, _PART_SIZE, size), np.float32)
         part[:, : len(embeddings)] = embeddings.view(-1, num_parts, size).transpose(0, 1).numpy()
-        self._bridge.mark_step()  # what is queued is no part of it
+        self._bridge.mark_step()  # run earlier operations first: they belong to other graphs
         index = self._to_device(np.arange(begin, begin + _PART_SIZE, dtype=np.int64))
         table.index_copy_(1, index, self._to_device(part).to(table.dtype))
         self._bridge.mark_step()

@@ -47,7 +47,8 @@ class Execution:
             before: [B * Q, hidden], what the stage of the pipeline before this one has returned;
                 nothing for the first.
         """
-        with self.model.launch_holder.running(None):  # also a launch that raises leaves no context
+        # Clears the context also if the forward pass raises.
+        with self.model.launch_holder.running(None):
             return self._run(packed, shape, *before)
 
     def _run(self, packed: Tensor, shape: PaddedShape, *before: Tensor) -> Outputs:
@@ -160,7 +161,8 @@ class CompiledExecution(Execution):
             "dynamic": False,
         }
         if config.hpu.compile_dynamic_shapes:
-            # torch may trace with symbols; each recipe is still made for the sizes that occur.
+            # torch may trace with symbolic sizes, but each recipe is still compiled for concrete
+            # sizes.
             options |= {"dynamic": None, "options": {"force_static_compile": True}}
         if config.hpu.regional_compilation:
             self._compiled: Any = model
@@ -180,7 +182,8 @@ class CompiledExecution(Execution):
         """
         dynamo: Any = torch._dynamo.config
         wanted = 1 + num_shapes * (1 + len(self.model.model.layers))
-        # The names of torch 2.6; newer ones keep them next to `recompile_limit`.
+        # These are the names of torch 2.6; newer versions still accept them next to
+        # `recompile_limit`.
         dynamo.cache_size_limit = max(dynamo.cache_size_limit, wanted)
         dynamo.accumulated_cache_size_limit = max(dynamo.accumulated_cache_size_limit, 8 * wanted)
 
@@ -193,7 +196,8 @@ def make_execution(bridge: HabanaBridge, model: LaunchModel, config: VllmConfig)
     """Make the execution that the mode of the bridge and `enforce_eager` choose."""
     is_eager, layers = config.model.enforce_eager, config.hpu.hidden_layers_per_graph
     if bridge.is_lazy:
-        # The backend of the bridge has no lazy mode: what a library compiles runs as it is written.
+        # The bridge's compile backend does not support lazy mode, so torch.compile is disabled:
+        # code of libraries that calls it runs uncompiled.
         dynamo: Any = torch._dynamo.config
         dynamo.disable = True
         kind = LazyExecution if is_eager else GraphExecution

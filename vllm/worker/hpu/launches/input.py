@@ -298,7 +298,7 @@ class HPUInputBuilder:
             before = replayed.copy()
             for row, count, number in launch.kept_replays.tolist():
                 before[index_of[row]] += count
-                kept_rows[index_of[row]] = number + 1  # after the row of padding
+                kept_rows[index_of[row]] = number + 1  # index 0 is the padding row
         counts = (self._padded(batch, 0, values) for values in (replayed, before))
         return np.stack([*counts, kept_rows])
 

@@ -41,7 +41,8 @@ class LateShapes(Generic[Shape]):
     """The shapes of one model that were compiled at their first use."""
 
     def __init__(self) -> None:
-        self._shapes: dict[Shape, None] = {}  # in the same order on all ranks
+        # A dict keeps the order, which must be the same on all ranks.
+        self._shapes: dict[Shape, None] = {}
         self._lost: dict[Shape, float] = {}
 
     def __contains__(self, shape: object) -> bool:

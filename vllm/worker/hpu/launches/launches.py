@@ -145,7 +145,8 @@ class PaddedLaunches:
         self._is_draft = False
         self._late = LateShapes[PaddedShape]()
         self._num_run_tokens = 0
-        # A stage of a pipeline waits for others, and the first does not wait for its device.
+        # Only a model without pipeline stages is timed: a stage waits for other stages, and the
+        # first stage does not wait for its device.
         clock = bridge.now_s if self.stage.count == 1 else None
         self._recent = RecentLaunches(clock, self.block_size)
         self.traffic: TrafficTable | None = None
@@ -248,7 +249,7 @@ class PaddedLaunches:
         with self.warmed_section(is_promised=is_promised) as self.warmed, span:
             yield
             if self.mover is not None and not is_compiled and bucket.phase is Phase.DECODE:
-                self.mover.warm_up()  # as with every decode of a warm-up
+                self.mover.warm_up()  # a decode of the warm-up also copies blocks
             if self.state_mover is not None and not is_compiled:
                 self.state_mover.warm_up()
         if not is_compiled:
@@ -367,7 +368,7 @@ class PaddedLaunches:
         num_shapes = num_buckets * _SHAPES_OF_BUCKET
         if self._items is not None:
             num_shapes *= len(self._items.sizes)
-        # Limits count what is compiled of a function, and models share functions.
+        # torch's limits count the compiled variants of a function, and all models share functions.
         num_models = 1 + len(self.draft_launches)
         for launches in (self, *self.draft_launches):
             launches.execution.allow_shapes(num_models * num_shapes)

@@ -148,7 +148,8 @@ class LaunchModel(nn.Module):
             module.compile(**options)
 
     def _run(self, launch: PreparedLaunch, inputs: Tensor, *more: Any) -> Any:
-        # No `with`: not every compiler traces one. Should this raise, `Execution.run` clears it.
+        # No `with`: not every compiler can trace it. If this raises, `Execution.run` clears the
+        # context.
         angles = [table.angles(launch.positions, self._dtype) for table in self._rotary_tables]
         self.launch_holder.context = launch.context(angles)
         result = self._forward(inputs, launch.positions, *more)
@@ -295,7 +296,8 @@ class HPUModel(LaunchModel):
         return self._prepare_prefill(packed, shape)
 
     def _head(self, rows: Tensor) -> Tensor:
-        # Not an attribute: older compilers do not trace a method of another module that is one.
+        # Looked up here and not stored in an attribute: older compilers cannot trace a method of
+        # another module that is stored as an attribute.
         if isinstance(self.model, PoolingModel):
             return self.model.head(rows)
         assert isinstance(self.model, CausalLM)

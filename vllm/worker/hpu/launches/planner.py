@@ -145,7 +145,8 @@ def _shapes_of_bucket(bucket: Bucket, limits: StepLimits, merged_prompts: int) -
         return [plain]
     sliced = _sliced_shapes(bucket, limits)
     if bucket.blocks == limits.num_blocks and not limits.enable_prefix_caching:
-        return sliced  # the whole cache holds any decode, and no block is gathered twice
+        # A slice of the whole cache fits any decode, so blocks never have to be gathered.
+        return sliced
     return [*sliced, plain]
 
 
@@ -156,7 +157,7 @@ def _sliced_shapes(bucket: Bucket, limits: StepLimits) -> list[PaddedShape]:
     if limits.num_blocks is not None and bucket.blocks > limits.num_blocks:
         return []
     exact = PaddedShape(bucket, is_contiguous=True)
-    if not limits.enable_prefix_caching:  # no two rows have the same block
+    if not limits.enable_prefix_caching:  # no two rows share a block
         return [exact]
     shapes = [exact, replace(exact, num_shared=bucket.batch)]
     most = bucket.batch * limits.max_blocks_per_seq
@@ -370,7 +371,8 @@ class HPULaunchPlanner:
         batch, seq_lens = len(rows.ids), rows.computed + rows.scheduled
         query_len = int(rows.scheduled.max())
         if self._has_states and (query_len > 1 or rows.replayed.any()):
-            # Decodes of one token each replay nothing, and have no memory for inputs.
+            # A decode without drafts and replays keeps query_len 1; all others use the one larger
+            # size.
             query_len = 1 + self.limits.max_draft_tokens
         if self.limits.contiguous_pa:
             table = self._batch.block_table[rows.ids]
@@ -484,8 +486,8 @@ class HPULaunchPlanner:
         """
         ids, scheduled = rows.ids.tolist(), rows.scheduled.tolist()
         contexts = _num_blocks(rows.computed, self._size).tolist()
-        # For each number of leading rows: their cost, and start, bucket and sizes of their last
-        # launch.
+        # best[i] is the cheapest division of the first i + 1 rows: its cost, and the start, bucket
+        # and sizes of its last launch.
         best: list[tuple[float, int, Bucket, Sizes]] = []
         for end in range(1, len(scheduled) + 1):
             options: list[tuple[float, int, Bucket, Sizes]] = []
@@ -493,7 +495,7 @@ class HPULaunchPlanner:
                 bucket = self.catalog.fit(Phase.PREFILL, *shape)
                 if bucket is None:
                     if options:
-                        break  # and larger groups have none either
+                        break  # then larger groups have none either
                     bucket = self._own_shape(Phase.PREFILL, *shape)
                 price = 0.0
                 if pays_compiling:

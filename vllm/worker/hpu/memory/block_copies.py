@@ -72,7 +72,7 @@ class CardBlockCopies:
         for part, count in padded_parts(block_ids):
             slots, start = self._slots(part).long(), 0
             for cache, end in zip(self._caches, self._ends, strict=True):
-                # The null block, which pads the part, keeps whatever it is given.
+                # Entries of padding are written to the null block, whose content is never used.
                 rows = np.zeros((len(part), end - start), np.uint8)
                 for index in range(count):
                     rows[index] = data[done + index][start:end]

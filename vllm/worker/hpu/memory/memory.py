@@ -78,7 +78,7 @@ def subtract_states(
         budget, source = asked, "--kv-cache-memory-bytes"
     check_states(config, state_bytes, budget, source)
     if asked is not None:
-        left = max(1, asked - state_bytes)  # the least that the setting takes
+        left = max(1, asked - state_bytes)  # 0 is not a valid setting
         config = replace(config, cache=replace(cache, kv_cache_memory_bytes=left))
     return config, free_bytes - state_bytes
 
@@ -197,10 +197,11 @@ def _count_blocks(config: VllmConfig, memory: CacheBudget, block_bytes: int) -> 
     num_blocks = max(0, memory.num_bytes // block_bytes)
     if cache.kv_cache_memory_bytes is not None:
         return num_blocks
-    # More than all requests together can hold serves only the prefixes of finished ones.
+    # Blocks beyond the needs of all requests together can only cache prefixes of finished requests.
     most = config.scheduler.max_num_seqs * config.max_blocks_per_request
     if not cache.enable_prefix_caching:
         return min(num_blocks, most + 1)
-    # If blocks of running requests can be anywhere, a slice of a large cache is long.
+    # If blocks of running requests can be anywhere in the cache, contiguous decodes of a large
+    # cache read a long slice. So the cache gets at most twice the blocks that requests can use.
     is_spread = config.hpu.contiguous_pa and not config.has_dense_cache
     return min(num_blocks, 2 * most + 1) if is_spread else num_blocks

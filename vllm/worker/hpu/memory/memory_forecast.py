@@ -48,14 +48,15 @@ class MemoryForecast:
         self._slicing, self._block_size = slicing, block_size
         self.most_blocks: int | None = None
         self.passing_bytes = 0
-        # Sizes, bytes, and whether it has taken these, or at most these.
+        # For each launch: its sizes, its bytes, and whether the bytes are exact (else an upper
+        # bound).
         self._seen: dict[_Way, list[tuple[_Sizes, int, bool]]] = {}
 
     def add(self, shape: PaddedShape, attempted: Attempt) -> None:
         """Take in a launch that has completed."""
         if attempted.refused_bytes is None:
-            # Where a workspace is kept, that much is known of each launch; what goes from recipe to
-            # recipe depends on the sampling too.
+            # With a shared workspace, its size is known for each launch. Memory that recipes pass
+            # to each other depends on the sampling as well, so only its maximum is kept.
             num_bytes = attempted.kept_bytes or attempted.needed_bytes
             if attempted.kept_bytes:
                 self.passing_bytes = max(self.passing_bytes, attempted.passing_bytes)
@@ -120,7 +121,7 @@ def _least(
         parts = np.array([[small[0][i], small[0][j]], [large[0][i], large[0][j]]])
         determinant = parts[0, 0] * parts[1, 1] - parts[0, 1] * parts[1, 0]
         if abs(determinant) <= 1e-9 * abs(parts[0, 0] * parts[1, 1]):
-            continue  # both parts grow alike, or neither launch has one of them
+            continue  # the equations do not determine the two factors
         first = (small[1] * parts[1, 1] - large[1] * parts[0, 1]) / determinant
         second = (large[1] * parts[0, 0] - small[1] * parts[1, 0]) / determinant
         if min(first * parts[1, 0], second * parts[1, 1]) >= -1e-3 * large[1]:

@@ -166,10 +166,11 @@ def attempt(
             raise failure
     failure = None
     if refused is not None:
-        gc.collect()  # of what the frames of the error held
-        bridge.mark_step()  # what it has recorded must not begin another recipe
+        gc.collect()  # frees tensors that the stack frames of the error held
+        # Start a new recipe: operations recorded so far must not become a part of it.
+        bridge.mark_step()
     kept = max(0, used_bytes(bridge) - resident_bytes)
-    # Without a workspace, all of it is given back, and all of it was needed.
+    # Without a workspace, the launch has freed all of its memory, so all of it was its own.
     has_grown = refused is not None or not kept or resident_bytes + kept > in_use
     return Attempt(profile, profile.device_bytes, kept, has_grown, refused)
 

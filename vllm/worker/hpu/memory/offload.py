@@ -37,7 +37,8 @@ def choose_layers(model: LoadableModel, num_bytes: int) -> list[nn.Module]:
         num_bytes: of device memory to spare.
     """
     layers = present_layers(model)
-    sizes = sorted(map(_num_bytes, layers))  # the smallest first: which are chosen is open
+    # Ascending order; which layers are chosen is decided below.
+    sizes = sorted(map(_num_bytes, layers))
     counts = range(2, len(layers))
     count = next((n for n in counts if sum(sizes[:n]) - sizes[-1] >= num_bytes), len(layers))
     return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
@@ -102,9 +103,10 @@ class StreamedLayers:
 
     def _before(self, slot: _Slot, number: int, layer: nn.Module, _: Any) -> None:
         params = list(layer.parameters())
-        if params[0] is not slot.params[0]:  # other code has moved the model to other memory
+        # Other code has moved the weights, for example with `model.to`.
+        if params[0] is not slot.params[0]:
             slot.params, slot.held = params, None
-        if slot.held != number:  # the first launch, or the last one was broken off
+        if slot.held != number:  # the first launch, or the last one was interrupted
             self._fill(slot, number)
 
     def _after(self, slot: _Slot, number: int, *_: Any) -> None:
@@ -113,7 +115,7 @@ class StreamedLayers:
             self._fill(slot, following)
 
     def _fill(self, slot: _Slot, number: int) -> None:
-        # What is recorded reads the weights that are there now: it has to be launched before.
+        # Launch recorded operations first: they read the weights that are in the slot now.
         self._bridge.mark_step()
         slot.held = None
         for param, weight in zip(slot.params, self._weights[number], strict=True):

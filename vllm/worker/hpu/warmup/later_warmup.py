@@ -144,7 +144,8 @@ class LaterWarmUp:
         self._replaced = frozenset(held.difference(self._replacing))
         self._every.update(self._left)
         self._launches.allow_buckets(len(self._every))
-        # The wanted ones were chosen by their seconds.
+        # Padding costs choose among all buckets here; measured seconds have already chosen the
+        # wanted ones.
         self._catalog = Catalog(
             present.prefill, present.decode, bucket_cost(self._limits.block_size)
         )
@@ -216,8 +217,8 @@ class LaterWarmUp:
             if given_up is not None:
                 self._launches.release(part.shape)
                 if self._release_replaced(bucket.phase):
-                    self._left[bucket].insert(0, part)  # there may be memory for it now
-                # Without, it runs without a graph.
+                    self._left[bucket].insert(0, part)  # try again: memory was released
+                # If no memory was released, the bucket runs without a graph.
             else:
                 self._ledger.book(_GRAPHS[bucket.phase], self._used_bytes)
                 self._graph_bytes[part.shape] = self._used_bytes
@@ -269,7 +270,8 @@ class LaterWarmUp:
             if shape.bucket in self._replaced and shape.bucket.phase is phase
         ]
         if graphs:
-            self._release_graph(graphs[-1])  # captured last, as it is needed least
+            # The last graph: graphs are captured in the order of their use.
+            self._release_graph(graphs[-1])
         return bool(graphs)
 
     def _release_graph(self, shape: PaddedShape) -> None:
@@ -284,7 +286,7 @@ class LaterWarmUp:
         if not self._replacing:
             return
         present, before = self._catalog, len(self._replaced)
-        # Some of the others may have been given up.
+        # Some of the buckets that replace others may have been given up.
         warm = [bucket for bucket in self._replacing if bucket in present]
         kept = replacement(warm, present, self._limits)
         self._replaced = self._replaced.difference(kept)
@@ -316,7 +318,7 @@ class LaterWarmUp:
     def _work(self, part: _Part) -> Work:
         stage, shape = part
         samples = stage != "capture" and shape.num_rows not in self._batches
-        # Without a compile-only mode, the first launch compiles.
+        # Without a compile-only mode, the first launch is what compiles.
         if stage == "run" and not self._compiles_first:
             stage = "compile"
         if stage == "compile" and shape.bucket in self._on_disk:
@@ -383,7 +385,7 @@ class LaterWarmUp:
                 self._launches.peers,
             )
         needed_bytes = attempted.needed_bytes + self._held_bytes
-        # A launch within the workspace of others needs no more than they do.
+        # A launch that fits into the workspace of earlier launches needs no further memory.
         is_above = attempted.has_grown and needed_bytes > self._launch_bytes
         if attempted.refused_bytes is None and not is_above:
             return None

@@ -100,7 +100,7 @@ def _largest_within(
     while True:
         buckets = catalog.prefill if phase is Phase.PREFILL else catalog.decode
         ladder = _ProfileOrder(attempts, most_bytes, num_scores)
-        # The launches with the most work and with the largest matrix of scores.
+        # Begin with the launch of the highest cost and the one with the largest attention scores.
         heaviest = {max(buckets, key=size) for size in (padded_cost, num_scores)}
         while (bucket := ladder.next_bucket(buckets, heaviest)) is not None:
             attempts[bucket] = run(bucket)
@@ -111,7 +111,8 @@ def _largest_within(
         given_up += lost
         found = shrink_launches(catalog.without(lost), limits, given_up)
         if found is None:
-            # There is nothing smaller: what it needs is reported, if there is memory for it at all.
+            # No smaller bucket is left. Run the heaviest launches to report their memory, if they
+            # run at all.
             last = [attempts[b] if b in attempts else run(b) for b in heaviest]
             has_run = all(attempted.refused_bytes is None for attempted in last)
             return max(last, key=lambda each: each.passing_bytes) if has_run else None
@@ -170,9 +171,9 @@ class _ProfileOrder:
         """Return how many times larger a launch may be to fit into the memory."""
         if self.exceeds_memory(attempted):
             return 1.0
-        # What goes from recipe to recipe hardly depends on the bucket.
+        # Memory that recipes pass to each other hardly depends on the bucket, so it is not scaled.
         reach = (self._most_bytes - attempted.passing_bytes) / max(1, attempted.kept_bytes)
-        # One that fits the workspace of others may need far less of it.
+        # A launch that fit into an earlier workspace may have needed much less than is measured.
         return reach if attempted.has_grown else max(2.0, reach)
 
     def _ratio(self, bucket: Bucket, other: Bucket) -> float:

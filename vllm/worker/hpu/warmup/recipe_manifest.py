@@ -97,7 +97,7 @@ class RecipeManifest:
         is_deleted = options.partition(",")[0].strip().lower() in ("true", "1")
         path = Path(folder.strip()) / FILE_NAME if folder.strip() else None
         if path is not None and is_deleted and not rank:
-            _delete(path)  # the bridge deletes the recipes
+            _delete(path)  # the bridge itself deletes the recipes in this folder
         model, limits = config.model, config.scheduler
         fields = {
             "model": model.path or model.model,
@@ -124,7 +124,7 @@ class RecipeManifest:
         """Note that the recipes of buckets are on disk now. If that fails, there is one warning."""
         if self._path is None or not self._is_writer:
             return
-        entries = _read(self._path)  # another engine may have written since
+        entries = _read(self._path)  # another engine may have written the file meanwhile
         own = next((entry for entry in entries if entry.fields == self._fields), None)
         known = set() if own is None else own.found
         new = sorted(known.union(buckets))

@@ -148,7 +148,7 @@ class WarmUp:
         self._given_up: list[Bucket] = []
         self.batches: set[int] = set()
         self._compiled: set[Bucket] = set()
-        # Operator by operator, compiling is launching.
+        # Without recipes (operator by operator), running a launch is also what compiles it.
         self._compiles_first = runner.launches.execution.has_recipes and bridge.can_compile_only
         self._captured: set[Bucket] = set()
         """Buckets that have their graphs."""
@@ -483,7 +483,7 @@ class WarmUp:
         self.wanted, self.limits = found
         warmed = self.catalog.warmed
         if was_sliced and not self.limits.contiguous_pa:
-            # None of them has run the other way yet.
+            # No decode has run in its other shape yet, so all of them are warmed up again.
             decodes = self.wanted.decode
             self.wanted = self.wanted.without(decodes).with_buckets(decodes)
             warmed = frozenset(b for b in warmed if b.phase is Phase.PREFILL)
@@ -528,7 +528,7 @@ class WarmUp:
                 graphs: dict[Phase, PhaseGraphs] = end.value
                 break
             if step.index <= last_index[step.phase]:
-                # The second pass: what was refused may have memory now.
+                # A second pass starts: buckets that did not fit may have memory now.
                 catalog, phase = self.catalog, step.phase
                 buckets = catalog.prefill if phase is Phase.PREFILL else catalog.decode
                 self.estimate.add(self._graphs_left(buckets))
@@ -663,7 +663,7 @@ def _progress_bar(phase: Phase) -> "tqdm[Bucket]":
         unit="bucket",
         disable=None,
         leave=False,
-        # Without the bar's own estimate: there is one figure for the whole start.
+        # No time estimate in the bar itself: the log has one estimate for the whole start.
         bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}]",
     )
 

@@ -88,7 +88,7 @@ class _Pace:
     num_left: int = 0
     size_left: float = 0.0
     num_measured: int = 0
-    # Of the least squares: the number of launches n, their size x and the seconds t of each step.
+    # Sums of the least squares over steps, with n launches, their size x, and their seconds t.
     nn: float = 0.0
     nx: float = 0.0
     xx: float = 0.0
@@ -117,7 +117,7 @@ class _Pace:
         nn, nx, xx, nt, xt = self.nn, self.nx, self.xx, self.nt, self.xt
         if assumed_s is not None:
             nn, nx, xx, nt, xt = nn + 1, nx + 1, xx + 1, nt + assumed_s, xt + assumed_s
-        # The least squares of t = a n + b x, with a penalty on (a - b) squared.
+        # Minimise the squared error of t = a n + b x, plus a penalty on (a - b) squared.
         n2, x2, nx2 = nn + _PRIOR_WEIGHT, xx + _PRIOR_WEIGHT, nx - _PRIOR_WEIGHT
         determinant = n2 * x2 - nx2 * nx2
         per_launch = (nt * x2 - xt * nx2) / determinant
@@ -167,7 +167,8 @@ class WarmUpEstimate:
         Returns:
             Seconds until the end of the warm-up, this step included; None: unknown.
         """
-        if step[0].kind not in self._paces:  # nobody has foreseen it
+        # The warm-up runs a kind of step that was not in its plan.
+        if step[0].kind not in self._paces:
             self.add(step)
         self._step, self._began = step, self._clock()
         if self._num_steps >= _MIN_STEPS:
