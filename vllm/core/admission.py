@@ -115,11 +115,12 @@ class Admission:
             if is_long and num_long >= config.max_long_partial_prefills:
                 if len(passed_over) == _MAX_PASSED_OVER:
                     break
-                passed_over.append(waiting.pop())  # shorter prompts may go ahead of it
+                # So that shorter prompts can be admitted before it.
+                passed_over.append(waiting.pop())
                 continue
             if num_tokens == 1 and not self._cache.are_computed(shared):
-                # a single token runs with the decodes, before the blocks that it shares are
-                # computed
+                # A single new token would run with the decodes, which run before the launch that
+                # computes its shared blocks.
                 break
             if running.is_full or preemption.num_lacking(request, shared) > 0:
                 self._lacks_room = request if preemption.by_priority else None
@@ -154,8 +155,8 @@ class Admission:
         if states is not None and start:
             number = states.use(self._cache.prefix_hash(request, start))
             plan.restored_states.append((request.row, number))
-        # Findable at once: the launch that computes these tokens writes all keys and values
-        # before it reads any, so the next request in the queue can share them already.
+        # Cache the blocks now, before they are computed: the launch writes all keys and values
+        # before it reads any, so the next request in the queue can already share them.
         self._cache.cache_blocks(request, start + num_tokens)
         plan.new_requests.append(
             NewRequest(

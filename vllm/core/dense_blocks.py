@@ -48,7 +48,7 @@ def compact_blocks(
     is_held[held[:first_high]] = True
     pool = cache.pool
     low = [b for b in np.flatnonzero(~is_held).tolist() if pool.is_free(b)]
-    low.sort(key=pool.has_content)  # blocks without content need no copy
+    low.sort(key=pool.has_content)  # take blocks without cached content first: nothing is lost
     pairs = list(zip(held[first_high:].tolist(), low, strict=False))
     if not pairs:
         return None

@@ -93,7 +93,8 @@ class DraftPlanner:
         if plan.budget <= 0 or self._is_declined:
             return
         num_tokens, num_computed = running.num_tokens[rows], running.num_computed[rows]
-        # The last token that a request may have is not run, so it is no draft either.
+        # The last token that a request may have is never an input of the model, so it cannot be a
+        # draft.
         room = running.limit[rows] - num_tokens - 1
         is_decode = (num_tokens - num_computed == 1) & (num_computed >= running.num_prompt[rows])
         places = (
@@ -105,7 +106,7 @@ class DraftPlanner:
         if not self._asks():
             return
         known, rooms = num_tokens[places].tolist(), room[places].tolist()
-        # Requests without a token in flight.
+        # Requests that have no token in flight.
         free = [
             (request, most)
             for request, count, most in zip(running.at(rows[places]), known, rooms, strict=True)

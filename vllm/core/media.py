@@ -180,7 +180,7 @@ class EncoderCache:
         if entry is not None and item.key in found:
             return True
         num_encoded = sum(plan.encoded.values())
-        # Images that the plan finds here must not be dropped for new ones.
+        # Kept images that this step uses must not be dropped to make room for new ones.
         kept = (self._entries[key] for key in found if key in self._entries)
         num_kept = sum(each.size for each in kept if not each.holders)
         size = item.num_embeddings

@@ -74,7 +74,8 @@ def apply_tokens(
     tokens = token_ids.tolist()
     ends = _ends(step, owner, tokens, token_ids, num_tokens, running)
     taken, finished = counts.copy(), {}
-    for place, end in reversed(ends):  # the first end of each comes last
+    # Reversed, so that the first end of each request overwrites later ones.
+    for place, end in reversed(ends):
         index = owner[place]
         taken[index] = within[place] + 1
         finished[step.request_ids[index]] = end

@@ -170,7 +170,7 @@ class RunningBatch:
         is_decode = (num_tokens - num_computed == 1) & (num_computed >= self.num_prompt[rows])
         if self.awaits_result[rows].any() or not is_decode.all():
             return 1
-        # One that ends with its first decode does so in a step of one.
+        # A request that ends with its next token is counted with 1, and so the step has one decode.
         return max(1, min(most, int((self.limit[rows] - num_tokens).min())))
 
     def add(self, request: Request, num_computed: int, capacity: int) -> None:
@@ -209,7 +209,7 @@ class RunningBatch:
             self._free_rows.append(request.row)
             if (adapter := request.spec.adapter) is not None:
                 self.adapters[adapter.key] -= 1
-                self.adapters += Counter()  # drops adapters that no request uses
+                self.adapters += Counter()  # removes entries with a count of 0
             self.num_with_media -= bool(_media_end(request.spec))
             self.num_prompt_logprobs -= request.wants_prompt_logprobs
             self.num_with_stop_tokens -= bool(request.spec.stop_token_ids)

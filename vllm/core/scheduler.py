@@ -138,7 +138,7 @@ class Scheduler:
         if spec.request_id in self._requests:
             raise RequestError(f"request {spec.request_id!r} is already being processed")
         if spec.pooling_params is not None:
-            limit -= 1  # the last token is never sampled and needs no block
+            limit -= 1  # the last token is never an input of the model, so it needs no slot
         if not 0 < num_prompt < spec.max_total_tokens or limit > self.config.max_model_len:
             raise RequestError(
                 f"the request has {num_prompt} prompt tokens and a limit of {limit} tokens for "
@@ -273,7 +273,7 @@ class Scheduler:
         step = self._in_flight.popleft()
         assert step.step_id == output.step_id, f"step {output.step_id} is out of order"
         now = self._clock()
-        # A step that was started ahead waits for the one before it.
+        # A step that was scheduled ahead begins only when the step before it has ended.
         seconds = now - max(step.begun_at, self._last_result)
         self._last_result = now
         if self._step_bound is not None and step.work is not None:
@@ -342,7 +342,7 @@ class Scheduler:
             num_tokens, computed = running.num_tokens[rows], running.num_computed[rows]
             want = num_tokens - computed
             if self._in_flight:
-                # A request whose last token is in flight has nothing left to run.
+                # A request whose last token is in flight has nothing left to compute.
                 want[num_tokens >= running.limit[rows]] = 0
                 want[running.awaits_result[rows]] = 0
             want = share_of_step(want, self._num_pipelined_steps)
@@ -477,7 +477,7 @@ class Scheduler:
             if not samples.all():
                 rows, after = rows[samples], after[samples]
                 num_drafts = None if num_drafts is None else num_drafts[samples]
-        num_tokens = after + 1  # all known tokens are computed, and one more is sampled
+        num_tokens = after + 1  # all known tokens are computed, and one more was sampled
         running.num_tokens[rows] = num_tokens
         if self._drafts is not None:
             self._drafts.begin(step_id, tokens, plan)
@@ -577,8 +577,8 @@ class Scheduler:
         for request, num_computed in zip(
             requests, self.running.num_computed[rows].tolist(), strict=True
         ):
-            # Blocks of the output get their hashes here: all at once is several times cheaper
-            # than one by one as decoding fills them.
+            # Cache the blocks of the output when the request ends: hashing them all at once is
+            # several times cheaper than one by one while decoding fills them.
             num_known = min(num_computed, len(request.token_ids))
             self.cache.cache_blocks(request, num_known)
             if self._state_keeper is not None:

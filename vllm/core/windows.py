@@ -22,7 +22,7 @@ def free_out_of_window_blocks(
         return []
     rows = rows[due]
     requests = running.at(rows)
-    # Only what is known for certain: tokens of a step in flight may be taken back.
+    # Count only tokens with results: tokens of a step in flight may still be removed.
     known = [len(request.token_ids) - 1 for request in requests]
     positions = computed[due].clip(max=known)
     running.num_passed[rows] = cache.num_passed(positions)

@@ -55,7 +55,8 @@ class StepCost:
         self._first.append((num_tokens, seconds))
         if len(self._first) < _LEAST_STEPS:
             return
-        # A step that was not interrupted grows with its tokens at most.
+        # The time of a step grows at most in proportion to its tokens. Anything above that is an
+        # interruption and is cut off.
         least, fastest = min(self._first, key=lambda step: step[1])
         for count, each in self._first:
             self._add(count, min(each, _LARGEST_SURPRISE * fastest * max(1, count / least)))
@@ -134,7 +135,8 @@ class DraftPace:
                 self._plain.record(num_rows, seconds)
             self._num_plain_steps += 1
             return
-        # After a pause a draft model first runs what was generated meanwhile.
+        # Not measured after a long pause: a draft model then also runs all tokens that were
+        # generated during the pause.
         if self._num_plain_steps <= _SHORT_PAUSE:
             self._drafted.record(num_tokens, seconds)
         self._num_plain_steps = 0
@@ -165,7 +167,7 @@ class DraftPace:
         self._paused_rows = num_rows
         if self._num_plain_steps < self._wait:
             return False
-        # All anew: what was measured may have been slow for other reasons.
+        # Measure again from the start: the earlier steps may have been slow for other reasons.
         self._drafted = StepCost()
         self._wait, self._num_declined = min(2 * self._wait, _LONGEST_WAIT), _FEW
         self._paused_rows = 0

@@ -39,8 +39,9 @@ class TokenIndex:
         """Append tokens to the text."""
         latest, key, mask = self._latest, self._key, self._mask
         get, add = latest.get, self._before.append
-        # The n-gram in front of a token can only be found when the token is known. Those of fewer
-        # tokens, at the start, have keys that no tail has.
+        # The index of the n-gram before a token is looked up only when that token is added. At the
+        # start of the text the n-grams are shorter; their keys never equal the key of a full
+        # n-gram.
         for end, token in enumerate(tokens, len(self._tokens)):
             add(get(key, 0))
             latest[key] = end

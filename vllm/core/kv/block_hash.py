@@ -43,7 +43,8 @@ def block_hashes(
     width = block_size * _TOKEN_BYTES
     extra = _keys_of_blocks(keys, block_size, start) if keys else {}
     hashes: list[bytes] = []
-    if not extra:  # the common case, and a prompt of 32K tokens has 2,048 blocks
+    # A fast path, because a prompt of 32K tokens has 2,048 blocks and most have no extra keys.
+    if not extra:
         add = hashes.append
         for begin in range(0, len(data) - width + 1, width):
             parent = sha256(parent + data[begin : begin + width]).digest()

@@ -70,7 +70,7 @@ class BlockPool:
                 hash_of[block_id] = None
                 forgotten.append(old)
             block_id = next_[block_id]
-        # The queue now begins at the first block not taken.
+        # The list of free blocks now begins after the blocks that were taken.
         next_[NULL_BLOCK_ID] = block_id
         self._prev[block_id] = NULL_BLOCK_ID
         self.num_free -= count

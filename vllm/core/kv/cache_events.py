@@ -53,7 +53,7 @@ class CacheEventLog:
         first = 0
         for position, index in enumerate(stored):
             if position + 1 < len(stored) and stored[position + 1] == index + 1:
-                continue  # the next block follows directly
+                continue  # the next stored block continues this run
             self._append_run(hashes, stored[first], index + 1, token_ids, source)
             first = position + 1
 

@@ -103,7 +103,8 @@ class KVCacheManager:
         for count in range(len(found) // self.num_groups, 0, -1):
             if self.states.has(hashes[count - 1]):
                 shorter = self._find(hashes[:count])
-                if len(shorter) == count * self.num_groups:  # windows may need other blocks
+                # Layers with a sliding window may need blocks that are missing.
+                if len(shorter) == count * self.num_groups:
                     return shorter
         return []
 
@@ -335,7 +336,7 @@ class KVCacheManager:
         assert self.num_groups == 1 and not self.has_windows
         pool = self.pool
         found = pool.find(hashes)
-        pool.share(found)  # so that they are not evicted for the others
+        pool.share(found)  # hold them, so that allocating the other blocks does not evict them
         block_ids: list[int] = []
         try:
             contents = load(hashes[len(found) :][: pool.num_free])
