@@ -116,7 +116,7 @@ class EngineArgs:
         """Add a flag for every argument, grouped by config class, and return the parser."""
         for section in config_sections(VllmConfig).values():
             settings = config_fields(section)
-            if not settings:  # only settable by environment variables
+            if not settings:  # all of its settings are environment variables
                 continue
             group = parser.add_argument_group(section.__name__, (section.__doc__ or "").strip())
             for config_field in settings:
@@ -201,7 +201,8 @@ def add_flag(group: argparse._ArgumentGroup, config_field: ConfigField) -> None:
         metavar = _METAVARS[config_field.kind]
         options.update(type=_checked(config_field.convert, config_field.name), metavar=metavar)
     action = group.add_argument(config_field.flag, *config_field.aliases, **options)
-    # Set afterwards: BooleanOptionalAction adds the default by itself in some versions.
+    # Set after creation: in some versions of Python, BooleanOptionalAction appends the default to
+    # the help by itself.
     action.help = f"{config_field.help} {describe_default(config_field)}".replace("%", "%%")
 
 
@@ -209,7 +210,7 @@ def describe_default(config_field: ConfigField) -> str:
     """Return the default of a field for its help text; empty if the help mentions it."""
     default = config_field.default
     if default in (None, "", {}, ()):
-        return ""  # the help explains "Default"
+        return ""  # the help text itself describes the default
     if isinstance(default, tuple):
         default = " ".join(default)
     return f"(default: {default})"

@@ -223,7 +223,8 @@ class AsyncLLM:
     def _begin_start(self) -> "asyncio.Task[None]":
         if self._start_task is None:
             self._start_task = asyncio.get_running_loop().create_task(self._start())
-            # If nobody awaits the start, callers that wait for readiness get its error.
+            # Read the exception, so that asyncio does not report it as never retrieved. Callers
+            # that wait for readiness get the same error.
             self._start_task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._start_task
 
@@ -280,8 +281,8 @@ class AsyncLLM:
         recorder = StatsRecorder(*replicas)
         self.output_processor = OutputProcessor(tokenizer, recorder)
         if tokenizer is not None and config.model.pooler is None:
-            # While the core loads its weights: no request, the first one least of all, waits for
-            # the imports of the grammar libraries.
+            # Import the grammar libraries while the core loads its weights, so that no request
+            # waits for these imports.
             self.input_processor.grammar_compiler.start()
         self._preparation.prepare()
         self._requests = RequestsInFlight(
@@ -331,9 +332,9 @@ class AsyncLLM:
         refuse(prompt_adapter_request=prompt_adapter_request)
         arrival_time = time.time()
         await self.wait_ready()
-        if lora_request is not None:  # not on the event loop
+        if lora_request is not None:  # reads files, so it must not block the event loop
             await self._find_adapter(lora_request)
-        # The core reads the files of its images until the request has ended.
+        # The core reads the media files of the request until the request ends.
         async with self._preparation.media.shared(prompt) as prompt:
             text, request = await self._preparation.process(
                 prompt,
@@ -700,7 +701,7 @@ class AsyncLLM:
         arguments = list(args), dict(kwargs or {})
         call: Awaitable[list[list[Any]]]
         if method == Worker.reload_weights.__name__:
-            # It is noted when it is done, after a timeout too.
+            # Shielded: the reload is noted when it is complete, even after a timeout.
             call = asyncio.shield(self._core.calls.reload_weights(*arguments))
         else:
             call = self._core.calls.call(CoreCalls.collective_rpc, method, None, *arguments)

@@ -91,7 +91,7 @@ class BackgroundWarmUp:
         if self.is_done:
             return False
         if not self._share:
-            return self._has_run  # what is complete is to be used
+            return self._has_run  # no steps under load, but complete results are installed
         now = self._clock()
         if self._loaded_since is not None:
             self._loaded_s += now - self._loaded_since
@@ -99,7 +99,8 @@ class BackgroundWarmUp:
         self._loaded_since = now
         if self._named is None:
             return True
-        # Time in which no step could run is not saved up: steps would follow each other later.
+        # Limit the saved time to what one step needs; otherwise many steps would follow each other
+        # after a phase in which none could run.
         needed_s = min(self._named.expected_s or 0.0, self._max_delay_s) * (1 - self._share)
         is_enough = self._credit_s >= needed_s
         self._credit_s = min(self._credit_s, needed_s)
@@ -115,7 +116,7 @@ class BackgroundWarmUp:
             return
         began = self._clock()
         self._run()
-        self._name(self._max_delay_s)  # the step waits for this as well
+        self._name(self._max_delay_s)  # requests wait for this call as well, so its time counts
         seconds = self._clock() - began
         self._credit_s -= seconds
         self._longest_delay_s = max(self._longest_delay_s, seconds)

@@ -80,18 +80,20 @@ class EngineCore(CoreCalls):
         self._publisher: KVEventPublisher | None = None
         self._events: CacheEventLog | None = None
         if config.observability.kv_events.is_published:
-            # First, so that an address in use is reported before the model is loaded.
+            # Open the publisher before the model is loaded, so that an address in use is reported
+            # at once.
             self._publisher = KVEventPublisher(config.observability.kv_events)
             self._events = CacheEventLog(config.cache.block_size)
-            self._events.cleared()  # those who followed an engine before this one know its blocks
+            # Subscribers may still list blocks of an engine that ran here before.
+            self._events.cleared()
         with on_failure(self._close_publisher):
-            # Likewise its address, or its folder.
+            # The connector too, for the same reason: its address or folder may not be usable.
             self._connector = _make_connector(config)
         with on_failure(self._close_connections):
             self.executor = make_executor(config) if executor is None else executor
             num_blocks = self.executor.start()
             self._is_measuring = config.model.is_measured
-            if self._is_measuring:  # launches of the start had no requests
+            if self._is_measuring:  # warm-up and profiling ran without requests
                 self.executor.call(Worker.reset_measurements)
             self._has_measured = False
         num_kept = self.executor.num_kept_states
@@ -132,15 +134,15 @@ class EngineCore(CoreCalls):
         self._resources = RequestResources(self.executor.release)
         self._sleeping_tags: list[str] = []
         self._warm_up = self._make_warm_up()
-        # Not the exception itself: its traceback references the engine, which could then not be
-        # collected.
+        # A string and not the exception, whose traceback references the engine and would keep it
+        # alive.
         self._failure: str | None = None
         self._publish_events()
 
     def _make_warm_up(self) -> BackgroundWarmUp:
         """Return what runs the rest of the warm-up."""
         hpu, parallel = self.config.hpu, self.config.parallel
-        # Engines of an external launcher act alike, and would not read the same clock.
+        # Engines of an external launcher must all do the same, but their clocks differ.
         is_alone = parallel.distributed_executor_backend != "external_launcher"
         is_loaded = hpu.serves_while_warming or hpu.adapt_buckets
         share = hpu.warm_up_share if is_loaded and is_alone else 0.0
@@ -276,7 +278,7 @@ class EngineCore(CoreCalls):
             self._warm_up.run_due()
         except BaseException as failure:
             self._fail("a part of the warm-up", failure)
-        self._run_ahead.idle()  # no step was computed meanwhile
+        self._run_ahead.idle()  # the time until the next step was not spent on a step
         if (line := self._warm_up.cold_line()) is not None:
             logger.warning(line)
 
@@ -321,7 +323,7 @@ class EngineCore(CoreCalls):
         with trace.span("schedule"):
             step = self.scheduler.schedule()
         if transfer is not None:
-            transfer.save_freed()  # of requests that this step preempts
+            transfer.save_freed()  # save blocks of requests that this step preempts
         if not len(step.rows):
             assert self._in_flight, "no waiting request can be scheduled"
             return False
@@ -350,7 +352,7 @@ class EngineCore(CoreCalls):
         is_explained = isinstance(failure, VllmError)
         self._failure = str(failure) if is_explained else repr(failure)
         if not isinstance(failure, Exception):
-            raise failure  # Ctrl-C is raised unchanged, for programs that catch every Exception
+            raise failure  # Ctrl-C is raised unchanged, because some programs catch every Exception
         logger.error(
             *("%s failed: %s; the engine stops", what, self._failure),
             exc_info=None if is_explained else failure,
@@ -421,7 +423,7 @@ class EngineCore(CoreCalls):
                 "until they finish, or abort them, and call sleep again",
                 status=409,
             )
-        while self._in_flight:  # wait for steps whose requests have all left
+        while self._in_flight:  # wait also for steps whose requests have all left
             self.scheduler.update(self._wait())
         is_reset = self.reset_prefix_cache()
         assert is_reset, "blocks are still held after the last request has left"

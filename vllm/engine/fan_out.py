@@ -26,7 +26,8 @@ def fan_out(request: EngineRequest) -> list[EngineRequest]:
         if own.seed is not None:
             own.seed = seed
         if index:
-            # they are the same for every sample, and need a full prefill
+            # Only the first sample computes them: they are the same for every sample and need a
+            # full prefill.
             own.prompt_logprobs = None
         requests.append(
             msgspec.structs.replace(

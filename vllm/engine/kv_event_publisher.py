@@ -57,7 +57,8 @@ class KVEventPublisher:
             publisher = self._open(zmq.PUB, "endpoint", config.endpoint, config.hwm)
             threads = [threading.Thread(target=self._publish, args=(publisher,), daemon=True)]
             if config.replay_endpoint is not None:
-                # A replay sends all batches that are kept, and the end mark.
+                # A replay sends all kept batches and an end mark; the socket must be able to queue
+                # all of them.
                 hwm = max(config.hwm, config.buffer_steps + 1) if config.hwm else 0
                 router = self._open(zmq.ROUTER, "replay_endpoint", config.replay_endpoint, hwm)
                 threads.append(threading.Thread(target=self._replay, args=(router,), daemon=True))
@@ -95,7 +96,7 @@ class KVEventPublisher:
                 self._queue.put(None, timeout=_CLOSE_POLL_S)
                 break
             except queue.Full:
-                continue  # the thread empties the queue, unless it has died
+                continue  # the thread empties the queue; if it has died, the loop ends
         self._threads[0].join()
         self._context.term()  # wakes the other thread, which closes its socket
 

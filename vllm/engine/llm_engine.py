@@ -136,7 +136,8 @@ class LLMEngine:
                 )
                 weakref.finalize(self, self._traffic_file.write)
         self.output_processor = OutputProcessor(tokenizer, self._recorder)
-        # Runs when the engine is collected or the interpreter exits, whichever comes first.
+        # `finalize` runs when the engine is garbage-collected or when the interpreter exits,
+        # whichever is first.
         self._release = weakref.finalize(self, core.shutdown)
 
     @classmethod
@@ -179,8 +180,8 @@ class LLMEngine:
         from vllm.transformers_utils.tokenizer import load_tokenizer
 
         generation_defaults = load_generation_defaults(config.model)
-        # In parallel with the imports of the worker, and before the weights, which may take minutes
-        # and would be loaded in vain if there is no tokenizer.
+        # Load the tokenizer while the worker imports its modules, and before the weights. Weights
+        # may take minutes, which would be wasted if the tokenizer cannot be loaded.
         with ThreadPoolExecutor(1, "tokenizer") as pool:
             loading = pool.submit(load_tokenizer, config.model)
             load_class(resolve_platform(config.device.device).worker_class)
@@ -281,7 +282,7 @@ class LLMEngine:
         if self._traffic_file is not None:
             self._traffic_file.write_if_due()
         if self.has_unfinished_requests() and not self.engine_core.has_unfinished_requests():
-            # An error is better than waiting forever.
+            # Raise, because without these requests in the core, the caller would wait forever.
             lost = ", ".join(self.output_processor.unfinished_request_ids)
             raise EngineDeadError(
                 f"the engine core has no work left, but these requests have not finished: {lost}"

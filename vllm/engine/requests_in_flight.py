@@ -71,7 +71,8 @@ class RequestsInFlight:
             CapacityError: too many requests wait.
             RequestError: a request with this id runs, or there is no such replica.
         """
-        # The user's id may be used again while outputs of its last request are still arriving.
+        # A core id of its own: the user may reuse an id while outputs of its earlier request still
+        # arrive.
         own = replace(request, request_id=f"{request.request_id}-{next(self._core_ids)}")
         core_requests = fan_out(own)
         num_tokens = len(request.prompt_token_ids)
@@ -135,7 +136,7 @@ class RequestsInFlight:
         self._core.end([message.request_id])
         request_id = self._outputs.request_id_of(message.request_id)
         if request_id is None:
-            return  # another sample of it was refused before
+            return  # another sample of the same request was refused before
         error: Exception = RequestError(message.message, param=message.param)
         if message.is_capacity:
             error = CapacityError(message.message, status=message.status)

@@ -79,7 +79,7 @@ def preparation_cost(prompt: PromptType, params: SamplingParams | PoolingParams)
     if (text := text_of(prompt)) is not None:
         return cost + len(text)
     if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
-        return cost + LONG_TEXT_CHARS  # megabytes have to be checked and hashed
+        return cost + LONG_TEXT_CHARS  # a large input, whose bytes are checked and hashed
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
     return cost + (len(ids) // _IDS_PER_CHAR if isinstance(ids, (list, tuple)) else 0)
 

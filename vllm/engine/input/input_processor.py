@@ -73,7 +73,7 @@ class InputProcessor:
         self.pooling = PoolingInput(config, self.prompts)
         self.prompt_embeds = PromptEmbeds(config.model, self._max_model_len)
         self.media = MediaInput(config)
-        # Requests without a seed get one from here, so that an offline run is reproducible.
+        # Seeds for requests that have none, so that an offline run is reproducible.
         self._seeds = random.Random(config.model.seed)
 
     @property
@@ -146,7 +146,8 @@ class InputProcessor:
         if params.max_tokens is not None:
             max_total = min(max_total, len(token_ids) + params.max_tokens)
         eos, others = self.prompts.end_tokens
-        # With structured output, the end token ends the output when the grammar is complete.
+        # With structured output, the grammar decides when the end token is allowed, and it ends the
+        # output even with ignore_eos.
         if params.ignore_eos and params.guided_decoding is None:
             eos, others = None, frozenset()
         request = EngineRequest(

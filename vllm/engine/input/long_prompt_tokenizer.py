@@ -73,7 +73,7 @@ class LongPromptTokenizer:
                 ) from None
             finally:
                 if worker.pid is None:
-                    server.close()  # which may be starting: do not wait for its imports
+                    server.close()  # ends the process even while it is importing
                 worker.close()
                 server.close()
 

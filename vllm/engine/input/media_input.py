@@ -90,7 +90,7 @@ class MediaInput:
         if not isinstance(prompt, Mapping) or "encoder_prompt" not in prompt:
             return prompt
         if self.family is None or self.family.required is None:
-            return prompt  # is refused where it is tokenised
+            return prompt  # the tokenizer refuses it later
         return _joined_prompts(prompt)
 
     @cached_property

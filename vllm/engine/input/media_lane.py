@@ -144,7 +144,7 @@ class MediaLane:
         if given.get("multi_modal_data") is None or read_media(given) is not None:
             return prompt
         loop = asyncio.get_running_loop()
-        # Hashes of large files take milliseconds.
+        # In a thread: hashing large files takes milliseconds.
         sources = await loop.run_in_executor(self._thread, self._find_sources, given)
         found = await asyncio.gather(*(self._read_one(key, source) for key, source in sources))
         items = [
@@ -186,7 +186,7 @@ class MediaLane:
     def _start(workers: MediaWorkers) -> None:
         try:
             workers.start()
-        except ConfigError as error:  # each item is refused then
+        except ConfigError as error:  # reported for each item that needs it
             logger.error("%s", error)
 
     def _find_sources(self, prompt: Mapping[str, Any]) -> list[tuple[str, MediaSource]]:
@@ -205,7 +205,8 @@ class MediaLane:
             task = asyncio.create_task(self._timed(source.modality, self._workers.run(source)))
             self._reading[key] = task
             task.add_done_callback(lambda _: self._reading.pop(key, None))
-        # Another request may wait for the same item: cancelling one leaves it to the other.
+        # Shielded: another request may wait for the same item, so cancelling this one must not stop
+        # it.
         given = await asyncio.shield(task)
         self.cache.keep(key, given)
         return given

@@ -315,7 +315,7 @@ def _find_expanded(
     while index < len(token_ids):
         for several in waiting.values():
             tokens = several[0].expansion.token_ids if several else []
-            # Without the first comparison, each token of a long text would copy many.
+            # Compare the first token first: comparing slices at every token would copy many tokens.
             if (
                 tokens
                 and token_ids[index] == tokens[0]

@@ -75,7 +75,7 @@ class NamedProcessors:
         if not isinstance(processor, LogitsProcessorConstructor):
             return found
         try:
-            with IMPORT_LOCK:  # it may import what it needs now
+            with IMPORT_LOCK:  # the processor may import modules when it is created
                 made = found(*(processor.args or ()), **(processor.kwargs or {}))
         except _ANY_FAILURE as error:
             raise _refused(f"calling {name!r} failed: {_describe(error)}") from error

@@ -91,10 +91,11 @@ class Preparation:
         is_truncated = params.truncate_prompt_tokens is not None
         is_pooling = isinstance(params, PoolingParams)
         if not is_truncated:
-            num_output = 0 if is_pooling else 1  # an output needs room for at least one token
+            num_output = 0 if is_pooling else 1  # a generated output has at least one token
             max_model_len = self._processor.max_model_len
             await self._refuse_long_text(prompt, max_model_len - num_output)
-        if not (is_truncated and is_pooling):  # truncation keeps their special tokens
+        # Truncation of pooling prompts keeps their special tokens.
+        if not (is_truncated and is_pooling):
             prompt = await self._encode_huge_text(prompt)
         return await self.run_in_background(partial(process, prompt), cost)
 

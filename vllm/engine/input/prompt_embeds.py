@@ -56,7 +56,7 @@ class PromptEmbeds:
             raise _refused(str(error)) from None
         shape = tensor.shape
         if len(shape) == 3 and shape[0] == 1:
-            shape = shape[1:]  # as in transformers, with a batch dimension of 1
+            shape = shape[1:]  # transformers accepts a batch dimension of 1
         if len(shape) != 2 or shape[1] != self._size or not shape[0]:
             raise _refused(
                 f"the tensor has shape {list(tensor.shape)}, and must have [tokens, {self._size}]: "

@@ -168,7 +168,7 @@ class PromptTokenizer:
                 param="prompt",
             )
         self.check_length(text, max_tokens)
-        # verbose: the tokenizer would warn about prompts longer than its own limit.
+        # verbose=False: otherwise the tokenizer warns about prompts longer than its own limit.
         encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         if not text and not encoded["input_ids"]:
             bos = self.tokenizer.bos_token_id
@@ -240,7 +240,7 @@ def _as_int(token_id: Any, position: int) -> int:
         try:
             return operator.index(token_id)
         except TypeError:
-            pass  # reported below, with its position
+            pass  # reported below, with the position of the invalid token
     raise RequestError(
         f"token ids must be integers, got {type(token_id).__name__} {token_id!r} "
         f"at position {position} of the prompt",

@@ -55,7 +55,8 @@ class SamplingInput:
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("stop_token_ids", params.all_stop_token_ids)
         if params.guided_decoding is not None:
-            make_spec(params.guided_decoding, self._structured_output)  # raises
+            # Raises if the constraint is invalid.
+            make_spec(params.guided_decoding, self._structured_output)
             prompts = self._prompts
             if prompts.tokenizer is None or prompts.end_tokens == (None, frozenset()):
                 raise RequestError(
@@ -95,7 +96,8 @@ class SamplingInput:
 
     def _encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         assert self._prompts.tokenizer is not None
-        word_of: dict[str, str] = {}  # text -> the word that it belongs to; each text once
+        # Text -> the bad word it comes from; each text is handled once.
+        word_of: dict[str, str] = {}
         for word in words:
             stem = word.lstrip()
             for text in (stem, " " + stem) if stem else (word,):

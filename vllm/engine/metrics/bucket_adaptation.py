@@ -85,7 +85,7 @@ class BucketAdaptation:
         """Begin a trial, end it, or wait."""
         totals = self._metrics.totals
         is_warm = totals.warm_up.num_warm == totals.warm_up.num_wanted
-        if not is_warm or not totals.num_kv_blocks:  # or the engine starts again
+        if not is_warm or not totals.num_kv_blocks:  # no blocks: the engine is restarting
             self._start = self._trial = None
             return
         if self._start is None:
@@ -139,7 +139,7 @@ class BucketAdaptation:
                 [(int(b.phase), b.batch, b.query_len, b.blocks) for b in trial.buckets]
             )
         except EngineDeadError:
-            return  # it is started again, or the server ends
+            return  # the supervisor restarts the engine, or the server shuts down
         if has_begun:
             logger.info(
                 "buckets: %d others would have saved %.1f %% of the device time of the last %.0f "

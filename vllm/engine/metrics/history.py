@@ -25,7 +25,7 @@ class RateHistory:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # One more than is shown: the current second.
+        # One second more than is shown, because the current second is not complete.
         self._seconds: deque[list[int]] = deque(maxlen=HISTORY_S + 1)
 
     def add(self, num_prompt_tokens: int, num_generation_tokens: int) -> None:

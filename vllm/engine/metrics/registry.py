@@ -251,7 +251,8 @@ def expose(collectors: Iterable[Collector], accept: str = "") -> tuple[bytes, st
     for collector in collectors:
         registry.register(collector)
     if "application/openmetrics-text" in accept:
-        # The default would replace the colons of our names by underscores, only in this format.
+        # By default, and only in this format, the library replaces the colons in metric names by
+        # underscores.
         body = openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)
         return body, openmetrics.CONTENT_TYPE_LATEST
     return text_format.generate_latest(registry), text_format.CONTENT_TYPE_PLAIN_0_0_4

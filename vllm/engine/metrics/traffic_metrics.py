@@ -117,11 +117,11 @@ class TrafficMetrics:
         if not recent or recent[0] == self._num_seen:
             return
         num_launches, num_listed = recent[0], (len(recent) - 1) // _FIELDS
-        if num_launches < self._num_seen:  # a new process
+        if num_launches < self._num_seen:  # the count starts again in a restarted process
             self._num_seen = 0
         num_new = num_launches - self._num_seen
         self._num_seen = num_launches
-        if num_new > num_listed:  # of steps whose statistics nobody has read
+        if num_new > num_listed:  # some launches were dropped before their statistics were read
             self._table.num_forgotten += num_new - num_listed
             num_new = num_listed
         tallies = self._tallies
@@ -157,7 +157,8 @@ class TrafficMetrics:
             for histogram, value, total in zip(
                 self._histograms[phase], key[1:4], sums, strict=True
             ):
-                # Rounding a size does not change its bucket, which ends at a power of two.
+                # The rounded size falls into the same histogram bucket, because buckets end at
+                # powers of two.
                 histogram.observe_many(count, value, total)
             if num_timed:
                 bucket = (phase, padded[0], padded[1], padded[2])
@@ -215,7 +216,7 @@ class TrafficFile:
         self._before = TrafficTable(block_size)
         self._times_before: RunTimes | None = None
         self.engine: RunEngine | None = None
-        if os.path.exists(path):  # a folder that cannot be read is one that cannot be written
+        if os.path.exists(path):  # a folder that cannot be read cannot be written either
             self._before = TrafficTable.load(path)
             if self._before.block_size != block_size:
                 raise ConfigError(
@@ -317,14 +318,15 @@ class BucketAdvice:
         day."""
         totals = self._metrics.totals
         if totals.warm_up.num_wanted and not (self._is_warm and not totals.warm_up.is_warming):
-            # With the first buckets there is more padding than the others will have.
+            # Ignore padding while only the first buckets are warm: it will shrink with the other
+            # buckets.
             self._is_warm = not totals.warm_up.is_warming
             self._before = self._metrics.device_seconds
             return False
         needed_s, padded_s = self._seconds
         if (
             self._clock() < self._next
-            or not totals.num_kv_blocks  # the engine is starting again
+            or not totals.num_kv_blocks  # the engine is restarting
             or padded_s - needed_s <= _POOR_PADDING * padded_s
             or self._metrics.traffic_table.num_launches < LEAST_LAUNCHES
         ):

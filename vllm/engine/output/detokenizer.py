@@ -92,7 +92,8 @@ class WindowDetokenizer:
     ) -> None:
         self._decode = decode
         self._shown_ids = shown_ids
-        # A prompt ends with few special tokens: chat markers.
+        # The end of a prompt has few special tokens (chat markers), so 64 tokens contain enough
+        # others.
         end = [token_id for token_id in prompt_token_ids[-64:] if token_id in shown_ids]
         self._window = end[-_CONTEXT_TOKENS:]
         self._num_shown = len(decode(self._window))
@@ -129,7 +130,7 @@ class DetokenizerFactory:
         self._tables: dict[frozenset[int], TokenBytes] = {}
         """Hidden tokens -> the table without their text."""
         self._decoding = ByteDecoding.of(tokenizer.backend_tokenizer) if tokenizer.is_fast else None
-        # Kept: transformers computes it again at each call, slowly.
+        # Computed once, because transformers computes it again, slowly, at each call.
         is_general = self._decoding is None
         self._known_ids = frozenset(tokenizer.get_vocab().values() if is_general else ())
 

@@ -125,12 +125,12 @@ class OutputProcessor:
         now = time.time()
         samples, finished, recorder = self._samples, output.finished, self._recorder
         self._take_details(output)
-        news: dict[RequestState, None] = {}  # a set that keeps the order
+        news: dict[RequestState, None] = {}  # a dict as a set that keeps the order
         stopped: list[str] = []
         for core_id, token_ids in _tokens_of_each(output):
             sample = samples.get(core_id)
             if sample is None:
-                continue  # has ended while this step was running
+                continue  # the request ended while this step ran
             sample.token_ids += token_ids
             request, num_new = sample.request, len(token_ids)
             if recorder is not None:
@@ -174,8 +174,7 @@ class OutputProcessor:
         samples = self._samples
         for core_id, num_tokens in output.num_cached_tokens.items():
             sample = samples.get(core_id)
-            # Of several samples, the first one shows how much earlier requests had left in the
-            # cache.
+            # With several samples per request, report the cached tokens of the first one.
             if sample is not None and sample.request.num_cached_tokens is None:
                 sample.request.num_cached_tokens = num_tokens
         for core_id, scheduled_time in output.scheduled_times.items():
@@ -198,7 +197,8 @@ class OutputProcessor:
         params = sample.request.params
         is_empty = (end.error or "").endswith((NO_TOKEN_LEFT, NO_ALLOWED_TOKEN))
         if is_empty and isinstance(params, SamplingParams):
-            # Each field leaves tokens; two fields can contradict each other.
+            # Each of these fields alone allows some tokens, but two fields can contradict each
+            # other.
             fields = params.restricting_fields
             if len(fields) > 1:
                 error = (

@@ -91,7 +91,7 @@ class SampleState:
         """Keep the log-probabilities of the next positions."""
         if len(self._new_logprobs) >= _MOST_ROWS_KEPT:
             self._convert_logprobs()
-        # the newest stay arrays, because a stop string may cut them
+        # The newest entries stay arrays, because a stop string may still remove some of them.
         self._new_logprobs.append(rows)
 
     def read(self, num_tokens: int) -> str | None:
@@ -115,7 +115,7 @@ class SampleState:
         num_tokens = len(self.token_ids)
         is_stop = finished.reason is FinishReason.STOP
         if is_stop and not self.request.params.include_stop_str_in_output:
-            num_tokens -= 1  # the text of a stop token is left out, like a stop string
+            num_tokens -= 1  # the text of a stop token is not part of the output
         if (matched := self.read(num_tokens)) is not None:
             self.end_at_stop_string(matched)
             return

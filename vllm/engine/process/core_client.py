@@ -54,7 +54,8 @@ class CoreClient:
         self._child.stop_limit_s = config.parallel.distributed_timeout_s
         data = encode(StartCore(config=config, models=models, log_format=current_format()))
         assert self.process.stdin is not None
-        # The process has ended, and may have been closed since: `on_death` reports it.
+        # A broken pipe: the process has exited, and its input may be closed; `on_death` reports
+        # that.
         with contextlib.suppress(BrokenPipeError, ValueError):
             self.process.stdin.write(frame(START, data))
             self.process.stdin.flush()
@@ -82,7 +83,7 @@ class CoreClient:
         loop.call_soon(self._read)
 
         def tell(cause: str) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for this
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller is waiting
                 loop.call_soon_threadsafe(self._tell_end, cause)
 
         self._child.on_end(tell)
@@ -99,11 +100,11 @@ class CoreClient:
         """Send an encoded message; one to a core that has ended is dropped."""
         if self._is_killed:
             return
-        with contextlib.suppress(zmq.Again):  # the other end is closed: `on_death` will report it
+        with contextlib.suppress(zmq.Again):  # the other end is closed; `on_death` reports that
             self._socket.send(data, zmq.NOBLOCK)
         assert self._loop is not None
-        # ZMQ's file descriptor is edge-triggered: sending may have consumed the event of an arrived
-        # message.
+        # ZMQ's file descriptor is edge-triggered: sending may have consumed the event of a message
+        # that arrived. So look for messages now.
         self._loop.call_soon(self._read)
 
     def kill(self) -> None:

@@ -87,7 +87,8 @@ def early_core() -> Iterator[None]:
         ConfigError: an environment variable has a bad value.
     """
     if not _early:
-        envs.get()  # the process would fail with the same error, and print it a second time
+        # Report wrong variables here: the process would print the same error a second time.
+        envs.get()
         _early.append(LaunchedCore())
     try:
         yield

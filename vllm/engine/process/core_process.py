@@ -82,7 +82,7 @@ class CoreLoop:
         self._core = core
         self._receive = receive
         self._send = send
-        # The state of the warm-up is known from the first moment.
+        # Send the state of the warm-up from the start.
         self._has_unsent_stats = core.has_idle_work()
 
     def run(self) -> NoReturn:
@@ -104,7 +104,7 @@ class CoreLoop:
             self._has_unsent_stats = False
         elif self._core.has_idle_work():
             self._core.idle_step()
-            self._has_unsent_stats = True  # how far the warm-up is
+            self._has_unsent_stats = True  # report the progress of the warm-up
 
     def _take_messages(self) -> None:
         """Handle all messages that have arrived; wait for one when there is nothing to do."""
@@ -228,7 +228,7 @@ class _Connection:
         made.linger = _LINGER_MS
         monitor = made.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         made.connect(self._address)
-        # The parent removes the file otherwise, when it closes its socket.
+        # If the parent has died, this process removes the socket file, because the parent cannot.
         if os.getppid() != self._parent or monitor.poll(_CONNECT_TIMEOUT_MS):
             socket_folder.remove(self._address)
         made.disable_monitor()
@@ -268,7 +268,7 @@ def _run(start: StartCore, connection: _Connection) -> int:
     try:
         config = _config_of(start)
         executor = make_executor(config)
-        executor.begin()  # while this process has one thread
+        executor.begin()  # before this process starts threads
         connection.open()
         threading.Thread(target=_set_parent_death_signal, daemon=True).start()
         startup_progress.listen(lambda *progress: send(_progress(*progress)))
@@ -283,7 +283,7 @@ def _run(start: StartCore, connection: _Connection) -> int:
     except ConfigError as error:
         send(CoreFailed(message=str(error), is_config_error=True))
         return 2
-    except VllmError as error:  # whose message says it all
+    except VllmError as error:  # its message needs no traceback
         send(CoreFailed(message=str(error), is_config_error=False))
         return 1
     except Exception as error:  # last resort: the parent must be told about any error
@@ -305,7 +305,7 @@ def _config_of(start: StartCore) -> VllmConfig:
     for name, place in start.models.items():
         ModelRegistry.register_model(name, place)
     config = start.config
-    # Progress bars do not belong in the log of a server.
+    # No progress bars in the log of a server.
     load = replace(
         config.load, use_tqdm_on_load=config.load.use_tqdm_on_load and sys.stderr.isatty()
     )
@@ -332,8 +332,9 @@ def _read_start() -> bytes:
 
 
 def _set_parent_death_signal() -> None:
-    # Not through sys.stdin: the interpreter cannot exit while a thread waits in it.
-    os.read(_STDIN, 1)  # returns when all copies of the other end are closed
+    # Read the descriptor and not sys.stdin: the interpreter cannot exit while a thread waits in
+    # sys.stdin.
+    os.read(_STDIN, 1)  # returns when the parent has exited and all copies of its end are closed
     os._exit(1)
 
 

@@ -149,7 +149,8 @@ class CoreSupervisor:
         """Start the process in the background. It imports modules until `start` configures it."""
         if self._spawning is None:
             self._spawning = asyncio.get_running_loop().create_task(self._start_process())
-            # `start` raises it.
+            # Read the exception, so that asyncio does not report it as never retrieved; `start`
+            # raises it.
             self._spawning.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def start(self, config: VllmConfig, loaded: "asyncio.Future[None]") -> None:
@@ -309,7 +310,7 @@ class CoreSupervisor:
         spawned = self._start_core()
         try:
             core = await asyncio.shield(spawned)
-        except asyncio.CancelledError:  # the loop ends, a thread may continue
+        except asyncio.CancelledError:  # the event loop is closing
             spawned.add_done_callback(_close_core)
             raise
         if self._is_stopped:
@@ -336,7 +337,8 @@ class CoreSupervisor:
             self._on_call_result(message)
         elif isinstance(message, CoreFailed):
             self._failure = message
-            self._on_end("it has failed")  # now: it takes longer to exit with its workers
+            # Report it now: the process and its workers take longer to exit.
+            self._on_end("it has failed")
         elif isinstance(message, CoreReady) and self._ready is not None:
             self._ready.set_result(None)
 
@@ -353,7 +355,7 @@ class CoreSupervisor:
         error = self._error_of(cause)
         self._release_behind()
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(error)  # reported to the caller of `start`
+            self._ready.set_exception(error)  # raised to the caller of `start`
         else:
             logger.error("%s", error)
             self._lose(error)
@@ -389,7 +391,7 @@ class CoreSupervisor:
         core: Core | None = None
         try:
             if self._closing is not None:
-                await self._closing  # its memory and its device are free then
+                await self._closing  # then its memory and its device are free
             ready = await self._start_process()
             await self._configure()
             await ready
@@ -397,11 +399,11 @@ class CoreSupervisor:
             async with self._changes.lock:
                 await self._repeat_changes(core)
                 if core is None or self._core is not core:
-                    return  # it has ended since, which was noticed
+                    return  # the core has exited since; the supervisor reports that
                 self.startup.set_ready()
-        except Exception as error:  # also errors of the system: no memory, no process, no disk
+        except Exception as error:  # also system errors: no memory, no process, no disk space
             if core is not None and self._core is not core:
-                return  # it has ended while it was called, which was noticed
+                return  # the core exited during the call; the supervisor reports that
             self._release_behind()
             if not self._is_stopped:
                 logger.error("the engine%s could not be restarted: %s", self._suffix, error)

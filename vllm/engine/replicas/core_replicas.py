@@ -179,7 +179,8 @@ class CoreReplicas:
         try:
             config = await asyncio.to_thread(self._resolve, resolve)
             configs = await asyncio.to_thread(replica_configs, config)
-            configs += [config] * (len(self._all) - len(configs))  # other machines have their own
+            # Replicas on other machines have their own config.
+            configs += [config] * (len(self._all) - len(configs))
             self._router = ReplicaRouter(
                 len(self._all),
                 config.scheduler.max_num_seqs,
@@ -380,7 +381,8 @@ class CoreReplicas:
             if replica.startup.is_ready or replica.startup.error is not None:
                 await replica.restart()
             else:
-                await replica.startup.wait()  # it has died meanwhile, and is being restarted
+                # The replica has exited meanwhile and is being restarted.
+                await replica.startup.wait()
         finally:
             self._draining.discard(index)
 

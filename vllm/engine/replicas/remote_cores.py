@@ -106,7 +106,7 @@ class RemoteEngineCore:
                 check_kind(kind, MESSAGE)
                 on_message(decode_from_core(data))
         except (OSError, EOFError):
-            pass  # the cause is known
+            pass  # the cause was reported when the core failed
         except (RemoteProtocolError, FrameError, msgspec.MsgspecError) as error:
             cause = f"its machine has sent what cannot be read: {error}"
         if not self._is_closed:

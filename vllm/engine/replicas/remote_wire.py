@@ -69,5 +69,5 @@ def enable_keepalive(writer: asyncio.StreamWriter) -> None:
         ("TCP_KEEPCNT", _KEEPALIVE_PROBES),
         ("TCP_USER_TIMEOUT", 1000 * _KEEPALIVE_S * (_KEEPALIVE_PROBES + 1)),
     ):
-        if hasattr(socket, name):  # not every system has all of them
+        if hasattr(socket, name):  # the options differ between operating systems
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -198,4 +198,4 @@ class ReplicaRouter:
             load.num_tokens += num_new + num_output
             load.prefilling.add(core_id)
             self._owners[core_id] = replica
-            num_new = 0  # the further outputs share the prompt
+            num_new = 0  # count the prompt once: all outputs share it

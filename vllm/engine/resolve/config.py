@@ -136,7 +136,7 @@ def _model(given: Mapping[str, Any], asked_load: LoadConfig, platform: Platform)
 
 
 def _load(asked_load: LoadConfig, model: ModelConfig, platform: Platform) -> LoadConfig:
-    # Everything is downloaded here: no process needs the secret.
+    # All files are downloaded in this process, so no other process needs the token.
     return replace(resolve_offload(asked_load, model, platform), hf_token=None)
 
 
@@ -225,7 +225,7 @@ def _hpu(
     speculative: SpeculativeConfig,
     cache: CacheConfig,
 ) -> HPUConfig:
-    # A connector or a draft model keeps numbers of blocks.
+    # A KV connector and a draft model store block ids, so blocks must not move.
     may_move = connector.kv_transfer is None and speculative.draft_model is None
     has_slices = may_move or not cache.enable_prefix_caching
     return resolve_hpu_config(_section(HPUConfig, settings), has_slices=has_slices)
@@ -364,7 +364,8 @@ def _profiled_steps() -> tuple[int, int] | None:
 def _resolve_model(
     asked: ModelConfig, load: LoadConfig, platform: Platform, max_items: Mapping[str, int] | None
 ) -> ModelConfig:
-    folder = _model_folder(asked, load, "dummy")  # without weights: they may take an hour
+    # Without the weights, whose download may take an hour.
+    folder = _model_folder(asked, load, "dummy")
     asked = without_gguf(asked, folder)
     other = asked.hf_config_path
     config_folder = folder if other is None else _metadata_folder(other, asked.revision, load)
@@ -514,7 +515,7 @@ def _resolve_tokenizer(asked: ModelConfig, load: LoadConfig, folder: Path) -> st
 def _resolve_dtype(asked: ModelConfig, arch: ModelArch) -> ModelDType:
     name = replace(asked, arch=arch).dtype_name
     if asked.dtype == "auto" and name == "float16" and quant_method(arch) is not None:
-        name = "bfloat16"  # what the kernels of quantized weights compute in
+        name = "bfloat16"  # the dtype in which the kernels of quantized weights compute
     if name not in _RUNNABLE_DTYPES:
         raise ConfigError(
             f"the checkpoint's dtype {name} is not supported; set dtype to one of "
@@ -539,7 +540,7 @@ def _allow_long_positions(max_model_len: int | None, arch: ModelArch) -> ModelAr
         return arch
     if not envs.get().VLLM_ALLOW_LONG_MAX_MODEL_LEN or arch.rope is None:
         return arch
-    # One more position, because the scaling factor may be a fraction.
+    # One more position, because the scaling factor may not be an integer.
     positions = math.ceil(max_model_len * arch.max_position_embeddings / derived) + 1
     longer = replace(arch, max_position_embeddings=positions)
     if longer.derived_max_model_len < max_model_len:

@@ -78,7 +78,7 @@ def _check_media(raw: Mapping[str, Any], folder: Path, settings: Mapping[str, An
 def _check_length(asked: ModelConfig, raw: Mapping[str, Any]) -> None:
     """Refuse a length that config.json does not allow, whatever transformers adds to it."""
     if not raw.keys() & {"rope_theta", "rope_parameters"}:
-        return  # transformers may add the type of its positions
+        return  # transformers may still derive the type of its position embeddings
     try:
         arch = ModelArch.from_hf(raw)
     except (ConfigError, TypeError, ValueError):
@@ -90,7 +90,7 @@ def _check_files(config: VllmConfig) -> None:
     """Refuse a model without the files that it will be loaded from; opens only small ones."""
     folder = Path(config.model.resolved_path)
     load_generation_defaults(config.model)
-    family_of_model(config)  # reads the settings of an image processor
+    family_of_model(config)  # imports the family and reads its image processor config
     if config.load.load_format != "dummy":
         find_files(folder, config.load.load_format)
     if config.model.tokenizer is not None:

@@ -61,7 +61,7 @@ def _stages_share_cores(parallel: ParallelConfig, device: DeviceConfig) -> bool:
         first = (envs.get().OMP_NUM_THREADS or "").split(",")[0].strip()
         num_cores = len(usable_cores()) // max(1, parallel.num_local_replicas)
         return not first.isdecimal() or int(first) * parallel.world_size > num_cores
-    # Ranks have the cores of a node of memory each, where there are several.
+    # With several NUMA nodes, each rank is bound to the cores of one node.
     return len(nodes_of(usable_cores())) < 2
 
 

@@ -90,7 +90,7 @@ def _cpu_share(device: DeviceConfig, index: int, count: int, *, is_ray: bool) ->
     if device.replica_cores:
         return replace(device, bound_cores=device.replica_cores[index], replica_cores=())
     if not device.counts_threads or is_ray:
-        return device  # OpenMP's own settings decide; with Ray it may be another machine
+        return device  # OpenMP's own settings apply, or Ray may start the worker on another machine
     return replace(device, core_share=equal_shares(by_place(usable_cores()), count)[index])
 
 
@@ -99,7 +99,7 @@ def _with_own_endpoints(config: VllmConfig, index: int) -> VllmConfig:
     blocks."""
     transfer = config.connector.kv_transfer
     if transfer is not None and transfer.saves and index:
-        port = transfer.kv_port and transfer.kv_port + index  # 0: any free port
+        port = transfer.kv_port and transfer.kv_port + index  # port 0 means any free port
         given = {**config.connector.kv_transfer_config, "kv_port": port}
         config = replace(config, connector=replace(config.connector, kv_transfer_config=given))
     return _with_own_events(config, index)

@@ -60,7 +60,7 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig, platform: Platform
         vocabularies = _vocabulary(draft.tokenizer), _vocabulary(model.tokenizer)
         if None not in vocabularies:
             if vocabularies[0] == vocabularies[1]:
-                return draft  # sizes may differ by padding
+                return draft  # the sizes may differ, because vocabularies can be padded
             raise ConfigError(
                 f"{name} does not have the tokenizer of the model '{model.model}'. Name a model "
                 "of the same family, or use the method ngram"
@@ -138,5 +138,5 @@ def _vocabulary(folder: str) -> dict[str, int] | None:
         vocabulary = content["model"]["vocab"]
         added = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
     except (ValueError, KeyError, TypeError):
-        return None  # loading the tokenizer says what is wrong with it
+        return None  # loading the tokenizer later reports the error
     return {**vocabulary, **added} if isinstance(vocabulary, dict) else None

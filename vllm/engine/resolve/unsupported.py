@@ -26,7 +26,7 @@ def no_architecture(raw: Mapping[str, Any], folder: Path) -> ConfigError:
         raw: values of config.json.
         folder: of the file.
     """
-    if "_class_name" in raw:  # of diffusers
+    if "_class_name" in raw:  # config of a diffusers pipeline
         return ConfigError(
             f"config.json of '{folder}' describes {raw['_class_name']}, a part of a diffusers "
             "model that makes images. Use a language model"
