@@ -79,7 +79,7 @@ class TorchCollectives:
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather the tensors of all ranks; see `Collectives`."""
         x = x.contiguous()
-        # One tensor, and not a list of one for each rank: a list is copied once more.
+        # Gather into one tensor: with a list of tensors, torch copies the data once more.
         gathered = x.new_empty(self._size * x.shape[0], *x.shape[1:])
         if self._before is not None:
             self._before()

@@ -73,7 +73,7 @@ class RankLayout:
         is_first, is_last = before < 0, after >= self.world_size
         last = self.result_rank + self.tensor_rank(rank)
         other_end = None
-        if is_first != is_last:  # both: there is one stage
+        if is_first != is_last:  # with a single stage both are true, and nothing is sent
             other_end = last if is_first else self.tensor_rank(rank)
         return PipelineNeighbors(
             None if is_first else before, None if is_last else after, other_end

@@ -21,7 +21,7 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
         shutdown_ray: also leave the Ray cluster, if this process has joined one.
     """
     destroy_distributed_environment()
-    ray = sys.modules.get("ray")  # a process that has not imported it is in no cluster
+    ray = sys.modules.get("ray")  # a process that has not imported Ray cannot be in a cluster
     if shutdown_ray and ray is not None:
         ray.shutdown()
     gc.collect()

@@ -121,8 +121,7 @@ class _StageLink(ABC):
     def receive(self, hidden_states: Tensor) -> None:
         self._take(hidden_states, self._before)
 
-    # Two stages have one order of what goes from the first to the last: the drafts of a step, then
-    # its hidden states.
+    # All stages send in the same order: first the drafts of a step, then its hidden states.
 
     def send_drafts(self, drafts: Tensor) -> None:
         """Send drafts. Wait until the previous drafts have been received."""

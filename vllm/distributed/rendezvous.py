@@ -142,7 +142,7 @@ class Rendezvous:
             return self.arena_fd, self.arena_offset
         if not self.has_whole_stage:
             return None
-        store: Any = self.store  # its stubs have only text
+        store: Any = self.store  # its type stubs only allow strings
         first = self.rank - self.layout.tensor_rank(self.rank)
         found = -1
         if self.rank == first:
@@ -178,8 +178,8 @@ class Rendezvous:
         return self._store
 
     def _open_store(self) -> "torch.distributed.Store":
-        # No FileStore on a descriptor: it opens its path once more when it is destroyed, which may
-        # be long after the engine has ended, when the number is that of another file.
+        # Not a FileStore on a file descriptor: its destructor opens the path again, possibly long
+        # after the engine has ended, when the descriptor number belongs to another file.
         listener, self.listener = self.listener, None
         try:
             store = open_store(
@@ -231,7 +231,7 @@ class Rendezvous:
         Raises:
             CollectiveError: a rank has not called it in time. Names all of these.
         """
-        store: Any = self.store  # its stubs have only text
+        store: Any = self.store  # its type stubs only allow strings
         ranks = range(self.layout.world_size) if ranks is None else ranks
         try:
             self.arrive(name, value)
@@ -272,7 +272,7 @@ class Rendezvous:
             name: of a point in the program, used once in an engine.
             value: of this rank.
         """
-        store: Any = self.store  # its stubs have only text
+        store: Any = self.store  # its type stubs only allow strings
         store.set(f"{name}/{self.rank}", value)
 
     def close(self) -> None:
@@ -315,7 +315,7 @@ class Rendezvous:
             )
         self.least(
             "addresses for tensors", 0
-        )  # names the ranks that do not come; the next one does not
+        )  # reports ranks that do not arrive by name; init_process_group does not
         distributed.init_process_group(
             backend,
             store=distributed.PrefixStore("world", self.store),

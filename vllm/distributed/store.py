@@ -56,7 +56,7 @@ def open_store(
                 port,
                 is_master=is_host,
                 timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,  # who waits for others in an exchange can name them
+                wait_for_workers=False,  # the rendezvous itself waits, and can name missing ranks
                 master_listen_fd=None if listener is None else listener.detach(),
                 use_libuv=listener is None or _LIBUV_TAKES_LISTENERS,
             )
@@ -65,14 +65,14 @@ def open_store(
         else:
             opened.set_result(store)
 
-    # In a thread, as there is no limit yet for the answer to its first message.
+    # In a thread, because torch has no time limit for the first answer of the store.
     threading.Thread(target=open_it, name="store", daemon=True).start()
     try:
-        store = opened.result(2 * timeout_s)  # for the connection, and for the answer
+        store = opened.result(2 * timeout_s)  # once for connecting, once for the first answer
     except FutureTimeoutError:
         raise torch.distributed.DistNetworkError(_EAGAIN) from None
     for descriptor in _own_sockets() - before:
-        with contextlib.suppress(OSError):  # it is not the socket of the connection
+        with contextlib.suppress(OSError):  # not the socket of this connection
             set_socket_timeouts_of(descriptor, port, socket.SO_RCVTIMEO, timeout_s)
     return store
 
@@ -86,7 +86,7 @@ def _own_sockets() -> set[int]:
     """Return the file descriptors of the sockets of this process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it has been closed
+        with contextlib.suppress(OSError):  # closed meanwhile
             if stat.S_ISSOCK(os.stat(int(name)).st_mode):
                 found.add(int(name))
     return found

@@ -14,7 +14,8 @@ def make_executor(config: VllmConfig) -> Executor:
             does not fit.
     """
     arch = config.model.resolved_arch
-    # Before any process starts. Workers check what they build, which may be a draft model.
+    # Check before any process starts. Workers check the models that they build, which may include a
+    # draft model.
     check_tensor_split(
         config.parallel.tensor_parallel_size,
         num_heads=arch.num_heads,

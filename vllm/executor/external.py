@@ -131,7 +131,8 @@ class ExternalExecutor(UniProcExecutor):
             value = call()
         except Exception as error:
             failure = _FAILURE + encode(failure_of(error))
-            # The process that serves the store may have ended for the same reason.
+            # If the process that serves the store has exited too, reporting the failure raises as
+            # well; then abort.
             with on_failure(lambda: self._meeting.arrive(name, failure), self._meeting.abort):
                 raise
         found = self._meeting.exchange(
@@ -164,9 +165,9 @@ class ExternalExecutor(UniProcExecutor):
         name, name_of_errors = f"result/{number}", f"errors/{number}"
         source, has_tokens = self._layout.result_rank, True
         errors = output.errors
-        store: Any = self._meeting.store  # its stubs have only text
+        store: Any = self._meeting.store  # its type stubs only allow strings
         try:
-            # All that others wait for is left before this rank waits for others.
+            # First publish everything that other ranks wait for, then wait for others.
             if self._rank == source:
                 self._leave(name, encode(output))
             if self._rank == 0 and self._has_media:
@@ -217,7 +218,7 @@ def _meeting(parallel: ParallelConfig, rank: int, place: RankAssignment) -> Rend
     host = envs.of_launcher("MASTER_ADDR")
     if not host:
         raise _missing("MASTER_ADDR")
-    # torchrun keeps the address open itself; elsewhere it is rank 0 that does.
+    # torchrun itself serves the address; with other launchers rank 0 does.
     is_host = rank == 0 and envs.of_launcher("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address = (host, _number("MASTER_PORT"))
     return Rendezvous.at(

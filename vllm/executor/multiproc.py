@@ -78,7 +78,7 @@ class MultiprocExecutor(UniProcExecutor):
         if not (platform.can_copy_process and can_fork()):
             return False
         load_class(platform.worker_class)
-        return can_fork()  # an import may have started threads
+        return can_fork()  # forking is unsafe if an import has started threads
 
     def start_workers(self) -> None:
         """Start the processes, load the model on all ranks at once, and let them meet."""
@@ -144,7 +144,7 @@ class MultiprocExecutor(UniProcExecutor):
         future = super().prepare(request)
         if future is None and request.adapter is None and not request.media:
             return None
-        # A rank that was slower would let the others wait in a step.
+        # Wait for all ranks: a step can only run when each of them has the data.
         return wait_all([future, *self._running_ranks.prepare(request)])
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -189,7 +189,7 @@ class MultiprocExecutor(UniProcExecutor):
             yield
         except RequestError:
             raise
-        except ConfigError as error:  # of the start
+        except ConfigError as error:  # the start failed
             self._running_ranks.end(ConfigError(str(error)))
             raise
         except Exception as error:

@@ -21,7 +21,8 @@ def has_core_to_spare(num_workers: int = 1) -> bool:
     Without one, the host takes a core away from a thread for which the others wait: a quarter of
     the tokens per second of a small model was lost on two cores.
     """
-    import torch  # here, as it takes seconds, and a server imports this package without it
+    # Imported here, because torch takes seconds to import and a server does not need it.
+    import torch
 
     return count_cores() > num_workers * torch.get_num_threads()
 
@@ -68,16 +69,16 @@ class StepThread:
         worker: loaded.
     """
 
-    # No pool of concurrent.futures: those take no work any more once the main thread has ended,
-    # while other threads of a program may still generate.
+    # Not a ThreadPoolExecutor: those accept no work once the main thread has ended, while other
+    # threads of a program may still generate.
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._jobs: _Jobs = SimpleQueue()
         thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name="step", daemon=True)
         thread.start()
-        # The thread does not reference its owner, so it also ends when the owner is collected, or
-        # at exit.
+        # The thread does not reference its owner, so it ends when the owner is garbage-collected,
+        # or at exit.
         self._end = weakref.finalize(self, _end, self._jobs, thread)
 
     def execute_model(self, step: SchedulerOutput) -> "Future[ModelRunnerOutput]":
@@ -102,7 +103,7 @@ def _run_jobs(jobs: _Jobs) -> None:
     failure: str | None = None
     while (job := jobs.get()) is not None:
         failure = job.run(failure)
-        del job  # this releases the worker too
+        del job  # otherwise this reference keeps the worker alive
 
 
 def _end(jobs: _Jobs, thread: threading.Thread) -> None:
@@ -114,6 +115,6 @@ def _end(jobs: _Jobs, thread: threading.Thread) -> None:
         if job is not None:
             job.future.cancel()
     jobs.put(None)
-    # The owner may be collected during a step, by this thread itself.
+    # This thread itself may garbage-collect the owner during a step, and cannot wait for itself.
     if thread is not threading.current_thread():
         thread.join()

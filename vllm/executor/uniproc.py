@@ -91,7 +91,8 @@ class UniProcExecutor(Executor):
         worker = self._running_worker
         if self._thread is None:
             return [call_worker(worker, method, args, kwargs or {})]
-        # In the thread of the steps: a profiler, for example, only sees the thread it starts in.
+        # Run in the thread of the steps: a profiler, for example, only sees the thread that started
+        # it.
         call = self._thread.call(lambda: call_worker(worker, method, args, kwargs or {}))
         return [call.result(timeout)]
 

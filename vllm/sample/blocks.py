@@ -78,7 +78,8 @@ def argmax(logits: Tensor, maxima: Tensor) -> Tensor:
     """
     start = maxima.argmax(-1, keepdim=True).int() * BLOCK_SIZE
     offsets = torch.arange(BLOCK_SIZE, dtype=torch.int32, device=logits.device)
-    # A short last block repeats its last value, which cannot come before itself.
+    # A short last block repeats its last value; argmax returns the first of equal values, so the
+    # result does not change.
     indices = (start + offsets).clamp_max(logits.shape[-1] - 1)
     inside = logits.gather(-1, indices.long()).argmax(-1, keepdim=True).int()
     return (start + inside).clamp_max(logits.shape[-1] - 1).squeeze(-1)
@@ -162,6 +163,6 @@ def draw(weights: Tensor, exponentials: Tensor) -> Tensor:
 def _race(weights: Tensor, exponentials: Tensor) -> Tensor:
     """Return the index [n, 1] of the smallest exponential waiting time for weights [n, m]."""
     index = (weights / exponentials).argmax(-1, keepdim=True)
-    # All quotients may underflow to 0; then the row's most likely index wins.
+    # All quotients may underflow to 0. Then choose the most likely token of the row.
     has_weight = weights.gather(-1, index) > 0
     return torch.where(has_weight, index, weights.argmax(-1, keepdim=True))

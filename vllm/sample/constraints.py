@@ -39,7 +39,8 @@ class BiasTable:
         words = [w for w in request.bad_words_token_ids if w and max(w) < vocab_size]
         single = {w[0] for w in words if len(w) == 1}
         ends = request.stop_token_ids | {request.eos_token_id}
-        # With structured output the matcher decides about end tokens: one may be all it allows.
+        # With structured output, only the matcher decides about end tokens: an end token may be the
+        # only token that it allows.
         self.min_tokens = params.min_tokens if params.guided_decoding is None else 0
         self.always = _pairs(bias, single)
         self.early = self.always
@@ -190,5 +191,6 @@ def _pairs(bias: Mapping[int, float], banned: set[int]) -> tuple[IntArray, Float
     values_of = {**bias, **dict.fromkeys(sorted(banned), _BAN)}
     token_ids = np.array(list(values_of), np.int32)
     values = np.array(list(values_of.values()), np.float64)
-    with np.errstate(over="ignore"):  # below float32 is -inf, which is a ban
+    # A bias below the range of float32 becomes -inf and bans the token.
+    with np.errstate(over="ignore"):
         return token_ids, np.minimum(values, _MAX_BIAS).astype(np.float32)

@@ -39,7 +39,8 @@ def logit_floor(
     """
     floor = None
     if (min_p := metadata.param(Param.MIN_P)) is not None:
-        # p(t) >= min_p * p(top), as logits before temperature; log(0) = -inf keeps all.
+        # Condition on the logits before temperature for p(t) >= min_p * p(top). log(0) = -inf keeps
+        # all.
         floor = top + _column(metadata.param(Param.TEMPERATURE), 1.0) * min_p[:, None].log()
     if (top_k := metadata.top_k) is not None:
         limited = _top_k_floor(logits, maxima, top, floor, top_k[:, None], metadata)
@@ -70,7 +71,8 @@ def _top_k_floor(
             ~kept, 0.0
         )
         sums = weights.cumsum(-1)
-        # Token j is kept if the more likely ones do not have the mass yet; top-1 always is.
+        # A token is kept if the more likely tokens together have not reached top_p; the top token
+        # always is.
         is_short = sums < top_p[:, None] * sums[:, -1:]
         short = torch.sum(is_short, -1, keepdim=True, dtype=torch.int32)
         nucleus = torch.where(top_p[:, None] < 1, short, last)
@@ -99,7 +101,7 @@ def nucleus_floor(
     """
     total = _mass(weights)
     target = top_p[:, None] * total
-    # All tokens below this one together weigh less than the mass that may be dropped.
+    # Below this weight, all tokens of the vocabulary together weigh less than what top_p may drop.
     spare = (1 - top_p[:, None]) * total / (2 * vocab_size)
     low = spare.clamp_min(torch.finfo(torch.float32).tiny).log2()
     step = -low
@@ -122,7 +124,8 @@ def likelihoods(
         temperature: [n], or None for 1.
         out: [n, m] to write to, or None for new memory.
     """
-    # Subtract first: the difference of near values is exact. exp2 is a third of exp's time on CPU.
+    # Subtract first: the difference of two close values is exact. On a CPU, exp2 takes a third of
+    # the time of exp.
     scale = math.log2(math.e) / _column(temperature, 1.0)
     return torch.sub(logits, top, out=out).mul_(scale).exp2_()
 

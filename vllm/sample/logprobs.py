@@ -72,8 +72,9 @@ def _gather(
     log_total = top + split_blocks(weights).sum(-1).sum(-1, keepdim=True).log()
     given = token_ids[:, None]
     given_logits = x.gather(-1, given.long())
-    if scratch is None:  # the compiler of a card makes a comparison bool
-        del weights  # its memory serves the comparison
+    # Gaudi's compiler does not support `out` here: its comparisons always return bool.
+    if scratch is None:
+        del weights  # frees memory for the comparison
         is_above = x > given_logits
     else:
         is_above = torch.gt(x, given_logits, out=scratch)

@@ -120,7 +120,8 @@ class SamplingMetadata:
     @property
     def changes_logits(self) -> bool:
         """Whether the distribution of a row differs from the model's."""
-        # Not the truth of the objects themselves: torch.compile of 2.6 cannot trace it.
+        # `is not None` and not the truth of the objects: torch.compile of torch 2.6 cannot trace
+        # that.
         changes = (self.edits, self.masks, self.penalties)
         return bool(self.processors) or any(change is not None for change in changes)
 

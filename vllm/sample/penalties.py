@@ -88,7 +88,7 @@ class TokenCounts:
         """
         assert row not in self._columns
         output = dict(zip(*_distinct(output_token_ids), strict=True))
-        # A prompt may have tokens after the vocabulary, which no output has.
+        # A prompt may contain ids beyond the vocabulary; an output never does.
         in_prompt = _distinct(prompt_token_ids)[0]
         known = [t for t in in_prompt if t not in output and t < self._vocab_size]
         self._columns[row] = {t: column for column, t in enumerate([*output, *known])}

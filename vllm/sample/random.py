@@ -32,7 +32,8 @@ def stream_keys(seeds: npt.NDArray[Any], stream: int = 0) -> KeyArray:
     Returns:
         [n] for `exponentials_at`.
     """
-    # Twice, so that neither adding to the seed nor changing the stream shifts along one sequence.
+    # Mixed twice, so that neither a larger seed nor another stream gives a shifted copy of one
+    # sequence.
     keys = _mix(seeds.astype(np.uint64) + _GOLDEN)
     return _mix(keys + np.array([stream + 1], np.uint64) * _GOLDEN)
 
@@ -62,7 +63,8 @@ def _bits_at(keys: KeyArray, positions: npt.NDArray[Any]) -> KeyArray:
 
 def _fractions(bits: KeyArray) -> npt.NDArray[np.float32]:
     """Convert bits to odd multiples of 2**-24 in (0, 1)."""
-    # 23 random bits and a half need 24 bits, the mantissa of a float32: nothing is rounded.
+    # 23 random bits and one half bit fit into the 24-bit mantissa of a float32, so nothing is
+    # rounded.
     fractions = (bits >> _41).astype(np.float32)
     fractions += np.float32(0.5)
     fractions *= np.float32(2.0**-23)

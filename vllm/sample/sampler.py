@@ -95,16 +95,18 @@ class Sampler:
         if metadata.rules is not None:
             self._end_stage()
             logits = metadata.rules.apply(logits)
-        # Passes share small buffers; for a whole launch the device's allocator is used.
+        # Several passes reuse small buffers. A single pass over the whole batch allocates from the
+        # device.
         buffers = None if self._pass_elements is None else self._kept_buffers
-        self._end_stage()  # what the caller recorded is not part of the first stage
+        self._end_stage()  # separates earlier recorded operations from the first stage
         passes = self._passes(logits, metadata.features)
         if len(passes) > 1:
             token_ids, top = self._sample_in_passes(logits, metadata, passes, errors, buffers)
         else:
             token_ids, top = self._sample(logits, metadata, errors, buffers)
         plan = metadata.logprobs
-        host_ids = token_ids.masked_fill((top - top) != 0, -1)  # NaN if top is not finite
+        # `top - top` is NaN if top is infinite or NaN.
+        host_ids = token_ids.masked_fill((top - top) != 0, -1)
         self._end_stage()
         return SamplerOutput(
             token_ids=token_ids,
@@ -162,7 +164,8 @@ class Sampler:
         for indices in passes:
             rows = torch.from_numpy(indices).to(logits.device)
             first, last = int(indices[0]), int(indices[-1])
-            is_slice = last - first == len(indices) - 1  # a view is free, a copy needs a pass
+            # Consecutive rows can be a view, which is free; others need a copy.
+            is_slice = last - first == len(indices) - 1
             part = logits[first : last + 1] if is_slice else logits[rows]
             part_errors: dict[int, str] = {}
             part_metadata = metadata.select(indices, rows)
@@ -201,7 +204,8 @@ class Sampler:
             token_ids = _sample_random(x, maxima, vocab_size, metadata, buffers)
             if (greedy_mask := metadata.greedy_mask) is not None:
                 token_ids = torch.where(greedy_mask, argmax(x, maxima), token_ids)
-        # For NaN, argmax and searchsorted may give an index of the padding on some devices.
+        # For rows with NaN, argmax and searchsorted may return an index beyond the vocabulary on
+        # some devices.
         return token_ids.clamp_max(vocab_size - 1), top
 
     def _change_logits(
@@ -244,7 +248,7 @@ def _run_processors(
     processors: tuple[tuple[int, RowProcessors], ...],
     errors: dict[int, str],
 ) -> None:
-    # Copies all rows: copying single rows would need a separate operator for each row number.
+    # Copy all rows: copying selected rows would compile an operator for each number of rows.
     host = x.cpu()
     for row, row_processors in processors:
         try:
@@ -267,7 +271,8 @@ def _sample_random(
         weights.mul_(keep_from(x, floor, buffers))
     top_p = metadata.param(Param.TOP_P)
     if metadata.unbounded_top_p and top_p is not None:
-        if metadata.top_k is not None:  # top_p of these rows was applied with top_k
+        # Top_p of these rows was already applied together with top_k.
+        if metadata.top_k is not None:
             top_p = torch.where(metadata.top_k > 0, 1.0, top_p)
         least = nucleus_floor(weights, top_p, vocab_size, buffers)
         weights.mul_(keep_from(weights, least, buffers))

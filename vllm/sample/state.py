@@ -157,7 +157,8 @@ class SamplingState:
         params, features = request.sampling_params, int(self._features[row])
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
             features |= Feature.PENALTIES
-            # Presence and frequency penalties only depend on the output.
+            # Only the repetition penalty depends on the prompt; presence and frequency depend on
+            # the output.
             known = request.known_prompt_token_ids or []
             prompt = known if params.repetition_penalty != 1 else []
             self._counts.add(row, prompt, output_token_ids)
@@ -491,7 +492,7 @@ class SamplingState:
             pairs = zip(rows.tolist(), ahead, strict=True)
             width = max(self._counts.max_distinct([row]) + len(more) for row, more in pairs)
         if self.shapes is not None:
-            # Tokens ahead may be among the earlier ones: together they are no more than there are.
+            # The sum counts tokens twice if tokens ahead repeat earlier ones; the maximum bounds it.
             most = self.shapes.max_penalties
             width = class_of(min(width, most), most)
         if ahead is not None:

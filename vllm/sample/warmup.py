@@ -85,7 +85,8 @@ def warmup_launches(state: SamplingState, padded_size: int) -> Iterator[Sampling
     assert shapes is not None, "shapes are not static"
     for kind in shapes.kinds:
         yield _launch(shapes, padded_size, kind, state.to_device) if kind != GREEDY else ALL_GREEDY
-    # Stages do not depend on each other: one launch serves a class of each of them.
+    # The stages of sampling are compiled independently, so one launch can warm up one size class of
+    # each stage.
     classes = (
         shapes.kinds,
         size_classes(shapes.max_edits),

@@ -56,11 +56,11 @@ class BlockFolder:
         self._root = Path(path).expanduser().absolute()
         self._max_bytes = max_bytes
         self._clock = clock
-        # Not the id of the process: engines in two containers may have the same one.
+        # Random and not the process id: engines in two containers may have the same process id.
         self._own_name = secrets.token_hex(8)
         self._names = itertools.count()
         self._num_failures = 0
-        self._unscanned_bytes = max_bytes  # the first file checks what is there
+        self._unscanned_bytes = max_bytes  # the first write scans the folder
         self._folder = self._root
         try:
             self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -93,8 +93,8 @@ class BlockFolder:
             data = path.read_bytes()
         except OSError:
             return None
-        with contextlib.suppress(OSError):  # a folder that can only be read
-            os.utime(path)  # used now
+        with contextlib.suppress(OSError):  # the folder may be read-only
+            os.utime(path)  # records the time of use, for eviction
         block = parse(key, data)
         if block is None:
             logger.warning(
@@ -140,10 +140,10 @@ class BlockFolder:
             try:
                 found = entry.stat(follow_symlinks=False)
             except OSError:
-                continue  # removed meanwhile
+                continue  # another engine has removed it meanwhile
             used_at = found.st_mtime
             if entry.name.endswith(_SUFFIX):
-                # A time in the future is of a clock that was wrong: the file counts as old.
+                # A time in the future comes from a wrong clock: treat the file as the oldest one.
                 files.append((used_at if used_at < now + _HOUR_S else 0.0, found.st_size, entry))
             elif used_at < now - _HOUR_S and _remove(entry):
                 continue
@@ -180,7 +180,7 @@ def _remove(path: "os.PathLike[str]") -> bool:
     try:
         os.unlink(path)
     except FileNotFoundError:
-        return True  # another engine has removed it
+        return True  # already removed by another engine
     except OSError:
         return False  # not permitted
     return True
@@ -205,4 +205,4 @@ def _listed(folder: "os.PathLike[str]") -> "list[os.DirEntry[str]]":
         with os.scandir(folder) as entries:
             return list(entries)
     except OSError:
-        return []  # removed meanwhile, or of another user
+        return []  # removed meanwhile, or it belongs to another user

@@ -40,7 +40,7 @@ class TCPConnector(KVConnector):
         """Use the blocks of a namespace from now on."""
         if namespace == self._in_use[0]:
             return
-        # Running fetches of the previous namespace are put into the dropped blocks.
+        # New objects: fetches of the previous namespace that still run write into the old ones.
         self._host = HostBlocks(self._max_bytes)
         self._fetches = {}
         self._in_use = namespace, self._host
@@ -97,7 +97,7 @@ class TCPConnector(KVConnector):
 
     def _fetch(self, namespace: str, blocks: HostBlocks, keys: Sequence[bytes]) -> None:
         """Ask one engine after the other for the blocks that those before it do not have."""
-        keys = [key for key in keys if key not in blocks]  # some may have come meanwhile
+        keys = [key for key in keys if key not in blocks]  # some may have arrived meanwhile
         for peer in self._peers:
             if not keys:
                 return

@@ -38,7 +38,8 @@ class TieredConnector(KVConnector):
             return
         self._namespace = namespace
         if self._folder is not None:
-            # After the files that are being written and read, which belong to the namespace before.
+            # The thread opens it after it has finished the reads and writes of the previous
+            # namespace.
             self._thread.submit(self._folder.open, namespace).result()
         self._host.clear()
 
@@ -80,7 +81,7 @@ class TieredConnector(KVConnector):
             return None
         is_full = self._num_unwritten > self.config.kv_buffer_size
         if is_full and self.config.loads:
-            return None  # the folder is slower than what is computed
+            return None  # writing is slower than computing, so skip this block
         with self._lock:
             self._num_unwritten += num_bytes
         written = self._thread.submit(self._write, list(keys), list(blocks), num_bytes)
@@ -106,7 +107,7 @@ class TieredConnector(KVConnector):
         assert self._folder is not None
         for key in keys:
             if key in self._host:
-                continue  # read for another request meanwhile
+                continue  # another request has read it meanwhile
             block = self._folder.read(key)
             if block is None:
                 return

@@ -112,7 +112,7 @@ class RankGroup:
         if are_copies:
             try:
                 self._start(are_copies=True)
-            except OSError as error:  # no memory, where the system counts all that a copy could use
+            except OSError as error:  # some systems refuse copies of large processes
                 logger.warning(
                     "cannot fork the workers (%s): starting new Python processes instead, which "
                     "takes about a second longer",
@@ -241,10 +241,10 @@ class RankGroup:
         """Return the error to raise when rank 0 has failed: the failure of another rank if there is
         one, as the reason; else the error itself, with the ranks that are stopped. All ranks are
         ended."""
-        # The other end of a broken connection may be noticed before the end of the process.
+        # Rank 0 may notice a broken connection before the exit of the other rank is noticed.
         if not self._has_failed.wait(1.0):
             error = self._with_stopped(error)
-            # Not the error itself, whose traceback references the engine.
+            # A message and not the error itself, whose traceback references the engine.
             self.end(RankError(f"rank 0 failed: {error!r}"))
             return error
         assert self._failure is not None
@@ -330,7 +330,7 @@ class RankGroup:
         """Receive from a rank, whatever its end means."""
         try:
             is_open = each.reader.receive()
-        except OSError:  # it ended with messages of ours unread
+        except OSError:  # the process exited without reading our last messages
             is_open = False
         try:
             for _, data in each.reader.frames():
@@ -355,7 +355,7 @@ class RankGroup:
     def _finish(self, rank: int, message: RankResult) -> None:
         with self._lock:
             future = self._futures.pop((rank, message.call_id), None)
-        if future is None:  # `end` was faster
+        if future is None:  # `end` has already taken the future
             return
         if message.error is not None:
             future.set_exception(message.error.exception())

@@ -88,7 +88,7 @@ class RankLoop:
         self._server.handle(message)
 
     def _start(self, start: StartRank) -> "RankServer":
-        # Here, as torch takes seconds to import.
+        # Imported here, because torch takes seconds to import.
         from vllm.distributed import Rendezvous
         from vllm.executor.ranks.rank_server import RankServer, is_result_rank
 
@@ -97,12 +97,12 @@ class RankLoop:
         def meet() -> Rendezvous:
             return Rendezvous.of(start.config.parallel, start.rank, self._arena_fd, self._port)
 
-        # Without a pipeline the engine has the result of its own rank.
+        # Without pipeline stages, the engine gets the result from its own rank.
         sends_results = start.config.parallel.pipeline_parallel_size > 1 and is_result_rank(start)
         return RankServer(start, self._send, meet, sends_results=sends_results)
 
     def _send(self, message: FromRank) -> None:
-        with self._lock:  # answers come from several threads
+        with self._lock:  # several threads send
             self._connection.sendall(framed(message))
 
     def fail(self, failure: RankFailed) -> None:
@@ -118,7 +118,7 @@ class RankLoop:
 def main(socket_fd: int, arena_fd: int, port: int) -> int:
     """Run a rank until its engine ends. Returns the exit code."""
     loop = RankLoop(blocking_socket(socket_fd), arena_fd, port)
-    import_module("torch")  # while the engine reads its model
+    import_module("torch")  # imported now, while the engine reads the model's config
     try:
         loop.run()
     except Exception as error:  # last resort: the engine must be told about any error
@@ -138,5 +138,5 @@ if __name__ == "__main__":
     code = main(*numbers)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of libraries may still wait for ranks that have ended, and nothing is left to save.
+    # Exit without cleanup: threads of libraries may still wait for ranks that have exited.
     os._exit(code)

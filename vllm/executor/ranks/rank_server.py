@@ -70,10 +70,11 @@ class RankServer:
         """Do what a message says."""
         if isinstance(message, RunStep):
             handle = self._worker.execute_model(message.step)
-            self.finish_step()  # at most one other is in flight
+            self.finish_step()  # waits for the step before; at most one other step is in flight
             self._last_step = handle
             if self._has_stages:
-                # The next step may wait for another stage, and the engine for the tokens of this.
+                # With stages, do not run ahead: the next step may wait for another stage, while the
+                # engine waits for the tokens of this step.
                 self.finish_step()
         elif isinstance(message, RecordTokens):
             self._worker.record_tokens(message.tokens)
@@ -110,7 +111,7 @@ class RankServer:
         args, kwargs = decode_arguments(message.arguments)
         method = message.method
         if not message.is_user:
-            # A failure of the start is the end of the rank.
+            # If a call of the engine itself fails, as at the start, the rank exits.
             return RankResult(call_id=message.call_id, value=encode(self._own(method, args)))
         try:
             value = encode_value(
@@ -123,7 +124,8 @@ class RankServer:
     def _own(self, method: str, args: list[Any]) -> Any:
         """Run a call of the start sequence."""
         if method == Worker.join.__name__:
-            self._meeting = self._meet()  # kept, as others may still need the store that it serves
+            # Kept open: other ranks may still use the store that it serves.
+            self._meeting = self._meet()
             return self._worker.join(self._meeting)
         if method == Worker.load.__name__:
             return self._worker.load(self._rank)
@@ -137,7 +139,7 @@ def failure_of(error: Exception) -> RankFailed:
     """Describe to the engine the error that ends a rank."""
     if isinstance(error, ConfigError):
         return RankFailed(message=str(error), is_config_error=True)
-    # The message of an error of ours says it all.
+    # Messages of the engine's own errors need no exception name.
     text = str(error) if isinstance(error, VllmError) else f"{type(error).__name__}: {error}"
     return RankFailed(
         message=text,

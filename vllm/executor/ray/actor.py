@@ -59,7 +59,8 @@ class RankActor:
         start = decode_to_rank(data)
         assert isinstance(start, StartRank)
         if self._counts_threads:
-            # As many as a process that Ray has not started has; the worker may take fewer.
+            # As many threads as in a process outside Ray, which limits them to 1; the worker may
+            # use fewer.
             torch.set_num_threads(len(usable_cores()))
 
         def meet() -> Rendezvous:
@@ -77,7 +78,7 @@ class RankActor:
                 start,
                 self._answers.append,
                 meet,
-                # Rank 0 knows which images have failed.
+                # Rank 0 reports the media items that failed.
                 sends_results=start.rank == 0 or is_result_rank(start),
             )
         except Exception as error:  # the engine must be told about any error

@@ -80,7 +80,7 @@ class RayExecutor(Executor):
         self._unread: dict[Any, int] = {}
         """Answers that nobody has waited for -> rank."""
         self._stats = RunnerStats()
-        # The messages of the next step can be on their way while one runs.
+        # The messages of the next step can be sent while a step runs.
         self.is_asynchronous = config.scheduler.async_scheduling
 
     @property
@@ -283,12 +283,13 @@ class RayExecutor(Executor):
         """End the actors and give their resources back; leave the cluster if this engine has joined
         it."""
         ray, placement = self._ray, self._placement
-        if ray is None:  # it is not installed, or nothing has started
+        if ray is None:  # Ray is not installed, or no actor was started
             return
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-        # A program that has left Ray has ended its actors; a call would start a cluster of its own.
+        # If the program has left Ray, its actors have ended, and a call would start a new local
+        # cluster.
         is_there = ray.is_initialized()
         for actor in self._actors if is_there else ():
             ray.kill(actor)

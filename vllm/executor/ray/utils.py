@@ -57,7 +57,8 @@ def initialize_ray_cluster(
         _refuse_client(ray.util.client.ray.is_connected())
         return
     _check_address(ray_address)
-    envs.export_default("RAY_USAGE_STATS_ENABLED", "0")  # a local cluster would send usage data
+    # Otherwise a local cluster would send usage statistics.
+    envs.export_default("RAY_USAGE_STATS_ENABLED", "0")
     before = _processes_below()
     try:
         ray.init(address=ray_address, logging_level="WARNING")
@@ -84,9 +85,9 @@ def _check_address(ray_address: str | None) -> None:
     _refuse_client(address.startswith("ray://"))
     host, _, port = address.rpartition(":")
     if "://" in address or not port.isdecimal():
-        return  # Ray says what is wrong with it, if anything is
+        return  # Ray itself reports what is wrong with the address
     hosts = [host.strip("[]")]
-    if hosts[0] in ("localhost", "127.0.0.1", "::1"):  # for Ray, any address of this machine
+    if hosts[0] in ("localhost", "127.0.0.1", "::1"):  # Ray accepts any address of this machine
         hosts.append(import_ray().util.get_node_ip_address())
     reasons = [reason for each in hosts if (reason := _connect_error(each, int(port)))]
     if len(reasons) == len(hosts):

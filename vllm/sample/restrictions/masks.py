@@ -81,7 +81,8 @@ class TokenMasks:
         if lacking < 0:
             forbidden = forbidden[:, : logits.shape[-1]]
         elif lacking:
-            # The documented operators of the device pad no bools.
+            # Padding by concatenation, because the device's documented pad operators do not support
+            # bool.
             rest = forbidden.new_zeros(len(forbidden), lacking)
             forbidden = torch.cat([forbidden, rest], 1)
         chosen = logits.index_select(0, rows).masked_fill(forbidden, -np.inf)
@@ -177,7 +178,7 @@ class MaskFiller:
             part = wanted[start : start + size]
             try:
                 future = self._threads.submit(self._fill, part, drafts)
-            except RuntimeError:  # the main thread has ended: `mask` fills them
+            except RuntimeError:  # the main thread has ended; `mask` then fills the masks itself
                 return
             self._pending.update(dict.fromkeys(part, future))
 

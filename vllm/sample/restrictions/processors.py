@@ -23,7 +23,7 @@ class RowProcessors:
     """
 
     def __init__(self, request: EngineRequest, output_token_ids: Sequence[int]) -> None:
-        # Copies: a processor that changes them harms only its own request.
+        # Copies, so that a processor that changes the lists harms only its own request.
         self._prompt_token_ids = list(request.known_prompt_token_ids or ())
         self._output_token_ids = list(output_token_ids)
         processors = request.sampling_params.logits_processors or []
@@ -57,7 +57,7 @@ class RowProcessors:
         prompt = (self._prompt_token_ids,) if num_arguments == 3 else ()
         try:
             return processor(*prompt, self._output_token_ids, logits)
-        except (Exception, SystemExit) as error:  # any error ends only this request
+        except (Exception, SystemExit) as error:  # any error fails only this request
             raise LogitsProcessorError(
                 f"logits processor {_name(processor)} raised {type(error).__name__}: {error}"
             ) from error
@@ -67,7 +67,7 @@ def _num_arguments(processor: Callable[..., Any]) -> int:
     """Return 3 for a processor that must or can only be called with the prompt, else 2."""
     try:
         signature = inspect.signature(processor)
-    except (TypeError, ValueError):  # a builtin without a signature
+    except (TypeError, ValueError):  # a builtin has no signature
         return 2
     for arguments in (2, 3):
         try:
