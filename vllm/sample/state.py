@@ -492,7 +492,7 @@ class SamplingState:
             pairs = zip(rows.tolist(), ahead, strict=True)
             width = max(self._counts.max_distinct([row]) + len(more) for row, more in pairs)
         if self.shapes is not None:
-            # The sum counts tokens twice if tokens ahead repeat earlier ones; the maximum bounds it.
+            # The sum counts tokens twice if those ahead repeat earlier ones; the maximum bounds it.
             most = self.shapes.max_penalties
             width = class_of(min(width, most), most)
         if ahead is not None:
