@@ -48,7 +48,8 @@ def fuse(
     def record() -> Program:
         recorder = Recorder(model.dtype)
         positions: Any = Ids(recorder, is_position=True)
-        launch: Any = recorder  # whatever a launch replaces, and whatever adapters it has
+        # Stands in for the launch: the program does not depend on its batch or adapters.
+        launch: Any = recorder
         context = LaunchContext(
             attention=recorder,
             positions=positions,
@@ -97,7 +98,7 @@ def _fused(name: str, record: Callable[[], Program]) -> Program | None:
         return None
     try:
         program = record()
-    except Exception as error:  # a model may do with a symbol what only tensors can do
+    except Exception as error:  # a model may use a symbol in a way that only tensors support
         logger.debug("the %s has no fused CPU program and runs layer by layer: %s", name, error)
         return None
     logger.debug("the %s runs as one fused CPU program", name)

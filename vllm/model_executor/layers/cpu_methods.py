@@ -23,7 +23,7 @@ StoredAs = Literal["dense", "int8", "int4"]
 """Format of a packed weight; dense is the model's dtype."""
 
 _FORMATS: dict[StoredAs, tuple[WeightFormat | None, ...]] = {
-    # In order of preference: the size of a layer may rule one out.
+    # In order of preference, because the size of a layer may rule out a format.
     "dense": (None,),
     "int8": (WeightFormat.INT8, None),
     "int4": (WeightFormat.INT4, WeightFormat.INT8, None),
@@ -119,7 +119,7 @@ class PackedTable(DenseTable):
         """Of the rows that are looked up; None until the table is packed."""
 
     def finish(self, layer: VocabParallelEmbedding) -> None:
-        if self.packed is None:  # else a layer that shares the table has packed it
+        if self.packed is None:  # a layer that shares the table may already have packed it
             self.dtype = layer.weight.dtype
             self.packed = _pack(layer.weight.data, self.stored_as)
         if self.packed is not None:

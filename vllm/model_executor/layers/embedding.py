@@ -77,7 +77,7 @@ class VocabParallelEmbedding(MethodLayer, ReadsContext):
         self.scale = scale
         self.local_size = -(-num_embeddings // tp.size)
         self.first_id = tp.rank * self.local_size
-        # A matmul with the table is a linear layer.
+        # Sizes as of a linear layer, because an output head multiplies with the table.
         self.input_size, self.output_size = embedding_dim, self.local_size
         self.feature_slices = {"": Slice(0, 0, self.local_size, num_embeddings)}
         self.use_method(DenseTable())

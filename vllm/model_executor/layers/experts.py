@@ -165,7 +165,8 @@ class Experts(MethodLayer):
         parts = {
             "gate_proj": ("gate_up_bias", 0, size, total_size, 1),
             "up_proj": ("gate_up_bias", size, size, total_size, 1),
-            "down_proj": ("down_bias", 0, hidden, hidden, self.tp.size),  # whole on every rank
+            # Not split: every rank has the whole bias.
+            "down_proj": ("down_bias", 0, hidden, hidden, self.tp.size),
         }
         for place_of_expert, expert in enumerate(ids):
             for name, (place, offset, part_size, total, replicas) in parts.items():

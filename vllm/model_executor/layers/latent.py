@@ -57,7 +57,7 @@ class LatentUpProjection(ColumnParallelLinear, ReadsContext):
         weight = dense.unflatten(0, (-1, sum(self.head_sizes)))
         key_up, value_up = weight.split(self.head_sizes, dim=1)
         for name in [*self._parameters, *self._buffers, *self._modules]:
-            if name != "bias":  # whatever the format has put there
+            if name != "bias":  # all parameters that the weight format has created
                 delattr(self, name)
         self.use_method(_Halves())
         self.key_up = get_ops().prepare_heads(key_up)

@@ -166,6 +166,6 @@ class RowParallelLinear(ParallelLinear):
             self._create_bias()
 
     def forward(self, x: Tensor) -> Tensor:
-        # The sum over ranks must contain the bias once: rank 0 brings it.
+        # The sum over ranks must contain the bias once, so only rank 0 adds it.
         bias = self.bias if self.tp.rank == 0 else None
         return self.tp.all_reduce(self.method.apply(self, x, bias))

@@ -139,7 +139,7 @@ class GatedRMSNorm(SlicedModule):
     def _normed(self, x: Tensor) -> Tensor:
         groups = x.unflatten(-1, (self.num_groups, -1))
         squares = groups.square().sum(-1, keepdim=True)
-        if groups.shape[-1] < self.group_size:  # this rank has a part of one group
+        if groups.shape[-1] < self.group_size:  # this rank has only a part of one group
             before = self.tp.rank * self.total_groups // self.tp.size
             of_all = nn.functional.pad(squares[..., 0], (before, self.total_groups - 1 - before))
             squares = self.tp.all_reduce(of_all)[..., before : before + 1, None]
@@ -279,7 +279,8 @@ class Mamba2Mixer(SlicedModule, StateLayer):
         scales = None
         if any(scale != 1.0 for scale in sizes.in_scales.values()):
             factors = [sizes.in_scales.get(name, 1.0) for name in sizes.in_parts]
-            # Real memory even while a model is built on the meta device: no checkpoint fills it.
+            # On the CPU even while a model is built on the meta device, because no checkpoint has
+            # these values.
             counts = torch.tensor(self.in_proj.split_sizes, device="cpu")
             of_parts = torch.tensor(factors, dtype=torch.float32, device="cpu")
             scales = of_parts.repeat_interleave(counts)

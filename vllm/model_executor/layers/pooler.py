@@ -92,7 +92,7 @@ def activate(numbers: FloatArray, activation: str) -> FloatArray:
         result: FloatArray = weights / weights.sum(-1, keepdims=True)
         return result
     if activation == "sigmoid":
-        # Of the absolute value, so that nothing overflows.
+        # With the absolute value, exp cannot overflow.
         small = np.exp(-np.abs(numbers))
         return np.where(numbers >= 0, 1 / (1 + small), small / (1 + small)).astype(np.float32)
     return numbers

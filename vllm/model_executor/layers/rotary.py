@@ -48,7 +48,8 @@ class RotaryEmbedding(nn.Module, ReadsContext):
         super().__init__()
         self.launch = ContextHolder()
         self.is_neox = is_neox
-        # Real memory even while a model is built on the meta device: no checkpoint fills it.
+        # On the CPU even while a model is built on the meta device, because no checkpoint has these
+        # values.
         with torch.device("cpu"):
             inv_freq, attention_factor = rotary_frequencies(rope, max_positions)
             angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
@@ -152,7 +153,7 @@ def _dynamic(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
     """
     factor, dim = _parameter(rope, "factor"), rope.rotary_dim
     original = _parameter(rope, "original_max_position_embeddings")
-    longest = torch.tensor(float(max(max_positions, original)))  # the base is also float32
+    longest = torch.tensor(float(max(max_positions, original)))  # float32, like the base
     stretch = factor * longest / original - (factor - 1)
     return 1.0 / _powers(rope.theta * stretch ** (dim / (dim - 2)), dim), 1.0
 
@@ -202,7 +203,7 @@ def _yarn(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     if first == last:
-        last += 0.001  # a step instead of a ramp
+        last += 0.001  # avoids a division by zero: the ramp becomes a step
     pairs = torch.arange(dim // 2, dtype=torch.float32)
     keep = 1 - ((pairs - first) / (last - first)).clamp(0, 1)
     powers = _powers(rope.theta, dim)

@@ -71,7 +71,7 @@ def read_bin(path: Path) -> Iterator[tuple[str, CheckpointTensor]]:
         WeightLoadError: the file is damaged, or holds more than tensors.
     """
     try:
-        # Files from before torch 1.6 are no zip archives and cannot be mapped.
+        # Files written before torch 1.6 are not zip archives, so they cannot be mapped.
         can_map = zipfile.is_zipfile(path)
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=can_map)
     except pickle.UnpicklingError as error:

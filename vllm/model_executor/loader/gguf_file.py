@@ -64,7 +64,7 @@ def read_gguf(files: list[Path]) -> Iterator[tuple[str, CheckpointTensor]]:
     model = open_model(files)
     names = model.module_names()
     for name, stored in names.items():
-        if name.endswith(_LATENT_VALUES):  # read together with the keys
+        if name.endswith(_LATENT_VALUES):  # read together with the keys of the same layer
             continue
         try:
             with ExitStack() as opened:

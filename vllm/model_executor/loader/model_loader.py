@@ -211,7 +211,7 @@ def _read(
                 )
         materialize_buffers(model, device)
     for module in model.modules():
-        finisher.finish(module)  # modules without parameters of their own
+        finisher.finish(module)  # modules that have no parameters of their own
     for quantization in formats:
         quantization.finish_model(model)
     model.check()
@@ -368,7 +368,7 @@ class _FinisherWithoutValues(_LayerFinisher):
         if not isinstance(module, MethodLayer) or module in self._finished:
             return
         method = module.method
-        # A layer that finishes in its own way makes more than its method does.
+        # A module that overrides `finish` does more than its method, so shapes are not enough.
         is_usual = type(module).finish is MethodLayer.finish
         if not isinstance(module, ParallelLinear) or not isinstance(method, KeepsPacked):
             if not (is_usual and method.finish_on_shapes(module)):
@@ -388,7 +388,7 @@ class _FinisherWithoutValues(_LayerFinisher):
             self._first[key] = method
             return
         for name, param in module.named_parameters(recurse=False):
-            if "scale" in name:  # a scale of 0 is refused
+            if "scale" in name:  # a scale of 0 would be refused
                 param.copy_(torch.ones(param.shape, dtype=param.dtype))
             else:
                 param.zero_()
@@ -462,7 +462,7 @@ class ParameterMemory:
         """
         for param in list(module.parameters(recurse=False)):
             if param.is_meta:
-                # Not empty_like: of a meta tensor, that imports sympy.
+                # Not empty_like: for a meta tensor it imports sympy.
                 device = torch.device("cpu") if module in self._on_host else self._device
                 memory = torch.empty(param.shape, dtype=param.dtype, device=device)
                 new = nn.Parameter(memory, requires_grad=False)
@@ -499,7 +499,8 @@ def _check_memory(
     num_bytes, total = _parameter_bytes(model), machine_memory_bytes()
     if num_bytes > total and is_quantized_here:
         loaded = build()
-        _allocate(loaded, torch.device("cpu"))  # the system commits no page of it
+        # The memory is never written, so the system does not allocate pages for it.
+        _allocate(loaded, torch.device("cpu"))
         num_bytes = sum(map(len, model_storages(loaded)))
     if num_bytes > total:
         raise ConfigError(

@@ -69,7 +69,7 @@ def open_safetensors(
         num_threads: that read one tensor.
     """
     try:
-        with safe_open(path, framework="pt"):  # checks the header as a whole
+        with safe_open(path, framework="pt"):  # checks the whole header
             pass
         with path.open("rb") as file, ThreadPoolExecutor(num_threads) as pool:
             yield _sources(path, file.fileno(), pool)
@@ -146,7 +146,7 @@ class _TensorInFile:
         if target.device.type != "cpu":
             target.copy_(self.read(index))
             return
-        # A tensor without dimensions is one row.
+        # Treat a tensor without dimensions as one row.
         shape = self.shape or torch.Size((1,))
         first, end, _ = index[0].indices(shape[0]) if index else (0, shape[0], 1)
         rows = target.view(end - first, *target.shape[1:])
@@ -169,14 +169,14 @@ class _TensorInFile:
             memory = _buffers.of_bytes(len(part) * row_bytes)
             buffer = memory.view(self.dtype).view(len(part), *shape[1:])
             self._read_bytes(buffer, start)
-            with torch.inference_mode(is_inference):  # each thread has a mode of its own
+            with torch.inference_mode(is_inference):  # each thread has its own inference mode
                 part.copy_(buffer[in_rows])
 
         starts = range(0, len(rows), step)
         if is_direct and len(starts) == 1:
             fill(0)
             return
-        for _ in self.pool.map(fill, starts):  # an error of a thread is raised here
+        for _ in self.pool.map(fill, starts):  # iterating raises the errors of the threads
             pass
 
     def _read_bytes(self, target: Tensor, start: int) -> None:

@@ -36,7 +36,7 @@ def keep_stage(model: LayeredModel, stage: Stage, *, last_embeds: bool = False) 
         if not stage.first_layer <= index < stage.end_layer
     ]
     if not stage.is_first and not (stage.is_last and last_embeds):
-        # The output head may have the very parameters of the embedding.
+        # A tied output head shares its parameters with the embedding, so these must stay.
         shared = _parameter_ids(last) if stage.is_last else set()
         dropped += [module for module in first if shared.isdisjoint(_parameter_ids([module]))]
     if not stage.is_last:

@@ -138,7 +138,7 @@ def _fill(
                 target.fill(checkpoint_name, source, tp)
         num_empty[target.module] -= 1
         if not num_empty[target.module]:
-            # A layer may have tensors in several files.
+            # The tensors of one layer may come from several files.
             with _naming(path if len(paths) == 1 else None):
                 finish(target.module)
     for name, target in list(todo.items()):
@@ -217,7 +217,7 @@ def names_in_checkpoint(name: str, model: LoadableModel) -> list[str]:
         name: of the module in the model.
         model: that has it.
     """
-    whole = f"{name}."  # renames are of whole levels
+    whole = f"{name}."  # rename only whole levels of a name
     found = {whole}
     for part, replacement in reversed(list(model.checkpoint_names.items())):
         found |= {each.replace(replacement, part) for each in found}

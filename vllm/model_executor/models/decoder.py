@@ -514,7 +514,7 @@ class DecoderForCausalLM(CausalLM):
     def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
         model = self.model
         first = [model.embed_tokens, model.embed_positions, model.embed_norm]
-        last = [model.norm, getattr(self, "lm_head", None)]  # a pooling model has no head
+        last = [model.norm, getattr(self, "lm_head", None)]  # a pooling model has no output head
         return (
             [module for module in first if module is not None],
             [module for module in last if module is not None],

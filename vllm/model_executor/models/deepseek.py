@@ -204,7 +204,7 @@ def deepseek_routing(arch: ModelArch, default_method: str = "greedy") -> Routing
             f"scoring_func {score!r} in config.json is not supported; supported: softmax, sigmoid"
         )
     is_normalized = bool(config.get("norm_topk_prob", has_bias))
-    # V2 scales only weights that are not normalized.
+    # DeepSeek V2 applies routed_scaling_factor only to weights that are not normalized.
     is_scaled = has_bias or not is_normalized
     options = RoutingOptions(
         top_k=arch.config_size("num_experts_per_tok"),
@@ -250,7 +250,7 @@ class RoutedLayer(DecoderLayer):
         """
         config, num_layers = spec.arch.hf_config, spec.arch.num_layers
         kinds = config.get("mlp_layer_types")
-        if kinds and spec.index < num_layers:  # the list has no layers for drafts
+        if kinds and spec.index < num_layers:  # the list does not include the draft layers
             if len(kinds) < num_layers:
                 raise ConfigError(
                     f"config.json: mlp_layer_types has {len(kinds)} entries; it must have "

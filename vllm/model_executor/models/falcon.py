@@ -46,7 +46,7 @@ class FalconForCausalLM(DecoderForCausalLM):
             output_bias=has_bias,
             mlp_bias=has_bias,
             is_gated=False,
-            # The slopes are added to the scores before these are scaled.
+            # Falcon adds the ALiBi bias before it scales the scores.
             alibi_scale=arch.head_size**-0.5 if has_alibi else 0.0,
         )
         arch = replace(arch, hidden_act=config.get("activation") or "gelu")

@@ -73,7 +73,7 @@ class FalconH1ForCausalLM(DecoderForCausalLM):
     }
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        # The multiplier of keys is part of the scale of scores, as rotations are linear.
+        # Rotary embedding is linear, so the key multiplier can be a part of the scale of scores.
         scale = arch.config_number("key_multiplier") * arch.head_size**-0.5
         options = replace(
             llama_options(arch),

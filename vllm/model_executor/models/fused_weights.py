@@ -15,7 +15,7 @@ from vllm.model_executor.layers.slice import CheckpointTensor, Features
 
 JOINED_EXPERTS = {
     "gate_up_proj": ("gate_proj", "up_proj"),
-    "up_proj": ("up_proj",),  # of experts without gates
+    "up_proj": ("up_proj",),  # for experts without a gate projection
     "down_proj": ("down_proj",),
 }
 """Parameter of transformers 5 with the matrices of all experts -> matrices of one, by rows."""

@@ -226,7 +226,7 @@ class Gemma3nForCausalLM(Gemma4ForCausalLM):
     """Gemma 3n E2B and E4B (Google 2025): several streams of hidden states, sparse MLPs, features
     of tokens for each layer, and layers that read the keys and values of earlier ones."""
 
-    # Names that transformers 4 saves; it also puts the prefix into another name.
+    # Names of checkpoints saved by transformers 4, which adds this prefix also inside a name.
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.language_model.": "model."}
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         **Gemma4ForCausalLM.checkpoint_names,

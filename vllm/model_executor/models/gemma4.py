@@ -72,7 +72,8 @@ class SharingAttention(nn.Module):
         )
         self.o_proj = RowParallelLinear(q_size, arch.hidden_size, tp, bias=spec.options.output_bias)
         self.q_norm = RMSNorm(arch.head_size, arch.norm_eps)
-        self._source = None if source is None else (source,)  # a tuple, so that it is no submodule
+        # In a tuple, so that it does not become a submodule.
+        self._source = None if source is None else (source,)
         if source is None:
             self.k_norm = RMSNorm(arch.head_size, arch.norm_eps)
             self.attn = Attention(

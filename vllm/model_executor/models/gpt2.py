@@ -26,7 +26,7 @@ _LEVELS = {
 class GPT2LMHeadModel(DecoderForCausalLM):
     """GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners")."""
 
-    # The first checkpoints were saved without the level `transformer`.
+    # The first checkpoints lack the level `transformer`.
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
         f"{level}{name}": ours for level in ("transformer.", "") for name, ours in _LEVELS.items()
     }

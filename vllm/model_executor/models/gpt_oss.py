@@ -62,7 +62,7 @@ class GptOssForCausalLM(DecoderForCausalLM):
         self, parent: str, weight: str, suffix: str, source: CheckpointTensor
     ) -> Iterator[tuple[str, CheckpointTensor]]:
         first = self._blocks.pop(parent + weight, None)
-        if first is None:  # a source cannot be read later
+        if first is None:  # read it now: the file may be closed when the second tensor arrives
             self._blocks[parent + weight] = suffix, source.read(())
             return
         second = source.read(())

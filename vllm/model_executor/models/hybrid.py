@@ -78,7 +78,7 @@ class GraniteMoeHybridForCausalLM(DecoderForCausalLM):
         ".mamba.": ".self_attn.",
         ".block_sparse_moe.": ".mlp.",
         ".router.layer.": ".gate.",
-        ".mlp.router.": ".mlp.gate.",  # as transformers 5 calls it
+        ".mlp.router.": ".mlp.gate.",  # name in transformers 5
     }
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:

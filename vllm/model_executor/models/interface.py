@@ -191,7 +191,7 @@ class CausalLM(LayeredModel):
         for layer in layers:
             if layer > first:
                 hidden_states = self.run_layers(hidden_states, positions, first, layer)
-            found.append(hidden_states * 1)  # a copy: the layer may overwrite it
+            found.append(hidden_states * 1)  # `* 1` copies: the layer may overwrite its input
             first = layer
         return self.run_layers(hidden_states, positions, first, self.stage.end_layer), found
 

@@ -42,7 +42,7 @@ class InternLM3ForCausalLM(DecoderForCausalLM):
     """InternLM 3 (Shanghai AI Laboratory 2025): a Llama whose biases the config names otherwise."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        config = arch.hf_config  # transformers renames the keys
+        config = arch.hf_config  # transformers has other names for these settings
         has_bias = bool(config.get("bias", config.get("mlp_bias", False)))
         options = DecoderOptions(
             qkv_bias=bool(config.get("qkv_bias", config.get("attention_bias", False))),

@@ -76,7 +76,7 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
         ".w1.": ".gate_proj.",
         ".w2.": ".down_proj.",
         ".w3.": ".up_proj.",
-        ".self_attn.forget_gate.": ".self_attn.",  # as transformers 5 calls it
+        ".self_attn.forget_gate.": ".self_attn.",  # name in transformers 5
     }
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:

@@ -18,7 +18,7 @@ class LlamaForCausalLM(DecoderForCausalLM):
     arXiv 2302.13971; Grattafiori et al. 2024, arXiv 2407.21783)."""
 
     checkpoint_names: ClassVar[dict[str, str]] = {
-        ".ln1.": ".input_layernorm.",  # Yi, before it was published as a Llama
+        ".ln1.": ".input_layernorm.",  # names of Yi checkpoints before they were published as Llama
         ".ln2.": ".post_attention_layernorm.",
     }
 

@@ -115,7 +115,8 @@ class Llama4ForCausalLM(DecoderForCausalLM):
     ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Split the weights of all experts, which are stored as one, [experts, in, out]; gates,
         then ups."""
-        if name.rpartition(".experts.")[2] not in JOINED_EXPERTS:  # quantized: one by one
+        # Quantized experts are saved one by one.
+        if name.rpartition(".experts.")[2] not in JOINED_EXPERTS:
             return ((name, source),)
         experts_in(name, source, self.arch.config_size("num_local_experts"))
         return split_transposed_experts(name, source)

@@ -46,7 +46,8 @@ class LongcatMixture(nn.Module):
             arch.hidden_size,
             arch.config_size("expert_ffn_hidden_size"),
             tp,
-            replace(SILU_EXPERTS, first_expert=0),  # leaves out the ids of experts without weights
+            # Ids beyond num_experts are identity experts and are skipped.
+            replace(SILU_EXPERTS, first_expert=0),
         )
 
     def forward(self, x: Tensor) -> Tensor:

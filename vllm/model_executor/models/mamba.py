@@ -28,7 +28,7 @@ class MambaLayer(Layer):
         return MambaMixer(mamba_sizes(spec.arch), spec.tp)
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
-        return nn.Identity()  # there is none
+        return nn.Identity()  # a Mamba layer has no MLP
 
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None

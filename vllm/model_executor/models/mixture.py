@@ -154,7 +154,7 @@ class PhimoeForCausalLM(DecoderForCausalLM):
 
     checkpoint_names: ClassVar[dict[str, str]] = {
         **MixtralForCausalLM.checkpoint_names,
-        ".mlp.router.": ".mlp.gate.",  # as transformers 5 calls it
+        ".mlp.router.": ".mlp.gate.",  # name in transformers 5
     }
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
@@ -179,7 +179,7 @@ class GraniteMoeForCausalLM(DecoderForCausalLM):
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".block_sparse_moe.": ".mlp.",
         ".router.layer.": ".gate.",
-        ".mlp.router.": ".mlp.gate.",  # as transformers 5 calls it
+        ".mlp.router.": ".mlp.gate.",  # name in transformers 5
     }
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:

@@ -95,7 +95,8 @@ class MllamaForCausalLM(DecoderForCausalLM):
     checkpoint_names: ClassVar[Mapping[str, str]] = {".cross_attn.": ".self_attn."}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        # The table of embeddings has other rows than the head, whatever the config says.
+        # The embedding table has more rows than the output head, so they cannot be tied, although
+        # config.json may say that they are.
         arch = replace(arch, tie_word_embeddings=False)
         super().__init__(arch, tp, DecoderOptions(), MllamaLayer)
 

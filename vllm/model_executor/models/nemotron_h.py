@@ -52,7 +52,7 @@ class NemotronHLayer(Layer):
         )
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
-        return nn.Identity()  # it is in `self_attn`, if there is one
+        return nn.Identity()  # a layer that is an MLP has it as `self_attn`
 
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
@@ -113,7 +113,7 @@ class NemotronHForCausalLM(DecoderForCausalLM):
         "backbone.embeddings.": "model.embed_tokens.",
         "backbone.norm_f.": "model.norm.",
         "backbone.": "model.",
-        "model.embeddings.": "model.embed_tokens.",  # as transformers 5 calls them
+        "model.embeddings.": "model.embed_tokens.",  # names in transformers 5
         "model.norm_f.": "model.norm.",
     }
     checkpoint_names: ClassVar[Mapping[str, str]] = {".mixer.": ".self_attn."}

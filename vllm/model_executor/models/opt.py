@@ -126,7 +126,7 @@ class OPTModel(nn.Module):
 class OPTForCausalLM(CausalLM):
     """OPT 125M to 66B (Zhang et al. 2022, arXiv 2205.01068)."""
 
-    # The checkpoints of 2022 were saved without the level `model`.
+    # Checkpoints of 2022 lack the level `model`.
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"decoder.": "model.decoder."}
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
@@ -143,7 +143,7 @@ class OPTForCausalLM(CausalLM):
     def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
         decoder = self.model.decoder
         first = [decoder.embed_tokens, decoder.embed_positions, decoder.project_in]
-        head = getattr(self, "lm_head", None)  # a pooling model has none
+        head = getattr(self, "lm_head", None)  # a pooling model has no output head
         last = [decoder.final_layer_norm, decoder.project_out, head]
         return (
             [module for module in first if module is not None],
@@ -158,7 +158,7 @@ class OPTForCausalLM(CausalLM):
         return self.model.decoder.run_layers(hidden_states, positions, first, end)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        # Only the rows that need logits are projected, so this is not part of run_layers.
+        # Projected here and not in run_layers, because only the tokens that need logits get here.
         if self.model.decoder.project_out is not None:
             hidden_states = self.model.decoder.project_out(hidden_states)
         return self.lm_head(hidden_states)

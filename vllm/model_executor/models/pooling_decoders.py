@@ -19,7 +19,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 _PREFIXES: Mapping[str, str] = {
     "score.": "score.",
-    # Saved without its head, a decoder loses the first level of its names.
+    # A decoder that was saved without its output head lacks the first level of its names.
     "embed_tokens.": "decoder.model.embed_tokens.",
     "layers.": "decoder.model.layers.",
     "norm.": "decoder.model.norm.",
@@ -41,7 +41,7 @@ class DecoderPooling(PoolingModel):
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp)
         self.decoder = self.generative_class(arch, tp)
-        # Built on the meta device: it never had memory.
+        # No memory is wasted: the head was built on the meta device.
         self.decoder._modules.pop("lm_head", None)
 
     def convert(
@@ -136,7 +136,7 @@ def embedding_class(generative_class: type[CausalLM]) -> type[DecoderPooling]:
     return pooling_class(f"{generative_class.__name__}ForEmbedding", generative_class)
 
 
-# As checkpoints name them: bare decoders, which embed, and decoders with a classifier.
+# Architecture names in checkpoints: plain decoders for embeddings, and decoders with a classifier.
 LlamaModel = pooling_class("LlamaModel", LlamaForCausalLM)
 MistralModel = pooling_class("MistralModel", MistralForCausalLM)
 Qwen2Model = pooling_class("Qwen2Model", Qwen2ForCausalLM)

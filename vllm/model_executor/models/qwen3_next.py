@@ -81,7 +81,8 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
         """Split fused layers and experts."""
-        if ".self_attn.q_proj." in name:  # of each head the query, then the gate
+        # Q_proj contains, for each head, its query and then its gate.
+        if ".self_attn.q_proj." in name:
             heads, size = {"q_proj": 1, "gate_proj": 1}, self.arch.head_size
             return split_groups(name, source, "q_proj", heads, size, self.arch.num_heads)
         return self.split_delta_net(name, source, delta_net_sizes(self.arch))
@@ -116,7 +117,7 @@ class Qwen3_5MoeForCausalLM(Qwen3NextForCausalLM):
     def split_delta_net(
         self, name: str, source: CheckpointTensor, sizes: DeltaNetSizes
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        if ".in_proj_qkvz." in name:  # without z
+        if ".in_proj_qkvz." in name:  # Qwen 3.5 stores z separately
             return split_features(name, source, "in_proj_qkvz", sizes.mixed_parts("in_"))
         return super().split_delta_net(name, source, sizes)
 

@@ -123,7 +123,7 @@ class Ernie4_5_MoeForCausalLM(RoutedForCausalLM):
 
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".mlp.moe_statics.": ".mlp.gate.",
-        ".gate.moe_statics.": ".gate.",  # as transformers 5 calls it
+        ".gate.moe_statics.": ".gate.",  # name in transformers 5
     }
     ignored_prefixes = ("model.mtp_",)
     """Layers that guess further tokens."""

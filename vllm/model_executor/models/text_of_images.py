@@ -69,7 +69,8 @@ class _LanguageModel(CausalLM):
     ) -> Iterable[tuple[str, CheckpointTensor]]:
         if not self._is_of_encoder(name):
             return super().convert(name, source)
-        if not isinstance(self.media_encoder, MediaEncoder):  # another stage has it
+        # The encoder is on another pipeline stage.
+        if not isinstance(self.media_encoder, MediaEncoder):
             return ((_ENCODER + name, source),)
         own = self.media_encoder.parameter_name(name.removeprefix("model."))
         if own is None:

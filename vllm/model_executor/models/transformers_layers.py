@@ -26,7 +26,8 @@ _COLUMNS, _ROWS, _WHOLE = "columns", "rows", "whole"
 _KINDS = {
     **dict.fromkeys(("colwise", "local_colwise"), _COLUMNS),
     **dict.fromkeys(("rowwise", "local_rowwise"), _ROWS),
-    # Outputs that are gathered at once, and inputs that are whole: the same numbers on every rank.
+    # These styles gather the output or split a whole input, so a whole layer on every rank gives
+    # the same values.
     **dict.fromkeys(("colwise_rep", "colwise_gather_output"), _WHOLE),
     **dict.fromkeys(("rowwise_rep", "rowwise_split_input", "replicated"), _WHOLE),
 }

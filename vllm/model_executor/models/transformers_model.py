@@ -118,7 +118,7 @@ class TransformersForCausalLM(CausalLM):
         found = self.inner.base_model
         if not is_version_4() or found is not self.inner:
             return found
-        # It names the decoder of Gemma 3 as if it were a part of a larger model.
+        # transformers 4 wraps the decoder of Gemma 3 once more.
         return getattr(found, "model", found)
 
     @property
@@ -193,7 +193,8 @@ class TransformersForCausalLM(CausalLM):
         held = chain(self.parameters(), self.buffers())
         self._device = next((tensor.device for tensor in held), self._device)
         try:
-            # The second token is the same in both: what is before it and how far away differ.
+            # The second token is the same in both runs, but the token before it and the distance
+            # differ. So its hidden state may not change.
             with _alone(self.tp):
                 first, second = (
                     self.forward(self._inputs(rows), self._on_device(at))[1]
@@ -205,7 +206,7 @@ class TransformersForCausalLM(CausalLM):
                     self._check_logits()
         except ConfigError as error:
             raise self._refusal(str(error)) from error
-        except Exception as error:  # whatever the modules of an unknown architecture raise
+        except Exception as error:  # modules of an unknown architecture may raise anything
             raise self._refusal(
                 f"its modules raise {type(error).__name__}: {' '.join(str(error).split())}"
             ) from error
@@ -232,7 +233,7 @@ class TransformersForCausalLM(CausalLM):
         embedded = self.embed(given) if self.stage.is_first else given
         first, end = self.stage.first_layer, self.stage.end_layer
         ours = self.compute_logits(self.run_layers(embedded.clone(), at, first, end))
-        # The modules of transformers have a batch dimension, which our head has not.
+        # Modules of transformers have a batch dimension, and our head does not.
         hooks = [
             self.lm_head.register_forward_pre_hook(lambda _, args: (args[0].flatten(0, 1),)),
             self.lm_head.register_forward_hook(lambda _, args, out: out[None]),
@@ -272,7 +273,7 @@ class TransformersForCausalLM(CausalLM):
             with self.ranges.only(0, 0):
                 found = self._last_hidden(given.clone(), self._on_device([0, 1]))
         except Exception as error:
-            if not is_version_4():  # whose layers may return a tuple
+            if not is_version_4():  # decoder layers of transformers 4 may return a tuple
                 raise
             return (
                 f"it runs all layers or none, as without them its decoder raises "
@@ -294,7 +295,8 @@ class TransformersForCausalLM(CausalLM):
             ids = torch.tensor([0, 1])
             found = []
             for value in (0.0, 1.0):
-                table = torch.full((1,), value).expand(embedding.weight.shape)  # of one number
+                # One value expanded to the shape, so that it needs no memory.
+                table = torch.full((1,), value).expand(embedding.weight.shape)
                 embedding.weight = nn.Parameter(table, requires_grad=False)
                 found.append(embedding(ids))
             scale = float(found[1].flatten()[0])
@@ -444,7 +446,7 @@ def _build(arch: ModelArch) -> Any:
                 attn_implementation=_INTERFACE,
                 **dtype_argument(torch.get_default_dtype()),
             )
-    except Exception as error:  # whatever the modules of an architecture raise
+    except Exception as error:  # modules of an unknown architecture may raise anything
         reason = " ".join(str(error).split())
         if isinstance(error, KeyError) and error.args == (_INTERFACE,):
             reason = "they choose their attention from a fixed table, which cannot be added to"

@@ -143,7 +143,7 @@ class Zamba2Layer(Layer):
         return Mamba2Mixer(_sizes(spec.arch), spec.tp)
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
-        return nn.Identity()  # it is in the block, if there is one
+        return nn.Identity()  # an MLP is a part of the shared block
 
     def forward(  # type: ignore[override]
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None, embedded: Tensor

@@ -84,7 +84,8 @@ class GemvLinear(RowsLinear):
 
     def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
         if place.param_name == "scales":
-            source = checked_scales(name, source, zero_is_fine=True)  # of padding
+            # Groups of padding have a scale of 0.
+            source = checked_scales(name, source, zero_is_fine=True)
         elif place.param_name == "qzeros":
             shape = torch.Size((source.shape[0], source.shape[-1] * _PER_WORD))
             source = source.made(shape, torch.uint8, lambda words: unpack_bits(words, _BITS))

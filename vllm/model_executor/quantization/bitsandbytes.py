@@ -91,7 +91,8 @@ class TableLinear(RowsLinear):
     """
 
     def __init__(self, name: str, storage: _Table) -> None:
-        numbers = (torch.uint8, *SCALES)  # `bnb_4bit_quant_storage`: the bytes are the same
+        # Dtypes of `bnb_4bit_quant_storage`: the bytes are the same in all of them.
+        numbers = (torch.uint8, *SCALES)
         state = f"weight.quant_state.bitsandbytes__{storage.kind}"
         scales: dict[str, Any] = {"dtypes": (torch.float32,), "dtype": torch.float32}
         tensors = [
@@ -119,7 +120,7 @@ class TableLinear(RowsLinear):
             return self._state(place, name, source)
         if param == "weight":
             num_out, num_in = self.features_of(place, source)
-            # `mapped` asks for the shape without values.
+            # `mapped` is lazy, so that only the shape is read here.
             in_bytes = source.mapped(lambda words: words.reshape(-1).view(torch.uint8))
             check_size(name, in_bytes, num_out * num_in // 2)
             return in_bytes.mapped(lambda each: each.view(num_out, num_in // 2))
@@ -169,7 +170,7 @@ class TableLinear(RowsLinear):
             nested = on_host(layer, "weight_nested_absmax")
             scales = table.gather(1, scales.long()) * nested + offsets
         packed = on_host(layer, "weight")
-        codes = nibbles_of(packed >> 4 | packed << 4)  # the first element is the higher one
+        codes = nibbles_of(packed >> 4 | packed << 4)  # the high nibble is the first element
         tables = on_host(layer, "weight_quant_map")
         if bool((tables == tables[0]).all()):
             return TableWeight(codes=codes, table=tables[0], scales=scales)

@@ -66,7 +66,8 @@ class CheckpointFormat(Quantization, Generic[Storage]):
     def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
         if layer.keeps_precision:
             return None
-        # A rule for one part may fit the name of the whole as well: ".*v_proj" fits qkv_proj.
+        # First compare the parts by their own names only: a rule for one part, such as
+        # ".*v_proj", may also match the name of the whole, qkv_proj.
         parts = [self.names_of(part) for part in part_names(name, layer)]
         own = [self.storage_of(names) for names in parts]
         if any(each != own[0] for each in own):
@@ -86,7 +87,7 @@ class CheckpointFormat(Quantization, Generic[Storage]):
         return StoredHead(self._noted(storage, self.method(name, storage)))
 
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        # The first one tells: experts of a layer must be stored alike.
+        # The first expert decides, because all experts of a layer must be stored alike.
         storage = self.storage_of(self.names_of(first_matrix(name, layer)))
         if storage is None:
             return None

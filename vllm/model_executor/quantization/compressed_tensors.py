@@ -200,7 +200,8 @@ class _Scheme:
         if self.rounds_inputs:
             of_inputs("num_bits", (8,), 8)
             of_inputs("strategy", ("token", "tensor", "group"), "token")
-            # Numbers of words are multiplied with inputs as they are.
+            # Packed weights are multiplied with inputs that are not rounded, so both types are
+            # accepted.
             of_inputs("type", ("int", "float") if self.format == _FORMATS[0] else (kind,), kind)
             self.has_input_zero = not of_inputs("symmetric", (True, False), True)
 

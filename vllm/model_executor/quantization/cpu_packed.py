@@ -60,7 +60,7 @@ class CPUPacked(Quantization):
 def _head_method(layer: VocabParallelEmbedding, stored_as: StoredAs) -> EmbeddingMethod | None:
     """Return a method for an output head and the embedding that shares its table; None: it is
     neither."""
-    # A tied head gives its method to the embedding; one on another stage cannot.
+    # A tied head shares the method of the embedding, unless the head is on another pipeline stage.
     is_of_head = isinstance(layer, ParallelLMHead) or layer.is_head_elsewhere
     return PackedTable(stored_as) if is_of_head else None
 

@@ -68,7 +68,7 @@ class Fp8(CheckpointFormat[bool]):
         return None if is_listed(names, self.ignored) else True
 
     def stores_head(self, names: Names) -> bool:
-        # The settings of checkpoints with a dense head need not say so.
+        # A checkpoint with a dense head may not list it in its settings, so look for its scale.
         return self.has_tensor(names, self._scale_name)
 
     def method(self, name: str, storage: bool) -> LinearMethod:

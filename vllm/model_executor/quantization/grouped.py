@@ -150,7 +150,8 @@ class GroupedLinear(StoredLinear):
         qzeros, scales = on_host(layer, "qzeros"), on_host(layer, "scales")
         zeros = qzeros.to(torch.int16) + layout.zero_offset
         if layout.is_symmetric:
-            check_symmetric(self.name, layout, zeros[scales != 0])  # else it is padding
+            # Zero points of padding, whose scale is 0, do not matter.
+            check_symmetric(self.name, layout, zeros[scales != 0])
         g_idx = on_host(layer, "g_idx") if layout.has_groups else None
         groups, kept = self._groups_of(layer).of_inputs(g_idx)
         if kept is not None:

@@ -122,7 +122,7 @@ class HQQLinear(RowsLinear):
         values: dict[str, Any] = {"of": of, "dtypes": SCALES, "dtype": torch.float32}
         tensors = (
             RowTensor(name="W_q", dtypes=words, dtype=torch.uint8, size=2 if is_half else 1),
-            # Embeddings have an attribute `scale`.
+            # The attribute is `scales`, because embeddings already have an attribute `scale`.
             RowTensor(name="scale", attribute="scales", check=finite, **values),
             RowTensor(name="zero", attribute="zeros", check=finite, **values),
         )
@@ -153,7 +153,8 @@ class HQQLinear(RowsLinear):
 
         def elements(words: Tensor) -> Tensor:
             """Return [outputs, inputs]; of less than 8 bits two in a byte."""
-            shifts = range(bits * (per_word - 1), -1, -bits)  # the first ones are the highest
+            # The first values are in the highest bits.
+            shifts = range(bits * (per_word - 1), -1, -bits)
             parts = [(words >> shift & (1 << bits) - 1).to(torch.uint8) for shift in shifts]
             codes = torch.cat(parts)[:num_rows].reshape(num_out, num_in)
             return codes if bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4

@@ -74,7 +74,7 @@ class ModelOpt(CheckpointFormat[str]):
         return next((a for name, a in self.of_layers.items() if is_listed(names, [name])), None)
 
     def stores_head(self, names: Names) -> bool:
-        # The settings of checkpoints with a dense head need not say so.
+        # A checkpoint with a dense head may not list it in its settings, so look for its scale.
         return self.has_tensor(names, "weight_scale")
 
     def method(self, name: str, storage: str) -> LinearMethod:

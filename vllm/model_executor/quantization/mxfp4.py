@@ -51,7 +51,7 @@ class MXFP4(Quantization):
     """Experts in four bits; every other layer is dense."""
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
-        del settings  # they name the modules that are dense, which the names of tensors say too
+        del settings  # not needed: the names of the tensors also show which modules are dense
 
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
         """Return the method of experts; None: a rank would have odd parts of groups, and the
@@ -73,7 +73,7 @@ class Mxfp4Linear(StoredLinear):
         for name, columns in (("blocks", num_in // 2), ("scales", num_in // self.part)):
             add_parameter(layer, name, torch.empty(num_out, columns, dtype=torch.uint8))
             layer.slices[name] = {}
-        # The first of them stands for the tensor; the loader asks for its shape.
+        # `blocks` stands for the whole tensor when the loader asks for its shape.
         layer.slices["blocks"] = {
             part: replace(slice_, tensor="weight") for part, slice_ in layer.feature_slices.items()
         }

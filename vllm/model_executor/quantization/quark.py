@@ -98,7 +98,7 @@ class Quark(CheckpointFormat[_Storage]):
         return next((self.of_layers[name] for name in own), self.storage)
 
     def stores_head(self, names: Names) -> bool:
-        # The settings of checkpoints with a dense head need not say so.
+        # A checkpoint with a dense head may not list it in its settings, so look for its scale.
         return self.has_tensor(names, "weight_scale")
 
     def method(self, name: str, storage: _Storage) -> LinearMethod:

@@ -60,7 +60,8 @@ _formats: dict[str, Format] = {
     "bitsandbytes": Format(
         f"{_PACKAGE}.bitsandbytes:BitsAndBytes",
         rounds=f"{_PACKAGE}.rounded:create_nf4",
-        rounds_on={"hpu": f"{_PACKAGE}.rounded:create_int4"},  # a card has no tables
+        # Gaudi kernels do not support the table format.
+        rounds_on={"hpu": f"{_PACKAGE}.rounded:create_int4"},
     ),
     "torchao": Format(f"{_PACKAGE}.torchao:TorchAO"),
     "hqq": Format(f"{_PACKAGE}.hqq:HQQ"),

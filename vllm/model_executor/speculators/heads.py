@@ -61,7 +61,7 @@ class Medusa(Speculator):
             MedusaHead(size, vocab_size, num_layers, target.tp)
             for _ in range(arch.hf_config["num_heads"])
         )
-        # The output of a head has the number after its last layer.
+        # The output layer of a head has the index after its last hidden layer.
         self._patterns = (
             (rf"^(?:medusa_head\.|heads\.)?(\d+)\.{num_layers}\.weight$", r"heads.\1.out.weight"),
             (r"^(?:medusa_head\.|heads\.)?(\d+)\.(\d+)\.linear\.", r"heads.\1.layers.\2."),

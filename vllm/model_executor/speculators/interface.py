@@ -30,7 +30,7 @@ class Speculator(LoadableModel):
         self, arch: ModelArch, target: CausalLM, names: frozenset[str] | None = None
     ) -> None:
         super().__init__(arch, target.tp)
-        self._target = (target,)  # a tuple, so that it is no submodule
+        self._target = (target,)  # in a tuple, so that it does not become a submodule
 
     @classmethod
     def find_files(cls, folder: Path, load_format: str) -> list[Path]:

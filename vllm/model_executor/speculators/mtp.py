@@ -57,7 +57,7 @@ class MTP(Speculator):
         module = self._facts.names.get(module, module)
         if module in ("enorm", "hnorm", "eh_proj", "shared_head.norm"):
             return ((f"{module.removeprefix('shared_head.')}.{parameter}", source),)
-        # The target converts the tensors of its own layers only.
+        # The target model only converts names of its own layers, so use the name of its last layer.
         last = f"model.layers.{self.arch.num_layers - 1}."
         found = self.target.convert(self.target.renamed(last + own), source)
         return [(f"layer.{each.removeprefix(last)}", part) for each, part in found]

@@ -65,7 +65,7 @@ class DeviceExperts(DenseExperts):
             )
         except ValueError as error:
             raise WeightLoadError(f"the weights of {self.name} cannot be used: {error}") from error
-        if isinstance(self.packed, nn.Module):  # so that its tensors belong to the model
+        if isinstance(self.packed, nn.Module):  # makes its tensors a part of the model
             layer.packed = self.packed.to(device)
 
     @property
@@ -156,7 +156,7 @@ class StoredExperts(DeviceExperts):
         for number in layer.expert_ids:
             for linear in layer.get_submodule(str(number)).children():
                 assert isinstance(linear, ParallelLinear)
-                linear.remove_weights()  # the loader still knows the layer
+                linear.remove_weights()  # the loader still has a reference to the layer
             delattr(layer, str(number))
         self.to_device_layout(layer, gate, up, down, self.dtype, device)
         if self.packed is not None:

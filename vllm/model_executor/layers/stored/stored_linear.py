@@ -128,7 +128,7 @@ class StoredLinear(KeepsPacked, LinearMethod):
     def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
         stored = self.stored_tensors()[place.param_name]
         dtypes = stored.dtypes
-        if place.slice is None:  # a parameter of one rank, as it was saved
+        if place.slice is None:  # a saved parameter of this rank, which is read unchanged
             dtypes = (*dtypes, place.param.dtype)
         if source.dtype not in (*dtypes, None):
             accepted = " or ".join(map(dtype_name, dtypes))
@@ -187,7 +187,8 @@ class StoredHead(EmbeddingMethod):
     """
 
     def __init__(self, linear: LinearMethod) -> None:
-        self.linear: Any = linear  # a head has what the method reads of a layer
+        # An output head has every attribute that the method reads of a linear layer.
+        self.linear: Any = linear
         self.optional_parameters = linear.optional_parameters
         self.unused_tensors = linear.unused_tensors
 
@@ -232,7 +233,8 @@ class StoredTable(DenseTable):
     """
 
     def __init__(self, linear: StoredLinear) -> None:
-        self.linear: Any = linear  # as in `StoredHead`
+        # An output head has every attribute that the method reads of a linear layer.
+        self.linear: Any = linear
         self.packed: PreparedTable | None = None
         self.dense: nn.Parameter | None = None
 
@@ -245,7 +247,8 @@ class StoredTable(DenseTable):
     @torch.no_grad()
     def finish(self, layer: VocabParallelEmbedding) -> None:
         dtype = self.linear.dtype
-        if self.packed is None and self.dense is None:  # else a layer that shares it has done this
+        # A layer that shares the weights may already have done this.
+        if self.packed is None and self.dense is None:
             weight, device = self.linear.stored_weight(layer), next(layer.parameters()).device
             self.packed = get_ops().prepare_table(weight, dtype)
             if self.packed is None:
@@ -292,14 +295,16 @@ class RoundedLinear(KeepsPacked, UnquantizedLinear):
         self.kept = Kept(kind, bytes_of(self.packed))
 
     def finish_on_shapes(self, layer: ParallelLinear) -> bool:
-        from torch._subclasses.fake_tensor import (  # of plans only
+        # Imported here, because only memory plans need it.
+        from torch._subclasses.fake_tensor import (
             DataDependentOutputException,
             FakeTensorMode,
         )
 
         weight = layer.get_parameter("weight")
         if weight.device.type == "cpu":
-            return False  # its kernels read the memory of what they are given
+            # CPU kernels read the memory of their arguments, so fake tensors do not work.
+            return False
         other = RoundedLinear(self.name, self.round_weight)
         try:
             with FakeTensorMode():
@@ -307,7 +312,7 @@ class RoundedLinear(KeepsPacked, UnquantizedLinear):
                 rounded = self.round_weight(fake)
                 other.packed = get_ops().prepare_weight(rounded, weight.dtype)
         except DataDependentOutputException:
-            return False  # the layout depends on the values
+            return False  # the memory layout depends on the values of the weight
         if not isinstance(other.packed, nn.Module):
             return False
         other.stored_as = dtype_name(weight.dtype)
@@ -348,7 +353,7 @@ def to_device_layout(
         raise WeightLoadError(f"the weights of {name} cannot be used: {error}") from error
     device = next(layer.parameters()).device
     layer.remove_weights()
-    if isinstance(packed, nn.Module):  # so that its tensors belong to the model
+    if isinstance(packed, nn.Module):  # makes its tensors a part of the model
         layer.packed = packed.to(device)
     return packed
 

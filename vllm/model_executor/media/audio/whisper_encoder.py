@@ -70,7 +70,7 @@ class WhisperEncoderLayer(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = x + self.self_attn(self.self_attn_layer_norm(x), mask)
         x = x + self.fc2(self.activation(self.fc1(self.final_layer_norm(x))))
-        if x.dtype == torch.float16:  # sums of published weights exceed its range
+        if x.dtype == torch.float16:  # with published weights, sums exceed the range of float16
             x = x.clamp(-_FLOAT16_LIMIT, _FLOAT16_LIMIT)
         return x
 

@@ -32,7 +32,7 @@ class LlavaNextEncoder(LlavaEncoder):
         tensors = super().prepare(items, size)
         num_tiles = tensors["pixels"].shape[0]
         order = torch.cat(self._orders(items, num_tiles))
-        # The most that this number of tiles can have: no padding, and a tile in each row.
+        # The largest number for this many tiles: no padding is removed, and each row has one tile.
         most = num_tiles * (self.embeddings_per_tile + self.tower.patches_per_side)
         tensors["order"] = torch.cat([order, order.new_zeros(most - len(order))])
         return tensors

@@ -80,7 +80,7 @@ class MllamaEncoder(MediaEncoder):
             for item, count in zip(items, counts, strict=True)
         ]
         statistics = torch.stack([item["statistics"] for item in items])
-        # An image that is padding fills one tile.
+        # An image that only pads counts as one filled tile.
         num_filled = torch.tensor(counts + [1] * missing)[:, None]
         filled = torch.arange(self.num_tiles) < num_filled
         tile = torch.arange(self.num_tiles).repeat_interleave(self.length)
@@ -90,7 +90,7 @@ class MllamaEncoder(MediaEncoder):
         first, others = is_first.nonzero()[:, 0], (~is_first).nonzero()[:, 0]
         tensors = {
             "pixels": F.pad(torch.stack(pixels), (0, 0) * 4 + (0, missing)),
-            # A deviation of 0 would make the padding NaN.
+            # A standard deviation of 0 would divide by zero and give NaN.
             "statistics": F.pad(statistics, (0, 0) * 2 + (0, missing), value=1.0),
             "layouts": F.pad(torch.cat([item["layout"] for item in items]), (0, missing)),
             "filled": filled,

@@ -45,7 +45,7 @@ class Qwen2AudioEncoder(SoundEncoder):
         num_states = torch.cat([item["num_states"] for item in items])
         return {
             "features": pad_pieces(features, size),
-            # Every hidden state has to see one.
+            # Padding counts as one state, because attention without any key gives NaN.
             "num_states": F.pad(num_states, (0, missing), value=1),
         }
 

@@ -44,7 +44,7 @@ class ClipTower(nn.Module):
     def __init__(self, config: TowerConfig, num_layers: int) -> None:
         super().__init__()
         self.embeddings = ClipEmbeddings(config)
-        # Checkpoints spell it so.
+        # Published checkpoints have this misspelled name.
         self.pre_layrnorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.encoder = TowerLayers(config, num_layers)
 

@@ -81,7 +81,7 @@ class InternVitAttention(nn.Module):
         self.k_proj = TowerLinear(size, size, has_bias)
         self.v_proj = TowerLinear(size, size, has_bias)
         self.projection_layer = TowerLinear(size, size)
-        # Over all heads together, with the eps that transformers has for any model.
+        # The norm covers all heads together; its eps is fixed in transformers.
         has_norms = config_bool(vision, "use_qk_norm", False, _WITHIN)
         self.q_norm = RMSNorm(size, 1e-6) if has_norms else nn.Identity()
         self.k_norm = RMSNorm(size, 1e-6) if has_norms else nn.Identity()

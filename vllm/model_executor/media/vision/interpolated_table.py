@@ -41,7 +41,7 @@ class InterpolatedTable(nn.Module):
 
     def forward(self, neighbours: Tensor, weights: Tensor) -> Tensor:
         pairs = zip(neighbours.unbind(1), weights[:, :, None].unbind(1), strict=True)
-        # One neighbour after the other: all at once are K times the memory of the result.
+        # Add one neighbour at a time: K at once would need K times the memory of the result.
         parts = (self.weight.index_select(0, index).float() * weight for index, weight in pairs)
         return reduce(torch.add, parts).to(self.weight.dtype)
 

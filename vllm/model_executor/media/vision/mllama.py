@@ -246,6 +246,6 @@ class MllamaTower(nn.Module):
         x = self.layernorm_post(x) + tiles.flatten(1, 2).index_select(1, sequences.order)
         x, _ = self.global_transformer(x, sequences)
         num = sequences.num_first
-        # Of each channel, the hidden states of all layers follow each other.
+        # Order of the output: for each channel, its values in all layers.
         joined = torch.stack([each[:, :num] for each in several], -1).flatten(2)
         return torch.cat([x[:, :num], joined], -1)

@@ -45,7 +45,7 @@ class TileEncoder(MediaEncoder):
         assert missing >= 0, f"{pixels.shape[0]} tiles do not fit {size}"
         return {
             "pixels": F.pad(pixels, (0, 0) * 3 + (0, missing)),
-            # A deviation of 0 would make the padding NaN.
+            # A standard deviation of 0 would divide by zero and give NaN.
             "statistics": F.pad(statistics, (0, 0) * 2 + (0, missing), value=1.0),
         }
 

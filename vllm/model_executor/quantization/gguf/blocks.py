@@ -112,7 +112,7 @@ def _bits(data: Tensor) -> Tensor:
 
 
 def _q8_0(blocks: Tensor) -> Blocks:
-    codes = blocks[..., 2:] ^ 128  # int8 + 128
+    codes = blocks[..., 2:] ^ 128  # int8 codes + 128, as uint8
     return Blocks(codes.flatten(1), _single(_halves(blocks[..., :2]).flatten(1)), zero=128)
 
 
@@ -200,7 +200,7 @@ def _q5_k(blocks: Tensor) -> Blocks:
 
 
 def _q6_k(blocks: Tensor) -> Blocks:
-    low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64)))  # of two halves with 128 numbers each
+    low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64)))  # two halves of 128 values each
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3
     scales = GroupScales(

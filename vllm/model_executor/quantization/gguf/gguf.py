@@ -105,7 +105,7 @@ def _method(
         return None
     if not any(each.has_minimums for each in stored):
         return ScaledBlocks(name, stored, part)
-    # The kernels have no fifth bit for groups of 16.
+    # The kernels do not support 5 bits with groups of 16.
     fits = max(each.bits for each in stored) == 4 or min(each.group for each in stored) == 32
     fits = fits and all(each.factor_group for each in stored)
     return MinimumBlocks(name, stored, part) if fits else None
@@ -158,7 +158,7 @@ class BlockLinear(StoredLinear):
         self.scales = self.create_scales(num_in)
         for each in self.scales:
             values = torch.empty(num_out, num_in // each.group, dtype=each.dtype)
-            self._add(layer, each.name, values, {})  # filled together with the codes
+            self._add(layer, each.name, values, {})  # no slices: filled together with the codes
 
     def _add(
         self, layer: ParallelLinear, name: str, values: Tensor, slices: dict[str, Slice]
@@ -226,7 +226,7 @@ class ScaledBlocks(BlockLinear):
     def stored_weight(self, layer: ParallelLinear) -> GroupedWeight:
         codes, scales = self.read(layer, "codes"), self.read(layer, "scales").T.contiguous()
         _check(self.name, scales)
-        is_packed = self.bits == 4  # two codes in a byte
+        is_packed = self.bits == 4  # two 4-bit codes in a byte
         words = pack_nibbles(codes).T.contiguous() if is_packed else codes.view(torch.int32).T
         zeros = torch.full(scales.shape, self.zero, dtype=torch.int16)
         return GroupedWeight(words=words, bits=self.bits, scales=scales, zeros=zeros)
@@ -240,7 +240,7 @@ class MinimumBlocks(BlockLinear):
         self.bits = max(each.bits for each in types)
 
     def create_scales(self, num_in: int) -> list[_Scales]:
-        # A rank may begin inside of a block; its groups are whole.
+        # The part of a rank may begin inside a block, but it always has whole groups.
         shared = math.gcd(num_in, *(each.factor_group for each in self.types))
         kinds: dict[str, _ScalesOf] = {
             "scale": lambda blocks: blocks.scales,

@@ -125,7 +125,7 @@ def _read_node(path: Path, key: str, node: Mapping[str, Any], is_scale: bool) ->
         entries = node.get(part) or []
         if not isinstance(entries, list):
             raise ConfigError(f"{path}: {key}.{part} must be a list")
-        # Not used, and the library writes zeros and very small numbers there.
+        # Scales of outputs are not used, and the library writes 0 and very small values for them.
         is_used = part == "inputs"
         lists[part] = [
             _numbers(path, f"{key}.{part}[{index}]", entry, is_scale and is_used, is_used)
@@ -198,7 +198,7 @@ def write_file(
     arrays = {name: _plain(node, lambda x: np.array(shaped(x))) for name, node in nodes.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Replaces the old file only once it is complete: a run may be stopped at any time.
+        # Write a new file and rename it, because a run may be stopped at any time.
         new = path.with_suffix(".json.new")
         new.write_text(json.dumps({**head, "Nodes": plain}, indent=4), encoding="utf-8")
         new.replace(path)

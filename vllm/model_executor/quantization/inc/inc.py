@@ -108,7 +108,7 @@ class Inc(Quantization):
         prefix = config.dump_stats_path
         own = (prefix, *place_in_engine(tp, stage))
         self._scale_path = file_path(*own, config.scale_method)
-        # Stages have parts of what was measured without them.
+        # A file measured without pipeline stages also covers the layers of each stage.
         places = dict.fromkeys((own, (prefix, tp.rank, tp.size)))
         measured = next((path for place in places if (path := find_file(*place))), None)
         scales = None if config.recalculates else find_file(*own, config.scale_method)

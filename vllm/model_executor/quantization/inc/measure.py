@@ -235,8 +235,8 @@ def collect(model: nn.Module, config: IncConfig) -> dict[str, Node]:
             nodes[cache] = Node([_read(layer, part)])
         if prompts_can_be_fp8(name, layer, config):
             inputs = [_read(layer, part) for part in ("query", "key", "value")]
-            # The result is a mean of values; the first token of a prompt sees only itself, so that
-            # the largest weight of the softmax is 1.
+            # The output of attention is a mean of values, so it is within their range. The largest
+            # softmax weight is 1, because the first token of a prompt attends only to itself.
             nodes[attention_name(name)] = Node(inputs, [inputs[2], [1.0]])
     return nodes
 

@@ -102,7 +102,7 @@ def round_weight(
 def weight_scales(weight: Tensor, method: ScaleMethod, limit: float, backoff: float) -> Tensor:
     """Compute the scales [1] or [out_features] float32 of a weight; see `round_weight`."""
     largest = weight.abs().amax(dim=1) if method.is_per_output else weight.abs().max().view(1)
-    # A row of zeros is zero with any scale.
+    # An output with zero weights only: any scale would do.
     largest = torch.where(largest == 0, limit, largest.double())
     if not method.is_searched:
         return _rounded(largest / (limit * backoff), method.weights, limit).float()
