@@ -83,7 +83,8 @@ class RaggedItems:
 
     def attend_to_items(self, layer: ReadsItems, query: Tensor) -> Tensor:
         assert layer.item_keys is not None and layer.item_values is not None
-        pools = layer.item_keys[:, None], layer.item_values[:, None]  # blocks of one slot
+        # Each slot is a block of one token.
+        pools = layer.item_keys[:, None], layer.item_values[:, None]
         out = torch.zeros_like(query)
         single = [run for run in self.runs if not run.is_long]
         if single:

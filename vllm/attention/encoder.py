@@ -50,7 +50,7 @@ class EncoderAttention(CachedLayer, ReadsContext):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         context = self.launch.context
         if context is None or context.attention is None:
-            # All tokens are one prompt.
+            # Without a batch context, all tokens are one prompt.
             scale = self.options.scale_of(self.head_size)
             return full_attention(query[None], key[None], value[None], None, scale)[0]
         return context.attention.attend(self, query, key, value)

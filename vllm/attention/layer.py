@@ -71,10 +71,10 @@ class Attention(CachedLayer, ReadsContext):
         self.head_size = head_size
         self.num_kv_heads = num_kv_heads
         self.options = options
-        # Not of the checkpoint, and float32 whatever the dtype of the model.
+        # Computed and not read from the checkpoint; float32 with any dtype of the model.
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
         self.register_parameter("sinks", sinks)
-        # Plain attributes on the host, whatever the device of the model.
+        # Plain attributes on the CPU, on whatever device the model is.
         self.key_scales, self.value_scales = torch.ones(
             2, num_kv_heads, dtype=torch.float32, device="cpu"
         ).unbind()
@@ -138,6 +138,6 @@ class Attention(CachedLayer, ReadsContext):
         """
         context = self.launch.context
         if context is None or context.attention is None or self.key_cache is None:
-            # No cache: all tokens are one prompt, and nothing is kept.
+            # Without a cache, all tokens are one prompt and nothing is stored.
             return prompt_attention(self, query, key, value)
         return context.attention.attend(self, query, key, value, stores)

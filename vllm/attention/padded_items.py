@@ -57,7 +57,8 @@ class PaddedItems:
         )
         scale = layer.item_options.scale_of(query.shape[-1])
         if query_len == 1:
-            # Heads that share keys are queries of one head: a matmul instead of vectors.
+            # Treat the query heads that share a key head as queries of one head: one matmul instead
+            # of several vectors.
             by_head = query.unflatten(1, (key.shape[2], -1))
             key, value = key.transpose(1, 2), value.transpose(1, 2)
             read = naive_sdpa(by_head, key, value, self.is_seen, scale, None).flatten(1, 2)

@@ -161,7 +161,7 @@ class StateLayer(CachedLayer, ReadsContext):
         """
         context = self.launch.context
         if context is None or context.attention is None or not self.kv_caches:
-            # No cache: all tokens are one prompt, and nothing is kept.
+            # Without a cache, all tokens are one prompt and nothing is stored.
             states = tuple(
                 torch.zeros((1, *shape), dtype=dtype, device=inputs[0].device)
                 for shape, dtype in self.state_shapes()
@@ -230,8 +230,8 @@ class PaddedStates:
             out, states = layer.advance(tokens, self.lengths, before)
             for memory, x in zip(layer.provisional, tokens, strict=True):
                 memory.index_copy_(0, self.rows, x.to(memory.dtype))
-            # The state of a row with drafts has none of its tokens until it is known which are
-            # right.
+            # For a request with drafts, keep the state before them until it is known which are
+            # accepted.
             has_drafts = self.lengths > 1
             states = tuple(
                 torch.where(has_drafts.view(-1, *[1] * (x.dim() - 1)), x, y.to(x.dtype))

@@ -623,14 +623,14 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
 
     Numbers follow each other from the lowest bits on, also over the end of a word.
     """
-    if 32 % bits:  # 32 values take as many words as a value has bits
+    if 32 % bits:  # 32 values of n bits fill n whole words
         several = words.unflatten(1, (-1, bits)).long() & 0xFFFFFFFF
         places = torch.arange(32) * bits
         first, shifts = places // 32, places % 32
         low = several[..., first] >> shifts
         high = several[..., (first + 1).clamp(max=bits - 1)] << (32 - shifts)
         return ((low | high) & (1 << bits) - 1).to(torch.uint8).flatten(1)
-    numbers = words.contiguous().view(torch.uint8)  # four bytes of a word, the lowest first
+    numbers = words.contiguous().view(torch.uint8)  # the lowest byte of a word comes first
     if bits == 8:
         return numbers
     parts = [numbers >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]

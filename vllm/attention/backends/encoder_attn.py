@@ -41,10 +41,10 @@ def whole_prompts(num_tokens: Iterable[int] | IntArray) -> RaggedMetadata:
     num_blocks = -(-counts // _BLOCK_SIZE)
     first_blocks = np.cumsum(num_blocks, dtype=np.int32) - num_blocks
     slots = np.repeat(first_blocks * _BLOCK_SIZE, counts) + positions_within(counts)
-    # Columns after the blocks of a prompt are not read.
+    # Entries after the last block of a prompt are not read.
     tables = first_blocks[:, None] + np.arange(num_blocks.max(initial=0), dtype=np.int32)
     return RaggedMetadata(
-        num_decodes=0,  # the kernel of single tokens adds in another order
+        num_decodes=0,  # the decode kernel adds in a different order, so its results would differ
         slot_mapping=torch.from_numpy(slots.astype(np.int64)),
         block_tables=torch.from_numpy(tables),
         seq_lens=torch.from_numpy(counts),

@@ -36,8 +36,8 @@ also in a block with nothing to see."""
 
 _TINY = torch.finfo(torch.float32).tiny
 
-# Of the two reductions in torch that find the maximum of a row, cards document this one. On the
-# host it warns, once per process, that it is beta: here, where nobody is told.
+# torch has two reductions for the maximum of a row; Gaudi documents only this one. torch warns once
+# per process that it is beta: trigger that warning here, silenced.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.zeros(1, device="cpu").index_reduce(
@@ -124,11 +124,11 @@ def derive_decode_blocks(
     is_hidden = is_padding.view(-1, 1, 1) | (slot >= metadata.block_usage.view(-1, 1, 1))
     rows = groups.masked_fill(is_padding, 0)
     at = None
-    if options.needs_indices:  # of the queries of each entry
+    if options.needs_indices:  # indices of each entry's queries
         assert indices is not None
         at = indices.index_select(0, rows.long()).unsqueeze(-1)
     if indices is not None and query_len > 1:
-        # How many tokens each query is older than the newest one: it sees nothing younger.
+        # How much older each query is than the newest token; it must not attend to younger keys.
         back = (indices[:, -1:] - indices).index_select(0, rows.long())
         age_of_query = age - back.unsqueeze(-1)  # [N, Q, S]
         is_hidden = _without(is_hidden | (age_of_query < 0), options.sees(age_of_query, at))
@@ -205,7 +205,8 @@ def flat_paged_attention(
     shape = (*query.shape[:2], value_size)
     if blocks.query_len > 1:
         query = _queries_as_heads(query, num_kv_heads, blocks.query_len)
-        if alibi_slopes is not None:  # an older query's distances differ by a constant: no matter
+        # For older queries all biases shift by the same constant, which softmax ignores.
+        if alibi_slopes is not None:
             alibi_slopes = _numbers_of_heads(alibi_slopes, num_kv_heads, blocks.query_len)
         if sinks is not None:
             sinks = _numbers_of_heads(sinks, num_kv_heads, blocks.query_len)
@@ -219,7 +220,7 @@ def flat_paged_attention(
         fused = None
     if fused is not None:
         out, factor = _attend_fused(parts, scores, fused, blocks, num_kv_heads, query.dtype)
-    elif isinstance(normaliser, (float, int)):  # a union breaks the graph before torch 2.10
+    elif isinstance(normaliser, (float, int)):  # a union type breaks the graph before torch 2.10
         out, total = _attend(parts, scores, normaliser, blocks, query.dtype)
         factor = _sum_with_sinks(total, sinks, normaliser, blocks).reciprocal()
     else:
@@ -421,7 +422,7 @@ def _attend_fused(
     found = []
     for part, s in zip(parts, scores, strict=True):
         grouped = s.unflatten(1, (num_kv_heads, -1)).unsqueeze(3)  # [n, G, R, 1, S]
-        # Scores are hidden already: the bias hides nothing that is not a number.
+        # Scores already contain the mask, so the bias of the kernel is 0.
         bias = grouped.new_zeros(len(s), 1, 1, 1, s.shape[-1])
         found.append(kernels.block_softmax(grouped, bias, part.of(groups)))
     weighted = [
@@ -431,7 +432,7 @@ def _attend_fused(
     out, maxima, sums = (
         _joined(x) for x in (weighted, [x for _, x, _ in found], [x for _, _, x in found])
     )
-    # The kernel's result for a block of no request is not documented.
+    # For a block without a request, the result of the kernel is undefined.
     maxima = maxima.masked_fill(is_empty[:, None], HIDDEN)
     sums = sums.masked_fill(is_empty[:, None], _TINY)
     shape = [len(out), num_kv_heads, out.shape[1] // num_kv_heads, 1]

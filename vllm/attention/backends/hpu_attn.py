@@ -219,7 +219,7 @@ def prefill_attention(
     if stores:
         write_kv_cache(key, value, key_cache, value_cache, blocks.slots, scales)
     if blocks.context_blocks is not None and blocks.is_hidden is not None:
-        # A score of NaN would stay NaN under a mask, and values are finite.
+        # Clear keys that are masked: a score of NaN would remain NaN. Values are already finite.
         key_scale, value_scale = (None, None) if scales is None else (scales.key, scales.value)
         context_keys = _context(key_cache, blocks, key_scale, key.dtype)
         context_keys = context_keys.masked_fill(blocks.is_hidden, 0.0)

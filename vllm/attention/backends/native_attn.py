@@ -57,8 +57,8 @@ class RaggedMetadata:
         if isinstance(value_cache, int):
             value_cache, scales = key_cache[..., :value_cache], (layer.key_scales, layer.key_scales)
         options = (layer.options, AttentionTensors(layer.alibi_slopes, layer.sinks, *scales))
-        # All writes come before all reads, so a request may read blocks that another request of
-        # the same launch fills.
+        # All writes come before all reads, so a request may read blocks that another request of the
+        # same launch writes.
         slot_mapping, block_tables = self.slot_mapping, self.block_tables
         if layer.cache_group:
             slot_mapping, block_tables = self.more_groups[layer.cache_group - 1]

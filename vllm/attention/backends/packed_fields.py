@@ -53,7 +53,7 @@ class _Field:
     nested: "PackedFields[Any] | None"
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        if len(self.letters) == 1:  # most are, and every step on the host packs them
+        if len(self.letters) == 1:  # a fast path for most fields: every step packs them on the host
             return (sizes[self.letters[0]],)
         return tuple(sizes[letter] for letter in self.letters)
 

@@ -141,7 +141,8 @@ def _kernel_for(layer: AttentionLayer, kernel: SDPAKernel, mask: PromptMask) -> 
     """Return the kernel with what a layer has besides a mask; without one it gets the window."""
     attend = _whole_kernel_for(layer, kernel, mask)
     fp8 = None
-    # Windows and sinks of a kernel in fp8 are not documented for every build.
+    # Not every version of the FP8 kernel documents windows and sinks, so they use the other
+    # kernels.
     if attend is kernel and isinstance(kernel, FusedSDPA) and kernel.has_fp8:
         scales = layer.prompt_scales
         fp8 = None if scales is None else Fp8SDPA(kernel.kernels, scales)

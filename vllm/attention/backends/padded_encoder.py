@@ -28,7 +28,7 @@ class PaddedEncoder:
         device."""
         _, query_len = shape
         key = torch.arange(query_len, dtype=torch.int32, device=query_lens.device)
-        # A row of padding sees its first token, so that its softmax is of something.
+        # Padding rows attend to their first token, because softmax over no token gives NaN.
         is_there = key < query_lens.clamp(min=1)[:, None]
         mask = is_there[:, None, None].repeat(1, 1, query_len, 1)
         return cls(shape, mask, kernel)

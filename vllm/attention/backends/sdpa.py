@@ -155,7 +155,7 @@ class FusedSDPA:
         kernels = self.kernels
         if window is not None or sinks is not None:
             sinks = None if sinks is None else sinks.to(query.dtype)
-            # Padding on the right attends to tokens before it, so that no lengths are needed.
+            # Padding is on the right, so no real token attends to it and lengths are not needed.
             return kernels.sdpa(
                 *(query, key, value, mask),
                 is_causal=mask is None,
@@ -182,7 +182,8 @@ def _attend(
     out = kernel(
         *inputs, is_causal=True, scale=scale, softmax_mode=softmax_mode, valid_seq_len=valid_lens
     )
-    # The kernel leaves anything after the lengths, and the next layer multiplies it with 0.
+    # Beyond the lengths the kernel's output is undefined. Clear it: NaN would survive a later
+    # factor of 0.
     token = torch.arange(out.shape[2], dtype=valid_lens.dtype, device=valid_lens.device)
     return out.masked_fill(token[:, None] >= valid_lens.view(-1, 1, 1, 1), 0.0)
 
@@ -279,7 +280,7 @@ def _causal_score(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: 
 def _masked_score(mask: Tensor) -> _ScoreMod:
     is_per_head, is_bool = mask.shape[1] > 1, mask.dtype == torch.bool
     if not is_per_head:
-        mask = mask[:, 0]  # out here: a plain number among the indices fails in torch 2.6
+        mask = mask[:, 0]  # outside `masked`: an integer constant as an index fails in torch 2.6
 
     def masked(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = mask[row, head, query, key] if is_per_head else mask[row, query, key]
@@ -297,7 +298,8 @@ def require_flex(device: torch.device) -> None:
     token = torch.zeros(1, 1, 1, 16, device=device)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is not compiled, which is no matter here
+            # Torch warns that flex attention is not compiled, which does not matter here.
+            warnings.simplefilter("ignore")
             flex_sdpa(token, token, token, None, 1.0, None)
     except (ImportError, RuntimeError, ValueError) as error:
         raise ConfigError(

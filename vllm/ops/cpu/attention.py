@@ -98,7 +98,8 @@ def paged_attention_decode(
             f"seq_lens must be dense int32, got {seq_lens.dtype} with strides "
             f"{list(seq_lens.stride())}"
         )
-    out = query.new_empty(num_requests, num_heads, value_cache.shape[3])  # faster than a shape
+    # Separate arguments are faster than a shape.
+    out = query.new_empty(num_requests, num_heads, value_cache.shape[3])
     args = _arguments(
         *(kernels, query, key_cache, value_cache, block_tables, seq_lens.data_ptr(), out),
         *(options, tensors),
@@ -135,7 +136,8 @@ def paged_attention_prefill(
             "query_start_loc must have one entry more than seq_lens, and block_tables one row "
             f"for each, got {len(query_start_loc)}, {num_requests} and {list(block_tables.shape)}"
         )
-    # One buffer: to ask an array for its address takes longer than to fill one.
+    # One buffer for both arrays, because reading the address of an array takes longer than filling
+    # it.
     host = np.empty(2 * num_requests + 1, dtype=np.int32)
     starts, lens = host[: num_requests + 1], host[num_requests + 1 :]
     starts[:], lens[:] = query_start_loc, seq_lens
@@ -168,8 +170,8 @@ def full_attention(
     """
     num_images, num_heads, num_queries, head_size = query.shape
     num_keys = key.shape[2]
-    # The layers before have tokens first: of keys and values nothing is copied.
-    # Flat in between, as the stride of a dimension of size 1 may be any number.
+    # Keys and values are in memory order [token, head], so nothing is copied. `view(-1)` in
+    # between, because the stride of a dimension of size 1 is arbitrary.
     shape = (num_images, num_keys, num_heads, head_size)
     key_cache, value_cache = (each.transpose(1, 2).reshape(-1).view(shape) for each in (key, value))
     tables = torch.arange(num_images, dtype=torch.int32)[:, None]

@@ -55,7 +55,7 @@ class CPUKernels:
             text = library.vllm_cpu_abi()
         lines = [line.split(" ", 1) for line in (text or b"").decode().splitlines()]
         _refuse_stale(path, lines[0][1] if lines else "")
-        # `Any`: functions and structs of ctypes have no useful type.
+        # `Any`, because functions and structs of ctypes have no precise type.
         self.of: dict[torch.dtype, Any] = {dtype: SimpleNamespace() for dtype in _DTYPES.values()}
         self.plain: Any = SimpleNamespace()
         for kind, description in lines[1:]:
@@ -181,7 +181,7 @@ def _read_struct(description: str) -> _Described:
     name, size, declarations = description.split(" ", 2)
     fields = []
     for declaration in declarations.split(";")[:-1]:
-        # int64_t is ctypes.c_int64; a name that ctypes has not is an enum of int64_t.
+        # int64_t becomes ctypes.c_int64; a type that ctypes does not have is an enum of int64_t.
         number = f"c_{declaration.split()[0].removesuffix('_t')}"
         c_type = c_void_p if "*" in declaration else getattr(ctypes, number, c_int64)
         for declarator in declaration.split(","):

@@ -40,7 +40,8 @@ class PackedAdapter:
         self.is_float = any(part.a.dtype != torch.bfloat16 for part in known)
         self._structs = (kernels.LowRank * len(parts))()
         self.address = ctypes.addressof(self._structs)
-        # Of A, and of B: rows and columns of a tile, and what the columns are a multiple of.
+        # For A and for B: the tile's outputs and inputs, and the multiple to which inputs are
+        # padded.
         a_tiles = kernels.kRankBlock, kernels.kRankInputs, kernels.kRankInputs
         b_tiles = kernels.kPanel, 1 if self.is_float else 2, kernels.kRankBlock
         found: dict[int, _Tiled] = {}

@@ -94,7 +94,7 @@ class RowOperations:
         out_stride = heads * size
         if is_gated:
             out_stride = size = gated_size(size)
-            out = x.new_empty(*shape[:-1], size)  # twice as fast as torch.empty
+            out = x.new_empty(*shape[:-1], size)  # new_empty is twice as fast as torch.empty
         elif in_place:
             out, out_stride = x, stride
         elif top_k:

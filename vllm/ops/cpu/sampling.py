@@ -155,7 +155,8 @@ class SamplingKernels:
         if num_logprobs < 0:
             raise ValueError(f"num_logprobs must not be negative, got {num_logprobs}")
         given = token_ids
-        if given.dtype == torch.int64:  # what int32 does not hold stays out of the vocabulary
+        # Clamped, so that ids beyond int32 stay outside the vocabulary.
+        if given.dtype == torch.int64:
             given = given.clamp(-1, vocab_size)
         given = given.int().contiguous()
         _check("token_ids", given, torch.int32, (n,))
@@ -285,7 +286,8 @@ def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> 
 def _row_address(rows: Int64Array | None, n: int) -> int | None:
     address = _address("rows", rows, np.int64)
     if rows is not None and len(rows):
-        unsigned = rows.view(np.uint64)  # one look at each: a negative number is a large one
+        # One comparison finds negative ids too: as unsigned they are large.
+        unsigned = rows.view(np.uint64)
         if unsigned.max() >= n:
             raise ValueError(f"request index {rows[unsigned.argmax()]} must be below {n}")
     return address
@@ -296,4 +298,4 @@ def _address(name: str, x: npt.NDArray[Any] | None, dtype: type[np.generic]) -> 
         return None
     if x.dtype != dtype or x.ndim != 1 or not x.flags.c_contiguous:
         raise ValueError(f"{name} must be a dense vector of {dtype.__name__}, got {x.dtype}")
-    return torch.from_numpy(x).data_ptr()  # half the time of x.ctypes.data
+    return torch.from_numpy(x).data_ptr()  # takes half the time of x.ctypes.data

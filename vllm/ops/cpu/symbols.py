@@ -94,7 +94,8 @@ class Symbol:
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        parts = args[0] if args and isinstance(args[0], (tuple, list)) else ()  # of torch.cat
+        # Torch.cat takes a list of tensors.
+        parts = args[0] if args and isinstance(args[0], (tuple, list)) else ()
         symbols = [x for x in (*args, *parts) if isinstance(x, Symbol)]
         record = symbols[0].recorder.torch_functions.get(function) if symbols else None
         if record is None:
@@ -269,7 +270,7 @@ class Rows(Symbol):
 
     def __getitem__(self, index: Any) -> "Rows":
         if index == (..., slice(None, self.sizes[-1])):
-            return self  # nothing is cut off
+            return self  # the slice keeps everything
         end: Any = None
         if isinstance(index, tuple) and isinstance(index[-1], slice):
             end = index[-1].stop

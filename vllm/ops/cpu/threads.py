@@ -29,7 +29,7 @@ def compute_alone() -> None:
 
     `torch.set_num_threads` would also count for threads that begin later.
     """
-    torch.get_num_threads()  # which sets the number the first time that a thread asks
+    torch.get_num_threads()  # the first call in each thread sets its number of threads
     function = find_openmp("omp_set_num_threads")
     if function is not None:
         function.argtypes, function.restype = [ctypes.c_int], None

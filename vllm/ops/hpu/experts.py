@@ -93,12 +93,13 @@ class CardExperts:
                 )
             if self.options.limit is not None and self.operators.biased:
                 dim = 2 if has_inputs_first else 1
-                added = [  # the operator has no form without them
+                added = [  # the operator requires biases
                     weight.new_zeros(len(weight), weight.shape[dim]) if bias is None else bias
                     for bias, weight in zip(biases, (gate_up, down), strict=True)
                 ]
                 alpha, limit = self.options.alpha, self.options.limit
-                # A copy of the weights in each forward pass: the layer keeps gates before ups.
+                # `in_turn` copies the weights in each forward pass: the operator needs gates and
+                # ups interleaved, and the layer stores all gates before all ups.
                 return self.kernels.bias_moe(
                     *routed,
                     in_turn(gate_up, dim).unbind(0),

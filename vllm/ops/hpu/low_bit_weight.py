@@ -255,7 +255,8 @@ class _MinimumRows(LowBitWeight):
         self.register_parameter("numbers", None)
         if kernels is None:
             rows = torch.cat([each.T for each in codes]).contiguous()
-            self.numbers = _parameter(rows.view(torch.int8))  # 5 bits have no sign
+            # Codes of up to 5 bits are also valid as int8.
+            self.numbers = _parameter(rows.view(torch.int8))
 
     def widened(self, dtype: torch.dtype, part: Part = whole) -> Tensor:
         if self.words is not None:

@@ -39,7 +39,7 @@ class HPUMxfp4Experts(CardLayer):
     ) -> None:
         is_biased = card.options.limit is not None
         first, last = (_stacked(weights) for weights in (gate_up, down))
-        if is_biased:  # the operator has no form without biases
+        if is_biased:  # the operator requires biases
             biases = ExpertBiases(
                 *(
                     _zeros(stack[0]) if bias is None else bias
@@ -132,7 +132,8 @@ def prepare_mxfp4_experts(
         return None
     gates, ups, downs = stored
     pairs = (first.joined(second) for first, second in zip(gates, ups, strict=True))
-    both = [weight for weight in pairs if weight is not None]  # all, as they are of one kind
+    # All pairs can be joined or none, because they have the same kind of weights.
+    both = [weight for weight in pairs if weight is not None]
     return HPUMxfp4Experts(both, downs, biases, card)
 
 

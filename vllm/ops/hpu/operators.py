@@ -45,7 +45,7 @@ class HPUOps(NativeOps):
         self._kernels = bridge.kernels
         self._is_lazy, self._operators = bridge.is_lazy, ExpertOperators.of(bridge.kernels)
         self._fp8_max = bridge.fp8_max
-        # Compiled code cannot ask.
+        # Asked once here, because compiled code cannot ask.
         self._has_rms_norm = self._kernels.has("FusedRMSNorm")
         self._has_rotary = self._kernels.has("apply_rotary_pos_emb")
         self._has_sdpa = self._kernels.has("FusedSDPA")
@@ -95,7 +95,7 @@ class HPUOps(NativeOps):
             return super().rms_norm(x, weight, eps, offset)
         if offset:
             weight = weight + offset
-        # The kernel takes three dimensions or more; models launch with [T, hidden].
+        # The kernel needs at least three dimensions, and models have [T, hidden].
         shaped = x if x.dim() > 2 else x.reshape(1, -1, x.shape[-1])
         return self._kernels.rms_norm(shaped, weight, eps).view(x.shape)
 
@@ -111,7 +111,7 @@ class HPUOps(NativeOps):
         if not self._has_sdpa:
             return super().full_attention(query, key, value, mask, scale)
         if mask is not None:
-            # The kernel shares a mask among heads only.
+            # The kernel can broadcast a mask over heads, but not over other dimensions.
             num_heads = mask.shape[1] if mask.dim() == 4 else 1
             mask = mask.expand(query.shape[0], num_heads, query.shape[2], key.shape[2])
         scale = query.shape[3] ** -0.5 if scale is None else scale
@@ -137,7 +137,7 @@ class HPUOps(NativeOps):
         is_neox: bool,
         sections: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        # Rounded before they get there: one float32 operand makes the kernel return float32.
+        # Convert the angles first: a single float32 operand makes the kernel return float32.
         angles = angles_at(positions, cos_sin_cache, sections).to(dtype)[:, None]
         cos, sin = angles.chunk(2, dim=-1)
         return (_widen(cos, is_neox), _widen(sin, is_neox)) if self._has_rotary else (cos, sin)
@@ -164,5 +164,5 @@ def _widen(half: Tensor, is_neox: bool) -> Tensor:
     """Expand one value per pair, [T, 1, rot_dim / 2], to one per element, in the order of pairs."""
     if is_neox:
         return torch.cat((half, half), dim=-1)
-    # Unlike repeat_interleave, a view of fixed shape.
+    # Unlike repeat_interleave, this has a static shape.
     return torch.stack((half, half), dim=-1).flatten(-2)

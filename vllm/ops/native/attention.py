@@ -100,7 +100,7 @@ class NativeAttention(Ops):
         last_keys: np.ndarray | None = None,
     ) -> Tensor:
         check_attention(query, key_cache, value_cache, tensors)
-        # Numbers of an fp8 cache times their scales would be rounded in bfloat16.
+        # For an FP8 cache compute in float32, because bfloat16 would round value times scale.
         dtype = torch.float32 if key_cache.dtype in FP8_DTYPES else query.dtype
         block_size = key_cache.shape[1]
         shape = (*query.shape[:2], value_cache.shape[3])

@@ -58,7 +58,7 @@ def run_delta_rule(
     logs, beta = logs if is_by_key else logs[..., None], beta[..., None]
     q, k, v, logs, beta = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (q, k, v, logs, beta))
     outputs = []
-    state = state.unflatten(1, (num_groups, -1))  # [B, G, R, V, K], as all below
+    state = state.unflatten(1, (num_groups, -1))  # [B, G, R, V, K], as in all code below
     step = chunk * (_PIECE_BY_KEY if is_by_key else _PIECE)
     for start in range(0, length + padding, step):
         piece = slice(start, start + step)
@@ -124,7 +124,7 @@ def _fade_by_key(q: Tensor, k: Tensor, logs: Tensor) -> _Faded:
     size = k.shape[-2]
     places = torch.arange(size, device=k.device)
     starts, inner = places[::_BLOCK], places[:_BLOCK]
-    steps = logs.unflatten(-2, (-1, _BLOCK))  # [..., blocks, _BLOCK, K], as all in blocks
+    steps = logs.unflatten(-2, (-1, _BLOCK))  # [..., blocks, _BLOCK, K]
     is_before = places < starts[:, None]  # [blocks, Q]
     up_to_start = (places > places[:, None]) & is_before[:, None]  # [blocks, Q, Q]
     earlier = (up_to_start.to(logs.dtype) @ logs.unsqueeze(-3)).exp()
@@ -161,7 +161,8 @@ def _run_chunks(
         [B, N * Q, G, R, V], and the new state.
     """
     size = k.shape[-2]
-    # Token i corrects what token j before it has written: (1 + lower) corrections = beta * values.
+    # Token i corrects what earlier tokens j have written: solve (1 + lower) @ corrections = beta *
+    # values.
     solved = invert_unit_lower((faded.overlaps * beta).tril(-1))
     corrections = solved @ (v * beta)
     reads = torch.cat((solved @ (k * (beta * faded.left)), q * faded.left), dim=-2)

@@ -119,7 +119,7 @@ def sum_of_experts(
     for expert, (is_other, weight) in enumerate(choices):
         given = (x * weight).to(x.dtype) if options.scales_inputs else x
         result = down(expert, activated(ops, gate_up(expert, given), options))
-        if options.scales_inputs:  # also of experts without a bias, which give zero for zero
+        if options.scales_inputs:  # clears the bias where the expert was not chosen
             weight = (~is_other).any(-1, keepdim=True).float()
         out += weight * result
     return out.to(x.dtype)

@@ -102,7 +102,7 @@ class NativeOps(NativeAdapters, NativeAttention, NativeDeltaRule, NativeExperts,
         return F.relu(x).square()
 
     def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
-        # In float32, without softplus and expm1, which cards do not have.
+        # In float32 and without softplus and expm1, which Gaudi does not support.
         p, n = (alpha.float().exp().add(1.0).log() for alpha in (alpha_p, alpha_n))
         y = x.float()
         below = (y.clamp(max=-1e-6).exp() - 1.0 - y) * (n + 0.5)

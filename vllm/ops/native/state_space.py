@@ -127,7 +127,7 @@ def faded_between(logs: Tensor) -> Tensor:
     size = logs.shape[-1]
     places = torch.arange(size, device=logs.device)
     is_later = places[:, None] > places
-    # Sums of the tokens between, and not differences of sums, which lose what they have in common.
+    # Add up the tokens in between. Differences of cumulative sums would lose precision.
     steps = logs[..., :, None].expand(*logs.shape, size).masked_fill(~is_later, 0.0)
     return steps.cumsum(-2).masked_fill(places[:, None] < places, float("-inf")).exp()
 

@@ -118,7 +118,8 @@ class FusedDecodeStep:
         self._vectors: IntArray = np.empty((4, 0), np.int32)
         self._token_ids: IntArray = np.empty(0, np.int32)
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._scratch_for = (0, 0, 0)  # tokens, decodes, threads
+        # Sizes for which scratch memory exists: tokens, decodes, threads.
+        self._scratch_for = (0, 0, 0)
 
     def run(
         self,
@@ -235,7 +236,8 @@ class FusedDecodeStep:
     def _grow(self, num_tokens: int, num_decodes: int, num_threads: int) -> None:
         """Make room for steps of so many tokens and decodes."""
         launch = self._launch
-        # Arguments are copied here, where their addresses are known: to ask an array takes longer.
+        # Arguments are copied into these arrays, whose addresses are read once, because reading the
+        # address of an array is slow.
         self._vectors = np.empty((4, num_tokens), np.int32)
         addresses = [vector.ctypes.data for vector in self._vectors]
         launch.rows, launch.num_computed, launch.num_scheduled, launch.counts = addresses

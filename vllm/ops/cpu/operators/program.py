@@ -131,7 +131,7 @@ class Program:
         self._launch = kernels.ProgramLaunch()
         self._addresses = ctypes.addressof(self._struct), ctypes.addressof(self._launch)
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._scratch_for = (0, 0)  # tokens, threads
+        self._scratch_for = (0, 0)  # sizes for which scratch memory exists: tokens, threads
 
     @property
     def num_groups(self) -> int:

@@ -315,7 +315,7 @@ class Recorder(CPUOps):
             scalar=options.scale,
             second_scalar=options.tolerance,
         )
-        return out, out  # ids and weights are one
+        return out, out  # one symbol stands for both ids and weights
 
     def experts(self, experts: PackedExperts, x: Rows, ids: Any, weights: Any) -> Rows:
         """Run the experts of each token, as `route` has chosen them."""
@@ -398,7 +398,7 @@ class Recorder(CPUOps):
         caches = [layer.key_cache]
         shape, dtype = _check_heads(query, key, value, caches[0]), caches[0].dtype
         self._bind(shape[0], shape[1])
-        if value is None:  # it is a part of the key
+        if value is None:  # the value is a part of the key
             value_size: int = layer.value_cache
         else:
             value_size, caches = shape[3], [*caches, layer.value_cache]

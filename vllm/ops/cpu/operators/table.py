@@ -288,7 +288,8 @@ class CPUOps(NativeOps):
         if key is None:
             key = query[:, :0]
         if positions.dim() == 2:
-            # The kernel takes one position per token: here the index of its angles.
+            # The kernel takes one index per token into a table of angles. With several positions
+            # per token, make a table with one entry per token.
             cos_sin_cache = angles_at(positions, cos_sin_cache, sections)
             positions = torch.arange(len(cos_sin_cache))
         num_tokens, num_heads, head_size = query.shape

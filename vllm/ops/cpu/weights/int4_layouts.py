@@ -11,7 +11,8 @@ from torch import Tensor
 
 SMALLEST_BLOCK = 8
 """A group has a multiple of so many inputs, or all."""
-_BLOCKS = (128, 64, 32, 16, SMALLEST_BLOCK)  # inputs that share a scale, csrc/cpu/linear_format.h
+# Numbers of inputs that share a scale; see csrc/cpu/linear_format.h.
+_BLOCKS = (128, 64, 32, 16, SMALLEST_BLOCK)
 NO_ZERO = 8
 """The zero point where the kernels are given none."""
 

@@ -46,7 +46,8 @@ def minimum_panels(weight: MinimumWeight, panel: int) -> Tensor:
         _words(in_panels(scales.multipliers, per_factor).permute(0, 2, 3, 1))
         for scales in (weight.scales, weight.minimums)
     ]
-    if weight.bits == 5:  # four inputs in each of eight bits
+    # Byte j has the fifth bits of the inputs j, j + 4, ..., j + 28, from the lowest bit on.
+    if weight.bits == 5:
         high = (codes >> 4).flatten(-2).unflatten(-1, (8, 4))
         bits = high << torch.arange(8, dtype=torch.uint8)[:, None]
         parts.append(_words(bits.sum(-2, dtype=torch.uint8))[..., 0].permute(0, 2, 3, 1))
@@ -61,5 +62,6 @@ def minimum_panels(weight: MinimumWeight, panel: int) -> Tensor:
 
 def _words(values: Tensor) -> Tensor:
     """View values of some bytes each [..., n] as int32 words, [..., n * bytes / 4]."""
-    flat = values.flatten().view(torch.int32)  # dense, whatever strides dimensions of size 1 had
+    # Flattened first, because the stride of a dimension of size 1 is arbitrary.
+    flat = values.flatten().view(torch.int32)
     return flat.view(*values.shape[:-1], -1)

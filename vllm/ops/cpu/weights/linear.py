@@ -168,7 +168,7 @@ class PackedWeight:
         """
         num_out, num_in = codes.shape
         padded = _round_up(num_out)
-        # Where the kernels look for the inputs of a word (csrc/cpu/linear_format.h).
+        # The order of the four inputs of a word that the kernels expect (csrc/cpu/linear_format.h).
         in_words = codes.unflatten(1, (-1, 4))[..., [0, 2, 1, 3]]
         if weight_format is WeightFormat.TABLE4:
             in_words = in_words[:, ::2] | in_words[:, 1::2] << 4

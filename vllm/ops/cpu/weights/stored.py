@@ -154,7 +154,7 @@ def _pack_mxfp4(weight: Mxfp4Weight) -> PackedWeight | None:
     if weight.shape[0] % 8 or not _are_halves(halves):
         return None
     words = weight.blocks.flatten(1).view(torch.int32).T.contiguous()
-    zeros = torch.full(halves.shape, NO_ZERO, dtype=torch.uint8)  # the format has none
+    zeros = torch.full(halves.shape, NO_ZERO, dtype=torch.uint8)  # this format has no zero points
     groups = make_groups(weight.shape, words, halves, zeros, None)
     return PackedWeight.from_groups(words, groups, False, WeightFormat.MXFP4)
 
@@ -166,7 +166,7 @@ def _pack_nvfp4(weight: Nvfp4Weight) -> PackedWeight | None:
         return None
     halves = weight.scales.float().T / 2
     words = weight.packed.contiguous().view(torch.int32).T.contiguous()
-    zeros = torch.full(halves.shape, NO_ZERO, dtype=torch.uint8)  # the format has none
+    zeros = torch.full(halves.shape, NO_ZERO, dtype=torch.uint8)  # this format has no zero points
     groups = make_groups(weight.shape, words, halves, zeros, None)
     packed = PackedWeight.from_groups(words, groups, False, WeightFormat.MXFP4)
     packed.scale_outputs(weight.factors)
