@@ -185,6 +185,6 @@ def _find_template(tokenizer: "PreTrainedTokenizerBase", options: ChatOptions) -
     tools = None if options.tools is None else [dict(tool) for tool in options.tools]
     try:
         template: str = tokenizer.get_chat_template(options.chat_template, tools)
-    except ValueError as error:  # several templates, and none is the default
+    except ValueError as error:  # there are several templates and no default
         raise RequestError(str(error), param="chat_template") from error
     return template

@@ -66,7 +66,7 @@ class AnthropicRoute(BodyRoute):
             try:
                 return await handle(request)
             except ClientDisconnected:
-                raise  # the client has left: no answer is needed
+                raise  # the client has disconnected and gets no answer
             except Exception as error:  # last resort: only this request fails
                 return error_response(_PATH, error)
 
@@ -79,5 +79,5 @@ class AnthropicStream(EventStream):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
-        except Exception as error:  # last resort, as above; nothing has been sent yet
+        except Exception as error:  # as above; no response has begun yet
             await error_response(_PATH, error)(scope, receive, send)

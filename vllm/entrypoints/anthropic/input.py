@@ -199,7 +199,7 @@ def _read_tool(where: str, tool: Mapping[str, Any]) -> Tool | None:
     schema = tool.get("input_schema")
     if isinstance(schema, Mapping):
         function["parameters"] = dict(schema)
-    elif schema is not None:  # a tool without one has no arguments
+    elif schema is not None:  # without a schema, the tool has no arguments
         raise RequestError(
             f"{where}.input_schema must be a JSON schema (an object), got {schema!r:.80}",
             param=f"{where}.input_schema",

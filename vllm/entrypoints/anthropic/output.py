@@ -67,7 +67,8 @@ class MessageWriter:
 
     def add_reasoning(self, delta: str) -> list[Event]:
         """Add reasoning."""
-        # A signature would let Anthropic's servers trust a block; here nothing depends on it.
+        # The signature is empty: Anthropic's servers sign blocks to verify them later, and this
+        # server does not verify them.
         events = self._enter({"type": "thinking", "thinking": "", "signature": ""})
         return [*events, self._delta(delta)]
 
@@ -92,7 +93,8 @@ class MessageWriter:
         events += self._enter({"type": "tool_use", "id": call_id, "name": name, "input": {}})
         if arguments := function.get("arguments"):
             self._parts.append(arguments)
-            events.append(self._event_of_delta(""))  # a sign of life
+            # An empty delta shows the client that the connection is alive.
+            events.append(self._event_of_delta(""))
         return events
 
     def finish(

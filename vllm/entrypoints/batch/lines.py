@@ -101,7 +101,8 @@ async def _work(
         if record["error"] is not None:
             counts.failures[_reason(record["error"])] += 1
         waiting[index] = msgspec.json.encode(record) + b"\n"
-        # A record waits for the records of the lines before it.
+        # Write records in the order of the input: a record waits until all earlier ones are
+        # complete.
         while (ready := waiting.pop(counts.num_written, None)) is not None:
             sink(ready)
             counts.num_written += 1

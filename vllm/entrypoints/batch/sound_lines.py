@@ -82,7 +82,7 @@ def _values(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in fields.items():
         for each in value if isinstance(value, list) else [value]:
             if each is not None:
-                # Quotes and line breaks would end the name.
+                # Replace quotes and line breaks, which would end the field name in the header.
                 yield name.translate(_UNSAFE), str(each).lower() if isinstance(each, bool) else each
 
 

@@ -208,7 +208,8 @@ class _StreamReader:
             has_output = has_output or bool(text)
             if choice.finish_reason is not None:
                 record.finish_reason = choice.finish_reason
-                # All tokens may be without text: special ones, or half a character.
+                # A choice counts as output even if its tokens have no text, such as special tokens
+                # or a part of a character.
                 has_output = has_output or not record.output_s
                 if choice.finish_reason == "error":
                     self._error = self._error or "finish_reason: error"
@@ -262,7 +263,7 @@ class SseParser:
             ValueError: an event does not end.
         """
         text = self._rest + piece if self._rest else piece
-        # Nearly every piece is one event with one line.
+        # A fast path, because nearly every piece is exactly one event with one line.
         if text.endswith(b"\n\n") and text.startswith(b"data: ") and text.count(b"\n") == 2:
             self._rest = b""
             return [text[6:-2]]

@@ -92,7 +92,8 @@ class HttpClient:
         except self._aiohttp.ClientError as error:
             if isinstance(error, self._aiohttp.ServerDisconnectedError):
                 raise ConnectionError("the server closed the connection") from None
-            reason = getattr(error, "message", None) or error  # without the URL, if there is one
+            # `message` lacks the URL, if the error has it.
+            reason = getattr(error, "message", None) or error
             raise ConnectionError(" ".join(str(reason).split())) from None
 
     async def close(self) -> None:

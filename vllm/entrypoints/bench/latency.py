@@ -40,12 +40,12 @@ def run(args: argparse.Namespace) -> None:
     for name in ("batch_size", "input_len", "output_len", "num_iters"):
         if getattr(args, name) < 1:
             raise ConfigError(f"{name} must be at least 1, got {getattr(args, name)}")
-    offline.sampling(1, args)  # raises before the model is loaded
+    offline.sampling(1, args)  # wrong arguments raise before the model is loaded
     report.check_writable(args.output_json)
     llm = offline.make_llm(args)
     for iteration in range(args.num_iters_warmup):
         _time_batch(llm, args, args.output_len, seed=-1 - iteration)
-    # A batch with a single output token is prefill; what the rest adds is decode.
+    # The time of a batch with one output token is prefill; the rest of a whole batch is decode.
     first_s = [_time_batch(llm, args, 1, seed=2 * i) for i in range(args.num_iters)]
     whole_s = [_time_batch(llm, args, args.output_len, 2 * i + 1) for i in range(args.num_iters)]
     result = _summarize(llm, args, first_s, whole_s)
@@ -64,7 +64,7 @@ def _time_batch(llm: "LLM", args: argparse.Namespace, num_tokens: int, seed: int
     dataset = DatasetArgs(
         name="random", num_prompts=args.batch_size, input_len=args.input_len, seed=seed
     )
-    # In most vocabularies the first ids are special tokens.
+    # In most vocabularies the first ids are special tokens, so skip them.
     requests = random_requests(dataset, range(min(16, vocab_size - 1), vocab_size))
     prompts: Any = [{"prompt_token_ids": request.prompt} for request in requests]
     params = offline.sampling(num_tokens, args)

@@ -131,13 +131,13 @@ async def run_load(
     finally:
         sending.cancel()
         stopping.cancel()
-        # A task that was cancelled before it began has no record: its request was not sent.
+        # A task that is cancelled before it starts has no record, because its request was not sent.
         for task in list(tasks):
             task.cancel()
         ended = await asyncio.gather(sending, stopping, *tasks, return_exceptions=True)
         run.end_s = max((r.end_s for r in run.records), default=time.perf_counter())
     for result in ended:
-        if isinstance(result, Exception):  # a bug here, not a failed request
+        if isinstance(result, Exception):  # a bug of this program and not a failed request
             raise result
 
 

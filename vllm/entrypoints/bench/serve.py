@@ -121,7 +121,8 @@ async def _measure_with(
         result["images_per_request"] = round(per_request, 3)
         result["image_throughput"] = per_request * result["request_throughput"]
     if math.isfinite(args.request_rate) and args.max_concurrency is None:
-        # How late requests were sent: above a few ms, this side was too slow for the load.
+        # How late requests were sent. More than a few ms means that the client was too slow for the
+        # load.
         lags_ms = [record.lag_s * 1e3 for record in load.records]
         result["p99_send_lag_ms"] = statistics.describe(lags_ms, [99])["p99"]
     return result, load
@@ -173,7 +174,7 @@ def _stop_at_ctrl_c() -> Iterator[asyncio.Event]:
 
     try:
         loop.add_signal_handler(signal.SIGINT, handle)
-    except (ValueError, RuntimeError):  # not the main thread: Ctrl-C is not ours
+    except (ValueError, RuntimeError):  # not the main thread, which handles Ctrl-C
         yield stop
         return
     try:
@@ -186,7 +187,7 @@ def _allow_many_sockets() -> None:
     """Raise the limit of open files: every request in flight is one, and the usual limit of 1,024
     is soft."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # some systems cap it lower than they say
+    with suppress(ValueError, OSError):  # some systems have a lower limit than they report
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 

@@ -80,7 +80,7 @@ def summarize(
     failed = [r for r in run.records if not r.is_cut and r.error is not None]
     duration_s = max(run.duration_s, 1e-9)
     num_input = sum(r.num_prompt_tokens for r in done)
-    # Output of failed or interrupted requests took time, but is not counted.
+    # The output of failed or interrupted requests is not counted, although it took time.
     num_output = sum(r.num_output_tokens for r in done)
     num_pieces = sum(len(r.output_s) for r in done)
     result: dict[str, Any] = {

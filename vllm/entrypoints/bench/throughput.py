@@ -37,13 +37,13 @@ def run(args: argparse.Namespace) -> None:
         ConfigError: a flag is out of its range, a file cannot be used, or the engine cannot start.
     """
     dataset = read_dataset_flags(args)
-    offline.sampling(1, args)  # raises before the model is loaded
+    offline.sampling(1, args)  # wrong arguments raise before the model is loaded
     report.check_writable(args.output_json)
     llm = offline.make_llm(args)
     requests = _make_requests(llm, dataset)
     prompts = [_prompt(request, llm) for request in requests]
     params = [offline.sampling(request.max_tokens, args) for request in requests]
-    # One short request, so that what happens once does not count.
+    # A short request first, so that one-time work is not measured.
     llm.generate(prompts[:1], [offline.sampling(2, args)], use_tqdm=False)
     llm.reset_prefix_cache()
     llm.llm_engine.reset_mm_cache()
@@ -66,7 +66,7 @@ def _make_requests(llm: "LLM", dataset: DatasetArgs) -> list[BenchRequest]:
         ids: Sequence[int] = range(min(16, vocab_size - 1), vocab_size)
         if dataset.images is not None:
             _check_reads_images(llm)
-            ids = ordinary_ids(llm.get_tokenizer())  # others represent pictures
+            ids = ordinary_ids(llm.get_tokenizer())  # ordinary_ids leaves out image placeholders
         return with_images(dataset, random_requests(dataset, ids))
     return file_requests(dataset, llm.get_tokenizer(), config.scheduler.max_model_len)
 

@@ -117,7 +117,8 @@ class Calibration:
         if state.get("scale_method") != self.settings.scale_method:
             state["done"] = [s for s in state["done"] if s in steps_before("quantize")]
         state["scale_method"] = self.settings.scale_method
-        self._write_configs()  # also after earlier runs: the folder may have been moved
+        # Written again, because the folder may have been moved since an earlier run.
+        self._write_configs()
         if step is not None:
             self._do(step, f"step 1 of 1, {step}", state)
             return state
@@ -141,7 +142,7 @@ class Calibration:
                 f"--step {name} needs {STEPS[name].flag}, the number of devices to make scales for"
             )
         self.say(line)
-        # The steps that depend on this one have to be done again.
+        # Steps that depend on this one must run again.
         state["done"] = [s for s in state["done"] if s in steps_before(name)]
         getattr(self, f"_{name}")(state)
         state["done"].append(name)
@@ -191,7 +192,7 @@ class Calibration:
                 batch = samples[start : start + size]
                 prompts = [TokensPrompt(prompt_token_ids=sample) for sample in batch]
                 llm.generate(prompts, params, use_tqdm=False)
-                # After each batch, so that a stopped run continues here.
+                # Save after each batch, so that a stopped run can continue here.
                 llm.collective_rpc("save_measurements", args=(True,))
                 state["num_measured"] = start + len(batch)
                 self.folder.write_state(state)

@@ -104,7 +104,7 @@ class ApiClient:
         data = None if body is None else json.dumps(body).encode()
         try:
             connection.connect()
-            connection.sock.settimeout(None)  # no timeout: an answer may take long
+            connection.sock.settimeout(None)  # no timeout, because an answer may take long
             target = self._url.path.rstrip("/") + path
             connection.request(method, target, data, self._headers)
             return connection.getresponse()

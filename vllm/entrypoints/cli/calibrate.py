@@ -115,7 +115,7 @@ def add_parser(
         "VLLM_SKIP_WARMUP=false is set; the flag overrides the variable)",
     )
     EngineArgs.add_cli_args(parser)
-    # Short names of the scripts for Gaudi, for flags of the engine.
+    # Short flags that the calibration scripts for Gaudi use.
     for name, flag, options in (
         ("-m", "model", {"metavar": "MODEL"}),
         ("-t", "tensor_parallel_size", {"type": int, "metavar": "N"}),

@@ -140,7 +140,7 @@ def _print_table(model: str | None, results: "Iterable[CheckResult]") -> "list[C
         sys.stdout.write(f"{result.name:<{width}}  {result.status:<6}  {result.detail}{took}\n")
         if result.status == "fail":
             sys.stdout.write(f"  expected: {result.expected}\n  to do: {result.advice}\n")
-        sys.stdout.flush()  # a card compiles for minutes in the worst case
+        sys.stdout.flush()  # show progress: compiling a check may take minutes
         done.append(result)
     totals = _totals(done)
     elapsed_s = sum(result.elapsed_ms for result in done) / 1e3

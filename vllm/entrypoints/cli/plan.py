@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan. Returns the exit code."""
     device, host_bytes = _device(args.device), _host_bytes(args)
     _check_num_cards(args.num_cards)
-    # A card of this machine is not opened: its library would take the device name "hpu".
+    # Do not load the Gaudi library, even if it is installed: it would claim the device name "hpu".
     envs.export("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     log = logging.getLogger("vllm")
     level = log.level
@@ -136,7 +136,7 @@ def _plan(args: argparse.Namespace, device: str, host_bytes: int | None) -> int:
     if args.request_rate is not None:
         traffic = _at_rate(traffic, args.request_rate)
     if envs.get().VLLM_BUCKETING_STRATEGY != "optimal":
-        args.traffic = None  # the engine has its buckets without it
+        args.traffic = None  # a plan for given buckets does not depend on the traffic
     if traffic is None and args.write_buckets is not None:
         raise ConfigError(
             f"--write-buckets {args.write_buckets} needs --traffic: buckets are chosen for it"
@@ -334,7 +334,7 @@ def _search(
             raise ConfigError(found or _in_cards(str(error))) from error
 
     is_given = args.num_cards is not None or args.tensor_parallel_size is not None
-    is_given = is_given or num_cards > 1  # in the file of --config
+    is_given = is_given or num_cards > 1  # set in the file of --config
     return search_cards(
         make_plan,
         goals,

@@ -197,7 +197,7 @@ def _read_part(where: str, kind: str, part: Mapping[str, Any], is_local: bool) -
     key = next((name for name in names if part.get(name) is not None), names[0])
     given: Any = part.get(key)
     detail = part.get("detail")
-    if isinstance(given, MediaPart):  # it has been read, and maybe fetched
+    if isinstance(given, MediaPart):  # it was already read, and perhaps fetched
         return given
     name = f"{where}.{key}"
     if key.endswith("_url") and isinstance(given, Mapping):

@@ -95,7 +95,7 @@ def render_conversation(
     if marks is None:
         return Rendering(text)
     text, literals, written = marks.remove(text)
-    if not order:  # a user may also have written half of a placeholder at the end of a text
+    if not order:  # without media, text that looks like a placeholder is ordinary text of the user
         return Rendering(text, literals=list(range(len(literals) + written.total())))
     expected = marks.count(order)
     for kind in texts:

@@ -259,7 +259,7 @@ class Template:
             return self.render(probe, tools)
         except MemoryError:
             raise
-        except Exception:  # a template is foreign code: a probe that fails is an answer
+        except Exception:  # a failed probe is a result too, because a template may raise anything
             return None
 
 

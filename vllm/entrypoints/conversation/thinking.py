@@ -11,7 +11,7 @@ from typing import Any
 _SWITCHES: Mapping[str, Mapping[bool, object]] = {
     "enable_thinking": {True: True, False: False},  # Qwen, GLM, Hunyuan, ERNIE
     "thinking": {True: True, False: False},  # DeepSeek, Granite, Kimi, Holo
-    "thinking_budget": {False: 0},  # Seed-OSS: a number of tokens, or as many as it takes
+    "thinking_budget": {False: 0},  # Seed-OSS: a number of tokens; without it there is no limit
 }
 """Argument of a template -> its value for a model that thinks (True) and one that does not (False).
 A value that is missing leaves the argument out."""

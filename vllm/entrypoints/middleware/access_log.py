@@ -31,7 +31,7 @@ class AccessLog:
             await self.app(scope, receive, send)
             return
         start = time.perf_counter()
-        status = 0  # no response, because the client disconnected before
+        status = 0  # the client disconnected before the response
 
         async def watch(message: Message) -> None:
             nonlocal status

@@ -39,7 +39,7 @@ class Authentication:
         given = _given_key(scope)
         if given is None:
             return False
-        # All keys are compared, in constant time, so that the duration reveals nothing about them.
+        # Compare with all keys in constant time, so that the duration reveals nothing about them.
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         return any(matches)
 

@@ -47,7 +47,7 @@ def decompress(data: bytes, encoding: str, max_bytes: int) -> bytes:
         return _read(memoryview(data), _ZstdReader, max_bytes)
     try:
         return _read_deflate(data, zlib.MAX_WBITS, max_bytes)
-    except DecompressionError:  # many clients leave out the header of zlib
+    except DecompressionError:  # raw deflate: many clients leave out the zlib header
         return _read_deflate(data, -zlib.MAX_WBITS, max_bytes)
 
 
@@ -101,7 +101,7 @@ def _read(
 ) -> bytes:
     parts: list[bytes] = []
     num_bytes = 0
-    while data:  # there may be several members or frames
+    while data:  # the data may consist of several gzip members or zstd frames
         reader = open_reader()
         while not reader.eof:
             try:

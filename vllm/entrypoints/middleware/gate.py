@@ -70,7 +70,7 @@ class Gate:
                 return
             body = await receive()
             if not await self._wait(receive):
-                return  # the client has left
+                return  # the client has disconnected
             receive = replay(body, receive)
         if startup.error is not None:
             await refuse(scope, receive, send, _failed(startup.error, self._context.is_draining))

@@ -102,7 +102,7 @@ class BodyLimits:
         if body is not None:
             num_bytes = len(body)
             receive = replay({"type": "http.request", "body": body, "more_body": False}, receive)
-            del body  # so that the body is freed as soon as the route has read it
+            del body  # frees the body as soon as the route has read it
             try:
                 await self.app(scope, receive, send)
             finally:
@@ -117,7 +117,7 @@ class BodyLimits:
             if int(length[:20]) == 0:
                 return None
         elif get_header(scope, b"transfer-encoding") is None:
-            return None  # no body
+            return None  # the request has no body
         encoding = _encoding_of(scope)
         if encoding and encoding not in ENCODINGS:
             message = f"Content-Encoding must be one of {', '.join(ENCODINGS)}, got "
@@ -181,7 +181,8 @@ def _encoding_of(scope: Scope) -> str:
     return "" if given == "identity" else given.removeprefix("x-")
 
 
-_CLOSE = {"Connection": "close"}  # the rest of the body must not be parsed as a request
+# Close the connection: the unread rest of the body must not be parsed as a request.
+_CLOSE = {"Connection": "close"}
 
 
 class _TooLarge(Exception):

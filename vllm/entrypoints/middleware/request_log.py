@@ -51,7 +51,7 @@ class RequestLog:
         try:
             body = msgspec.json.decode(data)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            return  # the answer will name the error
+            return  # the response reports the error
         text = json.dumps(shorten(without_media(body), self._max_log_len), ensure_ascii=True)
         path, request_id = route_path(scope), get_header(scope, b"x-request-id")
         fields = {"path": path, "request_id": request_id}

@@ -36,7 +36,7 @@ def find_middleware(name: str) -> Any:
     """
     try:
         found = load_name(name)
-    except Exception as error:  # foreign code, which may raise anything
+    except Exception as error:  # code of a user may raise anything
         raise ConfigError(
             f"middleware={name!r} cannot be imported: {type(error).__name__}: {error}. Give it as "
             "module.name, with the module on Python's path."

@@ -56,7 +56,7 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
         help="YAML file with flags, without their dashes; flags of the command line have priority",
     )
     EngineArgs.add_cli_args(parser)
-    # Some flags that the engine by itself refuses belong to the server.
+    # "resolve", because the server accepts some flags that the engine alone refuses.
     group = parser.add_argument_group(
         "ServerArgs", (ServerArgs.__doc__ or "").strip(), conflict_handler="resolve"
     )
@@ -65,8 +65,8 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     for argument in SERVER_COMPAT.values():
         add_compat_flag(parser, argument)
     for action in parser._actions:
-        # Absent flags must differ from flags that are given with their default value, because a
-        # file may set them.
+        # No defaults here: flags that are absent must differ from flags that are given with their
+        # default value, because a config file may set the absent ones.
         if action.default is not argparse.SUPPRESS:
             action.default = None
     return parser

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.batch.lines import BatchCounts
 
-# Not __name__: this module is also run as a program.
+# A literal name, because __name__ is "__main__" if this module runs as a program.
 logger = init_logger("vllm.entrypoints.openai.run_batch")
 
 _SHOWN_FAILURES = 3
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
                     )
                 )
             except asyncio.CancelledError:
-                raise KeyboardInterrupt from None  # SIGTERM ends a batch as Ctrl-C does
+                raise KeyboardInterrupt from None  # SIGTERM ends a batch in the same way as Ctrl-C
 
 
 async def _run(
@@ -135,7 +135,7 @@ async def _run(
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    # There are no clients, so no keys, no limit for waiting requests, and no log line per request.
+    # A batch has no clients, so it needs no keys, no limit of waiting requests and no access log.
     args = dataclasses.replace(
         args, api_key=(), middleware=(), max_queued_requests=None, disable_uvicorn_access_log=True
     )
@@ -149,7 +149,7 @@ async def _run(
     )
     context = ServerContext(args, engine, created=time.time())
     try:
-        # The core's process imports its modules at the same time as this one.
+        # The core's process imports its modules while this process imports its own.
         engine.prepare()
         app = await asyncio.to_thread(build_app, context)
         await engine.start()

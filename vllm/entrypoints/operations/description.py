@@ -32,4 +32,4 @@ async def openapi(request: Request) -> JSONResponse:
 
 def _describe(app: FastAPI) -> dict[str, Any]:
     with _lock:
-        return app.openapi()  # which keeps it
+        return app.openapi()  # FastAPI caches the description

@@ -66,7 +66,8 @@ async def collective_rpc(request: Request, call: WorkerCall) -> Response:
     results = await get_context(request).engine.collective_rpc(
         call.method, call.timeout, call.args, call.kwargs
     )
-    body = msgspec.json.encode({"results": results})  # bytes in base64, and NaN as null
+    # Msgspec encodes bytes as base64 and NaN as null.
+    body = msgspec.json.encode({"results": results})
     return Response(body, media_type="application/json")
 
 

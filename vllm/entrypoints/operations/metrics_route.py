@@ -118,7 +118,7 @@ class CountHttp:
         try:
             await self.app(scope, receive, watch)
         except Exception:
-            status = status or 500  # an exception that nothing else has handled becomes a 500
+            status = status or 500  # an unhandled exception becomes a 500
             raise
         finally:
             seconds = time.perf_counter() - start

@@ -20,5 +20,6 @@ def plan_page(plan: Mapping[str, Any]) -> str:
     """
     page = load_page("plan")
     policy = f'<meta http-equiv="Content-Security-Policy" content="{page.file_policy}">'
-    data = json.dumps(plan, allow_nan=False).replace("<", "\\u003c")  # no text ends the script
+    # Escaped, so that no string can close the script element.
+    data = json.dumps(plan, allow_nan=False).replace("<", "\\u003c")
     return page.body.decode().replace(_POLICY, policy).replace(_PLAN, data)

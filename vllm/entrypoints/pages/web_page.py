@@ -59,8 +59,9 @@ def load_page(name: str) -> WebPage:
         "content-security-policy": f"{policy}; connect-src 'self'; frame-ancestors 'none'",
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
-        "x-dns-prefetch-control": "off",  # showing a link must not cause a DNS look-up
-        "cache-control": "no-cache",  # the browser asks each time; the etag makes the answer short
+        "x-dns-prefetch-control": "off",  # prevents DNS look-ups for links that the page only shows
+        # The browser revalidates each time; thanks to the ETag the answer is short.
+        "cache-control": "no-cache",
         "etag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
     }
     return WebPage(body, headers, policy)
@@ -69,7 +70,8 @@ def load_page(name: str) -> WebPage:
 def _number_fields() -> str:
     """Return the fields of the sampling parameters that are set on the chat page."""
     numbers = numbers_at(Door.PAGE)
-    names = sorted(numbers, key=lambda name: name.endswith("_penalty"))  # rarely used, so last
+    # Penalties last, because they are rarely used.
+    names = sorted(numbers, key=lambda name: name.endswith("_penalty"))
     return "\n".join(_number_field(name, numbers[name]) for name in names)
 
 

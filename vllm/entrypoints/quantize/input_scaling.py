@@ -24,7 +24,8 @@ _EXPERT_UPS = ("mlp.experts.*.up_proj", "block_sparse_moe.experts.*.up_proj")
 def pairs_of(family: Family, layer: nn.Module) -> Iterator[ScaledPair]:
     """Yield the pairs of a decoder layer of transformers, with experts as linear layers."""
     names = [name.removesuffix(".weight") for name, _ in layer.named_parameters()]
-    # Some versions of transformers keep all experts of Granite in one tensor, which is not scaled.
+    # Some versions of transformers keep all experts of Granite in one tensor, which cannot be
+    # scaled here.
     has_other_experts = any(weight.dim() == 3 for weight in layer.parameters())
     for source, *patterns in family.awq_pairs:
         if has_other_experts and any(".experts." in pattern for pattern in patterns):

@@ -100,7 +100,7 @@ def round_by_gptq(weight: Tensor, hessian: Tensor, grid: Grid, *, by_activation:
     size = grid.size_of(num_in)
     left, hessian = weight.float().clone(), hessian.double().clone()
     diagonal = hessian.diagonal()
-    unused = diagonal == 0  # inputs that are always zero
+    unused = diagonal == 0  # inputs that were always 0
     diagonal[unused] = 1
     left[:, unused] = 0
     order = torch.arange(num_in)

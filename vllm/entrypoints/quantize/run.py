@@ -189,7 +189,7 @@ def _calibrate(folder: Path, config: Mapping[str, Any], args: argparse.Namespace
                 layers.key_of_tensor(f"{name}.{part}"): values for part, values in changed.items()
             }
         for part, linear in quantized.items():
-            measured = inputs.get(part)  # none of an expert that no token used
+            measured = inputs.get(part)  # an expert that no token reached has no measurement
             if is_awq or measured is None:
                 rounded = round_to_nearest(linear.weight.data, grid)
             else:
@@ -249,7 +249,7 @@ def _scale_inputs(
         targets = {name: layer.get_parameter(f"{name}.weight").data for name in pair.targets}
         rounded = [name for name in targets if name in quantized and name in inputs]
         if not rounded or len(source) != targets[rounded[0]].shape[1]:
-            continue  # nothing to gain, or values that several heads share
+            continue  # no target is quantized, or several heads share these values
         measured = {id(inputs[name]): inputs[name] for name in rounded}
         rows = torch.cat([row for each in measured.values() for row in each.rows])
         weights = [targets[name] for name in rounded[:_MOST_TARGETS]]

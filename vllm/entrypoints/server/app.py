@@ -83,11 +83,12 @@ def build_app(context: ServerContext) -> FastAPI:
         title="vllm",
         version=__version__,
         summary="LLM inference with the OpenAI API",
-        openapi_url=None,  # `operations.description` serves it
-        docs_url=None,  # its page would load code from another host
+        openapi_url=None,  # served by `operations.description` instead
+        docs_url=None,  # FastAPI's page would load code from another host
         redoc_url=None,
         redirect_slashes=False,
-        # Metrics and spans are made by the middleware below; versions without this ignore it.
+        # The middleware below makes metrics and spans. Versions of FastAPI without this argument
+        # ignore it.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.root_path = args.root_path
@@ -146,7 +147,7 @@ def _add_middleware(app: FastAPI, context: ServerContext, routers: list[APIRoute
     add_user_middleware(app, args.middleware)
     if args.api_key:
         app.add_middleware(Authentication, keys=args.api_key)
-    # Only where it is asked for: old versions of Starlette do not know it.
+    # Only passed if requested, because old versions of Starlette do not have it.
     private: dict[str, Any] = {"allow_private_network": True} if args.allow_private_network else {}
     app.add_middleware(
         CORSMiddleware,

@@ -40,7 +40,8 @@ class DirectRoutes:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_direct = scope["type"] == "http" and scope["method"] == "POST"
         if is_direct and route_path(scope) in self._handlers:
-            if self._direct is None:  # the server has all its handlers with its first request
+            # Made with the first request, when the server has all its handlers.
+            if self._direct is None:
                 handlers = self._server.exception_handlers
                 known = {kind: handlers[kind] for kind in handlers if kind not in (500, Exception)}
                 self._direct = ExceptionMiddleware(self._answer, known)
@@ -50,7 +51,7 @@ class DirectRoutes:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
-        if not await request.body():  # FastAPI's error names what is missing
+        if not await request.body():  # let FastAPI report what is missing
             empty = {"type": "http.request", "body": b"", "more_body": False}
             await self.app(scope, replay(empty, receive), send)
             return

@@ -54,7 +54,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         """Start the timer for the first request."""
-        self._cycles: list[RequestResponseCycle] = []  # of requests that are not answered
+        self._cycles: list[RequestResponseCycle] = []  # requests that are not answered yet
         super().connection_made(transport)
         self._start_head_timer()
 
@@ -84,7 +84,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.write(_TOO_LARGE)
             self._linger(LINGER_TIMEOUT_S)
         elif self._is_idle and self._head_timer is None and self.timeout_keep_alive_task is None:
-            self._start_head_timer()  # bytes that begin no request yet
+            # The timer covers connections whose first bytes do not begin a request.
+            self._start_head_timer()
 
     def on_message_begin(self) -> None:
         """Handle the first byte of a request."""
@@ -107,7 +108,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
         if self.scope["http_version"] == "1.0":
-            # Such a client knows no chunks: a body without a length ends with the connection.
+            # HTTP 1.0 has no chunked encoding: a body without a length ends when the connection
+            # closes.
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = _ANY_LENGTH
         self.cycle.transport = _ClosesAfterBody(self.transport, self)  # type: ignore[assignment]
@@ -134,7 +136,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Handle the answer of the application; discard the rest of the body for a limited time."""
         if self._is_lingering:
             self.server_state.total_requests += 1
-            return  # the connection takes no further request
+            return  # the connection accepts no further request
         super().on_response_complete()
         if self._is_in_body and not self.transport.is_closing():
             self._start_body_timer(self._linger_s)
@@ -208,7 +210,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         is_answered = self._is_lingering or self.cycle is None or self.cycle.response_started
         if not is_answered and self.flow.read_paused:
-            # The server itself is not reading yet: the application is still being loaded.
+            # The server has paused reading because the application is still loading.
             self._start_body_timer(self.body_timeout_s)
             return
         if is_answered:

@@ -25,7 +25,7 @@ def configure_logs(args: ServerArgs) -> None:
     try:
         config = json.loads(Path(args.log_config_file).expanduser().read_text(encoding="utf-8"))
         logging.config.dictConfig(config)
-    # A wrong setting may raise anything, depending on its handler or formatter.
+    # A wrong setting may raise any of these errors, depending on its handler or formatter.
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ImportError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"log_config_file={args.log_config_file!r}: {reason}") from error

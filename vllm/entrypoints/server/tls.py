@@ -38,9 +38,9 @@ def check_certificates(args: ServerArgs) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     key = args.ssl_keyfile
     try:
-        # Without a password, OpenSSL would ask for one on the terminal.
+        # An empty password, because otherwise OpenSSL asks for one on the terminal.
         context.load_cert_chain(args.ssl_certfile, key, password="")
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # ssl.SSLError is a subclass
         where = "" if key is None else f" with ssl_keyfile={key!r}"
         raise ConfigError(
             f"ssl_certfile={args.ssl_certfile!r}{where} cannot be used: {_explain(error)}. Give "

@@ -38,7 +38,8 @@ class UnknownRoutes:
         async def answer(request: Request, error: Exception) -> Response:
             path = route_path(request.scope)
             assert isinstance(error, HTTPException)
-            if error.detail == HTTPStatus(error.status_code).phrase:  # not of a user's middleware
+            # The default text, so not an error of a user's middleware.
+            if error.detail == HTTPStatus(error.status_code).phrase:
                 find = self.no_path if error.status_code == 404 else self.no_method
                 error, path = find(request)
             return error_response(path, error)

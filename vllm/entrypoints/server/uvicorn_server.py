@@ -83,7 +83,7 @@ def _bind_unix(path: str) -> socket.socket:
             with socket.socket(socket.AF_UNIX) as probe:
                 if probe.connect_ex(path) == 0:
                     raise OSError("another server uses this port")
-            os.unlink(path)  # left by a killed server
+            os.unlink(path)  # a socket that a killed server has left
         listener.bind(path)
     except OSError as error:
         listener.close()
@@ -135,7 +135,7 @@ def serve(
     )
     try:
         config.load()
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # ssl.SSLError is a subclass
         raise ConfigError(f"TLS: {error}") from None
     return uvloop.run(_Server(config, early, load, args, on_start).run_until_end(listener))
 
@@ -202,11 +202,12 @@ class _Server(uvicorn.Server):
             context.engine.on_death(self._on_death)
             self._early.switch_to(app)
             await context.engine.start()
-        except Exception as error:  # the process ends then
+        except Exception as error:  # the process exits afterwards
             self._end(error)
         else:
             context.has_been_ready = True
-            keep_for_good(collect=False)  # the first requests run
+            # No collection now, because the first requests are running.
+            keep_for_good(collect=False)
 
     def _on_signal(self, signum: int) -> None:
         name = signal.Signals(signum).name

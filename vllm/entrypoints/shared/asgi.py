@@ -74,5 +74,7 @@ class CatchErrors:
             await self.app(scope, receive, watch)
         except Exception as error:  # last resort: only this request fails
             if has_begun:
-                raise  # the response has begun and cannot become an error: close the connection
+                # The response has begun and cannot become an error: closing the connection shows
+                # the failure.
+                raise
             await refuse(scope, receive, send, describe_error(error))

@@ -128,7 +128,7 @@ def _search(
         logprobs=_num_logprobs(params.beam_width),
         temperature=params.temperature,
         ignore_eos=params.ignore_eos,
-        detokenize=tokenizer is not None,  # the texts of the log-probabilities need it
+        detokenize=tokenizer is not None,  # log-probabilities need the text of tokens
     )
     searches = [_start(index, each, params, max_model_len) for index, each in enumerate(prompts)]
     active = searches
@@ -156,7 +156,7 @@ def _start(
 ) -> _Search:
     token_ids = prompt["prompt_token_ids"]
     own = cast(TokensPrompt, {key: value for key, value in prompt.items() if key != "prompt"})
-    # The output of a beam is text: a placeholder of an image there represents none.
+    # The output of a beam is text: an image placeholder in it does not stand for an image.
     own.setdefault("media", PlacedMedia(token_ids, (), (), None))
     max_tokens = min(params.max_tokens, max_model_len - len(token_ids))
     beam = BeamSearchSequence(tokens=list(token_ids), logprobs=[])

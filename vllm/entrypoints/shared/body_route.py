@@ -45,7 +45,7 @@ class BodyRoute(APIRoute):
             data = await request.body()
             off_loop.mark_request(len(data))
             if not data:
-                return await handle(request)  # its error names the body
+                return await handle(request)  # the handler's error describes the body
             args = get_context(request).args
             given = {body_name: await off_loop.run(partial(self.read_body, data, args))}
             if request_name is not None:
@@ -80,7 +80,7 @@ class BodyRoute(APIRoute):
             raise _not_json(error.pos, error.msg) from None
         except UnicodeDecodeError as error:
             raise _not_json(error.start, f"not {error.encoding}") from None
-        except ValueError:  # Python's own limit
+        except ValueError:  # Python limits the number of digits
             raise _not_json(0, "an integer has too many digits") from None
         except RecursionError:
             raise _not_json(0, "nested too deeply") from None

@@ -63,7 +63,7 @@ class CardTelemetry:
         return time.monotonic() - self._end_of_last
 
     def _refresh(self, running: "Future[None]") -> None:
-        running.set_running_or_notify_cancel()  # nobody can cancel it from here on
+        running.set_running_or_notify_cancel()  # the future can no longer be cancelled
         try:
             self._readings = self._read()
         finally:

@@ -148,7 +148,8 @@ def add_error_handlers(app: FastAPI) -> None:
         return error_response(get_route_path(request.scope), error)
 
     async def on_disconnect(_: Request, error: Exception) -> Response:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)  # for the access log
+        # No client reads it; the access log shows the status.
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
     for kind in (RequestValidationError, HTTPException, VllmError, Exception):
         app.add_exception_handler(kind, on_error)

@@ -29,7 +29,7 @@ def media_rules(processor: "InputProcessor", *, is_local: bool = False) -> Media
     family = processor.media.family
     if family is None:
         return None
-    # In a string an item is a line of its own anyway.
+    # Without line breaks, because in string content each item is on its own line anyway.
     texts = {
         modality: MediaText(placeholder, family.text_of(modality).strip("\n"))
         for modality in family.modalities

@@ -31,7 +31,8 @@ def run_command(run: Callable[[], int | None], flag_names: Callable[[], Collecti
     """
     _open_standard_streams()
     if has_vendor_library():
-        envs.export_bridge_settings()  # before a command imports torch, which imports the bridge
+        # Set before a command imports torch, which imports the bridge.
+        envs.export_bridge_settings()
     try:
         code = run()
     except (ConfigError, RequestError) as error:
@@ -41,7 +42,8 @@ def run_command(run: Callable[[], int | None], flag_names: Callable[[], Collecti
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output has closed it; the interpreter must not try to flush it again.
+        # The reader of our output has closed the pipe. Redirect stdout, so that the interpreter
+        # does not try to flush it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code or 0
@@ -54,7 +56,7 @@ def _open_standard_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            # It gets the lowest number, which is this one.
+            # `os.open` returns the lowest free number, which is the closed descriptor.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

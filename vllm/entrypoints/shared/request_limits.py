@@ -29,7 +29,7 @@ def read_number(value: Any) -> int:
     try:
         return int(float(value))
     except (TypeError, ValueError, OverflowError):
-        return 0  # infinite, or not a number
+        return 0  # infinite or NaN
 
 
 def longest_text(value: Any) -> int:
@@ -137,7 +137,7 @@ def check_num_values(body: bytes, args: ServerArgs) -> None:
     """
     most = args.max_request_values
     most_names = args.max_request_names
-    # An upper bound, which also counts characters inside texts.
+    # An upper bound: it also counts these characters inside strings.
     num_values = body.count(b",") + body.count(b"[") + body.count(b"{") + 1
     if num_values <= most and body.count(b":") <= most_names:
         return

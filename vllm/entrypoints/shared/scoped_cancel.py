@@ -30,5 +30,5 @@ class ScopedCancel:
         the task continues as if it had not been cancelled."""
         if not self.is_requested:
             return False
-        uncancel = getattr(self._task, "uncancel", None)  # since Python 3.11
+        uncancel = getattr(self._task, "uncancel", None)  # exists since Python 3.11
         return uncancel is None or uncancel() == 0

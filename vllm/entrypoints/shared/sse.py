@@ -76,7 +76,7 @@ class EventStream(Response):
         self.events = events
         self.status_code = 200
         self.background = None
-        # Proxies such as nginx would otherwise buffer events.
+        # Headers that stop proxies such as nginx from buffering events.
         own = {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})}
         self.init_headers(own)
 
@@ -125,6 +125,6 @@ async def _cancel_at_disconnect(receive: Receive, cancellation: ScopedCancel) ->
     try:
         while (await receive())["type"] != "http.disconnect":
             pass
-    except Exception:  # no more can be known of the client
+    except Exception:  # whether the client is still connected is unknown: end the request
         logger.debug("the connection of a request failed", exc_info=True)
     cancellation.request()

@@ -70,7 +70,7 @@ def describe_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
     ('n must be an integer, got "a"', 'n')
     """
     for error in errors:
-        if error["type"] == "json_invalid":  # its location is a position, not a field
+        if error["type"] == "json_invalid":  # its location is a character position, not a field
             reason = error.get("ctx", {}).get("error", error["msg"])
             return f"the body is not JSON: {reason} at {error['loc'][-1]}", None
         if error["type"] in _BODY_KINDS and not _fields(error["loc"]):
@@ -106,12 +106,13 @@ def _describe_body(error: Mapping[str, Any]) -> str:
 def _describe(error: Mapping[str, Any]) -> str:
     fields, text = _fields(error["loc"]), _problem(error)
     if error["type"] == _TOO_DEEP:
-        fields = fields[:1]  # deeper locations have names of pydantic's
+        fields = fields[:1]  # deeper locations contain type names of pydantic
     is_key = bool(fields) and fields[-1] == _KEY
     if is_key:
         fields = fields[:-2]
     parts = [part[:_MAX_PART_CHARS] for part in fields[:_MAX_PARTS_NAMED]]
-    own_name = error.get("ctx", {}).get("field")  # of `field_error`, not of the client
+    # The name comes from `field_error` and not from the client.
+    own_name = error.get("ctx", {}).get("field")
     if own_name is not None:
         parts.append(own_name)
     name = ".".join(parts)
@@ -124,9 +125,9 @@ def _describe(error: Mapping[str, Any]) -> str:
 def _problem(error: Mapping[str, Any]) -> str:
     """Return what is wrong with the value, as the rest of a sentence that begins with its field."""
     code, context = error["type"], error.get("ctx", {})
-    if "problem" in context:  # of `field_error`
+    if "problem" in context:  # the error was made by `field_error`
         return str(context["problem"])
-    if "accepted" in context:  # of `accepts`
+    if "accepted" in context:  # the error was made by `accepts`
         return str(error["msg"])
     if code in _RAISED and "error" in context:
         return str(context["error"])

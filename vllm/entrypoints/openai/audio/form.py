@@ -83,8 +83,9 @@ def _read_parts(data: bytes, content_type: str) -> dict[str, list[Any]]:
             parts.end,
             boundary=options[b"boundary"],
             config={
-                "MAX_MEMORY_FILE_SIZE": len(data) + 1,  # so no file is written
-                "UPLOAD_ERROR_ON_BAD_CTE": True,  # its own log would have bytes of the client
+                # Files stay in memory and are not written to disk.
+                "MAX_MEMORY_FILE_SIZE": len(data) + 1,
+                "UPLOAD_ERROR_ON_BAD_CTE": True,  # do not log bytes of the client
             },
         )
         parser.write(data)

@@ -67,6 +67,6 @@ def _quietest(samples: Samples, rate: int) -> int:
     sums = np.concatenate(([0.0], np.cumsum(np.square(samples, dtype=np.float64))))
     starts = np.arange(0, len(samples) - window + 1, step)
     energies = sums[starts + window] - sums[starts]
-    # Rounding of the sums makes equal windows differ.
+    # Tolerance, because rounding errors of the sums make equal windows differ.
     last = np.flatnonzero(energies <= energies.min() + 1e-9 * sums[-1])[-1]
     return int(starts[last]) + max(1, window // 2)

@@ -121,7 +121,8 @@ class Recording:
         make_prompt = partial(
             rules.prompt, task=self._task, with_times=body.has_times, previous=previous
         )
-        # Errors are found before the first piece runs; all languages have prompts of one length.
+        # Make the prompt now, so that errors are found before the first piece runs. If the language
+        # is detected later, the length stays the same: prompts of all languages have equal length.
         self._prompt = make_prompt(language=rules.languages[0] if is_detected else language)
         self._params = self._make_params(len(self._prompt))
         if is_detected and self._pieces:
@@ -213,7 +214,8 @@ class Recording:
         async with aclosing(outputs):
             async for output in outputs:
                 refuse_failed(output.outputs[0])
-                if output.outputs[0].finish_reason == "abort":  # its text is not the whole one
+                # The text of an aborted output is incomplete.
+                if output.outputs[0].finish_reason == "abort":
                     raise GenerationError(
                         "each piece of a recording must run to its end, got one that was aborted"
                     )

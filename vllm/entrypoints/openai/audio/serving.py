@@ -120,7 +120,7 @@ async def _prepare(
     response_id = f"trsc-{request_id_of(request, random_id())}"
     headers = trace_headers_of(request)
     make = partial(Recording, context, rules, body, task, samples, response_id, headers)
-    # It reads all samples, of which a small file may have many.
+    # Off the event loop: a small compressed file may have many samples.
     recording = await off_loop.run(make, is_large=True)
     await recording.prepare()
     return recording

@@ -114,9 +114,9 @@ class InputReader:
                 pieces.append(piece)
                 place += size
             elif len(text) - place < _LONGEST_ESCAPE:
-                break  # may be incomplete
+                break  # the escape sequence may be incomplete
             else:
-                pieces.append(text[place])  # not an escape of JSON: kept unchanged
+                pieces.append(text[place])  # not a JSON escape sequence, so kept unchanged
                 place += 1
         self._unread = text[place:]
         return "".join(pieces)

@@ -148,7 +148,7 @@ class OutputReader:
             content = content.lstrip()
         self._has_answer = self._has_answer or bool(content)
         if self._forced is not None:
-            # Thoughts that were cut off are no call.
+            # If the output ended during the reasoning, there is no tool call.
             is_begun = self._has_answer or self._reasoning is None
             delta.tool_calls = self._forced.feed(content) if is_begun else []
         elif self._tools is not None:

@@ -294,7 +294,8 @@ def _echoed(body: ChatCompletionRequest, role: str) -> str:
     last = body.messages[-1]
     if not body.echo or last.get("role") != role:
         return ""
-    (parsed,) = read_messages([last], MediaParts(_ANY_NUMBER))  # the prompt has been made of them
+    # No limits: the request was already accepted.
+    (parsed,) = read_messages([last], MediaParts(_ANY_NUMBER))
     return as_text(without_media(parsed["content"]))
 
 

@@ -290,7 +290,7 @@ async def prepare_turn(
         max_tokens=context.config.scheduler.max_model_len - 1,
         fetched=fetched,
     )
-    # Before the parameters: a parser of the user may change the request.
+    # Make the readers before the sampling parameters: a user's parser may change the request.
     readers = [make_reader(context, body, prompt) for _ in range(body.num_samples)]
     tokenizer = context.engine.tokenizer
     special = SpecialTokens.of(tokenizer)

@@ -252,13 +252,14 @@ class _Completion:
         Raises:
             RequestError: a value is out of range, or a prompt leaves too little room.
         """
-        # They differ only in numbers: the lists are checked once, and shared.
+        # The parameters of the prompts differ only in numbers, so lists are checked once and
+        # shared.
         shared = self._params(self._prompts[0])
         for prompt in self._prompts:
             own = copy.copy(shared)
             own.max_tokens = self._num_wanted(prompt)
             if own.min_tokens > own.max_tokens:
-                own = self._params(prompt)  # raises with the reason
+                own = self._params(prompt)  # raises an error with the reason
             self._all_params.append(own)
 
     def _run(self, kind: RequestOutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -307,7 +308,8 @@ class _Completion:
         )
 
     def _num_wanted(self, prompt: CompletionPrompt) -> int:
-        # The engine samples at least one token, which is not shown if only the prompt is requested.
+        # The engine samples at least one token; if only the prompt is requested, that token is not
+        # shown.
         return 1 if prompt.is_echo_only else self._max_tokens(prompt)
 
     def _params(self, prompt: CompletionPrompt) -> SamplingParams:

@@ -43,7 +43,7 @@ def _most_telling(errors: Sequence[Any]) -> tuple[Sequence[int | str], Any]:
 
     Of several types of objects it is the one that has the right name in the value.
     """
-    # The first part of a location is the tried type; the rest is a path.
+    # The first part of a location is the type that pydantic tried; the rest is a path.
     wrong_names = {each["loc"][0] for each in errors if each["loc"] and _is_of_name(each)}
     found = [(each["loc"][1:], each) for each in errors]
 

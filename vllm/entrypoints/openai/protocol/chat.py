@@ -149,11 +149,12 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
             return self
         if not self.tools:
             raise field_error("tool_choice", "needs tools")
-        if not self._is_choice_read:  # validators run again if a body is reused
+        if not self._is_choice_read:  # pydantic runs validators again if a body is reused
             choice, tools = plain_choice(self.tool_choice, self.functions, self.custom_tools)
             self.tool_choice, self.tools = choice, list(tools)
             self._is_choice_read = True
-        # A response format is for answers, and a call that is required is none.
+        # A response format applies to text answers only, so it does not conflict with a required
+        # tool call.
         others = self.constraints()[: -1 if self.has_response_format else None]
         if self.tool_choice != "auto" and others:
             raise field_error(

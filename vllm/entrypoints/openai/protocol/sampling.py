@@ -110,7 +110,7 @@ else:
     GuidedFields = _make_body(
         "GuidedFields", **{name: _CONSTRAINT[field] for name, field in _GUIDED_FIELDS.items()}
     )
-    # "json" is declared below: pydantic does not allow the name.
+    # "json" is declared below, because pydantic does not allow a field with this name.
     _OTHERS = [name for name in _CONSTRAINT if name not in ("json", "backend", *INTERNAL_FIELDS)]
     ConstraintFields = _make_body("ConstraintFields", **{k: _CONSTRAINT[k] for k in _OTHERS})
 

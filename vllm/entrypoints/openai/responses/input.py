@@ -297,7 +297,7 @@ def _read_item(where: str, given: Any) -> Item:
     if not isinstance(given, Mapping):
         raise RequestError(f"{where} must be an object, got {given!r:.80}", param=where)
     kind = given.get("type")
-    if kind is None:  # the type of these two is optional
+    if kind is None:  # messages and item references may leave out their type
         kind = "message" if "role" in given else REFERENCE if "id" in given else None
     if not isinstance(kind, str) or not kind:
         raise RequestError(

@@ -36,7 +36,7 @@ class BackgroundJob:
         self._news = asyncio.Event()
         self._on_end = on_end
         self._task = asyncio.create_task(self._drain(events))
-        # Not in the task itself: it never begins if it is cancelled at once.
+        # As a callback and not inside the task: a task that is cancelled at once never starts.
         self._task.add_done_callback(self._end)
 
     @property
@@ -53,7 +53,7 @@ class BackgroundJob:
         """Yield the encoded events from number `start` on, past and future ones."""
         index = start
         while True:
-            news = self._news  # created before the log is read, so that later events set it
+            news = self._news  # read before the log, so that events that arrive later set it
             while index < len(self._log):
                 yield self._log[index]
                 index += 1

@@ -121,7 +121,8 @@ async def truncate_conversation(
 
     if await fits(starts[0]):
         return body
-    low, high = min(1, len(starts) - 1), len(starts) - 1  # binary search for the cut
+    # Binary search for the first message to keep.
+    low, high = min(1, len(starts) - 1), len(starts) - 1
     while low < high:
         middle = (low + high) // 2
         if await fits(starts[middle]):

@@ -141,7 +141,7 @@ async def list_input_items(
         places = [i for i, item in enumerate(items) if item["id"] == after]
         if not places:
             raise RequestError(f"after: no item has the id {after!r:.100}", param="after")
-        items = items[places[-1] + 1 :]  # the last one, because ids of clients may repeat
+        items = items[places[-1] + 1 :]  # the last match, because ids set by clients may repeat
     page = items[:limit]
     return json_response(
         {
@@ -172,7 +172,7 @@ async def _prepare(
         )
     except RequestError as error:
         if error.param == "messages":
-            error.param = "input"  # the field of this API
+            error.param = "input"  # the name of the field in the Responses API
         raise
 
 
@@ -205,7 +205,7 @@ def _begin_in_background(
     queued = writer.queue()
     answer = json_response(entry.response)
     events = fail_in_stream(write_events(turn, writer), writer, lambda: None, is_early_raised=False)
-    # Counts as a request in progress, so that a shutdown waits for it.
+    # Count it as a request in progress, so that a shutdown waits for it.
     context.num_in_progress += 1
     entry.job = BackgroundJob(_after(queued, events), is_log_kept=bool(body.stream), on_end=end)
     store.add(entry)

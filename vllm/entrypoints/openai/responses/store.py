@@ -152,7 +152,8 @@ class ResponseStore:
     def _keep(self, entry: StoredResponse) -> None:
         entry.num_bytes = entry.measure()
         if entry.num_bytes > self.max_bytes:
-            return  # it would displace all others, and then itself
+            # Larger than the whole store: keeping it would displace all others and then itself.
+            return
         self._finished[entry.response["id"]] = entry
         self.num_bytes += entry.num_bytes
         self._touch(entry)

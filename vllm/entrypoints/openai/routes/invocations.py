@@ -80,7 +80,7 @@ class _Forward(Response):
         self._path = path
         self._body = body
         self.background = None
-        self.status_code = 200  # until the other route sends its own
+        self.status_code = 200  # replaced by the status that the other route sends
         self.init_headers()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -48,7 +48,7 @@ async def _tokenize(context: ServerContext, body: TokenizeRequest) -> Response:
     is_large = len(token_ids) >= _MANY_TOKENS
     token_strs = None
     if body.return_token_strs:
-        await context.engine.get_tokenizer()  # raises if there is none
+        await context.engine.get_tokenizer()  # raises if the model has no tokenizer
 
         def convert(processor: InputProcessor) -> list[str]:
             assert processor.tokenizer is not None
@@ -76,7 +76,7 @@ async def detokenize_tokens(request: Request, body: DetokenizeRequest) -> Respon
 async def _detokenize(context: ServerContext, body: DetokenizeRequest) -> Response:
     context.check_model(body.model)
     engine = context.engine
-    await engine.get_tokenizer()  # raises if there is none
+    await engine.get_tokenizer()  # raises if the model has no tokenizer
     vocab_size = context.config.model.resolved_arch.vocab_size
     if body.tokens and max(body.tokens) >= vocab_size:
         raise RequestError(

@@ -38,7 +38,8 @@ def bytes_of_tokens(tokenizer: "PreTrainedTokenizerBase") -> BytesOf | None:
     bytes."""
     from vllm.transformers_utils.token_bytes import ByteDecoding, TokenBytes
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)  # only fast tokenizers have it
+    # Only fast tokenizers have this attribute.
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or (decoding := ByteDecoding.of(backend)) is None:
         return None
     known = TokenBytes(backend, is_byte_level=decoding.is_byte_level)

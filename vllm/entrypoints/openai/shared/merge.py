@@ -24,7 +24,7 @@ async def merge(
         sources: to be merged.
         max_running: how many sources run at a time, in their order; None: no limit.
     """
-    if len(sources) == 1:  # no task, no queue: the usual case
+    if len(sources) == 1:  # the usual case needs no task and no queue
         async with aclosing(sources[0]) as source:
             async for item in source:
                 yield 0, item
@@ -55,7 +55,7 @@ async def merge(
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
         if everything is not None:
-            # The error of a source was raised above, unless the consumer has left.
+            # The error of a source was already raised above, unless the consumer stopped early.
             await asyncio.gather(everything, return_exceptions=True)
 
 

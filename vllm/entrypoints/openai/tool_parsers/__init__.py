@@ -35,7 +35,7 @@ __all__ = [
 names = ToolParserManager.names
 """Names of all parsers in alphabetical order."""
 
-# The names that these classes have in vLLM.
+# Names of these classes in vLLM.
 Granite20bFCToolParser = Granite20bToolParser
 Hermes2ProToolParser = HermesToolParser
 Internlm2ToolParser = InternLMToolParser

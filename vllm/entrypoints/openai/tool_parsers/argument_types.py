@@ -121,7 +121,7 @@ class _Schema:
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return _ANYTHING
         if id(schema) not in self._known:
-            self._known[id(schema)] = _ANYTHING  # for references to itself
+            self._known[id(schema)] = _ANYTHING  # set first, so that a schema may refer to itself
             self._known[id(schema)] = self._combine(schema, depth)
         return self._known[id(schema)]
 
@@ -202,7 +202,7 @@ def _read(text: str) -> _Literal | None:
             return None
         literal = argument.removeprefix('{"x": ').removesuffix("}")
         if literal.startswith('"') or not _is_json(literal):
-            return None  # a text in Python's quotes is a text as well
+            return None  # text in Python quotes is returned as text
     value = json.loads(literal)
     return _Literal(_types_of(value), literal, value)
 

@@ -88,7 +88,8 @@ class ToolParser:
 
     def _begin(self) -> None:
         """Forget the output that was read, for another one."""
-        # For programs written for vLLM: `extract_tool_calls_streaming` keeps them up to date.
+        # Programs written for vLLM read these attributes. `extract_tool_calls_streaming` updates
+        # them.
         self.prev_tool_call_arr: list[dict[str, Any]] = []
         self.current_tool_id = -1
         self.current_tool_name_sent = False
@@ -175,7 +176,7 @@ class ToolParser:
             for call in delta.tool_calls:
                 if "id" in call:
                     calls.append(ToolCall(id=call["id"], function=FunctionCall(**call["function"])))
-                else:  # only for what `finish` adds, so at most once
+                else:  # only runs for text that `finish` adds, so at most once
                     calls[-1].function.arguments += call["function"]["arguments"]
         return ExtractedToolCallInformation(
             tools_called=bool(calls), tool_calls=calls, content="".join(content) or None

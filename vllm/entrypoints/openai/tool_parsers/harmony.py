@@ -68,7 +68,7 @@ class HarmonyToolParser(ToolParser):
         if is_code:
             self.add_arguments('{"code": "')
         yield from stream.read_until(BODY_ENDS, self._add_code if is_code else self._add_json)
-        # The end marker of a call is an end token, so the text of a complete call may lack it.
+        # The end marker of a call is a stop token, so the text of a complete call may lack it.
         self.add_arguments('"}' if is_code else "{}" if self._is_empty else "")
 
     def _add_json(self, piece: str) -> None:

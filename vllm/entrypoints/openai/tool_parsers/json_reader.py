@@ -30,7 +30,7 @@ class Syntax:
     """Text that may be between brackets and strings."""
 
 
-# "<" begins a marker: outside of a string it means that the value was left unfinished.
+# Outside a string, "<" begins a marker: the model has left the value unfinished.
 JSON = Syntax({"{": "}", "[": "]"}, '"', re.compile(r'[^"{}\[\]<]+'))
 PYTHON = Syntax({"{": "}", "[": "]", "(": ")"}, "\"'", re.compile(r"""[^"'{}()\[\]<]+"""))
 
@@ -47,7 +47,7 @@ def read_string(stream: TextStream, sink: Sink) -> Wait[bool]:
             sink(stream.consume(1))
             return True
         elif stream.position + 1 < len(stream.text) or (yield from stream.grow()):
-            sink(stream.consume(2))  # a backslash, and what it escapes
+            sink(stream.consume(2))  # a backslash and the character that it escapes
         else:
             sink(stream.consume(1))
     return False
@@ -105,7 +105,7 @@ def decode_string(literal: str) -> str | None:
     try:
         text = cast(str, json.loads(literal, strict=False))
         text.encode()
-    except ValueError:  # also UnicodeEncodeError, of a surrogate without its pair
+    except ValueError:  # includes UnicodeEncodeError of an unpaired surrogate
         return None
     return text
 

@@ -57,7 +57,7 @@ class ListedToolParser(ToolParser):
             return False
         self.start_call(name, call_id)
         if not (yield from read_group(stream, self.add_arguments, JSON)):
-            # A marker in the middle of the arguments: the next call may be right.
+            # A marker interrupted the arguments. The next call may still be complete.
             return (yield from self._read_end())
         yield from self.read_fence()
         return (yield from self._read_end())
@@ -77,7 +77,7 @@ class DeepSeekToolParser(ListedToolParser):
     separator, and the arguments.
     """
 
-    # The bars are U+FF5C and the lines U+2581, as in the models' vocabulary.
+    # The models' vocabulary uses the characters U+FF5C (bar) and U+2581 (line).
     calls_begin = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
     calls_end = "<\uff5ctool\u2581calls\u2581end\uff5c>"
     call_begin = "<\uff5ctool\u2581call\u2581begin\uff5c>"

@@ -130,7 +130,7 @@ class Phi4MiniToolParser(JsonToolParser):
 
     def read_calls(self, marker: str) -> Wait[None]:
         """Read a list that follows the word at once."""
-        # In prose the word is a Python module; only a list that follows at once is a call.
+        # In prose the word is a Python module. It begins a call only if a list follows immediately.
         if (yield from self.stream.peek()) == "[":
             yield from super().read_calls(marker)
 
@@ -150,10 +150,11 @@ class XlamToolParser(JsonToolParser):
     def read_calls(self, marker: str) -> Wait[None]:
         """Read calls; what has no marker of calls needs arguments."""
         if marker == "</think>":
-            self.release()  # it ends the thoughts before it, which are content here
+            self.release()  # ends the reasoning before it, which counts as content here
         if marker == "```":
             yield from self.stream.read_literal("json")
-        # Code and answers may be JSON as well: only what has arguments is a call.
+        # Code and answers may be JSON too. Without a marker, only an object with arguments is a
+        # call.
         is_marked = marker in ("[TOOL_CALLS]", "<tool_call>")
         if (yield from self.read_json(is_marked=is_marked)):
             yield from self.read_closing(*_XLAM_CLOSING.get(marker, ()))

@@ -85,7 +85,7 @@ class VllmToolParserAdapter:
     def finish(self) -> list[ParsedDelta]:
         """End the text. Returns what is known of the last call's arguments and was not sent."""
         held_back: list[ParsedDelta] = self._parser.finish()
-        if held_back:  # by a parser of ours, from which this one is derived
+        if held_back:  # a built-in parser, from which this parser is derived, held text back
             for delta in held_back:
                 delta.tool_calls = [self._note(call) for call in delta.tool_calls]
             return held_back

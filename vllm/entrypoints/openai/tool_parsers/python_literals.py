@@ -87,7 +87,7 @@ class _Translator:
         self._levels.pop()
         self._levels[-1].is_after_value = True
         self._out.append("}" if level.kind == _DICT else "]")
-        # Brackets around one value are no tuple.
+        # Parentheses around a single value without a comma do not make a tuple.
         return level.kind != _TUPLE or level.num_items != 1 or level.has_comma
 
     def _begin_item(self, level: _Level, kind: str, token: str) -> bool:

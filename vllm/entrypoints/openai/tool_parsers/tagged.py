@@ -76,7 +76,7 @@ class TaggedToolParser(ToolParser):
             return False
         num_arguments = yield from self._read_tags(name)
         if not (yield from stream.peek()):
-            return False  # unfinished arguments stay so, for all to see
+            return False  # leave incomplete arguments incomplete, so that clients can see it
         if (yield from stream.read_literal(self.call_end)):
             if not num_arguments:
                 self.start_call(name)
@@ -216,7 +216,7 @@ class DeepSeekV32ToolParser(TaggedToolParser):
         if 'string="true"' in attributes:
             return encode_string(text)
         if 'string="false"' in attributes:
-            parameters = None  # so that JSON stays JSON
+            parameters = None  # JSON arguments need no conversion of types
         return super().to_json(text, key, attributes, parameters)
 
 
