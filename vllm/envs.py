@@ -609,7 +609,8 @@ _PASSED_NAMES = frozenset(
 ).union(*(reader.names for reader in OTHER_READERS if reader.is_for_workers))
 _OF_ONE_MACHINE = (
     *("VLLM_HOST_IP", "HLS_MODULE_ID"),
-    *("HABANA_VISIBLE_MODULES", "HABANA_VISIBLE_DEVICES"),  # Ray sets which a worker has
+    # Ray sets the devices of each worker in these variables.
+    *("HABANA_VISIBLE_MODULES", "HABANA_VISIBLE_DEVICES"),
 )
 
 
@@ -648,7 +649,7 @@ def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
     nearest: dict[str, str | None] = {}
     for name in sorted(environ):
         if name.startswith(_PREFIX) and name not in known:
-            # Without the prefix, which would make any two names similar.
+            # Compare without the prefix, which would make any two names look similar.
             short = name.removeprefix(_PREFIX)
             near = difflib.get_close_matches(short, candidates, n=1, cutoff=0.7)
             nearest[name] = _PREFIX + near[0] if near else None

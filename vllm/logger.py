@@ -133,12 +133,12 @@ def configure_again(log_format: str) -> None:
         each.handlers.clear()
     _set_handlers()
     use_format(log_format)
-    for each in enabled:  # the configuration of a file disables earlier loggers
+    for each in enabled:  # loggers that existed before were disabled by the configuration file
         each.disabled = False
 
 
 def _set_handlers() -> None:
-    settings = envs.get()  # first of all, because a bad value raises
+    settings = envs.get()  # first, because an invalid variable raises
     root = logging.getLogger("vllm")
     if settings.VLLM_LOGGING_CONFIG_PATH is not None:
         _configure_from_file(settings.VLLM_LOGGING_CONFIG_PATH, settings.VLLM_CONFIGURE_LOGGING)
@@ -161,7 +161,7 @@ def _configure_from_file(path: str, is_wanted: bool) -> None:
         if not isinstance(config, dict):
             raise ValueError("it must contain a JSON object")
         logging.config.dictConfig(config)
-    # The error of a wrong setting depends on its handler or formatter.
+    # Handlers and formatters may raise any of these errors for a wrong setting.
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ImportError) as error:
         cause = f" ({error.__cause__})" if error.__cause__ else ""
         raise ConfigError(f"VLLM_LOGGING_CONFIG_PATH={path!r}: {error}{cause}") from error

@@ -478,7 +478,7 @@ def _check_range(
         and (-_LARGEST_FLOAT if at_least is None else at_least) <= value
         and value <= (_LARGEST_FLOAT if at_most is None else at_most)
     ):
-        return  # the usual case; all else is checked one by one, for the message
+        return  # the usual case; otherwise each value is checked, to find the one for the message
     if not isinstance(value, Real) or isinstance(value, bool):
         raise RequestError(f"{name} must be a number, got {value!r}", param=name)
     try:
@@ -592,7 +592,7 @@ def _check_strings(name: str, values: Sequence[Any] | None) -> None:
 
 def _check_token_ids(name: str, values: Sequence[Any] | None) -> None:
     if not values or (set(map(type, values)) == {int} and min(values) >= 0):
-        return  # the usual case: lists of a million ids are checked in milliseconds
+        return  # the usual case: it checks lists of a million ids within milliseconds
     for value in values:
         if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 0:
             raise RequestError(

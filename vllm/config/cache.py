@@ -63,7 +63,7 @@ class CacheConfig:
                 f"gpu_memory_utilization must be above 0 and at most 1, got {given}{hint}"
             )
         if self.num_gpu_blocks_override is not None:
-            # Block 0 is the null block; a request needs at least one more.
+            # At least 2: block 0 is the null block, and a request needs a block.
             check_at_least(self, 2, "num_gpu_blocks_override")
         if self.kv_cache_memory_bytes is not None:
             check_at_least(self, 1, "kv_cache_memory_bytes")

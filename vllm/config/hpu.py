@@ -210,7 +210,8 @@ class HPUConfig:
             ConfigError: the variable is no list of positive integers.
         """
         text = (self.encoder_sizes or "").strip()
-        if text.lower() in ("", "none"):  # without sizes, every image would compile
+        # Required: without fixed sizes, each image size would be compiled.
+        if text.lower() in ("", "none"):
             return ()
         parts = [part.strip() for part in text.split(",")]
         if not all(part.isdecimal() and int(part) > 0 for part in parts):

@@ -228,7 +228,7 @@ class ConnectorConfig:
 
     def __post_init__(self) -> None:
         if self.kv_transfer_config:
-            KVTransferConfig.from_mapping(self.kv_transfer_config)  # raises
+            KVTransferConfig.from_mapping(self.kv_transfer_config)  # raises if it is invalid
 
     @property
     def kv_transfer(self) -> KVTransferConfig | None:

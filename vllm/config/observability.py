@@ -112,7 +112,7 @@ class ObservabilityConfig:
     """First and last step of a trace that starts and stops automatically (VLLM_PROFILE_STEPS)."""
 
     def __post_init__(self) -> None:
-        KVEventsConfig.from_mapping(self.kv_events_config)  # raises
+        KVEventsConfig.from_mapping(self.kv_events_config)  # raises if it is invalid
 
     @property
     def kv_events(self) -> KVEventsConfig:

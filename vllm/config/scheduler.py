@@ -114,7 +114,7 @@ class SchedulerConfig:
     @property
     def encoder_budget(self) -> int:
         """Embeddings of images that a step makes."""
-        # Without chunks a prompt runs in one step, and so does the encoder for all of its images.
+        # Without chunked prefill, a prompt runs in one step, and so do all of its images.
         return self.max_num_batched_tokens if self.enable_chunked_prefill else self.max_model_len
 
     @property

@@ -142,7 +142,7 @@ class SpeculativeConfig:
     """The resolved model or speculator that makes draft tokens. None: there is none."""
 
     def __post_init__(self) -> None:
-        _ = self.drafts  # raises
+        _ = self.drafts  # raises if the settings contradict each other
 
     @property
     def method(self) -> str | None:
@@ -180,7 +180,7 @@ class SpeculativeConfig:
                 f"{', '.join(names)}"
             )
         options = {name: given[name] for name in names if given.get(name) is not None}
-        if method in ("ngram", "suffix"):  # a model such as "[ngram]" names the method
+        if method in ("ngram", "suffix"):  # the model "[ngram]" also selects the method
             options = {n: value for n, value in options.items() if n not in _OF_DRAFT_MODELS}
         try:
             return DraftOptions(**{**options, "method": method})

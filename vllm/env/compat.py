@@ -91,7 +91,7 @@ def _family(dimensions: tuple[str, ...], *parts: str) -> str:
 
 
 _VARIABLES: tuple[CompatVariable, ...] = (
-    # Without these an engine would compute something else than was asked for.
+    # Refused, because the engine would compute something other than what was asked for.
     _refused("models from ModelScope", "VLLM_USE_MODELSCOPE", same_as=False),
     _refused("other folders for the names of models", "VLLM_MODEL_REDIRECT_PATH"),
     _refused(
@@ -100,7 +100,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         same_as=False,
     ),
     *_ignored("there is only one engine, of the V1 design", "VLLM_USE_V1", same_as=True),
-    # Buckets, warm-up and graphs.
+    # Buckets, warm-up and graphs:
     *_ignored("a batch on a card always has a bucket", "VLLM_ENABLE_BUCKETING", same_as=True),
     *_ignored("set VLLM_BUCKETING_STRATEGY instead", "VLLM_LINEAR_BUCKETING"),
     *_ignored(
@@ -110,7 +110,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     *_ignored("set VLLM_GRAPH_RESERVED_MEM instead", "VLLM_GRAPH_MEM_MARGIN"),
     *_ignored(_DEFRAGMENTED, "VLLM_DEFRAG", same_as=True),
     *_ignored(_DEFRAGMENTED, "VLLM_DEFRAG_THRESHOLD VLLM_DEFRAG_WITH_GRAPHS"),
-    # Attention and execution.
+    # Attention and execution:
     *_ignored("set VLLM_CONTIGUOUS_PA instead", "VLLM_USE_HPU_CONTIGUOUS_CACHE_FETCH"),
     *_ignored(_PROMPT_ATTENTION, "VLLM_NAIVE_IMPL VLLM_PROMPT_ATTN_IMPL"),
     *_ignored("the device decides the attention backend", "VLLM_ATTENTION_BACKEND"),
@@ -151,7 +151,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     *_ignored("set the argument enable_prefix_caching instead", "VLLM_PREFIX_CACHING"),
     *_ignored(_DETECTED, "VLLM_HW VLLM_BUILD VLLM_ENGINE_VERSION VLLM_MODEL_TYPE"),
     *_ignored(_NO_UNLOCKING, "VLLM_DEVELOPER_MODE VLLM_ENABLE_EXPERIMENTAL_FLAGS"),
-    # Diagnostics.
+    # Diagnostics:
     *_ignored("set VLLM_LOGGING_LEVEL=DEBUG instead", "VLLM_DEBUG"),
     *_ignored("calls of functions are not traced", "VLLM_TRACE_FUNCTION", same_as=False),
     *_ignored("batch sizes are not logged", "VLLM_LOG_BATCHSIZE_INTERVAL"),
@@ -161,7 +161,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     ),
     *_ignored(_NO_USAGE_STATS, "VLLM_NO_USAGE_STATS VLLM_DO_NOT_TRACK", same_as=True),
     *_ignored(_NO_USAGE_STATS, "VLLM_USAGE_STATS_SERVER VLLM_USAGE_SOURCE"),
-    # Settings of features that have fewer here.
+    # Settings of features that have fewer settings in this engine:
     *_ignored(
         _QUANTIZATION,
         """
@@ -213,7 +213,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         """,
     ),
     *_ignored(_STRUCTURED, "VLLM_XGRAMMAR_CACHE_MB VLLM_V0_USE_OUTLINES_CACHE"),
-    # Processes, devices side by side, and the server.
+    # Processes, several devices, and the server:
     *_ignored(_ONE_SUM, "VLLM_ROW_PARALLEL_CHUNKS VLLM_ROW_PARALLEL_CHUNK_THRESHOLD"),
     *_ignored(
         _REPLICAS,
@@ -255,7 +255,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     ),
     *_ignored("no tool parser needs a timeout", "VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS"),
     *_ignored("a server serves one model", "VLLM_HPU_MULTI_MODEL_CONFIG"),
-    # Variables that never concerned a Gaudi card, or this package.
+    # Variables for other devices or other packages:
     *_ignored(_V0, "VLLM_LOGITS_PROCESSOR_THREADS"),
     *_ignored(_NO_CACHE_FOLDER, "VLLM_CACHE_ROOT VLLM_CONFIG_ROOT"),
     *_ignored(

@@ -59,7 +59,7 @@ def parse(name: str, raw: str, annotation: Any, metadata: Mapping[str, Any]) -> 
                 return choice
         raise ConfigError(f"{name}={raw!r}: expected one of {', '.join(choices)}")
     if type_ is str:
-        return raw  # a prefix may end with a space
+        return raw  # not stripped: a prefix may end with a space
     try:
         value = WORDS[text.lower()] if type_ is bool else type_(text)
         if type_ is float and not math.isfinite(value):

@@ -190,7 +190,7 @@ def _prefill(
         context_lens + query_lens,
         options,
     )
-    # The stored tokens are also compared, as further heads, because nothing has read them.
+    # Compare the stored keys and values too, as additional heads, because no query has read them.
     stored = [x.cpu()[new_slots] for x in (key_cache, value_cache)]
     got = torch.cat((_ragged(out.cpu(), query_lens), *stored), dim=1)
     return got, torch.cat((want, *cache.tokens(new_slots)), dim=1), shortest_s(bridge, run)

@@ -72,7 +72,7 @@ class Comparison:
         difference = (got.cpu().float() - reference).abs().max()
         error = float(difference / reference.abs().max())
         self._largest = max(self._largest, error)
-        if not error <= limit:  # so that NaN fails too
+        if not error <= limit:  # `not <=`, so that NaN fails too
             self._failures.append(f"{case}: max error {error:.1e}, limit {limit:.0e}")
 
     def add_time(self, case: str, seconds: float, limit_s: float = MAX_CALL_S) -> None:
@@ -118,7 +118,7 @@ def run_check(name: str, check: Callable[[], Outcome]) -> CheckResult:
     try:
         with torch.inference_mode():
             outcome = check()
-    except Exception as error:  # of a vendor library, anything
+    except Exception as error:  # a vendor library may raise anything
         lines = str(error).strip().splitlines() or ["no message"]
         outcome = Outcome("fail", f"{type(error).__name__}: {lines[0]}")
     return CheckResult(name, outcome.status, outcome.detail, (time.perf_counter() - start) * 1e3)

@@ -67,7 +67,8 @@ def exchange(rank_text: str, world_size_text: str, store: str) -> None:
         link = CardLink(rank, *around, before=before)
         link.connect(bridge.device)
         send_on(link, mine, rank, world_size)
-        gathered = group.all_gather(mine).cpu()  # no card leaves before all have received
+        # `cpu()` waits, so that no card leaves before all have received.
+        gathered = group.all_gather(mine).cpu()
         summed = group.all_reduce(mine).cpu()
         link.close()
     torch.distributed.destroy_process_group()
@@ -103,7 +104,7 @@ def send_on(link: Link, mine: torch.Tensor, rank: int, world_size: int) -> None:
 
 
 def _start(rank: int, num_cards: int, folder: Path) -> "subprocess.Popen[bytes]":
-    # The bridge takes the place of a process among the cards from these variables.
+    # The bridge reads the position of a process among the cards from these variables.
     place = [f"RANK={rank}", f"LOCAL_RANK={rank}", f"WORLD_SIZE={num_cards}"]
     arguments = [str(rank), str(num_cards), str(folder / "store")]
     with _errors(folder, rank).open("wb") as errors:

@@ -134,7 +134,7 @@ def _judge(
     if ratio > MAX_TIME_RATIO:
         return Outcome("fail", f"{times}, limit {MAX_TIME_RATIO}: the time depends on the cache")
     grown = larger.launch_bytes - smaller.launch_bytes
-    if grown > larger.cache_bytes / 4:  # a copy of the keys, or of the values, is half of it
+    if grown > larger.cache_bytes / 4:  # a copy of only the keys or the values takes half of it
         return Outcome(
             "fail", f"a launch took {mib:.1f} MiB besides the cache of {gib:.2f} GiB: it is copied"
         )

@@ -45,7 +45,7 @@ def check_triton() -> Outcome:
     advice = f"install 'triton{wanted}'" if wanted else "install the triton of this torch"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch deprecates names of its own
+            warnings.simplefilter("ignore")  # torch warns about its own deprecated names
             importlib.import_module(_COMPILER)
     except ImportError as error:
         return Outcome("fail", f"{found}: torch.compile cannot start ({error}); {advice}")
@@ -62,7 +62,7 @@ def check_memory(bridge: HabanaBridge) -> Outcome:
     del block
     lost_mib = (before.free_bytes - bridge.memory_info().free_bytes) / _MIB
     figures = f"{before.free_bytes / 2**30:.2f} of {before.total_bytes / 2**30:.2f} GiB free"
-    # A pool rounds up, by how much is its own business.
+    # The card's memory pool may round up, so only a lower limit is checked.
     if taken_mib < _ALLOCATION_MIB or lost_mib > 1:
         return Outcome(
             "fail",
@@ -101,7 +101,7 @@ def check_index_types(bridge: HabanaBridge) -> Outcome:
         read = on_card.index_select(0, reads.to(bridge.device, dtype)).cpu()
         if not torch.equal(read, cache[reads]):
             return Outcome("fail", f"index_select with {dtype} read other rows")
-    # Slots are int32 in a launch, and become int64 on the card.
+    # Launches have slots as int32, which become int64 on the card.
     on_card.index_copy_(0, writes.to(bridge.device, torch.int32).long(), new)
     written = on_card.cpu()
     if not torch.equal(written[1:], want[1:]):

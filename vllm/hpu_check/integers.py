@@ -66,7 +66,8 @@ def check_drafts(bridge: HabanaBridge) -> Outcome:
     """Let the card find out how many drafts are right, and with which tokens the next decode
     begins."""
     first, second = _launches()
-    # All drafts are token 1, and that is sampled in the places of as many as the row's number.
+    # Each draft is token 1. Row i samples token 1 at its first i positions, so i drafts are
+    # accepted.
     sampled = np.tri(_NUM_ROWS + 1, 1 + _MAX_DRAFTS, -1, np.int32)
     before = bridge.counters().cpu_fallbacks
     got, want = (
@@ -140,5 +141,5 @@ def _verify(
     output = resident.accept(first[0].to(device), first[1], SamplerOutput(token_ids, token_ids))
     assert output is not None
     next_decode = resident.fill_in(unpack_decode(second[0].to(device), second[1]), second[1])
-    kept = [x[:_NUM_ROWS] for x in (resident.newest, resident.ends)]  # without padding
+    kept = [x[:_NUM_ROWS] for x in (resident.newest, resident.ends)]  # leaves out the padding row
     return [output, *kept, next_decode.token_ids]

@@ -67,7 +67,7 @@ def check_sdpa_mask(bridge: HabanaBridge) -> Outcome:
         query, key, value = _sdpa_inputs(2, dtype)
         query = query[:, :, :32].contiguous()
         mask = torch.rand(_BATCH, 1, 32, _TOKENS) < 0.5
-        mask[..., 0] = True  # no query without a key
+        mask[..., 0] = True  # each query attends to at least one key
         added = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -3e4)
         for kind, given in (("bool", mask), ("added", added)):
             inputs = query, key, value, given
@@ -88,7 +88,7 @@ def check_sdpa_valid_lengths(bridge: HabanaBridge) -> Outcome:
         return tokens(bridge.kernels.sdpa(query, key, value, is_causal=True, valid_seq_len=valid))
 
     def reference(query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Tensor:
-        # Padding on the right comes after every token, so that causality hides it.
+        # Padding is on the right, so the causal mask hides it.
         return tokens(
             F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         )

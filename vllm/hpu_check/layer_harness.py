@@ -71,7 +71,7 @@ class LayerTestHarness:
         self.model = HPUModel(on_card, BLOCK_SIZE, bridge_sdpa(bridge.kernels))
         limit = config.model.resolved_arch.vocab_size
         self._tokens = [np.random.default_rng(n).integers(0, limit, n) for n in SEQ_LENS]
-        # The last block too: it is the one that a wrong address calculation misses.
+        # Use the last block too, because a wrong address calculation is most likely to miss it.
         used = -(-np.array(SEQ_LENS) // BLOCK_SIZE)
         self._tables = np.zeros((len(SEQ_LENS), used.max()), np.int32)
         ids = iter([num_blocks - 1, *range(1, num_blocks - 1)])

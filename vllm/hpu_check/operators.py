@@ -162,7 +162,7 @@ def check_fp8_cast(bridge: HabanaBridge) -> Outcome:
     cast, _ = call()
     inverse = (1 / scale).to(bridge.device)
     back = hpu.cast_from_fp8(cast, inverse, torch.bfloat16).cpu().float()
-    normal = x.float().abs() * scale > 2**-6  # smaller ones have fewer bits
+    normal = x.float().abs() * scale > 2**-6  # smaller values are subnormal and have fewer bits
     error = ((back - x.float()).abs() / x.float().abs())[normal].max()
     if (reason := slow_call("e4m3", shortest_s(bridge, call))) is not None:
         return Outcome("fail", reason)

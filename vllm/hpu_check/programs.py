@@ -38,7 +38,8 @@ def check_graph_replay(bridge: HabanaBridge) -> Outcome:
     before = bridge.counters()
     outcome = _compare(bridge, bridge.wrap_in_hpu_graph, "one capture, two replays")
     after = bridge.counters()
-    if before.graph_captures is None or after.graph_captures is None:  # not counted by this card
+    # This card does not count them.
+    if before.graph_captures is None or after.graph_captures is None:
         return outcome
     num_captures = after.graph_captures - before.graph_captures
     if outcome.status == "pass" and num_captures != 1:
@@ -57,7 +58,7 @@ def check_compile_counting(bridge: HabanaBridge) -> Outcome:
     """Check that a known shape compiles nothing, a new one does, and the counter reports it."""
     layer = _Layer(HPUOps(bridge)).to(bridge.device)
     run = layer if bridge.is_lazy else _compiled(layer)
-    # No other check has this batch size, because equal shapes use the same recipe.
+    # A batch size that no other check has, because equal shapes share a recipe.
     first, again, new = (_compilations(bridge, run, num_rows) for num_rows in (19, 19, 23))
     counts = f"first shape {first}, again {again}, new shape {new}"
     if not first and not new:
@@ -97,7 +98,7 @@ def _compiled(layer: nn.Module) -> Callable[[Tensor], Tensor]:
 
 def _compilations(bridge: HabanaBridge, run: Callable[[Tensor], Tensor], num_rows: int) -> int:
     x = torch.randn(num_rows, _HIDDEN).to(bridge.device)
-    bridge.synchronize()  # what is recorded so far is not of this run
+    bridge.synchronize()  # finish earlier operations, which do not belong to this run
     before = bridge.counters().compilations
     run(x)
     bridge.synchronize()

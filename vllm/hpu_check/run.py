@@ -125,7 +125,7 @@ CHECKS: dict[str, Check] = {
         )
         for kind in sampling.KINDS
     },
-    "host fallbacks": _of_card(  # of all the checks before it
+    "host fallbacks": _of_card(  # fallbacks during all earlier checks
         programs.check_host_fallbacks,
         "no operator runs on the host",
         "each of these stops the card in every step: report the operators to the vendor",

@@ -50,7 +50,7 @@ class _Sampled:
 def check_sampling(bridge: HabanaBridge, kind: str) -> Outcome:
     """Check the tokens of some requests and, if they are asked for, log-probabilities."""
     logits = torch.randn(_NUM_ROWS, _VOCAB_SIZE) * 2
-    # Penalties apply to the best tokens.
+    # Raise the logits of tokens with penalties, so that the penalties change the result.
     logits[:, _PROMPT + _OUTPUT] += 7
     logits = logits.bfloat16()
     before = bridge.counters().cpu_fallbacks
@@ -81,7 +81,7 @@ def _compare_logprobs(got: _Sampled, want: _Sampled, note: str) -> Outcome:
     if on_card is None or on_host is None:
         return Outcome("pass", note)
     comparison = Comparison()
-    width = 1 + _NUM_LOGPROBS  # the card may have more
+    width = 1 + _NUM_LOGPROBS  # the card may return more columns
     comparison.add("log-probabilities", on_card.logprobs[:, :width], on_host.logprobs[:, :width])
     comparison.add("ranks", on_card.ranks.float(), on_host.ranks)
     return comparison.outcome(note)

@@ -132,7 +132,7 @@ def _predicted_step_s(
     with rig.operators(NativeOps()), model.launch_holder.running(None), cost:
         model(torch.from_numpy(packed), shape)
     if bridge.is_lazy:
-        launches_s = REPLAY_GRAPH_S + LAUNCH_STEP_S  # and the greedy tokens
-    else:  # each compiled part, and about as many operators between them
+        launches_s = REPLAY_GRAPH_S + LAUNCH_STEP_S  # one launch, and the launch of greedy sampling
+    else:  # a launch of each compiled part, and about as many operators between them
         launches_s = 2 * len(regions_of(host_model)) * LAUNCH_STEP_S
     return cost.seconds + launches_s

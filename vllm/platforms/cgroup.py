@@ -30,7 +30,7 @@ class ControlGroups:
         for folder in self._folders("cpu"):
             quota, _, period = _text(folder / "cpu.max").partition(" ")
             if not quota:
-                quota = _text(folder / "cpu.cfs_quota_us")  # -1: no limit
+                quota = _text(folder / "cpu.cfs_quota_us")  # -1 means no limit
                 period = _text(folder / "cpu.cfs_period_us")
             if quota.isdecimal() and period.isdecimal() and int(period) > 0:
                 found.append(int(quota) / int(period))
@@ -66,7 +66,7 @@ class ControlGroups:
                 continue
             for base in bases:
                 group = base / path.lstrip("/")
-                # A path above what is visible here begins with /.. or does not exist.
+                # A group above what this process can see begins with /.. or does not exist.
                 inside = [] if ".." in group.parts else [group, *group.parents]
                 yield from (each for each in inside if each != base and base in each.parents)
                 yield base
@@ -81,7 +81,7 @@ def _memory_limit(folder: Path) -> int | None:
 
 def _idle_file_bytes(folder: Path) -> int:
     values = dict(line.split(" ", 1) for line in _text(folder / "memory.stat").splitlines())
-    # Version 1 has the sum of the groups below under another name.
+    # cgroup version 1 has the total of all subgroups under another name.
     value = values.get("total_inactive_file", values.get("inactive_file", "0"))
     return int(value) if value.isdecimal() else 0
 

@@ -68,7 +68,8 @@ class CPUPlatform(Platform):
         """Allocate zeroed memory that the system commits page by page, as it is first written."""
         import torch
 
-        # torch.zeros would touch every page at once; numpy leaves zeroing to the system.
+        # torch.zeros would write every page at once; with numpy the system zeroes pages at their
+        # first use.
         raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
         return torch.from_numpy(raw).view(dtype).view(shape)
 

@@ -52,8 +52,8 @@ class HPUPlatform(Platform):
     needs_static_shapes = True
     kv_cache_dtypes = get_args(CacheDType)
     has_own_memory = True
-    # A compiler for cards writes into a graph's input in place, but copies one that is written
-    # through a view.
+    # Compilers for Gaudi update a graph input in place, but copy it if it is written through a
+    # view. So the cache is flat.
     has_flat_cache = True
 
     def __init__(self, open_bridge: "Callable[[], HabanaBridge]") -> None:
@@ -227,7 +227,7 @@ def create_hpu_platform() -> HPUPlatform:
     model = simulated_card()
     if model is not None:
         return HPUPlatform(lambda: _open_simulation(model))
-    # Here and not where the card is opened, as processes that this one starts need them earlier.
+    # Set now and not when the card is opened, because child processes need the settings earlier.
     _make_bridge_settings()
     return HPUPlatform(_open_card)
 
@@ -314,7 +314,7 @@ def _make_bridge_settings() -> None:
 def _open_card() -> "HabanaBridge":
     _check_card()
     settings = envs.get()
-    # The library reads both while it is imported or used, so they come before the import.
+    # Set both variables before the import: the library reads them while it is imported.
     if _wants_lazy_collectives(settings):
         envs.export("PT_HPU_ENABLE_LAZY_COLLECTIVES", "true")
     if settings.PT_HPUGRAPH_DISABLE_TENSOR_CACHE is not None:
@@ -353,6 +353,6 @@ def absent_parts() -> list[str]:
     if simulated_card() is not None:
         absent = parts.parse_names(settings.VLLM_HPU_SIM_ABSENT or "")
         return parts.absent_of_release(parts.parse_release(settings.VLLM_HPU_SIM_BRIDGE), absent)
-    parts.load_vendor("core")  # which registers the operators
+    parts.load_vendor("core")  # the import registers the operators
     found = parts.find_parts()
     return [name for name in parts.PARTS if name not in found]

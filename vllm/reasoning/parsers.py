@@ -233,7 +233,7 @@ class ReasoningParser:
         for start in self.starts:
             if (yield from stream.read_literal(start)):
                 return True
-        # White space belongs to the text after it.
+        # The white space is part of the text that follows.
         space = stream.pop_read()
         if self._is_start_needed:
             self._content.append(space)

@@ -111,7 +111,7 @@ class CallMatcher:
         call.matcher.accept(token_id)
         call.num_tokens += 1
         if not call.matcher.is_free and self._bytes_of(token_id).rstrip().endswith(_JSON_ENDS):
-            call.matcher.fill(self._scratch)  # some matchers only know the end after it
+            call.matcher.fill(self._scratch)  # some matchers only report the end after a fill
             if call.matcher.is_complete():
                 return _State(self._next_call())
         return _State(call, call.num_tokens)

@@ -97,7 +97,7 @@ class GrammarCompiler:
         if result is None:
             try:
                 result = self._compile_once(spec)
-            except RequestError as error:  # structured output is not possible here
+            except RequestError as error:  # structured output is not possible with this tokenizer
                 raise RequestError(f"{field}: {error}", param=field) from error
         return _grammar_of(result, field)
 
@@ -118,10 +118,10 @@ class GrammarCompiler:
         self._is_closed = True
         if self._server is None:
             return
-        self._server.close()  # ends its imports, for which a worker that starts waits
+        self._server.close()  # also stops its imports, for which a starting worker waits
         for worker in self._workers:
             worker.close()
-        self._server.close()  # a worker may have started it again
+        self._server.close()  # again, because a worker may have restarted it
 
     def _compile_once(self, spec: GrammarSpec) -> _Result:
         """Compile, or wait for another request that is compiling the same grammar."""

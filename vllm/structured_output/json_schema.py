@@ -87,7 +87,7 @@ class PreparedSchema:
             raise SchemaError("the JSON schema 'false' allows no output")
         prepared = self._node({} if schema is True else schema, "the schema", 0)
         assert isinstance(prepared, dict)
-        prepared.pop("x-guidance", None)  # options of llguidance, which users must not set
+        prepared.pop("x-guidance", None)  # options of llguidance, which requests must not set
         self.schema: Schema = prepared
 
     # ---- one schema -----------------------------------------------------------------------
@@ -171,7 +171,8 @@ class PreparedSchema:
         if isinstance(least, int) and least > max(1, len(set(_strings(own.get("required"))))):
             is_closed = own.get("additionalProperties") is False and "properties" in own
             if not is_closed or "patternProperties" in own:
-                # A name that occurs twice counts once.
+                # A name that the model writes twice counts only once, so the number of properties
+                # is not enough.
                 raise SchemaError(f"'minProperties' of {where} cannot be enforced")
 
     # ---- xgrammar -------------------------------------------------------------------------

@@ -119,7 +119,7 @@ class LateMatcher:
         if not state.pending:
             return self._grammar.is_complete()
         with _Given(self._grammar, state.pending):
-            # Some matchers only know it once they have computed what may come.
+            # Some matchers only report the end after they have computed the next mask.
             self._grammar.fill(self._scratch)
             return self._grammar.is_complete()
 
@@ -270,7 +270,7 @@ class LateMatcher:
         if not marker.startswith(text):
             return
         rest = marker[len(text) :]
-        # A token may begin with the space before a word.
+        # A token may begin with the white space before a word.
         for space in (b"", b" ", b"\n") if self._max_spaces and not text else (b"",):
             for token_id, token in self._vocabulary.tokens_along(space + rest):
                 if token != space:

@@ -113,7 +113,8 @@ class GrammarMatchers:
             )
         with self._lock:
             loaded = self._find(grammar)
-        if loaded is None:  # dropped from the cache since it was prepared, or it cannot be loaded
+        # It was dropped from the cache since it was prepared, or cannot be loaded.
+        if loaded is None:
             loaded = self._load(grammar)
         assert self._vocabulary is not None
         return self._vocabulary, loaded
@@ -136,7 +137,7 @@ class GrammarMatchers:
             self._load(grammar)
             if start is not None and self._vocabulary is not None:
                 self._vocabulary.index(start.markers)
-        # an error of a library: only the request fails, with the error of its matcher
+        # A library may raise anything: only this request fails, with the error of its matcher.
         except Exception as error:
             logger.debug("a grammar could not be loaded: %r", error)
         finally:

@@ -27,8 +27,8 @@ else:
 
 _MAX_REPEAT = int(codes.MAXREPEAT)
 
-# Positive classes have fewer characters than Python's; for negated ones, all of Python's class must
-# be excluded.
+# Expressions that match at most what Python's classes match. So a negated class has to exclude all
+# characters of Python's class.
 _FEWER = {
     codes.CATEGORY_DIGIT: "0-9",
     codes.CATEGORY_NOT_DIGIT: r"\P{Nd}",
@@ -78,7 +78,7 @@ def translate(pattern: str, *, search: bool = False) -> Translation:
     read = to_python(pattern)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of syntax that will change in later versions
+            warnings.simplefilter("ignore")  # warnings about syntax that later versions will change
             parsed: Any = parser.parse(read.text, 0)
         writer = _Writer(parsed.state.flags, read, keep_anchors=search)
         text = writer.sequence(list(parsed), at_start=True, at_end=True)
@@ -144,7 +144,7 @@ class _Writer:
         return f"(?:{inside})"
 
     def _repeat(self, least: int, most: int, items: Any) -> str:
-        # A repeated part has text before and after it.
+        # Not at the start or end: other repetitions of the part may come before and after it.
         inside = self.sequence(list(items), at_start=False, at_end=False)
         least = int(least)
         if int(most) == _MAX_REPEAT:

@@ -90,7 +90,8 @@ class _Rewriter:
             self._write(1)
         elif pattern[at] == "[":
             self._is_in_class = True
-            # A bracket at the first place is a member.
+            # A "]" right after the opening bracket is a character of the class and does not close
+            # it.
             first = at + (2 if pattern.startswith("[^", at) else 1)
             self._write(first - at + pattern.startswith("]", first))
         elif pattern.startswith("(?<", at) and not pattern.startswith(("(?<=", "(?<!"), at):

@@ -94,10 +94,10 @@ class RowMatcher:
                 return
         except ValueError as error:
             self._error = f"structured output failed: {error}"
-        except Exception as error:  # an error of a library: only this request fails
+        except Exception as error:  # a library may raise anything: only this request fails
             logger.error("structured output of %s failed", self._request_id, exc_info=True)
             self._error = f"structured output failed: {error!r}"
-        mask[:] = -1  # a token has to be sampled, which is never shown
+        mask[:] = -1  # all tokens are allowed: one must be sampled, but it is never shown
 
     def _open(self) -> None:
         if self._open_grammar is not None:
@@ -140,7 +140,8 @@ class RowMatcher:
                 num_accepted += 1
                 self._fill(masks[place + 1], self._num_tokens + num_accepted)
             except BackendError:
-                # Where all drafts up to here are right, it fails once more as the next token.
+                # If all drafts up to this one are accepted, the error is reported when it comes as
+                # a token.
                 masks[place + 1] = 0
                 break
         if num_accepted:

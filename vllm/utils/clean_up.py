@@ -21,7 +21,7 @@ def on_failure(*clean_ups: Callable[[], object]) -> Iterator[None]:
         for clean_up in clean_ups:
             try:
                 clean_up()
-            except Exception:  # logged, as the first error is on its way
+            except Exception:  # only logged, because an earlier error is being raised
                 logger.warning(
                     "another error while cleaning up after a failed start:", exc_info=True
                 )

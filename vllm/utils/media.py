@@ -91,7 +91,8 @@ def read_video(path: Path, num_frames: int = -1) -> Frames:
         capture.release()
     if not frames:
         raise RequestError(f"OpenCV cannot read the video '{path}'")
-    return np.stack([frame[..., ::-1] for frame in frames])  # OpenCV has blue first
+    # Reversed, because OpenCV stores blue first.
+    return np.stack([frame[..., ::-1] for frame in frames])
 
 
 def read_file(path: Path) -> bytes:

@@ -139,7 +139,7 @@ def load_plugin(flag: str, path: str, registries: Sequence[ParserRegistry[Any]])
         raise ConfigError(f"{flag}: {path} is not a Python file")
     try:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    except Exception as error:  # foreign code, which may raise anything
+    except Exception as error:  # foreign code may raise anything
         raise ConfigError(
             f"{flag}: {path} cannot be imported: {type(error).__name__}: {error}"
         ) from error

@@ -38,7 +38,7 @@ def load_general_plugins() -> tuple[str, ...]:
             continue
         try:
             found[name].load()()
-        except Exception as error:  # whatever the code of another package raises
+        except Exception as error:  # code of another package may raise anything
             logger.warning(
                 "the plug-in '%s' (%s) has failed, and its models are missing: %s: %s",
                 *(name, found[name].value, type(error).__name__, " ".join(str(error).split())),

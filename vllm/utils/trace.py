@@ -89,7 +89,7 @@ class TraceWriter(Trace):
     def __init__(self, path: str | os.PathLike[str], process_name: str = "vllm") -> None:
         self.path = Path(path)
         self._file = FileIO(self.path, "w")
-        self._num_bytes = 0  # of whole events in the file
+        self._num_bytes = 0  # size of the complete events in the file
         self._pid = os.getpid()
         self._pending: deque[dict[str, Any]] = deque()
         self._num_dropped = 0
@@ -99,7 +99,7 @@ class TraceWriter(Trace):
         self._name_track("process_name", 0, process_name)
         for track in (COUNTERS, EXTERNAL, INTERNAL):
             self._thread_id(track)
-        # The clock of events starts at boot; this tells what it is in the time of the logs.
+        # The clock of events starts at boot. This event relates it to the time in the logs.
         self.instant("trace begins", unix_time_s=time())
         self._thread = threading.Thread(target=self._run, name="trace-writer", daemon=True)
         self._thread.start()
@@ -150,7 +150,7 @@ class TraceWriter(Trace):
         if number is not None:
             return number
         with self._lock:
-            if track not in self._tracks:  # nor has another thread added it meanwhile
+            if track not in self._tracks:  # check again: another thread may have added it meanwhile
                 self._tracks[track] = len(self._tracks) + 1
                 self._name_track("thread_name", self._tracks[track], track)
             return self._tracks[track]
@@ -169,8 +169,9 @@ class TraceWriter(Trace):
             self._write(b"\n]\n")
         except OSError as error:
             logger.warning("tracing stops, %s cannot be written: %s", self.path, error)
-            with suppress(OSError):  # the error of the disk is already reported
-                self._file.truncate(self._num_bytes)  # half an event would hide the others
+            with suppress(OSError):  # the disk error is already reported
+                # Remove a partial event, which would make the file unreadable.
+                self._file.truncate(self._num_bytes)
         finally:
             self.is_on = False
             self._pending.clear()
@@ -215,13 +216,13 @@ class _Span:
 def _encode(event: dict[str, Any]) -> bytes:
     try:
         text = json.dumps(event, default=_plain, allow_nan=False, separators=(",", ":"))
-    except (TypeError, ValueError, RecursionError):  # NaN, keys that are no text, a cycle
+    except (TypeError, ValueError, RecursionError):  # NaN, keys that are not strings, or a cycle
         text = json.dumps({**event, "args": {"error": "values that JSON cannot hold"}})
     return text.encode()
 
 
 def _plain(value: object) -> object:
-    if isinstance(value, Integral):  # of numpy
+    if isinstance(value, Integral):  # integers of numpy
         return int(value)
     if isinstance(value, Real):
         return float(value)

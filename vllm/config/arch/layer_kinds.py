@@ -27,7 +27,8 @@ def read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None
                 f"config.json: layer_types has {len(layer_types)} entries; it must have "
                 f"num_hidden_layers ({num_layers})"
             )
-        kinds = layer_types[:num_layers]  # longer if num_hidden_layers was overridden
+        # Layer_types is longer if num_hidden_layers was overridden.
+        kinds = layer_types[:num_layers]
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     pattern = config.get("sliding_window_pattern") or family.full_attention_every
     if pattern:
@@ -161,7 +162,7 @@ def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool,
         return tuple(index not in attends for index in range(num_layers))
     layer_types = read_layer_kinds(config)
     if not layer_types:
-        # As Kimi Linear is published; the first layer is number 1.
+        # Config of Kimi Linear: a list of layer numbers that begin at 1.
         numbers = (config.get("linear_attn_config") or {}).get("kda_layers") or []
         if not isinstance(numbers, list):
             raise ConfigError(

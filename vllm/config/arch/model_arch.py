@@ -287,7 +287,8 @@ class ModelArch:
         kind, factor = self.rope.rope_type, self.rope.scaling.get("factor")
         if kind in ("linear", "dynamic", "yarn") and factor:
             original = self.max_position_embeddings
-            if kind == "yarn":  # max_position_embeddings may already be the extended length
+            # For yarn, max_position_embeddings may already be the extended length.
+            if kind == "yarn":
                 original = self.rope.scaling["original_max_position_embeddings"]
             return int(original * factor)
         return self.max_position_embeddings
@@ -373,7 +374,7 @@ def _read_num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1
     if config.get("multi_query") is False and not config.get("new_decoder_architecture"):
-        return num_heads  # whatever else such a config says
+        return num_heads  # each query head has its own KV head, whatever num_key_value_heads is
     return int(given or num_heads)
 
 
@@ -466,7 +467,8 @@ def _rotates_by_default(config: Mapping[str, Any]) -> bool:
 
 
 def _layers_with_rope(config: Mapping[str, Any], num_layers: int) -> list[bool]:
-    if given := config.get("no_rope_layers"):  # 1 for each layer that has rotations
+    # Despite its name: 1 for each layer that has rotary embedding.
+    if given := config.get("no_rope_layers"):
         if not isinstance(given, list) or not all(type(x) in (int, bool) for x in given):
             raise ConfigError(
                 f"config.json: no_rope_layers must be a list of 0 or 1 for each layer, got "
@@ -489,21 +491,20 @@ def _read_rope(
     legacy_type = parameters.pop("type", None)
     rope_type = parameters.pop("rope_type", None) or legacy_type or "default"
     stretch = parameters.get("alpha")
-    if (
-        rope_type == "dynamic" and stretch and head_size > 2
-    ):  # of Hunyuan: the base is stretched, however long a text
+    # Hunyuan: the base changes by a fixed factor, whatever the length.
+    if rope_type == "dynamic" and stretch and head_size > 2:
         theta *= float(stretch) ** (head_size / (head_size - 2))
         rope_type = "default"
     partial = parameters.pop("partial_rotary_factor", None)
     partial = partial or config.get("partial_rotary_factor") or config.get("rotary_pct") or 1.0
-    if rope_type == "proportional":  # the table also has the pairs that do not turn
+    if rope_type == "proportional":  # its table also has the pairs that are not rotated
         parameters["rotated_part"], partial = partial, 1.0
-    if rope_type == "su":  # the first name of longrope
+    if rope_type == "su":  # an earlier name of longrope
         rope_type = "longrope"
-    if rope_type == "mrope":  # a default with sections
+    if rope_type == "mrope":  # the default with sections
         rope_type = "default"
     if rope_type in ("dynamic", "llama3", "yarn", "longrope"):
-        # The original length; a config without it was not extended.
+        # The original length. A config without it has not been extended.
         max_positions = _number(config, *_MAX_POSITIONS)
         original = config.get("original_max_position_embeddings")
         if original and rope_type == "longrope":

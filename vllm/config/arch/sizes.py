@@ -88,7 +88,8 @@ def check_sizes(config: Mapping[str, Any]) -> None:
         next((name for name in names if config.get(name)), None)
         for names in (_NUM_LAYERS, _NUM_EXPERTS)
     )
-    if not layers or not experts or config.get("is_moe") is False:  # Doge names some all the same
+    # Dense models of Doge have these keys too.
+    if not layers or not experts or config.get("is_moe") is False:
         return
     num_experts = config[experts]
     most = max(num_experts) if isinstance(num_experts, list) else num_experts

@@ -74,7 +74,8 @@ def _read_eagle(file: SpeculatorFile) -> SpeculatorArch:
         )
     rope = arch.rope
     if rope is None or rope.rope_type in ("default", "llama3"):
-        # Heads were trained on short texts, and say so; their rotations have no such limit.
+        # Draft heads were trained on short texts and their config limits the length accordingly,
+        # but their rotary embedding has no such limit.
         positions = max(arch.max_position_embeddings, target.derived_max_model_len)
         arch = replace(arch, max_position_embeddings=positions)
     return SpeculatorArch(replace(arch, dtype=target.dtype))

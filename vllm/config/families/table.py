@@ -125,7 +125,7 @@ _LLAMAS = (
     Family(
         model_type="llama",
         also_typed=("aquila", "internlm", "xverse", "Yi"),
-        old_keys={"bias": "attention_bias"},  # InternLM
+        old_keys={"bias": "attention_bias"},  # name in InternLM
         module="llama",
         architectures=("LlamaForCausalLM",),
         also_published_as=(
@@ -137,7 +137,7 @@ _LLAMAS = (
         config_defaults=ConfigDefaults(class_prefix="Llama", values=_LLAMA_DEFAULTS),
         tokenizer="",
         gguf=GGUFFacts(
-            architecture="llama",  # and so is Mistral
+            architecture="llama",  # Mistral too
             flags=_LLAMA_FLAGS,
             has_neighbour_rotations=True,
         ),
@@ -183,7 +183,7 @@ _LLAMAS = (
         module="mllama",
         architectures=("MllamaForCausalLM",),
         num_unsampled_tokens=8,
-        config_class="llama",  # transformers 4 has none for the language model
+        config_class="llama",  # transformers 4 has no class for the language model alone
         own_defaults={
             "hidden_size": 4096,
             "intermediate_size": 14336,
@@ -204,8 +204,9 @@ _LLAMAS = (
         model_type="baichuan",
         module="baichuan",
         architectures=("BaichuanForCausalLM",),
-        also_published_as=("BaiChuanForCausalLM",),  # the first model of 7B
-        rope_implied_by="max_position_embeddings",  # without it: ALiBi
+        also_published_as=("BaiChuanForCausalLM",),  # name of the first 7B model
+        # The 7B model; 13B uses ALiBi and has no such key.
+        rope_implied_by="max_position_embeddings",
         config_class="llama",
         tokenizer="",
         gguf=GGUFFacts(
@@ -486,7 +487,7 @@ _GEMMAS = (
             architecture="gemma2",
             activation=_GEMMA_ACTIVATION,
             has_post_norms=True,
-            unscaled_layers=46,  # the model of 27B
+            unscaled_layers=46,  # number of layers of the 27B model
         ),
         norms_add_one=True,
         awq_pairs=_AWQ_GEMMA2,
@@ -502,7 +503,7 @@ _GEMMAS = (
             activation=_GEMMA_ACTIVATION,
             has_post_norms=True,
             has_window_theta=True,
-            unscaled_layers=62,  # the model of 27B
+            unscaled_layers=62,  # number of layers of the 27B model
         ),
         norms_add_one=True,
         awq_pairs=_AWQ_GEMMA2,
@@ -604,7 +605,7 @@ _OTHERS = (
         model_type="chatglm",
         module="glm",
         architectures=("ChatGLMModel",),
-        also_published_as=("ChatGLMForConditionalGeneration",),  # fine-tuned models
+        also_published_as=("ChatGLMForConditionalGeneration",),  # name in fine-tuned models
         config_format="chatglm",
         tokenizer="",
     ),
@@ -720,7 +721,8 @@ _OTHERS = (
     ),
     Family(
         model_type="falcon",
-        also_typed=("RefinedWeb", "RefinedWebModel"),  # 40B; 7B and RW
+        # Types of the 40B model, and of the 7B and RW models.
+        also_typed=("RefinedWeb", "RefinedWebModel"),
         values_of_type={"RefinedWeb": {"new_decoder_architecture": True}},
         old_keys={
             "n_layer": "num_hidden_layers",
@@ -1211,7 +1213,7 @@ _WITH_MEDIA = (
         module="text_of_images",
         architectures=("Mistral3ForConditionalGeneration",),
         text_type="mistral",
-        also_text_types=("ministral3",),  # Ministral 3, Devstral Small 2
+        also_text_types=("ministral3",),  # type in Ministral 3 and Devstral Small 2
         media="mistral3",
     ),
     Family(
@@ -1376,7 +1378,7 @@ _ENCODERS = (
         tokenizer="XLMRobertaTokenizer",
     ),
     Family(
-        model_type="camembert",  # for checkpoints that name the classes of RoBERTa
+        model_type="camembert",  # some checkpoints of Camembert have the class names of RoBERTa
         is_encoder=True,
         windows="ignored",
         positions_follow_padding=True,

@@ -176,7 +176,7 @@ def find_parts(load: Callable[[str], ModuleType] = load_vendor) -> Found:
 def _objects(part: Part, load: Callable[[str], ModuleType]) -> tuple[Any, ...] | None:
     try:
         module = load(part.module)
-    except (ImportError, OSError) as error:  # OSError: a library that it loads is missing
+    except (ImportError, OSError) as error:  # OSError: a library that it needs is missing
         logger.debug("cannot import %s of the bridge: %s", part.module, error)
         return None
     objects = tuple(getattr(module, name, None) for name in part.names)

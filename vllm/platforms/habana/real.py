@@ -41,7 +41,8 @@ class RealBridge:
             has_peers: this process is one of several, each with a card of its own.
         """
         if has_peers:
-            # Takes the module id of this rank, which has to be known before the card is opened.
+            # Importing this sets the module id of this rank, which must be known before the card is
+            # opened.
             import_module("habana_frameworks.torch.distributed.hccl")
         import habana_frameworks.torch as htorch
         import habana_frameworks.torch.core as htcore
@@ -77,7 +78,8 @@ class RealBridge:
 
     @property
     def collectives_backend(self) -> str:
-        import_module("habana_frameworks.torch.distributed.hccl")  # registers the backend
+        # The import registers the backend.
+        import_module("habana_frameworks.torch.distributed.hccl")
         return "hccl"
 
     @property
@@ -85,7 +87,8 @@ class RealBridge:
         return self._kernels
 
     def memory_info(self) -> MemoryInfo:
-        self._hthpu.synchronize()  # lazy memory is allocated at launch
+        # In lazy mode, memory is allocated when recorded operations are launched.
+        self._hthpu.synchronize()
         free_bytes, total_bytes = self._hthpu.mem_get_info()
         return MemoryInfo(free_bytes, total_bytes)
 
@@ -113,7 +116,7 @@ class RealBridge:
         try:
             return buffer.pin_memory()
         except RuntimeError as error:
-            # Documented for the bridge, but no published engine relies on it.
+            # The bridge documents pinned memory, but no published engine depends on it.
             logger.warning(
                 "host memory cannot be pinned, so copies to the card use pageable memory: %s", error
             )
@@ -154,7 +157,7 @@ class RealBridge:
 
     @cached_property
     def can_compile_only(self) -> bool:
-        is_known = "bridge_config" in self._found  # with a getter for the flag
+        is_known = "bridge_config" in self._found  # newer bridges have a getter for the flag
         if not is_known:
             logger.warning(
                 "Cannot use PT_COMPILE_ONLY_MODE. Warmup time will be negatively impacted. Please "

@@ -39,7 +39,7 @@ class CardReader:
                 self._cards = self._open()
             except ImportError:
                 self._give_up("habana-pyhlml is not installed: pip install 'vllm[hpu-telemetry]'")
-            except Exception as error:  # of a vendor library, anything
+            except Exception as error:  # a vendor library may raise anything
                 self._give_up(f"habana-pyhlml: {type(error).__name__}: {error}")
         return [card.read() for card in self._cards or ()]
 
@@ -52,7 +52,7 @@ class CardReader:
 
         pyhlml.hlmlInit()
         cards = [_Card(pyhlml, index) for index in range(pyhlml.hlmlDeviceGetCount())]
-        # A card that does not say its module may be one of them.
+        # A card with an unknown module id may belong to this engine, so it is included.
         return [
             card
             for card in cards
@@ -96,5 +96,5 @@ def _known(ask: Callable[[], _Figure]) -> _Figure | None:
     """Return the answer to one question; None where the driver, or this build of it, has none."""
     try:
         return ask()
-    except Exception:  # of a vendor library, anything
+    except Exception:  # a vendor library may raise anything
         return None

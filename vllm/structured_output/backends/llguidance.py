@@ -22,7 +22,7 @@ class _Tokens:
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        # 0xFF never occurs in UTF-8: the library marks tokens that are not text with it.
+        # The library marks tokens that are not text with 0xFF, a byte that never occurs in UTF-8.
         self.tokens = [
             token or b"\xff<%d>" % token_id for token_id, token in enumerate(vocabulary.tokens)
         ]
@@ -34,7 +34,8 @@ class _Tokens:
     def __call__(self, text: bytes) -> list[int]:
         """Tokenise a text that the grammar forces."""
         if self.tokenizer is None:
-            return []  # called first without tokens, to find out whether bytes are accepted
+            # The library first calls without tokens, to find out whether bytes are accepted.
+            return []
         tokens: list[int] = self.tokenizer.greedy_tokenize(text.decode())
         return tokens
 

@@ -18,7 +18,7 @@ class XGrammarBackend:
     """Compiles and loads; see `Backend`."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        # One token more than the model has: an artificial end token.
+        # An additional, artificial end token after the model's tokens.
         end = len(vocabulary.tokens)
         self._info = xgrammar.TokenizerInfo(
             [*vocabulary.tokens, b""],

@@ -42,7 +42,7 @@ def _read(path: Path) -> Any:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
     except RecursionError:
         raise ConfigError(f"{path} is not valid JSON: it is nested too deeply") from None
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # an integer with thousands of digits
         raise ConfigError(f"{path} has a number that is too long: {error}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None

@@ -114,7 +114,7 @@ def read_tensor_file(data: bytes, dtypes: Sequence[str] = FLOATS) -> RawTensor:
         raise
     except _OtherDtypeError as error:
         raise TensorFileError(f"{error}; it must be one of {', '.join(dtypes)}") from None
-    # Errors of the readers of zip files and pickles for damaged files.
+    # Errors that the zip and pickle readers raise for damaged files.
     except (
         *(zipfile.BadZipFile, KeyError, ValueError, TypeError, IndexError, EOFError),
         *(OSError, RuntimeError, NotImplementedError, OverflowError, struct.error),
@@ -212,7 +212,7 @@ def _read_description(data: bytes) -> _View:
     A pickle is a program for a machine with a stack. Of its operations, those are known here that
     put numbers, texts and tuples on the stack; a call is taken as a description of its result.
     """
-    if b"\\" in data:  # an escape sequence, which no name of a tensor's needs
+    if b"\\" in data:  # escape sequences are refused: names of tensors do not need them
         raise TensorFileError("describes its tensor in an unknown way")
     reader = _DescriptionReader()
     for operation, argument, _ in pickletools.genops(data):
@@ -319,7 +319,7 @@ def _result_of(function: Any, arguments: Any) -> Any:
     if not isinstance(function, _Global):
         raise TensorFileError("has a damaged description of its tensor")
     if function == _ORDERED_DICT and arguments == ():
-        return _Global(_ORDERED_DICT)  # no hooks
+        return _Global(_ORDERED_DICT)  # a dict without hooks
     if function == _REBUILD_PARAMETER and isinstance(arguments[0], _View):
         return arguments[0]
     if function != _REBUILD_TENSOR:
@@ -329,7 +329,7 @@ def _result_of(function: Any, arguments: Any) -> Any:
     storage, offset, shape, strides, *rest = arguments
     if not isinstance(storage, _Storage) or len(rest) > 2 or not _are_sizes((offset,)):
         raise TensorFileError("describes its tensor in an unknown way")
-    # Written out only as lists of numbers: tuples that hold one another may have no end.
+    # Only lists of integers are shown in errors: tuples that contain each other may never end.
     if not _are_sizes(shape) or not _are_sizes(strides):
         raise TensorFileError("describes a tensor whose shape or strides are not valid sizes")
     _check_dimensions(len(shape))

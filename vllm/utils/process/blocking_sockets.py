@@ -48,8 +48,8 @@ def set_socket_timeouts_of(descriptor: int, port: int, option: int, timeout_s: f
     Raises:
         OSError: it is not connected, or has been closed.
     """
-    # Through the C library: an object of Python may change whether a socket blocks, and a thread of
-    # the library may be changing that, too, while it connects.
+    # Call the C library: a Python socket object may change whether the socket blocks, and another
+    # thread may be changing that while it connects.
     address, size = ctypes.create_string_buffer(_ADDRESS_BYTES), ctypes.c_uint32(_ADDRESS_BYTES)
     _check(_libc().getpeername(descriptor, address, ctypes.byref(size)))
     family, found = _ADDRESS.unpack_from(address)
@@ -60,7 +60,8 @@ def set_socket_timeouts_of(descriptor: int, port: int, option: int, timeout_s: f
 
 def _timeval(timeout_s: float) -> bytes:
     seconds, part = divmod(timeout_s, 1)
-    return _TIMEVAL.pack(int(seconds), max(1, int(part * 1e6)))  # both 0: no limit
+    # At least 1 microsecond, because 0 means no limit.
+    return _TIMEVAL.pack(int(seconds), max(1, int(part * 1e6)))
 
 
 @cache

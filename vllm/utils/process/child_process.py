@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # from linux/prctl.h
 _LOOK_S = 0.5
 
 _SIGNALS: dict[int, str] = {
@@ -42,7 +42,7 @@ def describe_exit(code: int) -> str:
     if number == signal.SIGKILL:
         return f"killed by signal {number}, {_SIGNALS[number]}"
     text = f"ended by signal {number}"
-    with contextlib.suppress(ValueError):  # signals of real time have no names
+    with contextlib.suppress(ValueError):  # real-time signals have no names
         text += f", {signal.Signals(number).name}"
     return f"{text}, {_SIGNALS[number]}" if number in _SIGNALS else text
 
@@ -127,7 +127,7 @@ class ChildProcess:
             return
         started.set_result(process)
         cause = None
-        # Another thread, or `close` of the owner, may have waited for the process already.
+        # Another thread or the owner's `close` may already have waited for the process.
         with contextlib.suppress(ChildProcessError):
             while cause is None and _next_stop(process.pid):
                 cause = self._watch_stopped(process)
@@ -136,8 +136,8 @@ class ChildProcess:
 
     def _watch_stopped(self, process: "subprocess.Popen[bytes]") -> str | None:
         """Wait until a stopped process continues, or kill it after the limit. Return why."""
-        # Looks are counted, and no clock is read: this process may have been stopped as well, as
-        # by Ctrl-Z in a terminal.
+        # Count the checks instead of reading a clock: this process may also have been stopped, for
+        # example by Ctrl-Z.
         num_looks = 0
         while is_stopped(process.pid):
             limit_s = self.stop_limit_s
@@ -159,5 +159,5 @@ def _next_stop(pid: int) -> bool:
     found = os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
     if found is None or found.si_code != os.CLD_STOPPED:
         return False
-    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG)  # take the report of the stop
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG)  # consume the report of the stop
     return True

@@ -124,7 +124,7 @@ class DeadlineWorker:
         """Kill the process, even during a call. A later call starts another one."""
         self._end_call()
         while not self._lock.acquire(timeout=_LOOK_S):
-            self._end_call()  # its process may have been forked meanwhile
+            self._end_call()  # the process of the call may have been forked meanwhile
         try:
             self._kill()
         finally:
@@ -134,8 +134,9 @@ class DeadlineWorker:
         """End a running call, and so the wait for the lock."""
         if (child := self._child) is not None:
             self._server.kill(child)
-            with contextlib.suppress(OSError):  # closed already
-                child.connection.shutdown(socket.SHUT_RDWR)  # if the server has ended
+            with contextlib.suppress(OSError):  # already closed
+                # Also ends the child if the fork server is gone.
+                child.connection.shutdown(socket.SHUT_RDWR)
 
     def _ready_child(self) -> Child:
         if self._child is not None and _is_open(self._child.connection):
@@ -154,7 +155,7 @@ class DeadlineWorker:
             send(child.connection, frame(OK, limits + argument), deadline, files)
             status, answer = receive_frame(child.connection, deadline, _MAX_ANSWER_BYTES)
         except BaseException as error:
-            # A part of an answer may have been sent, which must not be read as the next answer.
+            # A part of an answer may have arrived. It must not be read as the next answer.
             self._kill()
             if isinstance(error, OSError) and not isinstance(error, TimeoutError):
                 raise WorkerDied("the worker process has ended") from error
@@ -206,7 +207,7 @@ def _serve_calls(handler: Handler, connection: socket.socket) -> None:
         try:
             argument = call[_LIMITS.size :]
             answer, status = handler(argument, list(files)) if files else handler(argument), OK
-        except Exception as error:  # every error is reported to the caller
+        except Exception as error:  # all errors are reported to the caller
             answer, status = (str(error) or repr(error)).encode(errors="replace"), FAILED
         signal.setitimer(signal.ITIMER_REAL, 0)
         while files:

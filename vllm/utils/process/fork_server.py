@@ -168,8 +168,8 @@ class ForkServer:
 
     def kill(self, child: Child) -> None:
         """Kill a child, even during a call; the waiting caller gets WorkerDied."""
-        # Without its server, init has reaped the child, and its id may belong to another process.
-        # The child ends by itself: when its connection is closed, or by its alarm.
+        # If the fork server has exited, init has reaped the child, and the id may belong to another
+        # process. The child then exits by itself: when its connection closes, or by its alarm.
         if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGKILL)
@@ -183,7 +183,7 @@ class ForkServer:
     def close(self) -> None:
         """End the process, even while it starts. A later fork starts another one."""
         if (process := self._process) is not None:
-            process.kill()  # ends a running start, and so the wait for the lock
+            process.kill()  # also ends a running start, which holds the lock
         with self._lock:
             self._kill()
 
@@ -196,8 +196,8 @@ class ForkServer:
             [sys.executable, "-c", _BOOT, json.dumps(sys.path)],
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # libraries print what users sent
-            start_new_session=True,  # Ctrl-C is for the parent
+            stderr=subprocess.DEVNULL,  # libraries may print what users sent
+            start_new_session=True,  # Ctrl-C goes to the parent only
         )
         theirs.close()
         self.num_starts += 1
@@ -318,13 +318,13 @@ def _serve() -> None:
     try:
         with without_collections():
             handler = _find(start.target)(start.setup)
-    except Exception as error:  # every error is reported to the parent
+    except Exception as error:  # all errors are reported to the parent
         text = (str(error) or repr(error)).encode(errors="replace")
         control.sendall(frame(FAILED, text))
         return
     serve_child = _find(start.child)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    # Children share the memory that the garbage collector does not write to.
+    # Freeze objects, so that the garbage collector does not write to memory that children share.
     gc.collect()
     gc.freeze()
     control.sendall(frame(OK, b""))
@@ -334,7 +334,7 @@ def _serve() -> None:
             return
         command, pid = _COMMAND.unpack(data)
         if command == _REAP:
-            with contextlib.suppress(ChildProcessError):  # of a server before this one
+            with contextlib.suppress(ChildProcessError):  # a child of an earlier server
                 os.waitpid(pid, 0)
         elif (child := os.fork()) == 0:
             control.close()
@@ -356,4 +356,4 @@ def _run_child(serve_child: "Callable[..., object]", handler: Handler, descripto
         serve_child(handler, socket.socket(fileno=descriptor))
         status = 0
     finally:
-        os._exit(status)  # exit handlers belong to the fork server
+        os._exit(status)  # skip exit handlers: they belong to the fork server

@@ -36,12 +36,12 @@ def can_fork() -> bool:
     if threading.active_count() > 1 or _own_memory_bytes() > MAX_SHARED_BYTES:
         return False
     if _num_threads() > 1:
-        # OpenBLAS, which numpy brings, ends its threads before any fork, and makes new ones when
-        # it computes. Others stay.
+        # OpenBLAS, which numpy loads, stops its threads before a fork and creates new ones later. A
+        # first fork finds out whether other threads remain.
         if (pid := os.fork()) == 0:
             os._exit(0)
         os.waitpid(pid, 0)
-        for _ in range(_NUM_LOOKS):  # one that has ended may be listed for a moment
+        for _ in range(_NUM_LOOKS):  # a thread that has ended may be listed for a moment
             if _num_threads() == 1:
                 break
             time.sleep(_FIRST_WAIT_S)
@@ -67,10 +67,10 @@ class ForkedProcess:
         self._lock = threading.Lock()
         self.returncode: int | None = None
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(AttributeError, ValueError):  # none, or closed
-                stream.flush()  # or the copy writes what is in the buffer once more
+            with contextlib.suppress(AttributeError, ValueError):  # no stream, or a closed one
+                stream.flush()  # otherwise the child would write the buffered text again
         parent = os.getpid()
-        # A handler of the parent must not run in the copy.
+        # Block signals, so that no handler of the parent runs in the child.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             self.pid = os.fork()
@@ -85,7 +85,7 @@ class ForkedProcess:
             if self.returncode is None:
                 try:
                     pid, status = os.waitpid(self.pid, os.WNOHANG)
-                except ChildProcessError:  # somebody else has waited for it
+                except ChildProcessError:  # another thread has waited for it
                     self.returncode = 0
                 else:
                     if pid:
@@ -124,19 +124,19 @@ def _run_copy(
     code = 1
     try:
         exit_with_parent(parent)
-        gc.freeze()  # finalisers of its objects belong to the parent
+        gc.freeze()  # finalizers of the parent's objects must not run here
         _drop_descriptors({1, 2, *descriptors})
         signal.set_wakeup_fd(-1)
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
-        # In the parent they may be a buffer of a test or a notebook.
+        # In the parent these may be a buffer of a test or a notebook.
         sys.stdout, sys.stderr = _text_stream(1), _text_stream(2)
         signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
         code = run()
         sys.stdout.flush()
         sys.stderr.flush()
-    except BaseException:  # reported here, as nothing above may see it
+    except BaseException:  # reported here, because the caller's code belongs to the parent
         traceback.print_exc()
     finally:
         os._exit(code)
@@ -153,7 +153,8 @@ def _drop_descriptors(kept: Collection[int]) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor not in kept and descriptor != null:
-            with contextlib.suppress(OSError):  # the descriptor of the list itself
+            # The descriptor of the listing itself is closed already.
+            with contextlib.suppress(OSError):
                 os.fstat(descriptor)
                 os.dup2(null, descriptor, inheritable=descriptor == 0)
 

@@ -87,7 +87,8 @@ def keep_for_good(*, collect: bool = True) -> None:
     if collect:
         gc.collect()
     gc.freeze()
-    # At the end of the process, libraries look for unfreed objects and print them.
+    # Unfrozen at exit, when some libraries look for objects that are still allocated and print
+    # them.
     atexit.register(gc.unfreeze)
 
 
@@ -95,6 +96,6 @@ def keep_for_good(*, collect: bool = True) -> None:
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    if hasattr(libc, "malloc_trim"):  # the GNU C library
+    if hasattr(libc, "malloc_trim"):  # only in the GNU C library
         libc.malloc_trim.argtypes, libc.malloc_trim.restype = [ctypes.c_size_t], ctypes.c_int
     return libc

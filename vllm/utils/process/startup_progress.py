@@ -47,7 +47,7 @@ def process_start() -> float:
     """
     if not _STAT.is_file():
         return _imported
-    # The name may contain spaces and brackets.
+    # Split after the last ")": the program name may contain spaces and brackets.
     fields = _STAT.read_text().rpartition(")")[2].split()
     since_boot = int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK")
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot

@@ -70,7 +70,7 @@ class TextStream:
 
     def add(self, text: str) -> None:
         """Append text."""
-        # Readers leave at most a part of a marker unread, so little is copied.
+        # At most a part of a marker is unread, so little is copied.
         self.text = self.text[self.position :] + text
         self.position = 0
 
