@@ -131,7 +131,7 @@ class StepLimits:
         if not self.has_context:
             return 0
         tokens = context_blocks * self.block_size
-        if self.enable_chunked_prefill:  # the last block of the context may have one token
+        if self.enable_chunked_prefill:  # the last block of the context may contain a single token
             tokens -= self.block_size - 1
         return self.max_seq_len - tokens
 
@@ -159,7 +159,7 @@ class StepLimits:
             refs = batch * min(self.max_blocks_per_seq, self.usable_blocks - batch + 1)
         if self.max_block_refs is not None:
             refs, distinct = min(refs, self.max_block_refs), min(distinct, self.max_block_refs)
-        # A slice that holds them begins with the null block.
+        # A slice of the cache that contains them begins with the null block.
         return max(refs, distinct + 1) if self.contiguous_pa else refs
 
     @property

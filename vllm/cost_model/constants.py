@@ -33,7 +33,7 @@ def _assumed(value: float) -> Constant:
     return Constant(value, value / 2, value * 2, "assumed")
 
 
-# Shares of the peak.
+# Fractions of the peak:
 GEMM_SHARE = Constant(
     0.85,
     0.35,
@@ -43,15 +43,15 @@ GEMM_SHARE = Constant(
 SDPA_SHARE = Constant(0.5, 0.25, 1.0, "published benchmarks of FusedSDPA; the range is assumed")
 HBM_SHARE = Constant(0.75, 0.71, 0.91, "fitted to 121 published runs with large decode batches")
 
-# Host time.
+# Seconds on the host:
 RECORD_OP_S = _assumed(5e-6)
 LAUNCH_EAGER_OP_S = _assumed(20e-6)
 LAUNCH_STEP_S = _assumed(200e-6)
 REPLAY_GRAPH_S = Constant(180e-6, 150e-6, 210e-6, "published replays of HPU Graphs")
 REPLAY_SUBGRAPH_S = Constant(20e-6, 10e-6, 40e-6, "published for one case; the range is assumed")
 
-# A published log has 0.33 to 0.5 s per recipe and 0.29 to 0.36 s per capture of an 8B model. This
-# engine runs 777 operators in a prefill of it and 2,004 in a decode; the values assume 1,000.
+# A published log of an 8B model has 0.33 to 0.5 s per recipe and 0.29 to 0.36 s per capture. This
+# engine runs 777 operators in a prefill and 2,004 in a decode of it; the values assume 1,000.
 COMPILE_STEP_S = _assumed(0.02)
 COMPILE_OP_S = Constant(0.4e-3, 0.16e-3, 0.64e-3, "warm-up log of Llama-3.1-8B")
 CAPTURE_OP_S = Constant(0.3e-3, 0.14e-3, 0.46e-3, "warm-up log of Llama-3.1-8B")

@@ -132,7 +132,8 @@ def read_measured(path: Path, card: str) -> Measured:
             f"{path} must be a file of measured rates, version {VERSION}: write one with "
             f"'vllm hpu-check --save FILE', or let an engine write it with --record-traffic FILE"
         )
-    run = read_run_times(data, str(path)) if "format" in data else None  # recorded traffic
+    # A file without "format" is recorded traffic.
+    run = read_run_times(data, str(path)) if "format" in data else None
     measured_card = data.get("card") if run is None else run.engine.card
     if measured_card != card:
         raise ConfigError(

@@ -98,7 +98,8 @@ class RunTimes:
         parts = terms * published.values / mean[:, None]
         target = 1 - np.where(is_decode, 0.0, attention) / mean
         weights = seconds / seconds.sum()
-        # Least squares of the relative errors, and of the distance of each factor from 1.
+        # Least squares of the relative errors, plus a penalty on the distance of each factor from
+        # 1.
         square = parts.T @ (weights[:, None] * parts) + _PRIOR_WEIGHT * np.eye(len(CONSTANTS))
         change = np.linalg.solve(square, parts.T @ (weights * (target - parts.sum(1))))
         factors: Floats = np.clip(1 + change, _SMALLEST, _LARGEST)

@@ -260,8 +260,8 @@ class ServingCost:
         terms[..., _COLUMN["layer_us"]] = 1e-6 * figures.num_layers
         if num_cards > 1:
             num_reduces = _ALL_REDUCES * figures.num_layers
-            # Each card sends its part of the sum to each other one, and receives theirs, over
-            # the links between the two.
+            # Each card exchanges a part of the sum with each other card, over the links between the
+            # two.
             sent = 2 * num_tokens * figures.hidden_size * _ACTIVATION_BYTES / num_cards
             link = spec.link_bytes_per_s / NUM_PEERS
             terms[..., _COLUMN["link_bytes"]] = num_reduces * sent / link

@@ -64,9 +64,10 @@ def work_of(op: Any, operands: Sequence[Any], results: Sequence[Any]) -> Work:
         flops = 2.0 * operands[0].numel() * results[0].shape[-1]
         return Work(flops, num_bytes, is_fp8=True)
     if name in ("index_select", "embedding", "gather"):
-        num_bytes = 2 * results[0].nbytes  # only the chosen entries move
+        num_bytes = 2 * results[0].nbytes  # only the selected entries are moved
     elif name in ("index_copy", "index_put"):
         num_bytes = 2 * operands[-1].nbytes
-        if not op._schema.is_mutable:  # the rest is copied
+        # An operator that is not in place also copies the other entries.
+        if not op._schema.is_mutable:
             num_bytes += 2 * operands[0].nbytes
     return Work(num_bytes=num_bytes)

@@ -201,9 +201,9 @@ def _as_array(item: Any) -> NDArray[Any] | None:
     if hasattr(item, "detach"):
         try:
             item = item.detach().cpu()
-            # numpy has no bfloat16
+            # numpy does not support bfloat16.
             item = (item.float() if item.is_floating_point() else item).numpy()
-        except (RuntimeError, TypeError):  # it is sparse, or has no values
+        except (RuntimeError, TypeError):  # a sparse tensor, or one without values
             return None
     return item if isinstance(item, np.ndarray) else None
 

@@ -74,7 +74,8 @@ class GivenEmbeddings:
         shape: tuple[int, ...] = tuple(getattr(item, "shape", ()))
         if not self._is_enabled or isinstance(item, MediaSource) or len(shape) not in (2, 3):
             return False
-        is_float = "float" in str(getattr(item, "dtype", ""))  # pixels [3, H, W] are often bytes
+        # Distinguishes embeddings from pixels [3, H, W], which are often bytes.
+        is_float = "float" in str(getattr(item, "dtype", ""))
         return is_float and bool(shape[-1] == self._width)
 
     def _read(self, given: Mapping[Any, Any]) -> Iterator[EncoderInput]:
@@ -141,7 +142,7 @@ def _read_grids(given: Any) -> list[tuple[int, ...]] | None:
 def _grids_of(value: Any) -> list[tuple[int, ...]]:
     if _is_grid(value):
         return [tuple(value)]
-    # numpy would give all texts of a list the size of the longest one.
+    # numpy would reserve the size of the longest string for each entry of a list.
     if isinstance(value, (list, tuple, int, float)):
         raise RequestError(
             f"{_GRID} must have three integers for each image, got {type(value).__name__}"

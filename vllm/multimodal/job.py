@@ -133,7 +133,7 @@ def make_job(
                 ) from error
             _check_cost(source.modality, cost, most[source.modality])
             return process(own, source)
-        except ConfigError as error:  # some settings are checked where they are used
+        except ConfigError as error:  # some settings are only checked at their first use
             if not source.overrides:
                 raise
             raise RequestError(str(error), param=_OVERRIDES) from error
@@ -152,7 +152,7 @@ def _import_processors(rules: MediaFamily) -> None:
         if modality == "image":
             rules.process(black)
             continue
-        with suppress(ImportError):  # each file is refused then
+        with suppress(ImportError):  # without the package, each file is refused
             import av  # noqa: F401
         if modality == "audio":
             rules.process_audio(np.zeros(rules.sampling_rate, np.float32))

@@ -70,7 +70,7 @@ def _write(
         offset = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = offset + array.nbytes
         left = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        while left:  # one call of the system writes at most 2 GiB
+        while left:  # one system call writes at most 2 GiB
             left = left[os.pwrite(file, left, end - len(left)) :]
         yield MediaTensor(
             name=name,

@@ -118,7 +118,8 @@ class MediaWorkers:
             DeadlineWorker(self._server, max_memory_bytes=memory_limit_bytes)
             for _ in range(num_workers)
         ]
-        self._idle: queue.LifoQueue[DeadlineWorker] = queue.LifoQueue()  # the last is warm
+        # Last in, first out: the worker used last has warm caches.
+        self._idle: queue.LifoQueue[DeadlineWorker] = queue.LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)
         self._is_closed = False
@@ -155,17 +156,18 @@ class MediaWorkers:
         idle: list[DeadlineWorker] = []
         while len(idle) < len(self._workers):
             if all(worker.pid is None for worker in self._workers):
-                self._server.close()  # ends a start, for which a worker may wait
+                self._server.close()  # also stops a running start, for which a worker may wait
             for worker in self._workers:
                 worker.close()
             self._server.close()
-            with suppress(queue.Empty):  # one that was about to fork has started another server
+            # Repeat, because a worker that was about to fork may have started another server.
+            with suppress(queue.Empty):
                 idle.append(self._idle.get(timeout=_LOOK_S))
-        for worker in idle:  # for items that find out then that it is closed
+        for worker in idle:  # put back: waiting items find out that the worker is closed
             self._idle.put(worker)
 
     def _run(self, source: MediaSource) -> EncoderInput:
-        worker = self._idle.get()  # there is one, as there are as many threads
+        worker = self._idle.get()  # never waits: there are as many workers as threads
         try:
             return self._run_in(worker, source)
         finally:
@@ -299,7 +301,7 @@ def _read(file: int, num_bytes: int, offset: int) -> NDArray[np.uint8]:
     left = content.data
     while left:
         num_read = os.preadv(file, [left], offset)
-        if not num_read:  # the file has been made shorter meanwhile
+        if not num_read:  # the file became shorter meanwhile
             raise WorkerDied
         left, offset = left[num_read:], offset + num_read
     return content
@@ -310,7 +312,7 @@ def _read(file: int, num_bytes: int, offset: int) -> NDArray[np.uint8]:
 
 def _make_handler(setup: bytes) -> Callable[[bytes, Sequence[int]], bytes]:
     """Make the handler of the worker: input and output are descriptions, with two files."""
-    load_decoders()  # a child would import them again for its first item
+    load_decoders()  # imported before the fork, so that children need not import it
     start = msgspec.msgpack.decode(setup, type=_Setup)
     module, _, name = start.job.partition(":")
     job: Job = getattr(importlib.import_module(module), name)(**start.settings)

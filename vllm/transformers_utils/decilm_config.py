@@ -29,7 +29,7 @@ def complete_decilm_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     )
     blocks = raw.get("block_configs")
     if blocks is None:
-        counts = raw.get("num_key_value_heads_per_layer")  # DeciLM 7B
+        counts = raw.get("num_key_value_heads_per_layer")  # key of DeciLM 7B
         if counts is None:
             return raw
         if not isinstance(counts, list) or len(counts) < num_layers:

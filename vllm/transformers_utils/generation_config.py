@@ -20,7 +20,7 @@ _OTHER_NAMES = {"max_tokens": "max_new_tokens"}
 """Sampling parameter -> its name in the file, where that differs."""
 _SAMPLING = {_OTHER_NAMES.get(name, name): name for name in numbers_at(Door.MODEL)}
 """Name in the file -> field of `SamplingParams`."""
-# `do_sample` is not honoured: a request that wants greedy decoding says temperature 0.
+# `do_sample` is ignored: for greedy decoding, a request sets temperature to 0.
 _ALSO_IN_OVERRIDES = {"max_tokens", "eos_token_id", "bos_token_id", "pad_token_id", "do_sample"}
 
 
@@ -91,7 +91,7 @@ def _with_those_of_config(ids: list[int], model_config: ModelConfig) -> list[int
     if not (folder / "config.json").is_file():
         return ids
     content = read_hf_config(folder, model_config.hf_overrides)
-    value = content.get("eos_token_id")  # -1 means none
+    value = content.get("eos_token_id")  # -1 means that there is no end token
     given: list[Any] = value if isinstance(value, list) else [value]
     more = [token_id for token_id in given if _is_token_id(token_id)]
     return more if set(ids) <= set(more) else ids

@@ -67,18 +67,19 @@ def read_hf_config(
         raw |= _other_quantization(raw, folder)
     own = raw.get("quantization_config")
     if isinstance(own, dict) and {"load_in_4bit", "load_in_8bit"} & own.keys():
-        own.setdefault("quant_method", "bitsandbytes")  # old versions did not name themselves
+        own.setdefault("quant_method", "bitsandbytes")  # old versions did not write quant_method
     if isinstance(own, dict) and own == raw.get("quantization"):
-        own.setdefault("quant_method", "mlx")  # has its settings twice, without a name
+        own.setdefault("quant_method", "mlx")  # mlx writes its settings twice, without quant_method
     if isinstance(own, dict) and own and "quant_method" not in own:
-        # ModelOpt has said its name in a file of its own only, or as the producer.
+        # ModelOpt wrote quant_method only into a separate file, or only as the name of the
+        # producer.
         own |= _other_quantization({}, folder).get("quantization_config", {}) | own
         if isinstance(producer := own.get("producer"), dict) and "name" in producer:
             own.setdefault("quant_method", producer["name"])
     raw = _with_overrides(_text_config(raw), overrides)
     check(raw)
     check_kinds(raw)
-    check_sizes(raw)  # before transformers makes lists of that length
+    check_sizes(raw)  # checked before transformers creates lists of these lengths
     return raw
 
 
@@ -135,7 +136,7 @@ def complete_hf_config(
 
     model_type = raw.get("model_type")
     has_own_code = "AutoConfig" in (raw.get("auto_map") or {})
-    # The exceptions of transformers and of a model's code have no common type.
+    # transformers and custom model code raise exceptions of various types.
     try:
         if has_own_code and trust_remote_code:
             config_class: Any = get_class_from_dynamic_module(
@@ -284,7 +285,7 @@ def _with_overrides(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[s
     rope = raw.get("rope_parameters")
     if isinstance(rope, Mapping) and "rope_parameters" not in overrides:
         if isinstance(overrides.get("rope_scaling"), Mapping):
-            # Moved, not copied: otherwise transformers would prefer it, and lose theta.
+            # Moved and not copied: transformers would prefer the copy and lose rope_theta.
             scaling = merged.pop("rope_scaling")
             rope = {"rope_theta": rope.get("rope_theta"), **scaling}
         if "rope_theta" in overrides:
@@ -308,7 +309,8 @@ def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
     text = raw.get("text_config")
     if "architectures" not in raw and isinstance(text, Mapping) and "architectures" in text:
-        raw = {**raw, "architectures": text["architectures"]}  # as transformers 4.57 saves Qwen2-VL
+        # Transformers 4.57 saves Qwen2-VL in this way.
+        raw = {**raw, "architectures": text["architectures"]}
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     wanted = TEXT_TYPES.get(name) if isinstance(name, str) else None

@@ -82,7 +82,7 @@ def resolve_model_folder(
         return download(*_METADATA, *_PICKLES)
     if load_format == "mistral":
         return download(*_METADATA, CONSOLIDATED)
-    ignore_patterns = (*ignore_patterns, CONSOLIDATED)  # the same weights once more
+    ignore_patterns = (*ignore_patterns, CONSOLIDATED)  # contains the same weights a second time
     folder = download(*_METADATA, *_SAFETENSORS)
     if load_format != "auto" or any(folder.glob("*.safetensors")):
         return folder
@@ -192,7 +192,7 @@ def _download(
                 tqdm_class=_reporting_bar(f"{phase} (MiB)"),
             )
             break
-        # Network, proxy, disk and hub raise exceptions of different types.
+        # Network, proxy, disk and hub raise exceptions of various types.
         except Exception as error:
             reason = _explain(error, revision)
             if not tries_left or type(error).__name__ not in _LOST_CONNECTIONS:

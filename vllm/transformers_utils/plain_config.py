@@ -84,7 +84,7 @@ def _is_plain(config: Mapping[str, Any], defaults: ConfigDefaults) -> bool:
 
 def _is_like(name: str, value: object, default: object) -> bool:
     """Whether a value has the type of its default; values that are None by default are sizes."""
-    if name in _TOKENS:  # checked elsewhere
+    if name in _TOKENS:  # token ids are checked elsewhere
         return True
     if value is None:
         return default is None or name in _MAY_BE_NULL
@@ -102,7 +102,7 @@ def _has_plain_sizes(config: Mapping[str, Any], inner_size: str) -> bool:
         config["hidden_size"] % num_heads == 0
         and (num_kv_heads is None or (_is_size(num_kv_heads) and num_heads % num_kv_heads == 0))
         and (head_dim is None or _is_size(head_dim))
-        # transformers refuses an odd head size with rotary positions.
+        # transformers refuses an odd head size with rotary embedding.
         and (head_dim or config["hidden_size"] // num_heads) % 2 == 0
     )
 
@@ -144,7 +144,7 @@ def _has_plain_rope(config: Mapping[str, Any]) -> bool:
     if {"partial_rotary_factor", _ORIGINAL} & config.keys():
         return False
     rope = config.get("rope_parameters")
-    if rope is None:  # in the format of transformers 4
+    if rope is None:  # format of transformers 4
         scaling = config.get("rope_scaling")
         if scaling is not None and not isinstance(scaling, Mapping):
             return False

@@ -63,7 +63,7 @@ def read_sentence_transformers_config(folder: Path) -> SentenceTransformersConfi
 def _read_pooling(path: Path) -> PoolingType:
     config = read_json_object(path)
     modes = config.get("pooling_mode")
-    if modes is None:  # one flag per mode, before sentence-transformers 5
+    if modes is None:  # before version 5 there was one flag per mode
         flags = {k: v for k, v in config.items() if k.startswith("pooling_mode_")}
         modes = [name.removeprefix("pooling_mode_") for name, is_on in flags.items() if is_on]
     modes = [modes] if isinstance(modes, str) else modes

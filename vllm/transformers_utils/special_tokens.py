@@ -50,7 +50,7 @@ _MADE: "WeakKeyDictionary[PreTrainedTokenizerBase, SpecialTokens]" = WeakKeyDict
 def _texts_of(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
     added = tokenizer.added_tokens_decoder
     texts = {token_id: token.content for token_id, token in added.items() if token.special}
-    # A name may be given to a token that is not in the vocabulary.
+    # A special token may have a name without being in the vocabulary.
     named = zip(tokenizer.all_special_ids, map(str, tokenizer.all_special_tokens), strict=True)
     for token_id, text in named:
         if token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == text:

@@ -146,12 +146,12 @@ def _make(
         raise _damaged(path, "has no text 'pattern' in 'config'")
     try:
         split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    except Exception as error:  # tokenizers raises a plain Exception
+    except Exception as error:  # the library raises a plain Exception
         raise _damaged(path, f"has a 'pattern' that is no regular expression: {error}") from error
     ranks = {token: rank for rank, token in enumerate(tokens)}
     merges = list(merges_in_order(tokens, ranks))
     vocabulary = {token: rank + len(special) for token, rank in ranks.items()}
-    # Special tokens after the others: of two with one text, only the special one is in texts.
+    # Special tokens are added last: if a text occurs twice, the special token wins.
     vocabulary |= {text: i for i, (text, _) in enumerate(special)}
     made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     made.pre_tokenizer = pre_tokenizers.Sequence(

@@ -110,10 +110,10 @@ class TextLengthBound:
         if self._shrink is None:
             return
         added = backend.get_added_tokens_decoder().values()
-        # These tokens remove any amount of white space next to them.
+        # These tokens remove all white space next to them.
         self._strips = tuple(t.content for t in added if t.lstrip or t.rstrip)
-        # The mark of SentencePiece counts with all its bytes, because a text may contain it instead
-        # of a space.
+        # SentencePiece's space marker counts with all of its bytes, because a text may contain the
+        # marker itself.
         to_bytes = (
             _byte_level_bytes if isinstance(backend.decoder, decoders.ByteLevel) else str.encode
         )
@@ -172,7 +172,7 @@ def _shrink_of(spec: dict[str, Any]) -> int | None:
                 return None
             shrink *= factor
         return shrink
-    if spec.get("type") == "Replace":  # a space becomes the mark of SentencePiece
+    if spec.get("type") == "Replace":  # a rule that replaces spaces by SentencePiece's marker
         is_mark = spec["pattern"] == {"String": " "} and spec["content"] == _SPACE_MARK
         return 1 if is_mark else None
     if spec.get("type") == "NFC":
@@ -274,7 +274,7 @@ def read_token_bytes(path: Path, num_tokens: int) -> list[bytes] | None:
             result[token_id] = to_bytes(token)
     for added in found.added_tokens:
         if added.normalized and not added.special and found.normalizer:
-            return None  # the library writes it as the normalizer would
+            return None  # the library normalizes the text of this token, which changes its bytes
         if added.id < num_tokens:
             result[added.id] = b"" if added.special else to_bytes(added.content)
     return result
@@ -283,7 +283,7 @@ def read_token_bytes(path: Path, num_tokens: int) -> list[bytes] | None:
 def _byte_level_bytes(token: str) -> bytes:
     try:
         return bytes([_ALPHABET[character] for character in token])
-    except KeyError:  # an added token, stored as plain text
+    except KeyError:  # an added token, which is stored as plain text
         return token.encode()
 
 

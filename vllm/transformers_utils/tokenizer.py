@@ -92,8 +92,8 @@ def get_tokenizer(
             )
     except ConfigError:
         raise
-    except Exception as error:  # tokenizers raises a plain Exception for a damaged file
-        # The text of a KeyError is only the key.
+    except Exception as error:  # the library raises a plain Exception for a damaged file
+        # The text of a KeyError is only the key, so use its repr.
         own_words = repr(error) if isinstance(error, LookupError) else str(error) or repr(error)
         if "trust_remote_code" in own_words:
             own_words = "it has its own code, which runs only with trust_remote_code"
@@ -189,7 +189,7 @@ def _of_sentencepiece(folder: Path) -> str | None:
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it is in
+    except ModuleNotFoundError:  # the package of the class is not installed
         return False
 
 

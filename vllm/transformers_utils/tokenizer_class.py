@@ -43,7 +43,7 @@ def tokenizer_class(folder: Path) -> "type[PreTrainedTokenizerFast] | None":
 
     model_type = config.get("model_type")
     if is_version_4():
-        # Whatever the model type; transformers 5 writes names that version 4 does not have.
+        # For all model types: version 4 lacks some class names that transformers 5 writes.
         choice: str | None = (
             _GENERIC if named in _NAMES_OF_VERSION_5 else named.removesuffix("Fast") + "Fast"
         )

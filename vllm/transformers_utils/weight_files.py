@@ -99,7 +99,7 @@ def _read_index(path: Path) -> list[Path]:
         raise WeightLoadError(
             f"{path} has no 'weight_map' of names of tensors and of files. Download the file again"
         )
-    # A file of another folder is none of the checkpoint.
+    # A file in another folder cannot belong to the checkpoint.
     outside = sorted(
         name
         for name in names

@@ -46,7 +46,7 @@ def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPla
     generated = _generate(config, limits)
     launch_limits = _launch_limits(limits, generated)
     if config.speculative.draft_model is not None:
-        # It runs what it lacks, wherever in a request that begins.
+        # The draft model computes tokens that it has missed, which may begin anywhere in a request.
         launch_limits = replace(launch_limits, enable_chunked_prefill=True)
     is_optimal = _is_optimal(config)
     cost = bucket_cost(limits.block_size) if is_optimal else padded_cost
@@ -56,13 +56,14 @@ def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPla
         catalog = catalog.with_buckets(bucket for bucket in parts if bucket.batch == 1)
     limits = launch_limits
     added = [] if is_optimal or _is_range_given(config) else decode_steps(catalog, limits)
-    if not is_optimal:  # the traffic has the lengths of drafts
+    if not is_optimal:  # recorded traffic already includes draft tokens
         added += _verifying([*catalog.decode, *added], limits)
     added += missing_buckets(catalog.with_buckets(added), limits)
     if added:
         catalog = catalog.with_buckets(added)
     unused = unused_buckets(catalog, limits)
-    if config.hpu.merged_prefill:  # a batch is one row, whose length and context are sums
+    # A merged batch is one padded sequence: its length and context are sums over prompts.
+    if config.hpu.merged_prefill:
         unused = [bucket for bucket in unused if bucket.phase is Phase.DECODE]
     catalog = catalog.without(unused)
     report = prove(catalog, limits)
@@ -218,7 +219,7 @@ def _launch_limits(limits: StepLimits, generated: GeneratedBuckets) -> StepLimit
     longest = max((bucket.query_len for bucket in generated.prefill), default=0)
     if not longest or longest >= limits.max_query_len:
         return limits
-    # A part of a prompt has context, whatever the scheduler is allowed to emit.
+    # A part of a prompt has context even if chunked prefill is off.
     return replace(limits, enable_chunked_prefill=True, max_chunk_tokens=longest)
 
 

@@ -142,8 +142,8 @@ def capture_graphs(
     incomplete = [queue for queue in queues if not queue.is_complete]
     if len(incomplete) == 1:
         (done,) = (queue for queue in queues if queue.is_complete)
-        # Also if no memory is left here, because other ranks may have some, and all ranks have the
-        # same steps.
+        # Also with nothing left on this rank, because another rank may have memory left and all
+        # ranks must take the same steps.
         left = ledger.left(done.memory_class)
         ledger.move(done.memory_class, incomplete[0].memory_class, left)
         yield from incomplete[0].run()
@@ -191,7 +191,8 @@ class _Queue:
     def _try(self, index: int, bucket: Bucket) -> Generator[CaptureStep, Capture, None]:
         left = self._ledger.left(self.memory_class)
         needed, is_measured = self._expect(bucket)
-        # An estimate must leave some memory, because it may be too low; a measured size need not.
+        # With an estimate, some memory must remain, because the estimate may be too low. A measured
+        # size is exact.
         is_known = is_measured or self._estimate is not None
         refusal = None
         if needed > left or (needed == left and not is_known):

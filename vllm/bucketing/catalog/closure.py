@@ -106,7 +106,7 @@ def _largest_within(bucket: Bucket, limits: StepLimits) -> Iterator[tuple[int, i
                     yield batch, query_len, blocks
         return
     for batch in range(min(bucket.batch, limits.max_decode_batch), 1, -1):
-        # Another prompt of the batch than the longest may have the context.
+        # Not only the longest prompt of a batch may have the context.
         longest = min(limits.max_query_len, limits.max_num_batched_tokens - batch + 1)
         if longest > 0:
             context = min(bucket.blocks, limits.max_context_blocks(1))
@@ -191,7 +191,7 @@ class _MaxBlocksBySize:
     def at(self, size: int) -> int:
         """Return the number of blocks that a launch of this size can have; -1 if it is larger than
         all buckets."""
-        # Sizes descend and blocks ascend; the last one that is large enough counts.
+        # Sizes descend and blocks ascend, so take the last entry that is large enough.
         index = bisect_right(self._sizes, -size) - 1
         return self._blocks[index] if index >= 0 else -1
 

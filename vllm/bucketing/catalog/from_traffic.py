@@ -67,7 +67,7 @@ def traffic_limits(
     longest = round_up(longest_prompt, limits.block_size)
     if longest >= limits.max_query_len:
         return limits
-    # A part of a prompt has context, whatever the scheduler is allowed to emit.
+    # A part of a prompt has context even if chunked prefill is off.
     return replace(limits, enable_chunked_prefill=True, max_chunk_tokens=longest)
 
 
@@ -106,7 +106,7 @@ def choose_for_traffic(
             continue
         unpadded = float(weights @ cost(*shapes.T))
         if phase is Phase.PREFILL:
-            # A bucket of prompts is a multiple of a block.
+            # Query lengths of prompt buckets are multiples of the block size.
             shapes[:, 2] = -(-shapes[:, 2] // limits.block_size) * limits.block_size
         required = [bucket for bucket in mandatory if bucket.phase is phase]
         chosen = choose_buckets(

@@ -27,7 +27,7 @@ def replacement(
     if keeps_prompts:
         chosen.update(present.prefill)
     while not (report := prove(_catalog_of(chosen), limits)).is_covered:
-        # The largest that are missing; where these are no sizes of present buckets, the smallest.
+        # Add the largest missing buckets; if those have no sizes of present buckets, the smallest.
         for lacking in (missing_buckets(_catalog_of(chosen), limits), report.uncovered):
             found = {present.fit(b.phase, b.batch, b.query_len, b.blocks) for b in lacking}
             new = {bucket for bucket in found if bucket is not None} - chosen

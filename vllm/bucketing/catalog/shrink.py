@@ -59,7 +59,7 @@ def _smaller_prefills(catalog: Catalog, limits: StepLimits) -> Iterator[StepLimi
     lengths = {bucket.query_len for bucket in catalog.prefill}
     least = min({block, *lengths})
     for length in _descending(lengths, below=limits.max_query_len, least=least, step=block):
-        # A part of a prompt has context, whatever the scheduler is allowed.
+        # A part of a prompt has context even if chunked prefill is off.
         yield replace(limits, enable_chunked_prefill=True, max_chunk_tokens=length)
 
 

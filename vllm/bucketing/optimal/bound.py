@@ -64,7 +64,7 @@ class Bound:
             gradient = 1.0 - served
             length = float(gradient @ gradient)
             if length == 0:
-                break  # each shape is served once: the set is the best one
+                break  # each shape is covered exactly once, so this set is the best
             if idle == _ROUNDS_BEFORE_HALVING:
                 step, idle, multipliers = step / 2, 0, kept.copy()
                 if step < 1e-4:

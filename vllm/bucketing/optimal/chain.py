@@ -22,7 +22,7 @@ def solve_chain(problem: Problem) -> tuple[Ints, float] | None:
     covers, prices, num_mandatory = problem.covers, problem.prices, problem.num_mandatory
     if problem.may_split or not (prices == 1).all() or len(problem.weights) > _MAX_CHAIN:
         return None
-    order = np.argsort(-covers.sum(1), kind="stable")  # what more candidates cover comes first
+    order = np.argsort(-covers.sum(1), kind="stable")  # candidates that cover more come first
     covers = covers[order]
     num_covered = covers.sum(0)
     if not (covers == (np.arange(len(order))[:, None] < num_covered)).all():
@@ -31,7 +31,8 @@ def solve_chain(problem: Problem) -> tuple[Ints, float] | None:
     by_position = np.lexsort((problem.candidate_costs, num_covered))
     kept: list[int] = []
     least = np.inf
-    for index in by_position[::-1].tolist():  # one that covers no more and costs as much is dropped
+    # Drop a candidate that costs as much as another and covers no more.
+    for index in by_position[::-1].tolist():
         if is_mandatory[index] or problem.candidate_costs[index] < least:
             kept.append(index)
         if not is_mandatory[index]:
@@ -39,7 +40,7 @@ def solve_chain(problem: Problem) -> tuple[Ints, float] | None:
     chain = np.array(kept[::-1], np.int64)
     costs = problem.candidate_costs[chain]
     if (np.diff(costs) < 0).any():
-        return None  # a mandatory candidate costs more than a larger one
+        return None  # a mandatory candidate costs more than a larger candidate
     return _chain_optimum(problem, chain, num_covered[chain], problem.weights[order])
 
 
@@ -51,7 +52,8 @@ def _chain_optimum(
     costs = problem.candidate_costs[chain]
     forced = chain < problem.num_mandatory
     size = len(chain)
-    # from -1 (nothing open yet) or i to j, with no mandatory candidate between them
+    # Cost of going from -1 (no bucket yet) or bucket i to bucket j, without a mandatory candidate
+    # in between.
     before = np.concatenate([[0.0], sums])
     paid = costs[None, :] * (sums[None, :] - before[:, None])
     starts, ends = np.arange(-1, size)[:, None], np.arange(size)[None, :]

@@ -86,7 +86,7 @@ def choose_buckets(
     for _ in range(_SPLIT_ROUNDS if may_split else 0):
         if time.monotonic() > deadline:
             break
-        # The cost of running one by one depends on the set.
+        # The cost of running requests one by one depends on the chosen buckets.
         unbatched = split_factor(problem.shapes) * least_costs(
             buckets, single(problem.shapes), cost
         )

@@ -71,7 +71,7 @@ def make_grid(
             ]
             found.append(np.stack(columns, 1).astype(np.int64))
     up, low = np.concatenate(ups), np.concatenate(lows)
-    # A bucket is as small as what it covers: each of its sizes is one of a shape that it covers.
+    # Keep only tight buckets: each of their sizes equals a size of a shape that they cover.
     covers = covers_shapes(up, shapes)
     is_tight = np.ones(len(up), bool)
     for column in range(1, 4):

@@ -109,7 +109,7 @@ def linear_context(
         max_fine_len: tokens of context and prompt together.
     """
     most = _most_context(limits, batch, shorter, length)
-    beside = shorter if batch == 1 else 0  # in a batch another row may have the context
+    beside = shorter if batch == 1 else 0  # in a batch, another request may have the context
     most = min(most, max(0, ceil_div(max_fine_len - beside - 1, limits.block_size)))
     counts = [0]
     if batch == 1:

@@ -28,7 +28,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     (0, b"OggS", "OGG"),
     (4, b"ftyp", "MP4"),
     (0, b"\x1a\x45\xdf\xa3", "WebM"),
-    # Refused; the message names them.
+    # Formats that are refused; the error names them.
     (0, b"\x89PNG\r\n\x1a\n", "PNG"),
     (0, b"\xff\xd8\xff", "JPEG"),
     (0, b"GIF8", "GIF"),
@@ -84,7 +84,7 @@ def sniff(data: bytes) -> str | None:
         return "FLAC"
     if len(data) > begin + 1 and data[begin] == 0xFF and data[begin + 1] & 0xE0 == 0xE0:
         return _LAYERS[data[begin + 1] >> 1 & 3]
-    return "MP3" if begin else None  # other tags follow, or padding
+    return "MP3" if begin else None  # other tags or padding follow
 
 
 def describe(data: bytes) -> str:
@@ -156,7 +156,7 @@ def _check_ogg(data: bytes) -> None:
         _check_end(sizes, data)
         payload = sizes + data[sizes - 1]
         _check_end(payload, data)
-        if data[at + 5] & _OGG_IS_FIRST and not is_first:  # FFmpeg may stop here
+        if data[at + 5] & _OGG_IS_FIRST and not is_first:  # FFmpeg may stop decoding at this page
             raise IncompleteError("it must be one recording, got several, one after the other")
         is_first = bool(data[at + 5] & _OGG_IS_FIRST)
         is_last = bool(data[at + 5] & _OGG_IS_LAST)
@@ -177,7 +177,7 @@ def _check_frames(data: bytes) -> None:
 
 def _frame_bytes(header: bytes) -> int:
     """Return the bytes of a frame of MP3 or AAC; 0: it is none, or it does not tell."""
-    if len(header) < 7:  # the end of the file, or of a frame that was cut off
+    if len(header) < 7:  # the file ends here, or a frame was cut off
         return 7 if header.startswith(b"\xff") else 0
     if header[0] != 0xFF or header[1] & 0xE0 != 0xE0:
         return 0
@@ -200,7 +200,7 @@ def _check_mp4(data: bytes) -> None:
         size, header = int.from_bytes(data[at : at + 4], "big"), 8
         if size == 1:
             size, header = int.from_bytes(data[at + 8 : at + 16], "big"), 16
-        if size == 0:  # to the end of the file
+        if size == 0:  # 0 means: to the end of the file
             return
         if size < header:
             raise IncompleteError(
@@ -219,8 +219,9 @@ def _check_webm(data: bytes) -> None:
         begin = at + id_bytes + _width(data, at + id_bytes)
         kind = int.from_bytes(data[at : at + id_bytes], "big")
         size_bytes = data[at + id_bytes : begin]
-        size = int.from_bytes(size_bytes, "big") - (1 << 7 * len(size_bytes))  # without the mark
-        if size == (1 << 7 * len(size_bytes)) - 1:  # not stated
+        # Removes the marker bit of the length.
+        size = int.from_bytes(size_bytes, "big") - (1 << 7 * len(size_bytes))
+        if size == (1 << 7 * len(size_bytes)) - 1:  # all bits set: the size is unknown
             if kind not in (_SEGMENT, _CLUSTER):
                 raise IncompleteError(f"the element at byte {at} must have a size, got none")
             size = 0

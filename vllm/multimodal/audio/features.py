@@ -49,7 +49,7 @@ class LogMelFeatures:
         padded = np.pad(samples.astype(np.float32), (0, num_samples - len(samples)))
         frames = sliding_window_view(np.pad(padded, half, "reflect"), size.n_fft)
         frames = frames[:: size.hop_length][:num_frames]
-        # Frames after the sound have no power.
+        # Frames beyond the end of the sound have no power.
         end = min(num_frames, (len(samples) + half) // size.hop_length + 1)
         if num_samples - len(samples) <= half:
             end = num_frames

@@ -47,7 +47,7 @@ class FeatureSettings:
         return self.chunk_samples // self.hop_length
 
 
-# Frames are padded with silence on the right, and the features of a sound are always the same.
+# The only supported values: silence on the right, and no random noise.
 _ONLY = {"padding_value": 0.0, "dither": 0.0, "padding_side": "right"}
 _KEYS = {_CLASS, *_ONLY, *(field.name for field in fields(FeatureSettings))}
 

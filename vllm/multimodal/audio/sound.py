@@ -57,7 +57,8 @@ def make_reader(sampling_rate: int, max_seconds: float) -> Callable[[MediaSource
     Args:
         sampling_rate, max_seconds: as for `read_sound`.
     """
-    with suppress(ImportError):  # then each file is refused, with what to install
+    # Without the package, each file is refused with the name of what to install.
+    with suppress(ImportError):
         import av  # noqa: F401  # for the children of this process
 
     def read(source: MediaSource) -> EncoderInput:
@@ -125,7 +126,7 @@ def checked(samples: Samples, where: str) -> Samples:
     """
     if not len(samples):
         raise refuse(where, "it has no samples. Send a sound that is longer than 0 s")
-    if not np.abs(samples).max() <= _LARGEST:  # NaN as well
+    if not np.abs(samples).max() <= _LARGEST:  # `not <=`, so that NaN is refused too
         raise refuse(
             where,
             "its samples must be from -1 to 1, got values that are infinite, NaN or too large",
@@ -202,11 +203,12 @@ class _Resampler:
         if form != self._form:
             yield from self.end()
             self._form = form
-            # Interleaved: PyAV reads planes beyond the eighth from memory that is not theirs.
+            # Interleaved samples: for separate planes, PyAV reads beyond its memory from the ninth
+            # on.
             self._resampler = import_av("sounds", "audio").AudioResampler(
                 "flt", frame.layout, self._rate
             )
-        frame.pts = None  # gaps between the times of frames are no samples
+        frame.pts = None  # ignore time stamps: a gap between frames adds no samples
         yield from self._run(frame)
 
     def end(self) -> Iterator[Samples]:
@@ -217,7 +219,7 @@ class _Resampler:
     def _run(self, frame: "AudioFrame | None") -> Iterator[Samples]:
         for each in self._resampler.resample(frame):
             samples = each.to_ndarray().reshape(-1, len(each.layout.channels))
-            with np.errstate(all="ignore"):  # `checked` refuses what is not finite
+            with np.errstate(all="ignore"):  # `checked` refuses values that are not finite
                 mean = samples.mean(1, dtype=np.float32)
             yield mean
 

@@ -80,7 +80,7 @@ class Idefics3Family(TiledFamily):
         for row in range(1, rows + 1):
             for column in range(1, columns + 1):
                 tokens += [edge, token_id(f"<row_{row}_col_{column}>"), *soft]
-            # The text has one after each row, and one before the small copy.
+            # One line break follows each row of tiles, and one more comes before the small copy.
             tokens += newline_tokens(token_id, 1 if row < rows else 2)
         tokens += [edge, token_id("<global-img>"), *soft, edge]
         return Expansion(tokens, [token == soft[0] for token in tokens])
@@ -88,7 +88,7 @@ class Idefics3Family(TiledFamily):
     def largest(self) -> EncoderInput:
         side = 0
         if self._splits and self._longest_edge:
-            # The image processor rounds up to even numbers.
+            # The image processor rounds up to an even number.
             longest = min(self._longest_edge + self._longest_edge % 2, _MAX_LONGEST_EDGE)
             side = -(-longest // self.tower.image_size)
         side = 0 if side == 1 else side
@@ -102,7 +102,7 @@ def newline_tokens(token_id: TokenLookup, number: int) -> list[int]:
         token_id: looks up tokens.
         number: of line breaks; a vocabulary has one token for all of them, or one for each.
     """
-    for text in ("\n", "Ċ"):  # the second in vocabularies of bytes
+    for text in ("\n", "Ċ"):  # "Ċ" stands for a line break in byte-level vocabularies
         for several in range(number, 0, -1):
             try:
                 return [token_id(text * several)] * (number // several)

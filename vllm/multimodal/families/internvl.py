@@ -54,7 +54,7 @@ class InternVLFamily(TiledFamily):
             raise wrong_setting("max_patches", most, f"an integer from 1 to {_MAX_TILES}")
         if not is_whole(fewest, most):
             raise wrong_setting("min_patches", fewest, "an integer from 1 to max_patches")
-        # The small copy of the whole image comes after several tiles.
+        # A small copy of the whole image follows if there are several tiles.
         self._most = most + (most > 1)
 
     def process(self, pixels: npt.NDArray[np.uint8]) -> EncoderInput:

@@ -103,7 +103,7 @@ class LlavaNextFamily(RepeatedToken):
         for size in self._sizes:
             scale = min(size[1] / width, size[0] / height)
             shown = min(int(width * scale) * int(height * scale), width * height)
-            # Of two that show as much, the smaller one wastes less.
+            # Of two sizes that show equally many pixels, the smaller one wastes less.
             if shown > best_shown or (
                 best is not None and shown == best_shown and size[0] * size[1] < best[0] * best[1]
             ):
@@ -120,7 +120,7 @@ class LlavaNextFamily(RepeatedToken):
         tile_rows, tile_columns = size[0] // tile, size[1] // tile
         rows, columns = tile_rows * side, tile_columns * side
         top = left = 0
-        # Rounded as the model was trained: transformers does it in this order.
+        # Rounded in the same order as in transformers, with which the model was trained.
         if width / height > columns / rows:
             top = (rows - int(round(height * (columns / width), 7))) // 2
         else:

@@ -220,7 +220,7 @@ class WhisperSpeech(SpeechRules):
         for code, text in texts.items():
             try:
                 found[code] = self._token_id(text)
-            except ConfigError:  # a vocabulary has the languages that its model knows
+            except ConfigError:  # the vocabulary only has the languages that the model supports
                 continue
         return found
 

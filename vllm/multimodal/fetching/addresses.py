@@ -32,7 +32,8 @@ def normalize_host(host: str) -> str:
         raise ValueError("an address with a zone is not accepted")
     if ":" in text:
         return str(_parse(IPv6Address, text))
-    if len(text) > _MAX_NAME_CHARS + 1:  # with a trailing dot; encoding a long name takes long
+    # With a trailing dot; longer names are refused first because encoding them is slow.
+    if len(text) > _MAX_NAME_CHARS + 1:
         raise ValueError("the name of a host has at most 253 characters")
     try:
         name = text.encode("idna").decode().lower().removesuffix(".")
@@ -41,7 +42,8 @@ def normalize_host(host: str) -> str:
     if not _NAME.fullmatch(name):
         raise ValueError("it is not the name of a host")
     if _NUMERIC_LABEL.fullmatch(name.rpartition(".")[2]):
-        # The system's resolver would also read 127.1, 0x7f000001 and 2130706433.
+        # The system's resolver also accepts 127.1, 0x7f000001 and 2130706433, so parse numbers
+        # strictly.
         return str(_parse(IPv4Address, name))
     return name
 

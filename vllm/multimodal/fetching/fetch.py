@@ -118,7 +118,8 @@ class MediaFetcher:
 
     async def _fetch(self, url: str, modality: str, where: str, budget: Budget) -> bytes:
         shown = show_url(url)
-        scheme = url[: max(0, url.find(":"))].lower()  # a data: URL may be long: no copy of it
+        # Sliced first, to avoid a copy of a long data: URL.
+        scheme = url[: max(0, url.find(":"))].lower()
         if scheme == "data":
             return await self._read_data_url(url, where)
         timeout_s = self._timeout_s[modality]
@@ -174,7 +175,7 @@ class MediaFetcher:
                 f"the host {target.host!r} is not allowed: --allowed-media-domains does not name it"
             )
         addresses = await self._resolve(target.host, target.connect_port())
-        # The message names no address: it would describe the network of the server.
+        # The error does not contain the address, which would reveal the network of the server.
         if not self._domains and not all(map(is_public, addresses)):
             raise PermissionError(
                 f"the host {target.host!r} is not on the public internet. "
@@ -183,7 +184,7 @@ class MediaFetcher:
         return addresses
 
     async def _look_up(self, host: str, port: int) -> Sequence[str]:
-        # Not in the threads of the loop: a lookup that hangs must not hold up other work.
+        # In threads of its own, so that a look-up that hangs does not block other work.
         found = await asyncio.get_running_loop().run_in_executor(
             self._lookups, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         )

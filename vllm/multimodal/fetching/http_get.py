@@ -56,7 +56,7 @@ class Target:
             f"Host: {host}",
             "User-Agent: vllm",
             "Accept: */*",
-            "Accept-Encoding: identity",  # a few bytes must not become gigabytes
+            "Accept-Encoding: identity",  # no compression: a few bytes could become gigabytes
             "Connection: close",
         )
         return "".join(f"{line}\r\n" for line in (*lines, "")).encode("ascii")
@@ -89,7 +89,7 @@ class Answer:
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            if not self.is_complete:  # bytes after the end do not matter
+            if not self.is_complete:  # bytes after the end are ignored
                 raise HTTPError("the answer is not valid HTTP") from None
 
     def close(self) -> None:
@@ -99,9 +99,8 @@ class Answer:
     def on_message_begin(self) -> None:
         """Begin again, after an interim answer."""
         if self.is_complete:
-            raise HTTPError(
-                "the answer must be the last of its connection, got more bytes"
-            )  # the parser stops, as it must
+            # Raising stops the parser.
+            raise HTTPError("the answer must be the last of its connection, got more bytes")
         self.headers.clear()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -170,7 +169,7 @@ async def get(target: Target, addresses: Sequence[str], max_bytes: int, budget: 
         await writer.drain()
         return await _read_answer(reader, max_bytes, budget)
     finally:
-        writer.transport.abort()  # closing in good order would wait for the other end
+        writer.transport.abort()  # an orderly close would wait for the other side
 
 
 async def _connect(
@@ -223,7 +222,7 @@ async def _read_into(
         if answer.headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise HTTPError("the answer is compressed, which was not asked for")
         announced = answer.headers.get("content-length", "0").strip()
-        # A number of any length may be announced, and int() refuses very long ones.
+        # Content-Length may have any number of digits, but int() refuses very long numbers.
         if len(answer.body) > max_bytes or len(announced) > 18 or int(announced) > max_bytes:
             raise HTTPError(f"the answer must have at most {max_bytes} bytes, and has more")
 

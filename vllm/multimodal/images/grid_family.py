@@ -56,7 +56,7 @@ class GridFamily(MediaFamily):
             given = {**self.settings, "size": {"shortest_edge": fewest, "longest_edge": most}}
             for key in ("video_size", "video_processor_type"):
                 given.pop(key, None)
-            if "min_pixels" in given:  # transformers 4 reads these and ignores the size
+            if "min_pixels" in given:  # with these settings, transformers 4 ignores `size`
                 given |= {"min_pixels": fewest, "max_pixels": most}
             self._processor = HfImageProcessor(given)
         found = self._processor(pixels)

@@ -91,7 +91,8 @@ def make_image_processor(name: str, settings: Mapping[str, Any]) -> Any:
         raise ConfigError("images need Pillow, which is not installed: pip install 'vllm[image]'")
     import transformers
 
-    # transformers 5 has two classes; in version 4 the one with the plain name works with Pillow.
+    # transformers 5 has two classes for each processor. In version 4, the one without a suffix uses
+    # Pillow.
     class_ = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name, None)
     if class_ is None:
         raise ConfigError(

@@ -36,7 +36,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     (0, b"II*\0", "TIFF"),
     (0, b"MM\0*", "TIFF"),
     (8, b"WEBP", "WEBP"),
-    # Refused; the message names them.
+    # Formats that are refused; the error names them.
     (0, b"%PDF", "PDF"),
     (0, b"%!PS", "PostScript"),
     (0, b"\xc5\xd0\xd3\xc6", "EPS"),
@@ -235,7 +235,7 @@ def _upright(image: "Image") -> "Image":
 def _orientation(image: "Image") -> int:
     try:
         found = image.getexif().get(_ORIENTATION)
-    except Exception:  # damaged metadata, for which Pillow raises anything; the pixels are good
+    except Exception:  # Pillow may raise anything for damaged metadata, but the pixels are valid
         return 1
     return found if isinstance(found, int) else 1
 
@@ -255,7 +255,7 @@ def _open(data: bytes, max_pixels: int, where: str) -> "Image":
         )
         raise refuse(where, f"it is {what}; accepted are {', '.join(ACCEPTED)}")
     if max_pixels > _PILLOW_LIMIT:
-        pillow.MAX_IMAGE_PIXELS = None  # the operator accepts more pixels than Pillow does
+        pillow.MAX_IMAGE_PIXELS = None  # the operator's own limit of pixels applies instead
     with _decoding(name, where):
         try:
             image: Image = pillow.open(io.BytesIO(data), formats=(name,))
@@ -311,6 +311,6 @@ def _decoding(format: str | None, where: str) -> Iterator[None]:
         raise refuse(
             where, "there is not enough memory to decode it. Send an image with fewer pixels"
         ) from None
-    except Exception as error:  # a damaged file makes Pillow raise anything
+    except Exception as error:  # Pillow may raise anything for a damaged file
         reason = f"{str(error)[:_MAX_REASON_CHARS]}. Send a complete, undamaged file"
         raise refuse(where, f"this {format or 'image'} file cannot be decoded: {reason}") from error

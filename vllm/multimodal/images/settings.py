@@ -125,7 +125,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 _RENAMED = {
     "Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor",
-    "Glm46VImageProcessor": "Glm4vImageProcessor",  # GLM-4.6V
+    "Glm46VImageProcessor": "Glm4vImageProcessor",  # name in GLM-4.6V
 }
 """Class -> the class that does the same."""
 _PART = "image_processor"

@@ -71,6 +71,6 @@ def _between(
         first, last = _between(tokenizer, token_ids[:1], left, ""), token_ids[-1:]
         return [*first, *token_ids[1:-1], *_between(tokenizer, last, "", right)]
     text = str(tokenizer.decode(token_ids)) if left + right else ""
-    if encode(text) == token_ids:  # and no half of a character
+    if encode(text) == token_ids:  # true only if the tokens end at a character boundary
         return encode(left + text + right)
     return [*encode(left), *token_ids, *encode(right)]

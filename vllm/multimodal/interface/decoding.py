@@ -100,7 +100,7 @@ def decoding(name: str, where: str) -> Iterator[None]:
         raise refuse(where, f"this {name} file is damaged or incomplete: {error}") from None
     except MemoryError:
         raise refuse(where, "there is not enough memory to decode it. Send a shorter one") from None
-    except Exception as error:  # a damaged file makes PyAV raise anything
+    except Exception as error:  # PyAV may raise anything for a damaged file
         what = getattr(error, "strerror", None) or str(error)
         raise refuse(
             where,

@@ -248,7 +248,7 @@ class MediaFamily(ABC):
 
     def small(self) -> EncoderInput:
         """Return a small item, which every model accepts."""
-        # A square one is not always cut into the fewest tiles.
+        # Try three shapes, because a square image may be cut into more tiles than others.
         shapes = ((_SIDE, _SIDE), (_SIDE, 2 * _SIDE), (2 * _SIDE, _SIDE))
         found = [self.process(np.zeros((*shape, 3), np.uint8)) for shape in shapes]
         return min(found, key=lambda each: each.tensors["pixels"].size)

@@ -151,7 +151,8 @@ def _read_index(container: "InputContainer", stream: "VideoStream", where: str) 
     times, key_times = list[int](), list[int]()
     for packet in container.demux(stream):
         time = packet.dts if packet.pts is None else packet.pts
-        if time is None or packet.is_discard:  # the end, or a frame that is not shown
+        # The end of the file, or a frame that is not displayed.
+        if time is None or packet.is_discard:
             continue
         if len(times) == MAX_PACKETS:
             raise refuse(where, f"it has more than {MAX_PACKETS} frames. Send a shorter video")

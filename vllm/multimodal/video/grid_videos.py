@@ -195,7 +195,7 @@ class TimedVideoFamily(GridVideoFamily):
     def time_of(self, seconds: npt.NDArray[np.float64]) -> tuple[int, ...]:
         flat = seconds.flatten()
         steps = np.diff(flat)
-        steps = steps[steps > 0]  # a frame that is repeated at the end takes no time
+        steps = steps[steps > 0]  # a repeated frame at the end has a duration of 0
         between = float(steps.mean()) if len(steps) else 0.5
         exact = Fraction(between * seconds.shape[1]).limit_denominator(_LARGEST_DENOMINATOR)
         return exact.numerator, exact.denominator

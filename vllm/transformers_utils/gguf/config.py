@@ -33,7 +33,7 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
         return _encoder_config(model)
     hidden_size, head_size = model.size(".embedding_length"), model.head_size
     if facts.has_latent_attention:
-        head_size = model.size(".rope.dimension_count")  # no other elements are rotated
+        head_size = model.size(".rope.dimension_count")  # only these elements are rotated
     num_layers = model.num_layers
     names = model.module_names()
     vocab_size = _rows_of(model, "token_embd", "model.embed_tokens")
@@ -73,7 +73,8 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
         config |= _windows(model, num_layers, period)
     if facts.unscaled_layers is not None:
         config |= _gemma(model, config)
-    if num_layers == facts.alibi_layers:  # what tells the family that it has no rotations
+    # The family recognises by this number that a model uses ALiBi.
+    if num_layers == facts.alibi_layers:
         del config["rope_parameters"]
         config["model_max_length"] = config.pop("max_position_embeddings")
     check_shapes(model, config)
@@ -135,7 +136,7 @@ def read_generation_config(model: GGUFModel) -> dict[str, Any]:
     for text in _ENDS_OF_TURN:
         if text in tokens:
             place = tokens.index(text)
-            if place < len(kinds) and kinds[place] == 3:  # a control token
+            if place < len(kinds) and kinds[place] == 3:  # type 3 is a control token
                 ids.append(place)
     found = sorted({i for i in ids if type(i) is int and 0 <= i < len(tokens)})
     return {"eos_token_id": found} if found else {}
@@ -231,7 +232,7 @@ def _rope(model: GGUFModel, head_size: int) -> dict[str, Any]:
     factors = model.rope_factors
     if factors is not None:
         values = _divisors(factors, num_rotated)
-        # Llama 3.1 stores what its frequencies are divided by, not how that was computed.
+        # Llama 3.1 stores the resulting divisors of the frequencies instead of the RoPE settings.
         rope = {
             "rope_type": "longrope",
             "short_factor": values,
@@ -259,7 +260,7 @@ def _yarn(model: GGUFModel) -> dict[str, float]:
     for key in ("beta_fast", "beta_slow"):
         if f"{model.architecture}.rope.scaling.yarn_{key}" in model.metadata:
             found[key] = model.get(f".rope.scaling.yarn_{key}", float)
-    # The weight of the logarithm of the factor, which is 0.1 times `mscale_all_dim`.
+    # The factor of the logarithm equals 0.1 * `mscale_all_dim`.
     weight = model.get(".rope.scaling.yarn_log_multiplier", float, 0.0)
     if weight:
         found["mscale"] = found["mscale_all_dim"] = round(weight * 10, 6)
@@ -353,7 +354,7 @@ def _values(model: GGUFModel) -> dict[str, Any]:
 
 def _windows(model: GGUFModel, num_layers: int, usual_period: int) -> dict[str, Any]:
     kind, name = model.architecture, ".attention.sliding_window"
-    if num_layers > len(model.tensors):  # refused by name later
+    if num_layers > len(model.tensors):  # the missing tensor is reported by name later
         raise wrong_layers(model, num_layers)
     if model.facts.windows_are_optional and kind + name not in model.metadata:
         return {"sliding_window": None, "layer_types": ["full_attention"] * num_layers}

@@ -71,7 +71,7 @@ def _unpack(paths: tuple[Path, ...], states: tuple[tuple[int, int], ...]) -> Pat
     if made != target:
         try:
             made.rename(target)
-        except OSError:  # another process has made it meanwhile
+        except OSError:  # another process has created it meanwhile
             shutil.rmtree(made)
             if not target.is_dir():
                 raise

@@ -81,7 +81,7 @@ def check_shapes(model: GGUFModel, config: dict[str, Any]) -> None:
         raise _lacks(model, lacking, config["num_hidden_layers"])
     for name, tensor in names.items():
         stem, _, kind = name.rpartition(".")
-        if kind not in ("weight", "bias"):  # a parameter of its own
+        if kind not in ("weight", "bias"):  # a parameter with a name of its own
             stem = name
         parent, _, part = stem.rpartition(".")
         wanted = shapes.get(part, (hidden,))

@@ -144,7 +144,7 @@ def _bytes(model: GGUFModel, tokens: list[str], words: Words) -> "Tokenizer":
     vocabulary = {token: i for i, token in enumerate(tokens)}
     try:
         bpe = models.BPE(vocabulary, pairs, ignore_merges=words.keeps_whole_words)
-    except Exception as error:  # tokenizers raises a plain Exception
+    except Exception as error:  # the library raises a plain Exception
         raise ConfigError(
             f"the metadata 'tokenizer.ggml.merges' names tokens that are not in "
             f"'tokenizer.ggml.tokens': {error}"
