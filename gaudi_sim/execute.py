@@ -34,7 +34,8 @@ def execute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     operator = _OPERATORS.get(op)
     if operator is None:
         operator = _OPERATORS[op] = _Operator(op)
-    if operator.is_composite:  # `linear`, `to`, ... arrive whole in inference mode
+    # In inference mode, composite operators such as `linear` are not decomposed.
+    if operator.is_composite:
         return op._op_dk(_COMPOSITE, *args, **kwargs)
     call = _Call(operator, args, kwargs)
     if call.is_traced:
@@ -80,7 +81,7 @@ class _Operator:
         self.is_allocation = self.name in _ALLOCATIONS
         self.is_copy = self.name in _COPIES
         self.reads_values = torch.Tag.data_dependent_output in op.tags
-        # The other cards of an exchange wait for this one.
+        # Exchanges are never skipped, because the other cards wait for this one.
         self.can_be_skipped = not (self.is_view or self.is_collective or self.reads_values)
         has_kernel_for = torch._C._dispatch_has_kernel_for_dispatch_key
         self.is_composite: bool = has_kernel_for(self.name, _COMPOSITE)
@@ -160,7 +161,8 @@ class _Call:
             self.key.append(len(x))
             return [self._unwrap(item) for item in x]
         if isinstance(x, torch.Tensor):
-            self.has_host_operand |= x.dim() > 0  # a host scalar may join, as on a card
+            # Scalars on the host are allowed, as on a real card.
+            self.has_host_operand |= x.dim() > 0
             self.key += (x.shape, x.dtype)
         elif isinstance(x, torch.device) and x.type == DEVICE:
             if x.index not in (None, 0):
@@ -171,20 +173,20 @@ class _Call:
         elif isinstance(x, torch.Generator | torch.ScriptObject):
             self.key.append(type(x).__name__)
         else:
-            self.key.append(repr(x))  # apart from the integer that equals it
+            self.key.append(repr(x))  # repr distinguishes True and 1.0 from the equal integer
         return x
 
     def _wrap(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
         for wrapper in self.wrappers:
-            if wrapper.raw is x:  # an in-place operator returns what it was given
+            if wrapper.raw is x:  # an in-place operator returns its input
                 return wrapper
         if not self.operator.is_view or not self.wrappers:
             return HpuTensor(x)
         base = self.wrappers[0]
         if torch.is_inference_mode_enabled() and not base.is_inference():
-            with torch.inference_mode(False):  # a view is what its base is
+            with torch.inference_mode(False):  # a view has the same mode as its base
                 return HpuTensor(x, base.lease, is_view=True)
         return HpuTensor(x, base.lease, is_view=True)
 
@@ -207,7 +209,7 @@ class _Call:
         card.copy_to_device(num_bytes, waits=waits)
         run = self.operator.run
         raw = run(*self.args, **self.kwargs)
-        if tape := active_tape():  # a replay copies the data of the capture again
+        if tape := active_tape():  # a replay copies the data that was there during the capture
             tape.record(run, self.args, self.kwargs, raw)
         return target
 
@@ -227,7 +229,7 @@ class _Call:
     def compute(self, card: SimulatedCard) -> Any:
         operator = self.operator
         if operator.is_allocation:
-            self._check_room(card)  # before the host commits its memory
+            self._check_room(card)  # checked before the host allocates memory
         copied: list[tuple[Allocation, int]] = []
         if operator.is_write and card.is_lazy and any(x.is_view for x in self.wrappers):
             copied = self._copied_bases()
@@ -252,8 +254,8 @@ class _Call:
             signature = card.signatures[key] = self._signature(card, need, raw, copied_bytes)
         for lease, num_bytes in copied:
             card.copy_whole(lease, num_bytes)
-            Allocation(card.memory, num_bytes)  # taken while the copy is made
-        # Outside of a recipe a view launches nothing.
+            Allocation(card.memory, num_bytes)  # memory that is in use during the copy
+        # Outside of a recipe, a view launches nothing.
         if signature.is_launched and (card.is_recording or not operator.is_view):
             card.run(signature)
         if tape := active_tape():
@@ -303,7 +305,7 @@ class _Call:
         op = self.operator.op
         results = [x for x in leaves_of(raw) if isinstance(x, torch.Tensor)]
         operands = [x for x in leaves_of(self.args) if isinstance(x, torch.Tensor)]
-        # A recipe has no node for an allocation.
+        # An allocation is not an operation of a recipe.
         is_launched = bool(results) and not self.operator.is_allocation
         seconds, work = 0.0, None
         if self.operator.is_collective:

@@ -18,7 +18,7 @@ _SORTABLE = (torch.float32, torch.bfloat16, torch.float16, torch.int16)
 _NO_INT64 = ("gather", "scatter", "masked_fill", "argmax", "index_put")
 _DYNAMIC = ("nonzero", "masked_select", "repeat_interleave", "unique2", "unique_dim")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# What is documented for fp8, and what only moves it.
+# Operators that are documented for FP8, and operators that only move data.
 _FP8_NAMES = (
     *("mm", "addmm", "index_select", "index_copy", "masked_fill", "embedding"),
     *("to_copy", "copy", "clone", "fill", "zero", "cat", "stack", "where"),
@@ -82,5 +82,5 @@ def _has_kernel(
         return bool(args[1] == 0 and args[4] == "amax" and kwargs.get("include_self", True))
     if name == "index_select":
         return operand.dim() <= 5
-    # In lazy mode int64 is int32 on the device.
+    # In lazy mode, int64 is stored as int32 on the device.
     return is_lazy or operand.dtype != torch.int64 or not name.startswith(_NO_INT64)

@@ -106,10 +106,10 @@ class SimulatedCard:
         """What `sim_device` has seen so far, by operator and kinds of operands."""
         self.results: dict[Hashable, Results | None] = {}
         """As far as `sim_execute` knows them without computing, by what they depend on."""
-        self._step: list[Signature] = []  # recorded up to the next flush
+        self._step: list[Signature] = []  # operations recorded since the last flush
         self._recipes_seen: list[Recipe] | None = None
         self._recipes: set[Hashable] = set()
-        self._regions = 0  # compiled callables that are running, one inside the other
+        self._regions = 0  # depth of running compiled functions
         self._warmed = 0
         self._num_compilations = 0
         self._compile_s = 0.0
@@ -169,7 +169,7 @@ class SimulatedCard:
         step, self._step = self._step, []
         compute_s = sum([signature.compute_s for signature in step])
         self.memory.end_recipe(is_launched=compute_s > 0 and not self.is_compile_only)
-        if not compute_s:  # empty, or views that nothing has used
+        if not compute_s:  # an empty result, or a view that was not used
             return
         if self._recipes_seen is not None:
             self._recipes_seen.append(tuple(step))
@@ -292,7 +292,7 @@ class SimulatedCard:
         try:
             yield
         except BaseException:
-            self._step = []  # a callable that failed is not launched
+            self._step = []  # a function that failed is not launched
             self.memory.end_recipe(is_launched=False)
             raise
         finally:
@@ -313,7 +313,7 @@ class SimulatedCard:
             yield capture
             self.flush()
         finally:
-            self._step = []  # of a capture that failed
+            self._step = []  # operations of a capture that failed
             self.capture = None
         self._num_captures += 1
         self.clock.capture(capture.num_ops)
@@ -330,7 +330,7 @@ class SimulatedCard:
     @contextmanager
     def warmed_section(self) -> Iterator[None]:
         """In strict mode, whatever stalls a card raises inside; what is recorded ends here."""
-        self.flush()  # what came before does not belong to the section
+        self.flush()  # earlier operations do not belong to the section
         self._warmed += 1
         try:
             yield

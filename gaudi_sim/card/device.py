@@ -24,7 +24,8 @@ class _Installed:
     """What is registered in this process, and the card that serves it now."""
 
     library: torch.library.Library | None = None
-    device = torch.device("meta")  # the name `hpu` means another device until it is registered
+    # Until the device is registered, torch uses the name `hpu` for something else.
+    device = torch.device("meta")
     card: SimulatedCard | None = None
     tape: GraphRecorder | None = None
     execute: Callable[..., Any]
@@ -76,7 +77,8 @@ class HpuTensor(torch.Tensor):
             storage_offset=raw.storage_offset(),
             dtype=raw.dtype,
             device=_Installed.device,
-            # Dynamo resizes a storage of no bytes, which a device from Python cannot.
+            # Not 0 bytes: Dynamo would resize such a storage, which a Python device does not
+            # support.
             storage_size=None if raw.numel() else raw.itemsize,
         )
         tensor.raw = raw
@@ -84,7 +86,7 @@ class HpuTensor(torch.Tensor):
         tensor.lease = active_card().memory.lease_of(raw) if lease is None else lease
         return tensor
 
-    # Dynamo and AOTAutograd look through the wrapper with these two.
+    # Dynamo and AOTAutograd use these two methods to look through the wrapper.
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["raw"], None
 
@@ -102,7 +104,7 @@ class HpuTensor(torch.Tensor):
     ) -> Any:
         return _Installed.execute(op, args, kwargs or {})
 
-    # Printing and listing read the values, which is a copy to the host.
+    # Printing and `tolist` read values, so they copy to the host.
     def tolist(self) -> Any:
         return self.cpu().tolist()
 

@@ -50,7 +50,7 @@ class _Entry:
         def from_slot(x: Any) -> Any:
             return values[x.number] if isinstance(x, _Slot) else x
 
-        args = self._args.copy()  # so that no operand outlives the replay
+        args = self._args.copy()  # a copy, so that operands do not outlive the replay
         for i, number in self._direct:
             args[i] = values[number]
         for i in self._nested:
@@ -69,7 +69,8 @@ class GraphRecorder:
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         self._entries: list[_Entry] = []
         self._slots: dict[int, int] = {}
-        self._keep: list[Any] = list(inputs)  # while recording: an id must not be used twice
+        # Kept alive during recording, so that no id is used twice.
+        self._keep: list[Any] = list(inputs)
         self._input_kinds = [(x.shape, x.dtype) for x in inputs]
         self._made: list[torch.Tensor] = []
         self._outputs: list[int | None] = []
@@ -91,7 +92,7 @@ class GraphRecorder:
         self._keep.append((operands, result))
         slotted_args, slotted_kwargs = map_leaves(self._to_slot, (list(args), kwargs))
         if is_view and not _has_slot(slotted_args):
-            return  # the view of a weight is the same at each replay
+            return  # a view of a weight is the same at each replay
         results: list[int | None] = []
         for leaf in leaves_of(result):
             is_new = torch.is_tensor(leaf) and all(leaf is not x for x in operands)

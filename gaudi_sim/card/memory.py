@@ -24,7 +24,7 @@ class Allocation:
             storage: the address that the pool knows the storage of a tensor by; None: it is no
                 tensor, and in no workspace.
         """
-        self.num_bytes = 0  # nothing to free if the pool refuses
+        self.num_bytes = 0  # 0 until allocated: nothing must be freed if the pool refuses
         self._pool = pool
         self._storage = storage
         self._recipe: int | None = None
@@ -53,8 +53,9 @@ class MemoryPool:
         self.is_recording = False
         """Tensors are part of a recipe that is not launched yet."""
         self._recipe = 0
-        self._resident_bytes = 0  # of what was made outside of recipes, or outlived its own
-        self._recorded_bytes = 0  # of the tensors of this recipe
+        # Tensors that were made outside of recipes, or that outlived their recipe.
+        self._resident_bytes = 0
+        self._recorded_bytes = 0  # tensors of the current recipe
         self._max_recorded_bytes = 0
         self._narrow_int64 = narrow_int64
         self._num_allocs = 0
@@ -64,7 +65,7 @@ class MemoryPool:
 
     def lease_of(self, raw: torch.Tensor) -> Allocation:
         """The lease of the storage under `raw`: views share one."""
-        if type(raw) is FakeTensor:  # Dynamo only asks for shapes
+        if type(raw) is FakeTensor:  # Dynamo only asks for the shape
             return Allocation(self, 0)
         storage = raw.untyped_storage()
         address = storage._cdata

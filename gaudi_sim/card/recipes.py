@@ -60,7 +60,7 @@ class RecipeCache:
     def add(self, text: str) -> None:
         """Keep a recipe that was just compiled."""
         path = self._path(text)
-        # Another process must not find half a recipe.
+        # Write to another name first, so that no other process reads a partial recipe.
         unfinished = path.with_suffix(f".{os.getpid()}")
         unfinished.write_text(text)
         unfinished.replace(path)

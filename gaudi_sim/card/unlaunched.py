@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gaudi_sim.card.args import leaves_of, map_leaves
 
-_MAP_NORESERVE = 0x4000  # of Linux; Python has the name from 3.13 on
+_MAP_NORESERVE = 0x4000  # the value on Linux; Python has the name since 3.13
 _MAPPED_BYTES = 2**18
 """Zeros of that size are mapped faster than they are written."""
 _META = torch.device("meta")
@@ -91,13 +91,13 @@ def results_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Results 
         if isinstance(x, torch.device):
             return _META
         if isinstance(x, torch.Generator):
-            return None  # there is none for the device
+            return None  # the device has no such kernel
         return on_meta.get(id(x), x)
 
     try:
         returned = op(*map_leaves(to_meta, list(args)), **map_leaves(to_meta, kwargs))
     except (RuntimeError, LookupError, TypeError, ValueError, AssertionError):
-        return None  # where the operands are at fault, computing says how
+        return None  # wrong operands: running the operator raises the proper error
     if any(_layout(x) != _layout(on_meta[id(x)]) for x in operands if isinstance(x, Tensor)):
         return None
     numbers = {id(on_meta[id(x)]): i for i, x in enumerate(operands) if isinstance(x, Tensor)}

@@ -65,7 +65,7 @@ def functionalise(
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_HOST)
 
     with torch.inference_mode(False), torch.no_grad(), mode:
-        # Views stay views: it is by them that the compiler tells which writes it copies.
+        # Keep views as they are: the compiler uses them to find the writes that it must copy.
         traced = make_fx(functionalize(run, remove="mutations"))(*map(empty_like, inputs))
     traced.graph.eliminate_dead_code()
     return _moved(traced, _HOST, device)

@@ -41,7 +41,8 @@ class CapturedGraph:
         self.outputs = outputs
         self._static = _device_tensors(outputs)
         owned = {x.raw.untyped_storage()._cdata for x in inputs}
-        # What was written into an input is there already; nothing must be written to the old one.
+        # Results that were written into an input are in place already; the old input must not be
+        # written.
         self._is_alias = [x.raw.untyped_storage()._cdata in owned for x in self._static]
         outputs_of = [x.raw for x in self._static]
         num_bytes = graph_bytes(capture.num_ops)

@@ -41,7 +41,7 @@ def _block_softmax(
     sums = weights.sum(-1, keepdim=True)
     num_values = highest[0].numel()
     extra = -num_values % _MULTIPLES[attn.dtype]
-    # What they are of a block of no row is not documented.
+    # For a block without a request, these values are undefined on a card: use NaN.
     known = (x.masked_fill(is_padding, float("nan")).flatten(1) for x in (highest, sums))
     flat = [torch.nn.functional.pad(x, (0, extra)) for x in known]
     return weights.to(attn.dtype), flat[0].to(attn.dtype), flat[1].to(attn.dtype)

@@ -66,7 +66,8 @@ def decode(x: Tensor) -> Tensor:
         return numbers
     size = numbers.abs()
     numbers = numbers.masked_fill(size > largest, float("nan"))
-    return numbers.where(size != 256, x.float().sign() * float("inf"))  # of S.1111.000
+    # 256 is the code S.1111.000, which is infinity.
+    return numbers.where(size != 256, x.float().sign() * float("inf"))
 
 
 def _cast_to_fp8_v2(

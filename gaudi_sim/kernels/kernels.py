@@ -261,9 +261,10 @@ def _sdpa_recomp_fwd(
         row_sum = row_sum + torch.exp(extra - row_max)
     if round_weights is None:
         out = (weights / row_sum @ value).to(q.dtype)
-    else:  # before they are divided, as a kernel does that does not wait for the sum
+    else:  # without waiting for the sum, the kernel rounds before it divides
         out = (round_weights(weights) @ value / row_sum).to(q.dtype)
-    if valid_seq_len is not None:  # padding on the left attends to nothing; any value will do
+    # Padding on the left attends to no key, so its output does not matter.
+    if valid_seq_len is not None:
         out = out.nan_to_num()
     seed = torch.zeros(1, dtype=torch.int32, device=q.device)
     if not requires_backward:

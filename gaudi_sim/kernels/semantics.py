@@ -17,7 +17,7 @@ def _index_select(self: Tensor, dim: int, index: Tensor) -> Tensor:
     """A card does not check indices: it skips those outside, here with zeros for their rows."""
     try:
         return self.index_select(dim, index)
-    except (IndexError, RuntimeError):  # the type depends on the dimension
+    except (IndexError, RuntimeError):  # the type of the error depends on the dimension
         is_inside = _is_inside(index, self.size(dim))
         if is_inside.all():
             raise

@@ -18,8 +18,8 @@ from gaudi_sim.vendor.hpu import device_module
 _ROOT = "habana_frameworks"
 _TORCH = f"{_ROOT}.torch"
 
-# Module -> the module of this package that has its names (None: a package of others), and the
-# modules below it that importing it imports too.
+# Module -> the module of this package that provides its names (None: it belongs to another
+# package), and the submodules that importing it also imports.
 _MODULES: dict[str, tuple[str | None, tuple[str, ...]]] = {
     _ROOT: (None, ()),
     _TORCH: (None, ("core", "distributed", "hpu", "utils")),

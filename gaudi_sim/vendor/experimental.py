@@ -16,7 +16,7 @@ __all__ = [
 ]
 
 
-class synDeviceType(Enum):  # the vendor's spelling
+class synDeviceType(Enum):  # the spelling of the vendor
     """Kinds of cards. The numbers are not those of the driver."""
 
     synDeviceGaudi = 0

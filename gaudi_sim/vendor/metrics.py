@@ -57,7 +57,7 @@ class Metric:
             average_us = total_us // number if number else 0
             stats = [("TotalNumber", number), ("TotalTime", total_us), ("AvgTime", average_us)]
             if envs.get().PT_HPU_METRICS_GC_DETAILS:
-                # Of everything since the card was opened: a reset leaves them alone.
+                # Counted since the card was opened: a reset does not change them.
                 stats.append(("recipe", list(active_card().counters().recipes)))
             return stats
         if self._name == "cpu_fallback":
@@ -65,7 +65,7 @@ class Metric:
             for start, end in spans:
                 ops += Counter(end.cpu_fallbacks) - Counter(start.cpu_fallbacks)
             return [("TotalNumber", sum(ops.values())), ("FallbackOps", dict(ops))]
-        # The simulated pool never moves anything.
+        # The simulated memory pool never moves data.
         return [("TotalNumber", 0), ("TotalSuccessful", 0), ("AvgTime", 0), ("MaxTime", 0)]
 
     def _counted(self) -> list[tuple[DeviceCounters, DeviceCounters]]:
