@@ -423,7 +423,7 @@ class EngineCore(CoreCalls):
                 "until they finish, or abort them, and call sleep again",
                 status=409,
             )
-        while self._in_flight:  # wait also for steps whose requests have all left
+        while self._in_flight:  # even if all requests of these steps have left
             self.scheduler.update(self._wait())
         is_reset = self.reset_prefix_cache()
         assert is_reset, "blocks are still held after the last request has left"

@@ -140,8 +140,8 @@ class RowMatcher:
                 num_accepted += 1
                 self._fill(masks[place + 1], self._num_tokens + num_accepted)
             except BackendError:
-                # If all drafts up to this one are accepted, the error is reported when it comes as
-                # a token.
+                # If all drafts up to this one are accepted, the error is reported
+                # when it is the next token.
                 masks[place + 1] = 0
                 break
         if num_accepted:

@@ -56,7 +56,7 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
         help="YAML file with flags, without their dashes; flags of the command line have priority",
     )
     EngineArgs.add_cli_args(parser)
-    # "resolve", because the server accepts some flags that the engine alone refuses.
+    # "resolve", because the server accepts some flags that the engine itself refuses.
     group = parser.add_argument_group(
         "ServerArgs", (ServerArgs.__doc__ or "").strip(), conflict_handler="resolve"
     )

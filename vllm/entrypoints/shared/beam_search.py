@@ -156,7 +156,7 @@ def _start(
 ) -> _Search:
     token_ids = prompt["prompt_token_ids"]
     own = cast(TokensPrompt, {key: value for key, value in prompt.items() if key != "prompt"})
-    # The output of a beam is text: an image placeholder in it does not stand for an image.
+    # The output of a beam is text: an image placeholder in it refers to no image.
     own.setdefault("media", PlacedMedia(token_ids, (), (), None))
     max_tokens = min(params.max_tokens, max_model_len - len(token_ids))
     beam = BeamSearchSequence(tokens=list(token_ids), logprobs=[])

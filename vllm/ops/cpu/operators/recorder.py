@@ -315,7 +315,7 @@ class Recorder(CPUOps):
             scalar=options.scale,
             second_scalar=options.tolerance,
         )
-        return out, out  # one symbol stands for both ids and weights
+        return out, out  # one symbol represents both ids and weights
 
     def experts(self, experts: PackedExperts, x: Rows, ids: Any, weights: Any) -> Rows:
         """Run the experts of each token, as `route` has chosen them."""
