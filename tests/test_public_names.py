@@ -145,7 +145,7 @@ def test_a_line_of_a_batch_is_read_as_the_body_of_its_route():
 
 def test_a_transcription_has_its_usage_only_in_a_stream():
     assert protocol.TranscriptionRequest(file=b"", stream=True, stream_include_usage=True).stream
-    with pytest.raises(ValueError, match="stream_include_usage: only with stream=true"):
+    with pytest.raises(ValueError, match="stream_include_usage: needs stream=true"):
         protocol.TranscriptionRequest(file=b"", stream_include_usage=True)
 
 

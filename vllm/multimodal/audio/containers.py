@@ -151,7 +151,7 @@ def _check_ogg(data: bytes) -> None:
     at, is_first, is_last = 0, True, False
     while at < len(data):
         if not data.startswith(b"OggS", at):
-            raise IncompleteError(f"a page must begin at byte {at}, got something else")
+            raise IncompleteError(f"an Ogg page must begin at byte {at}, but other data is there")
         sizes = at + _OGG_HEADER_BYTES
         _check_end(sizes, data)
         payload = sizes + data[sizes - 1]
@@ -163,7 +163,7 @@ def _check_ogg(data: bytes) -> None:
         at = payload + sum(data[sizes:payload])
         _check_end(at, data)
     if not is_last:
-        raise IncompleteError("it must have a last page, got the end of the file")
+        raise IncompleteError("the file must end with its last Ogg page, but it ends before")
 
 
 def _check_frames(data: bytes) -> None:
@@ -238,7 +238,7 @@ def _width(data: bytes, at: int) -> int:
     _check_end(at + 1, data)
     width = 9 - data[at].bit_length()
     if width > 8:
-        raise IncompleteError(f"an element must begin at byte {at}, got something else")
+        raise IncompleteError(f"an element must begin at byte {at}, but other data is there")
     _check_end(at + width, data)
     return width
 

@@ -161,7 +161,7 @@ def _decode_file(
         seconds = num_samples / sampling_rate
         if seconds < stated_s - _MISSING_S:
             raise IncompleteError(
-                f"it must have {stated_s:.2f} s of sound, as it states, got {seconds:.2f} s"
+                f"it must have {stated_s:.2f} s of sound by its header, got {seconds:.2f} s"
             )
 
 

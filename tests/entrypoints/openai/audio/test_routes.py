@@ -281,13 +281,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"timestamp_granularities[]": ["segment", "word"], "response_format": "verbose_json"},
         "timestamp_granularities",
-        "must be segment, as this server does not compute times of single words",
+        "must be segment: times of single words are not supported",
     ),
     ({"timestamp_granularities[]": "line"}, "timestamp_granularities[]", "'word' or 'segment'"),
-    ({"include[]": "logprobs"}, "include", "not available"),
+    ({"include[]": "logprobs"}, "include", "not supported"),
     ({"chunking_strategy[type]": "server_vad"}, "chunking_strategy", "must be auto"),
     ({"stream": "perhaps"}, "stream", "true or false"),
-    ({"stream_include_usage": "true"}, "stream_include_usage", "only with stream=true"),
+    ({"stream_include_usage": "true"}, "stream_include_usage", "needs stream=true"),
     ({"max_completion_tokens": "0"}, "max_completion_tokens", "at least 1"),
     ({"max_completion_tokens": "10000"}, "max_tokens", "maximum context length"),
     ({"top_p": "7"}, "top_p", "1"),
@@ -341,7 +341,7 @@ def test_wrong_files_are_refused_in_a_sentence() -> None:
             b"--x\r\nContent-Disposition: form-data; name=language; filename=a\r\n\r\nen\r\n"
             b"--x--\r\n",
             "multipart/form-data; boundary=x",
-            "language must be a text, got an uploaded file",
+            "language must be a string, got an uploaded file",
         ),
         (
             b"--x\r\nContent-Disposition: form-data; name=a\r\nContent-Transfer-Encoding: z\r\n\r\n"

@@ -50,7 +50,7 @@ def read_form(kind: type[Body], data: bytes, content_type: str) -> Body:
             given[name] = values[0]
         is_file = any(isinstance(value, UploadedFile) for value in values)
         if is_file and name in kind.model_fields and name != FILE:
-            raise RequestError(f"{name} must be a text, got an uploaded file", param=name)
+            raise RequestError(f"{name} must be a string, got an uploaded file", param=name)
     if not isinstance(given.get(FILE), UploadedFile):
         what = "a text" if FILE in given else "no such part"
         raise RequestError(f"{FILE} must be an uploaded file, got {what}", param=FILE)
@@ -67,7 +67,7 @@ def _read_parts(data: bytes, content_type: str) -> dict[str, list[Any]]:
         from python_multipart.multipart import FormParser, parse_options_header
     except ImportError:
         raise RequestError(
-            "forms need python-multipart, which is not installed: pip install 'vllm[audio]'"
+            "uploads need python-multipart, which is not installed: pip install 'vllm[audio]'"
         ) from None
     type_, options = parse_options_header(content_type)
     if type_ != b"multipart/form-data" or not options.get(b"boundary"):

@@ -217,7 +217,8 @@ class Recording:
                 # The text of an aborted output is incomplete.
                 if output.outputs[0].finish_reason == "abort":
                     raise GenerationError(
-                        "each piece of a recording must run to its end, got one that was aborted"
+                        "a part of the recording was aborted, so its text is not whole. Send the "
+                        "recording again"
                     )
                 self.num_output_tokens += len(output.outputs[0].token_ids)
                 yield output
@@ -282,7 +283,10 @@ class Recording:
     async def _tokens_before(self, text: str) -> list[int]:
         """Return the tokens of a text before the recording, in which names of tokens are words."""
         if not self._rules.max_previous_tokens:
-            raise RequestError("prompt: this model reads no text before the sound", param="prompt")
+            raise RequestError(
+                "prompt: this model does not accept text before the sound. Leave prompt out",
+                param="prompt",
+            )
 
         end = text[-_TOKEN_CHARS * self._rules.max_previous_tokens :]
 

@@ -78,7 +78,7 @@ async def create_translation(request: Request) -> Response:
 async def refuse_speech() -> Response:
     """Refuse: no model here speaks."""
     raise NotFoundError(
-        "speech is not available: this server transcribes sound and does not generate any"
+        "this server cannot generate speech: it can only transcribe or translate recordings"
     )
 
 

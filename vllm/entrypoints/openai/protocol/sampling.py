@@ -241,7 +241,7 @@ class SamplingFields(NumberFields, GuidedFields, RequestBody):
     @model_validator(mode="after")
     def _check_pairs(self) -> "SamplingFields":
         if self.stream_options is not None and not self.stream:
-            raise field_error("stream_options", "only with stream=true")
+            raise field_error("stream_options", "needs stream=true: add it, or leave this out")
         if self.prompt_logprobs is not None and self.prompt_logprobs < 0:
             raise field_error("prompt_logprobs", "must be at least 0")
         if self.stream and self.prompt_logprobs is not None:

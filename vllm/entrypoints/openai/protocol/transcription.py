@@ -40,7 +40,7 @@ class SpeechFields(NumberFields):
     def _check_stream(self) -> "SpeechFields":
         for name in ("stream_include_usage", "stream_continuous_usage_stats"):
             if getattr(self, name) and not self.stream:
-                raise field_error(name, "only with stream=true")
+                raise field_error(name, "needs stream=true: add it, or leave this out")
         if self.stream and self.response_format not in _STREAMED_FORMATS:
             raise field_error(
                 "response_format",
@@ -69,13 +69,13 @@ class TranscriptionRequest(SpeechFields):
     @classmethod
     def _check_strategy(cls, value: str | None) -> str | None:
         if value not in (None, "", "auto"):
-            raise ValueError("must be auto, as the server cuts recordings at quiet moments")
+            raise ValueError("must be auto: the server chooses where to split a recording")
         return value
 
     @model_validator(mode="after")
     def _check_lists(self) -> "TranscriptionRequest":
         if self.include:
-            raise field_error("include", "is not available: leave it out")
+            raise field_error("include", "is not supported: leave it out")
         if self.timestamp_granularities and self.response_format != "verbose_json":
             raise field_error(
                 "timestamp_granularities", "needs response_format=verbose_json: add it"
@@ -83,7 +83,7 @@ class TranscriptionRequest(SpeechFields):
         if "word" in self.timestamp_granularities:
             raise field_error(
                 "timestamp_granularities",
-                "must be segment, as this server does not compute times of single words",
+                "must be segment: times of single words are not supported",
             )
         return self
 
