@@ -231,11 +231,11 @@ ON_CPU = {
         for family in (*EVERY_FAMILY, *VARIANTS, *PUBLISHED_NAMES)
         if family not in (*RARE_FAMILIES, *SIBLINGS)
     ),
-    *((family, "CPU", PLAIN) for family in FAMILIES if family not in SAME_LAYERS),
     *((family, "CPU", "bfloat16") for family in ("bundled", "gemma2", "opt", "phi")),
     *(
         ("llama", "CPU", setting)
         for setting in (
+            PLAIN,
             "one sequence",
             "one sequence, chunks, blocks of 128",
             "chunks, no prefix cache",
@@ -253,12 +253,11 @@ ON_CPU = {
 prefixes, as these keep more blocks."""
 
 ON_A_CARD = {
-    *((family, GRAPHS, CARD) for family in FAMILIES if family not in SAME_LAYERS),
-    *((family, GRAPHS, LOGPROBS) for family in ("llama", "gemma3", "deepseek_v3")),
-    # ALiBi; no rotations in some layers, and pairs of neighbours; a soft cap of scores, with a
-    # window in some layers; learned positions and one key/value head; LongRoPE; experts.
-    *((family, GRAPHS, CARD) for family in ("falcon_rw", "cohere2", "gemma2")),
-    *((family, GRAPHS, CARD) for family in ("gpt_bigcode", "phi3_short", "qwen2_moe", "gpt_oss")),
+    *((family, GRAPHS, LOGPROBS) for family in ("llama", "deepseek_v3")),
+    # Windows; norms of heads; learned positions with biases; ALiBi; learned positions and one
+    # key/value head; LongRoPE; experts.
+    *((family, GRAPHS, CARD) for family in ("mistral", "qwen3", "opt", "falcon_rw")),
+    *((family, GRAPHS, CARD) for family in ("gpt_bigcode", "phi3_short", "qwen2_moe")),
     # Experts and attention in chunks; layers that read the keys and values of earlier ones.
     *((family, GRAPHS, CARD) for family in ("llama4", "gemma4")),
     *((family, GRAPHS, PAIRS) for family in ("bamba", "mamba")),
@@ -268,7 +267,6 @@ ON_A_CARD = {
         for setting in (
             PLAIN,
             CONTIGUOUS,
-            "exponential buckets",
             "blocks of 128",
             "merged prompts",
             "other softmax",
@@ -277,16 +275,15 @@ ON_A_CARD = {
         )
     ),
     ("opt_post_norm", GRAPHS, "chunks, embeddings"),
-    # A graph is captured from what lazy mode runs, with the same buckets, and an operator with a
-    # recipe in lazy mode has one in eager mode too.
-    *(("llama", mode, CONTIGUOUS) for mode in ("lazy", "eager")),
-    ("llama", COMPILED, TWO_BUCKETS),
+    # An operator with a recipe in lazy mode has one in eager mode too.
+    ("llama", "lazy", CONTIGUOUS),
     # Each number of blocks that a prompt may have as its context is a graph to compile: of 16
     # tokens 1, 2, 4 and 8 blocks, of 64 tokens 1 and 2.
     ("mistral", COMPILED, LAYERS_APART),
     ("gemma2", GRAPHS, "slices"),
     # Simulated builds of the bridge: without what came late, without what no build should lack,
-    # and with kernels for the softmax of blocks.
+    # and with kernels for the softmax of blocks. These families have sinks and experts, windows in
+    # most layers, and layers without rotations; the slices above, soft caps.
     ("gpt_oss", GRAPHS, "release 1.19"),
     ("gemma3", GRAPHS, "no late kernels"),
     ("cohere2", GRAPHS, "gaudi3, fused softmax of blocks"),
@@ -301,7 +298,10 @@ EXHAUSTIVE = {
         for family in ("granite_hybrid", "mamba")
         for mode in ("lazy", "eager")
     ),
-    *((family, GRAPHS, CARD) for family in ("bundled", *SAME_LAYERS)),
+    *((family, "CPU", PLAIN) for family in FAMILIES if family not in SAME_LAYERS),
+    *((family, GRAPHS, CARD) for family in (*FAMILIES, "bundled", "cohere2", "gemma2", "gpt_oss")),
+    ("llama", "eager", CONTIGUOUS),
+    ("llama", GRAPHS, "exponential buckets"),
     *(("opt", mode, CARD) for mode in ("lazy", "eager")),
     *((family, GRAPHS, "slices") for family in ("falcon_rw", "gpt_oss", "llama4")),
     *(("llama", mode, LOGPROBS) for mode in ("lazy", "eager")),
@@ -323,14 +323,15 @@ EXHAUSTIVE = {
     ("gemma3", GRAPHS, "chunks, embeddings"),
     ("gemma2", GRAPHS, "gaudi3"),
     *((family, COMPILED, LARGE_BLOCKS) for family in (*FAMILIES, *MORE_FAMILIES)),
-    ("opt", COMPILED, TWO_BUCKETS),
+    *((family, COMPILED, TWO_BUCKETS) for family in ("llama", "opt")),
     ("mistral", COMPILED, "contiguous, chunks, preemption, blocks of 64"),
     ("llama", COMPILED, "chunks, embeddings"),
     ("mistral", COMPILED, "merged prompts, blocks of 64"),
     ("falcon_rw", COMPILED, "slices"),
     *((family, COMPILED, PAIRS) for family in STATE_FAMILIES),
 }
-"""The other families on a card, and settings that compile for seconds."""
+"""The other families on a card, settings that compile for seconds, and parts of what `ON_CPU` and
+`ON_A_CARD` run at once: whole prompts, and families whose other settings are there."""
 
 TABLE = [
     *sorted(ON_CPU),

@@ -339,7 +339,20 @@ def assert_same_bits(model: DecoderForCausalLM, launches: list[list[int]]) -> No
         ("latent attention, groups of experts by softmax", "int4"),
     ],
 )
-def test_prefills_chunks_and_decodes_have_the_bits_of_the_modules(isa, name, stored_as):
+def test_prefills_chunks_and_decodes_have_the_bits_of_the_modules(name, stored_as):
+    assert_same_bits(make_model(name, stored_as), MIXED)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored_as"),
+    [
+        *(("all biases, tied", f) for f in ("dense", "int8", "int4")),
+        ("soft caps, norms before and after", "dense"),
+        ("latent attention, groups of experts by softmax", "int4"),
+    ],
+)
+def test_every_instruction_set_has_the_bits_of_its_modules(isa, name, stored_as):
+    """The kernels alone know the instruction set, and other tests ask each of them."""
     assert_same_bits(make_model(name, stored_as), MIXED)
 
 

@@ -382,9 +382,9 @@ def test_reshape_and_cache_writes_real_slots_only(ops, num_padding, block_size, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", [16, 128])
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (6, 2), (7, 1), (12, 4), (32, 8)]
+    ("num_heads", "num_kv_heads", "block_size"),
+    [(1, 1, 16), (4, 4, 128), (6, 2, 16), (7, 1, 128), (12, 4, 16), (32, 8, 128)],
 )
 def test_decode_attention_agrees_with_reference(ops, num_heads, num_kv_heads, block_size, dtype):
     head_sizes = [16, 64, 80, 100, 128, 256]

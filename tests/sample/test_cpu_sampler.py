@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 import pytest
@@ -73,8 +74,15 @@ def test_tokens_are_those_of_torch(isa, vocab_size, scale, dtype):
     logits = random_logits(len(requests), vocab_size, scale).to(dtype)
     before = logits.clone()
     got, _ = sample_with(make_sampler, requests, logits)
-    assert_same(got, sample_with(make_torch, requests, logits)[0])
+    assert_same(got, sampled_by_torch(vocab_size, scale, dtype))
     assert logits.equal(before), "the logits of the caller were written"
+
+
+@cache
+def sampled_by_torch(vocab_size: int, scale: float, dtype: torch.dtype):
+    requests = mixed_requests(4 * len(MIXED), vocab_size)
+    logits = random_logits(len(requests), vocab_size, scale).to(dtype)
+    return sample_with(make_torch, requests, logits)[0]
 
 
 @pytest.mark.parametrize("vocab_size", [1, 50, 127, 128, 129, 1000])
@@ -117,8 +125,13 @@ LOGITS = {
 )
 def test_kept_tokens_are_those_that_torch_keeps(isa, params):
     for name, logits in LOGITS.items():
-        expected = kept_tokens(make_torch, logits, params)
+        expected = kept_by_torch(name, *params.items())
         assert kept_tokens(make_sampler, logits, params) == expected, name
+
+
+@cache
+def kept_by_torch(name: str, *params: tuple[str, float]) -> list[int]:
+    return kept_tokens(make_torch, LOGITS[name], dict(params))
 
 
 @pytest.mark.parametrize(

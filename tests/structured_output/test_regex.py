@@ -64,9 +64,9 @@ PATTERNS = [
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_every_output_matches_in_python(pattern):
     grammar, rng = compiled("regex", pattern), random.Random(1)
-    outputs = [walk(open_matcher(grammar), rng, 150) for _ in range(60)]
+    outputs = [walk(open_matcher(grammar), rng, 150) for _ in range(30)]
     ended = [output for output in outputs if output is not None]
-    assert len(ended) > 30
+    assert len(ended) > 15
     for output in ended:
         assert re.fullmatch(pattern, output), output
 
@@ -77,7 +77,7 @@ def test_a_pattern_that_may_match_anywhere_does_so_in_python(pattern):
     schema = {"type": "string", "pattern": pattern}
     grammar, rng = compiled("json", schema), random.Random(2)
     assert grammar.backend == "llguidance"
-    outputs = [walk(open_matcher(grammar), rng, 150) for _ in range(30)]
+    outputs = [walk(open_matcher(grammar), rng, 150) for _ in range(12)]
     for output in filter(None, outputs):
         assert re.search(pattern, json.loads(output)), output
 

@@ -14,10 +14,8 @@ from vllm.guided_decoding_params import GrammarStart
 from vllm.messages import IntArray
 from vllm.structured_output.backends.interface import LoadedGrammar
 from vllm.structured_output.backends.vocabulary import Vocabulary
-from vllm.structured_output.late_start import LateMatcher
+from vllm.structured_output.late_start import LateMatcher, StateHistory
 
-_MAX_ROLLBACK = 256
-"""Number of earlier states to roll back to; more than a step has drafts."""
 _JSON_ENDS = (b"}", b"]")
 
 
@@ -71,7 +69,7 @@ class CallMatcher:
         self._state = _State(
             None if has_thoughts else self._next_call(), is_thinking=start.is_thinking
         )
-        self._history: list[_State] = []
+        self._history = StateHistory[_State]()
 
     def fill(self, mask: IntArray) -> None:
         """Write the mask of the next token: any one outside of calls, but for a token with a marker
@@ -89,15 +87,12 @@ class CallMatcher:
     def accept(self, token_id: int) -> None:
         """Add a token; raises BackendError if a call cannot continue with it."""
         state = self._after(token_id)
-        self._history.append(self._state)
-        if len(self._history) > 2 * _MAX_ROLLBACK:
-            del self._history[:_MAX_ROLLBACK]
+        self._history.add(self._state)
         self._state = state
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last accepted tokens. The matcher of the call takes back its part."""
-        state = self._history[-num_tokens]
-        del self._history[-num_tokens:]
+        state = self._history.pop(num_tokens)
         call = state.call
         if call is not None and (num_extra := call.num_tokens - state.num_tokens):
             call.matcher.rollback(num_extra)

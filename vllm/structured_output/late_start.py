@@ -11,7 +11,7 @@
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,28 @@ from vllm.structured_output.backends.vocabulary import Vocabulary, pack_tokens
 
 _MAX_ROLLBACK = 256
 """Number of earlier states to roll back to; more than a step has drafts."""
+
+
+_StateT = TypeVar("_StateT")
+
+
+class StateHistory(Generic[_StateT]):
+    """Keeps the last states of a matcher."""
+
+    def __init__(self) -> None:
+        self._states: list[_StateT] = []
+
+    def add(self, state: _StateT) -> None:
+        """Keep the state before an accepted token."""
+        self._states.append(state)
+        if len(self._states) > 2 * _MAX_ROLLBACK:
+            del self._states[:_MAX_ROLLBACK]
+
+    def pop(self, num_tokens: int) -> _StateT:
+        """Return the state before the last `num_tokens` tokens, and forget the later ones."""
+        state = self._states[-num_tokens]
+        del self._states[-num_tokens:]
+        return state
 
 
 class _Phase(IntEnum):
@@ -88,7 +110,7 @@ class LateMatcher:
             if start.is_thinking
             else _State(_Phase.OPENING, may_think=bool(start.thought_starts))
         )
-        self._history: list[_State] = []
+        self._history = StateHistory[_State]()
 
     @property
     def is_free(self) -> bool:
@@ -126,15 +148,12 @@ class LateMatcher:
     def accept(self, token_id: int) -> None:
         """Add a token; raises BackendError if it is not allowed here."""
         state = self._after(token_id)
-        self._history.append(self._state)
-        if len(self._history) > 2 * _MAX_ROLLBACK:
-            del self._history[:_MAX_ROLLBACK]
+        self._history.add(self._state)
         self._state = state
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last accepted tokens. The grammar takes back its part of them."""
-        state = self._history[-num_tokens]
-        del self._history[-num_tokens:]
+        state = self._history.pop(num_tokens)
         if num_extra := self._state.num_accepted - state.num_accepted:
             self._grammar.rollback(num_extra)
         self._state = state

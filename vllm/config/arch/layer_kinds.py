@@ -22,12 +22,8 @@ def read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None
     check_window(window)
     layer_types = config.get("layer_types")
     if layer_types:
-        if len(layer_types) < num_layers:
-            raise ConfigError(
-                f"config.json: layer_types has {len(layer_types)} entries; it must have "
-                f"num_hidden_layers ({num_layers})"
-            )
-        # Layer_types is longer if num_hidden_layers was overridden.
+        _check_covers(layer_types, num_layers)
+        # layer_types is longer if num_hidden_layers was overridden.
         kinds = layer_types[:num_layers]
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     pattern = config.get("sliding_window_pattern") or family.full_attention_every
@@ -170,11 +166,7 @@ def read_state_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool,
                 f"indices, got {numbers!r}. Correct the file"
             )
         return tuple(index + 1 in numbers for index in range(num_layers))
-    if len(layer_types) < num_layers:
-        raise ConfigError(
-            f"config.json: layer_types has {len(layer_types)} entries; it must have "
-            f"num_hidden_layers ({num_layers})"
-        )
+    _check_covers(layer_types, num_layers)
     return tuple(kind in _STATES for kind in layer_types[:num_layers])
 
 
@@ -186,3 +178,11 @@ def has_no_positions(config: Mapping[str, Any]) -> bool:
         key, value = family.rope_switch
         return config.get(key) != value
     return not (family.has_attention and family.has_positions)
+
+
+def _check_covers(layer_types: Sequence[Any], num_layers: int) -> None:
+    if len(layer_types) < num_layers:
+        raise ConfigError(
+            f"config.json: layer_types has {len(layer_types)} entries; it must have "
+            f"num_hidden_layers ({num_layers})"
+        )

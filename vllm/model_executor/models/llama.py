@@ -87,14 +87,18 @@ class HunYuanDenseV1ForCausalLM(DecoderForCausalLM):
     }
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        has_norms = bool(arch.hf_config.get("use_qk_norm", True))
-        options = replace(
-            llama_options(arch),
-            mlp_bias=False,
-            head_norm=rms_norm if has_norms else None,
-            norms_rotated_heads=True,
-        )
-        super().__init__(arch, tp, options)
+        super().__init__(arch, tp, hunyuan_options(arch))
+
+
+def hunyuan_options(arch: ModelArch) -> DecoderOptions:
+    """Return the layer of Hunyuan; its heads are normed after the rotation."""
+    has_norms = bool(arch.hf_config.get("use_qk_norm", True))
+    return replace(
+        llama_options(arch),
+        mlp_bias=False,
+        head_norm=rms_norm if has_norms else None,
+        norms_rotated_heads=True,
+    )
 
 
 def llama_options(arch: ModelArch) -> DecoderOptions:

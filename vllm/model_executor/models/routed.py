@@ -22,7 +22,7 @@ from vllm.model_executor.models.deepseek import (
     is_behind_first_layers,
 )
 from vllm.model_executor.models.fused_weights import qkv_sizes, split_features
-from vllm.model_executor.models.llama import llama_options
+from vllm.model_executor.models.llama import hunyuan_options, llama_options
 from vllm.model_executor.models.olmo import Olmo2Attention
 from vllm.ops.expert_options import RoutingOptions
 
@@ -174,14 +174,7 @@ class HunYuanMoEV1ForCausalLM(RoutedForCausalLM):
     }
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        has_norms = bool(arch.hf_config.get("use_qk_norm", True))
-        options = replace(
-            llama_options(arch),
-            mlp_bias=False,
-            head_norm=rms_norm if has_norms else None,
-            norms_rotated_heads=True,
-        )
-        super().__init__(arch, tp, options, HunYuanMoELayer)
+        super().__init__(arch, tp, hunyuan_options(arch), HunYuanMoELayer)
 
 
 class DeepseekForCausalLM(RoutedForCausalLM):

@@ -88,11 +88,7 @@ class NativeOps(NativeAdapters, NativeAttention, NativeDeltaRule, NativeExperts,
         return (normed if bias is None else normed + bias.float()).to(x.dtype)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        if x.shape[-1] % 2:
-            raise ValueError(
-                f"the last dimension of x must be even (gate and up), got {x.shape[-1]}"
-            )
-        gate, up = x.chunk(2, dim=-1)
+        gate, up = _gate_and_up(x)
         return F.silu(gate) * up
 
     def gelu(self, x: Tensor, is_tanh: bool) -> Tensor:
@@ -109,11 +105,7 @@ class NativeOps(NativeAdapters, NativeAttention, NativeDeltaRule, NativeExperts,
         return (torch.where(y > 0, p * y * y, below) + 0.5 * y).to(x.dtype)
 
     def gelu_and_mul(self, x: Tensor, is_tanh: bool) -> Tensor:
-        if x.shape[-1] % 2:
-            raise ValueError(
-                f"the last dimension of x must be even (gate and up), got {x.shape[-1]}"
-            )
-        gate, up = x.chunk(2, dim=-1)
+        gate, up = _gate_and_up(x)
         return F.gelu(gate, approximate="tanh" if is_tanh else "none") * up
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
@@ -223,6 +215,13 @@ def angles_at(positions: Tensor, cos_sin_cache: Tensor, sections: Tensor | None)
         others = cos_sin_cache.index_select(0, positions[place])
         angles = torch.where(places == place, others, angles)
     return angles
+
+
+def _gate_and_up(x: Tensor) -> tuple[Tensor, Tensor]:
+    if x.shape[-1] % 2:
+        raise ValueError(f"the last dimension of x must be even (gate and up), got {x.shape[-1]}")
+    gate, up = x.chunk(2, dim=-1)
+    return gate, up
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
