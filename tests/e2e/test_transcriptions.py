@@ -202,6 +202,8 @@ def test_bad_files_are_refused_and_the_server_goes_on(
         client.audio.transcriptions.create(file=file, model="whisper-1")
     with pytest.raises(openai.BadRequestError, match="messages"):
         client.chat.completions.create(model="whisper", messages=[])
+    with pytest.raises(openai.BadRequestError, match="use POST /v1/audio/transcriptions"):
+        client.chat.completions.create(model="whisper", messages=[{"role": "user", "content": "a"}])
     assert client.audio.transcriptions.create(file=file, **FIELDS).text
 
 

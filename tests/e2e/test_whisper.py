@@ -258,6 +258,11 @@ def test_a_wrong_prompt_is_refused_in_one_line(llm, prompt, message):
     assert not scheduler_of(llm).media.holders
 
 
+def test_a_conversation_is_refused(llm):
+    with pytest.raises(RequestError, match=r"no conversations: use POST /v1/audio/transcriptions"):
+        llm.chat([{"role": "user", "content": "a"}])
+
+
 def test_two_sounds_are_refused(folder):
     llm = LLM(str(folder), **ENGINE, limit_mm_per_prompt={"audio": 2})
     prompt = {"prompt": TRANSCRIBE, "multi_modal_data": {"audio": [(SOUND, RATE)] * 2}}

@@ -342,6 +342,8 @@ def test_a_program_may_name_a_relative_path():
         ({"type": "image_url", "image_url": {"url": 5}}, ".image_url.url must be the URL"),
         ({"type": "image_url", "image_url": {"url": "ftp://a"}}, "must begin with http"),
         ({"type": "image_url", "image_url": "a.png"}, "got 'a.png'"),
+        ({"type": "image_url", "image_url": "iVBO" * 20}, "got base64 alone, of 80 characters"),
+        ({"type": "image", "image": "/9j/" * 20}, "such as 'data:image/png;base64,...'"),
         (image(A, detail=5), "detail must be one of auto, low, high, original, got 5"),
         (image(A, uuid=""), ".uuid must be a string of 1 to 256 characters"),
         (
@@ -374,8 +376,12 @@ def test_a_wrong_part_is_refused_with_its_place(part, message_):
 
 
 def test_more_images_than_allowed_are_refused_with_both_numbers():
-    with pytest.raises(RequestError, match="has 4 images, and this server takes at most 3"):
+    first_above = r"^messages\[1\]\.content\[\d\]: .*"
+    both = "has 4 images, and this server takes at most 3"
+    with pytest.raises(RequestError, match=first_above + both):
         read_messages([TWO, TWO], MediaParts({"image": 3}))
+    with pytest.raises(RequestError, match=r"^messages\[0\].*: this server does not accept images"):
+        read_messages([TWO], MediaParts({"image": 0}))
 
 
 def test_marks_are_made_of_characters_that_the_conversation_does_not_have():

@@ -1,5 +1,7 @@
 """The settings of the image processor that a request brings."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -84,9 +86,14 @@ def test_a_wrong_setting_of_a_request_is_its_fault():
     job = make_job("qwen2_vl", config, with_defaults(settings), 10**6, (255, 255, 255), 600, VIDEO)
     frames = VideoFrames(np.stack([PIXELS] * 2), np.arange(2) / 2)
     source = MediaSource(modality="video", where="here", frames=frames, overrides={"resample": 99})
-    with pytest.raises(RequestError, match="resample is 99; it must be one of") as failure:
+    message = "^mm_processor_kwargs: resample is 99; it must be one of"
+    with pytest.raises(RequestError, match=message) as failure:
         job(source)
     assert failure.value.param == "mm_processor_kwargs"
+    source = replace(source, overrides={"nothing": 1})
+    message = "^mm_processor_kwargs: Qwen2VLImageProcessor has no setting 'nothing'"
+    with pytest.raises(RequestError, match=message):
+        job(source)
 
 
 def test_settings_that_need_more_memory_than_there_is_are_blamed(monkeypatch):

@@ -26,6 +26,7 @@ from vllm.entrypoints.shared.media import (
     make_fetcher,
     media_prompt,
     media_rules,
+    require_chat,
 )
 from vllm.entrypoints.shared.replayed_traffic import with_recorded_traffic
 from vllm.errors import RequestError
@@ -309,6 +310,7 @@ class LLM(PoolingMethods):
         processor_kwargs: Mapping[str, Any] | None,
     ) -> TokensPrompt:
         processor = self.llm_engine.input_processor
+        require_chat(processor)
         rules = media_rules(processor, is_local=True)
         chat = render_with_media(self.get_tokenizer(), messages, options, rules)
         media = fetch_media_sync(self._media_fetcher, chat.media) if chat.media else []

@@ -15,6 +15,7 @@ from vllm.inputs import plural, singular
 from vllm.multimodal.audio.sound import read_sound
 from vllm.multimodal.images.image import Color, image_pixels
 from vllm.multimodal.images.settings import check_resized
+from vllm.multimodal.interface.checks import SETTINGS_FILE
 from vllm.multimodal.interface.family import EncoderInput, MediaFamily, VideoFrames
 from vllm.multimodal.interface.source import MediaSource, refuse
 from vllm.multimodal.processor_settings import override_settings, read_settings
@@ -136,7 +137,8 @@ def make_job(
         except ConfigError as error:  # some settings are only checked at their first use
             if not source.overrides:
                 raise
-            raise RequestError(str(error), param=_OVERRIDES) from error
+            reason = str(error).removeprefix(f"{SETTINGS_FILE}: ").removeprefix(f"{_OVERRIDES}: ")
+            raise RequestError(f"{_OVERRIDES}: {reason}", param=_OVERRIDES) from error
         except RequestError as error:
             if error.param in (source.where, _OVERRIDES):
                 raise

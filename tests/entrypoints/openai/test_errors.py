@@ -70,6 +70,25 @@ def test_an_exception_becomes_a_body_of_the_api(error, status, kind, param, code
     assert ("retry-after" in response.headers) == (status == 503)
 
 
+PICTURE = "iVBORw0KGgoAAAANSUhEUgAAADAAAAAoCAIAAAA35e4mAAABS0lEQVR4nO2YLUsEURSGfY4rqGVN20QL"
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        (f"url must be text, got {{'url': 'data:image/png;base64,{PICTURE[:30]}'}}", "...'}"),
+        (f'n must be an integer, got "DATA:;BASE64,{PICTURE}"', 'got "DATA:;BASE64,..."'),
+        (f"type must be text, got '{PICTURE}", "got '..."),
+        (f"no file has the hash {'0123abcd' * 8}", "hash 0123abcd0123"),
+        ("no folder /models/" + "Llama/" * 12, "/Llama/Llama/"),
+    ],
+)
+def test_an_error_quotes_no_content_of_media(message, shown):
+    with client_of(None, routes_that_raise(RequestError(message))) as client:
+        told = client.post("/fail", json={}).json()["error"]["message"]
+    assert shown in told and PICTURE[:9] not in told
+
+
 @pytest.mark.parametrize(
     ("content", "param", "text"),
     [

@@ -104,6 +104,13 @@ def test_images_become_parts_that_name_their_place():
     ]
 
 
+def test_places_are_those_of_the_request_that_continues_another():
+    turn = {"role": "user", "content": [{"type": "input_image", "image_url": "http://a/b.png"}]}
+    messages = as_messages(None, read_input([turn, CALL, RESULT, turn]), num_earlier=3)
+    places = [m["content"][0]["where"] for m in messages if m["role"] == "user"]
+    assert places == ["previous_response_id.input[0].content[0]", "input[0].content[0]"]
+
+
 @pytest.mark.parametrize(
     ("given", "param"),
     [

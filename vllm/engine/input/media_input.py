@@ -107,8 +107,9 @@ class MediaInput:
         """
         if self.family is not None and self.family.required is not None and num_items != 1:
             raise _refused(
-                f"a prompt of the model '{self._model.model}' must have one item of "
-                f"{self.family.required!r} in multi_modal_data, got {num_items or 'none'}"
+                f"a prompt of this model must have one item of {self.family.required!r} in "
+                f"multi_modal_data, got {num_items or 'none'}. A server takes files of sound at "
+                f"POST /v1/audio/transcriptions"
             )
 
     @cached_property

@@ -285,7 +285,7 @@ def _read_document(where: str, block: Mapping[str, Any]) -> str:
     else:
         raise RequestError(
             f"{where}.source.type must be text or content, got {kind!r:.80}: this server reads "
-            f"text only; send the text of the document",
+            f"documents as text only; send the text of the document",
             param=f"{where}.source.type",
         )
     return _with_heads(block, ("title", "context"), text)

@@ -4,6 +4,7 @@ collects them in order.
 Fetches and decodes nothing. Knows no family of models.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,11 @@ _DETAILS = ("auto", "low", "high", "original")
 _SCHEMES = ("http://", "https://", "data:", "file://")
 _MAX_SCHEME_CHARS = max(map(len, _SCHEMES))
 _MAX_UUID_CHARS = 256
+_BASE64 = re.compile(r"[A-Za-z0-9+/=\s]+")
+_MIN_BASE64_CHARS = 64
+"""Shortest text that is taken for base64. The path of a file has other characters, such as dots."""
+_LOOKED_AT_CHARS = 4096
+_MEDIA_TYPES = {"image": "image/png", "audio": "audio/wav", "video": "video/mp4"}
 _MAX_WHERE_CHARS = 100
 _MAX_FORMAT_CHARS = 32
 
@@ -146,22 +152,24 @@ class MediaParts:
         """Refuse more items than a request may have.
 
         Raises:
-            RequestError: there are more; names both numbers.
+            RequestError: there are more; names both numbers, and the first item above the limit.
         """
         for modality, limit in self._limits.items():
-            count = sum(part.modality == modality for part in self.parts)
-            if count and not limit:
+            found = [part for part in self.parts if part.modality == modality]
+            if len(found) <= limit:
+                continue
+            where = found[limit].where
+            if not limit:
                 raise RequestError(
-                    f"this server does not accept {plural(modality)} (limit_mm_per_prompt): leave "
-                    "them out",
+                    f"{where}: this server does not accept {plural(modality)} "
+                    "(limit_mm_per_prompt): leave them out",
                     param="messages",
                 )
-            if count > limit:
-                raise RequestError(
-                    f"the request has {count} {plural(modality)}, and this server takes at most "
-                    f"{limit} in one request (limit_mm_per_prompt): send fewer",
-                    param="messages",
-                )
+            raise RequestError(
+                f"{where}: the request has {len(found)} {plural(modality)}, and this server takes "
+                f"at most {limit} in one request (limit_mm_per_prompt): send fewer",
+                param="messages",
+            )
 
 
 def image_part(url: str, where: str, detail: str | None = None) -> dict[str, Any]:
@@ -258,9 +266,16 @@ def _read_source(name: str, key: str, modality: str, given: Any, is_local: bool)
     """Return a URL, or an object that a program has given."""
     if isinstance(given, Path):
         given = str(given)
-    if isinstance(given, str) and given:
+    if isinstance(given, str) and (given := given.strip()):
         if given[:_MAX_SCHEME_CHARS].lower().startswith(_SCHEMES):
             return given
+        if len(given) >= _MIN_BASE64_CHARS and _BASE64.fullmatch(given, 0, _LOOKED_AT_CHARS):
+            raise RequestError(
+                f"{name} must begin with data:, a media type and ;base64, such as "
+                f"'data:{_MEDIA_TYPES[modality]};base64,...', got base64 alone, of {len(given)} "
+                f"characters",
+                param="messages",
+            )
         if key in ("path", modality) and (is_local or given.startswith("/")):
             return Path(given).absolute().as_uri()
         raise RequestError(

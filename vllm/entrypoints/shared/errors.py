@@ -14,6 +14,7 @@ The type of an error follows from its status, in each API by its own table. The 
 whether its request has failed or the whole engine.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -43,6 +44,12 @@ logger = init_logger(__name__)
 
 _REQUEST_FAILED = "request_failed"
 _MAX_MESSAGE_CHARS = 4000
+_DATA_URL = re.compile(r"(data:[^,\s'\"]{0,100},)[^\s'\"]+", re.IGNORECASE)
+_BASE64 = re.compile(
+    r"(?=[a-z0-9+/]*[A-Z])(?=[A-Z0-9+/]*[a-z])(?=[A-Za-z+/]*[0-9])[A-Za-z0-9+/]{64,}=*"
+)
+"""Text that is base64 of something, most likely: words and names are shorter, hexadecimal digits
+have no letters of both cases, and paths have other characters."""
 _RETRY_AFTER_S = "1"
 _CLIENT_CLOSED_REQUEST = 499
 
@@ -166,7 +173,9 @@ def _describe_http(error: HTTPException) -> ErrorInfo:
 
 
 def _as_text(message: str) -> str:
-    """Return the text, shortened and without surrogates, which a response cannot encode."""
+    """Return the text, shortened, without surrogates, which a response cannot encode, and without
+    the content of media that it quotes."""
     if len(message) > _MAX_MESSAGE_CHARS:
         message = message[:_MAX_MESSAGE_CHARS] + "..."
+    message = _BASE64.sub("...", _DATA_URL.sub(r"\1...", message))
     return message.encode("utf-8", "replace").decode()

@@ -56,6 +56,20 @@ def chat_modalities(processor: "InputProcessor") -> list[str]:
     return ["text", *(modality for modality, limit in limits.items() if limit)]
 
 
+def require_chat(processor: "InputProcessor") -> None:
+    """Refuse a conversation with a model that only transcribes.
+
+    Raises:
+        RequestError: names the right methods.
+    """
+    if not chat_modalities(processor):
+        raise RequestError(
+            "this model transcribes sound and has no conversations: use POST "
+            "/v1/audio/transcriptions, or multi_modal_data of LLM.generate",
+            param="messages",
+        )
+
+
 class MediaSources(Protocol):
     """Allowed sources of media: a config, or the arguments of an engine."""
 

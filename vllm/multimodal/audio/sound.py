@@ -47,6 +47,10 @@ _DECODERS = Decoders(
     "PCM, FLAC, ALAC, Vorbis, Opus, MP3 and AAC",
 )
 """None of them decodes pictures."""
+_ESTIMATED = ("MP3", "AAC")
+"""Formats of which FFmpeg may guess the length from the bytes of a few frames."""
+_CONTAINER_UNITS = 1_000_000
+"""Units in a second of the length of a container."""
 _MISSING_S = 0.1
 """Seconds by which a file may be shorter than it states: encoders count what they cut off."""
 
@@ -151,7 +155,14 @@ def _decode_file(
                 raise refuse(where, f"it is a {name} file without sound; accepted are {ACCEPTED}")
             stream = container.streams.audio[0]
             _DECODERS.check(stream, where, "its sound has")
-            stated_s = _stated_seconds(stream) if states_length(name, data) else 0.0
+            if stream.rate:
+                _check_rate(stream.rate, where)
+            is_stated = states_length(name, data)
+            if (is_stated or name not in _ESTIMATED) and (
+                _known_seconds(container, stream) > max_seconds + _MISSING_S
+            ):
+                raise _too_long(max_seconds, where)
+            stated_s = _stated_seconds(stream) if is_stated else 0.0
             num_samples, most = 0, max_seconds * sampling_rate
             for part in _decode(container, stream, sampling_rate, where):
                 num_samples += len(part)
@@ -177,6 +188,12 @@ def _decode(
             raise refuse(where, f"it has {num_channels} channels, more than {MAX_CHANNELS}")
         yield from resampler.add(frame)
     yield from resampler.end()
+
+
+def _known_seconds(container: "InputContainer", stream: "AudioStream") -> float:
+    """Return the length that FFmpeg finds without decoding; 0: it finds none."""
+    whole = container.duration
+    return max(_stated_seconds(stream), 0.0 if whole is None else whole / _CONTAINER_UNITS)
 
 
 def _stated_seconds(stream: "AudioStream") -> float:

@@ -27,7 +27,7 @@ from vllm.entrypoints.openai.protocol.chat import ChatFields
 from vllm.entrypoints.openai.shared.prompts import tokenize
 from vllm.entrypoints.shared import off_loop
 from vllm.entrypoints.shared.context import ServerContext
-from vllm.entrypoints.shared.media import fetch_media, media_prompt, media_rules
+from vllm.entrypoints.shared.media import fetch_media, media_prompt, media_rules, require_chat
 from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
 from vllm.utils.process.deadline_worker import (
@@ -72,6 +72,7 @@ async def chat_prompt(
     Raises:
         RequestError: the conversation cannot be rendered, or not in time.
     """
+    require_chat(context.engine.input_processor)
     rules = media_rules(context.engine.input_processor)
     chat = await render(context, body, rules, with_tools=with_tools)
     media = chat.media

@@ -72,7 +72,9 @@ def read_input(given: str | Sequence[Any]) -> list[Item]:
     return [_read_item(f"input[{i}]", item) for i, item in enumerate(given)]
 
 
-def as_messages(instructions: str | None, items: Iterable[Item]) -> list[Message]:
+def as_messages(
+    instructions: str | None, items: Iterable[Item], *, num_earlier: int = 0
+) -> list[Message]:
     """Return the conversation of items (of `read_input`, or output of this server) as chat
     messages.
 
@@ -80,10 +82,15 @@ def as_messages(instructions: str | None, items: Iterable[Item]) -> list[Message
     accept a second one. Consecutive items of the assistant (reasoning, text, calls) become one
     message.
 
+    Args:
+        instructions: of the request.
+        items: of the whole conversation.
+        num_earlier: items at the beginning that are not of this request; for names in errors.
+
     Raises:
         RequestError: an output belongs to no call in the conversation, or there is nothing to read.
     """
-    conversation = _Conversation()
+    conversation = _Conversation(num_earlier)
     if instructions:
         conversation.add_system(instructions)
     for item in items:
@@ -136,9 +143,13 @@ def read_string(
 
 
 class _Conversation:
-    """Builds messages from items."""
+    """Builds messages from items.
 
-    def __init__(self) -> None:
+    Args:
+        num_earlier: the first items are of earlier requests.
+    """
+
+    def __init__(self, num_earlier: int) -> None:
         self.messages: list[Message] = []
         self._system: list[str] = []
         """Texts of the system message, while no other message has followed."""
@@ -160,6 +171,7 @@ class _Conversation:
         self._has_gap = False
         """Whether something was left out, so that the call of an output may be missing."""
         self._num_items = 0
+        self._num_earlier = num_earlier
 
     def add(self, item: Item) -> None:
         self._num_items += 1
@@ -207,7 +219,10 @@ class _Conversation:
         """Return texts, images and sounds of an item."""
         if isinstance(item[key], str):
             return str(item[key])
-        where = f"input[{self._num_items - 1}].{key}"
+        index = self._num_items - 1
+        where = f"previous_response_id.input[{index}].{key}"
+        if index >= self._num_earlier:
+            where = f"input[{index - self._num_earlier}].{key}"
         return join_texts(
             [_as_chat_part(f"{where}[{i}]", part) for i, part in enumerate(item[key])]
         )

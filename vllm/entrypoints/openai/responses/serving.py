@@ -162,7 +162,10 @@ async def _prepare(
     if len(items) > _MANY_ITEMS:
         off_loop.mark_request(off_loop.LARGE_BODY_BYTES)
     request_id = engine_id(request, entry.response["id"])
-    chat = await off_loop.run(lambda: as_chat_request(body, as_messages(body.instructions, items)))
+    make_messages = partial(as_messages, num_earlier=len(entry.history))
+    chat = await off_loop.run(
+        lambda: as_chat_request(body, make_messages(body.instructions, items))
+    )
     fetched: dict[str, bytes] = {}
     if body.truncation == "auto":
         chat = await truncate_conversation(context, chat, fetched)
