@@ -40,6 +40,7 @@ class SimBridge:
         is_vendor: bool = False,
         has_lazy_collectives: bool = False,
         keeps_graph_tensors: bool = False,
+        records_graphs: bool = True,
         recipe_cache: str | None = None,
         release: Version = NEWEST,
         absent: Iterable[str] = (),
@@ -55,6 +56,7 @@ class SimBridge:
                 PT_HPU_ENABLE_LAZY_COLLECTIVES.
             keeps_graph_tensors: HPU graphs keep their inputs and intermediate tensors, as with
                 PT_HPUGRAPH_DISABLE_TENSOR_CACHE=0.
+            records_graphs: HPU graphs can be replayed with values.
             recipe_cache: where compiled recipes outlive the process, in the form of
                 PT_HPU_RECIPE_CACHE_CONFIG; None is nowhere.
             release: of the bridge, which has no part that came later.
@@ -74,6 +76,7 @@ class SimBridge:
             is_strict=is_strict,
             has_lazy_collectives=has_lazy_collectives,
             keeps_graph_tensors=keeps_graph_tensors,
+            records_graphs=records_graphs,
             recipe_cache=RecipeCache.from_config(recipe_cache) if recipe_cache else None,
         )
         install(

@@ -79,16 +79,20 @@ class SimulatedCard:
         is_strict: bool,
         has_lazy_collectives: bool = False,
         keeps_graph_tensors: bool = False,
+        records_graphs: bool = True,
         recipe_cache: RecipeCache | None = None,
     ) -> None:
         """
         Args:
             has_lazy_collectives: in lazy mode, they are recorded like any operator.
             keeps_graph_tensors: a graph holds what its capture made, and not its outputs alone.
+            records_graphs: graphs can be replayed with values. Recording the operators takes longer
+                than running them in a dry run.
         """
         self.spec = spec
         self.has_lazy_collectives = is_lazy and has_lazy_collectives
         self.keeps_graph_tensors = keeps_graph_tensors
+        self.records_graphs = records_graphs
         self._cache = recipe_cache
         self.is_lazy = is_lazy
         self.is_strict = is_strict
@@ -316,7 +320,7 @@ class SimulatedCard:
             self._step = []  # operations of a capture that failed
             self.capture = None
         self._num_captures += 1
-        self.clock.capture(capture.num_ops)
+        self.clock.capture(capture.num_subgraphs)
 
     def replay(self, capture: Capture) -> None:
         """Launch a captured graph again."""

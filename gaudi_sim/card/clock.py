@@ -30,9 +30,9 @@ class Clock:
         self.compile_s += seconds
         return seconds
 
-    def capture(self, num_ops: int) -> None:
+    def capture(self, num_recipes: int) -> None:
         """Charge recording a graph, which every process does anew."""
-        seconds = capture_seconds(num_ops)
+        seconds = capture_seconds(num_recipes)
         self.host_s += seconds
         self.compile_s += seconds
 

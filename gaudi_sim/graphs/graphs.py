@@ -32,8 +32,9 @@ class CapturedGraph:
     ) -> None:
         inputs = _device_tensors((args, kwargs))
         tape = GraphRecorder([x.raw for x in inputs])
+        self._is_recorded = card.records_graphs
         with card.capturing() as capture:
-            set_tape(tape)
+            set_tape(tape if self._is_recorded or card.keeps_graph_tensors else None)
             try:
                 outputs = forward(*args, **kwargs)
             finally:
@@ -75,6 +76,8 @@ class CapturedGraph:
 
     @torch.inference_mode()
     def _compute(self, inputs: list[torch.Tensor]) -> None:
+        if not self._is_recorded:
+            raise SimulationError("a graph whose operators were not recorded computes nothing")
         results = self._tape.replay(inputs)
         for output, result, is_alias in zip(self._static, results, self._is_alias, strict=True):
             if result is not None and not is_alias:

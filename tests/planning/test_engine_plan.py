@@ -18,6 +18,7 @@ from tests.hpu import simulated_hpu
 from tests.quantized_checkpoints import FORMATS, made_once
 from tests.tiny_models import make_tiny_model
 from tests.worker.hpu_helpers import run_warm_up
+from vllm.bucketing.bucket import decode, prefill
 from vllm.bucketing.ledger import GRAPHS, MemoryClass
 from vllm.distributed import TPGroup
 from vllm.engine.arg_utils import EngineArgs
@@ -30,11 +31,12 @@ from vllm.planning.engine_plan import make_engine_plan
 from vllm.planning.fit import planned_or_nearest
 from vllm.planning.host import start_on_host
 from vllm.planning.plan import describe
-from vllm.planning.start import plan_start
+from vllm.planning.start import ShapeCosts, plan_start
 from vllm.planning.text import plan_lines
 from vllm.planning.worker import on_planned_card
 from vllm.platforms.habana.trials import TRIALS
 from vllm.platforms.hpu import PlannedPlatform, create_hpu_platform
+from vllm.worker.hpu.launches.planner import PaddedShape
 from vllm.worker.hpu.memory.memory import divide_memory
 from vllm.worker.hpu.memory.memory_profile import used_bytes
 from vllm.worker.hpu.worker import HPUWorker
@@ -290,6 +292,19 @@ def test_llama_8b_takes_what_published_logs_say(tmp_path):
         block_bytes=plan.report.block_bytes,
     )
     assert divided.num_blocks == 4107
+
+    # The log of another start: 24 + 48 buckets, of which 15 + 48 have graphs, in 49 s.
+    costs = ShapeCosts(plan)
+    lengths = range(128, 1025, 128)
+    prompts = [PaddedShape(prefill(batch, size)) for batch in (1, 2, 4) for size in lengths]
+    decodes = [
+        PaddedShape(decode(batch, batch * blocks)) for batch in (1, 2, 4) for blocks in range(1, 17)
+    ]
+    compiled = sum(costs.compile_s(shape) + costs.run_s(shape) for shape in prompts + decodes)
+    compiled += costs.shared_s + 3 * costs.sampling_s()
+    captured = 15 * costs.capture_s(prompts[0]) + 48 * costs.capture_s(decodes[0])
+    assert compiled == pytest.approx(28, rel=0.15)
+    assert captured == pytest.approx(21, rel=0.15)
 
 
 def test_a_model_that_is_too_large_is_told_the_nearest_that_fits(tmp_path):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from gaudi_sim.bridge import SimBridge
+from gaudi_sim.card.card import SimulationError
 from gaudi_sim.vendor.graphs import HPUGraph
 from gaudi_sim.vendor.graphs import graph as capture
 
@@ -178,6 +179,17 @@ def computed(mode, monkeypatch):
 def test_counts_peaks_and_times_of_a_dry_run_are_those_of_a_computed_warm_up(mode, computed):
     assert computed[0][1][0].cpu_fallbacks == {"aten::topk": 3}
     assert warm_up_and_run(mode, "dry_run") == computed
+
+
+def test_a_graph_that_was_not_recorded_is_not_replayed_with_values():
+    bridge = SimBridge("gaudi2", is_lazy=True, records_graphs=False)
+    layer = bridge.wrap_in_hpu_graph(nn.ReLU())
+    x = numbers(4)
+    with bridge.dry_run():
+        layer(x)
+        layer(x)
+    with pytest.raises(SimulationError, match="operators were not recorded computes nothing"):
+        layer(x)
 
 
 def test_compile_only_compiles_the_same_recipes_and_launches_none(mode, computed):

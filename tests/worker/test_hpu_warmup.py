@@ -168,8 +168,9 @@ SIX_LAUNCHES = FEW_BUCKETS | {"VLLM_PROMPT_BS_BUCKET_MAX": 4, "VLLM_PROMPT_SEQ_B
 """Five of prompts and one of decodes."""
 
 
-def test_graphs_beyond_their_memory_are_left_out_and_all_is_still_served():
+def test_graphs_beyond_their_memory_are_left_out_and_all_is_still_served(monkeypatch):
     # 21 MiB of weights, 10 of launches, a tenth of the rest for graphs: three or four of them.
+    monkeypatch.setattr(constants, "GRAPH_BYTES_PER_OP", 10_000)
     with (
         simulated_hpu(pool_bytes=160 * MIB, **SIX_LAUNCHES | LAZY) as bridge,
         captured_log() as log,

@@ -37,13 +37,15 @@ class LaunchWork:
 
     Attributes:
         operators: in the order in which they run; operators without work are left out.
-        num_ops: operators, views included: what is captured.
+        num_ops: operators, views included.
+        num_launches: recipes that are launched, each layer's counted: what is captured.
         recipes: that are compiled for it: a key of each, and its number of operators. Two shapes
             that share a recipe have the same key.
     """
 
     operators: tuple[Work, ...]
     num_ops: int
+    num_launches: int
     recipes: Mapping[Hashable, int]
 
     @classmethod
@@ -53,6 +55,7 @@ class LaunchWork:
         return cls(
             tuple(work for work in works if work != Work()),
             sum(map(len, launched)),
+            len(launched),
             {tuple(recipe): len(recipe) for recipe in launched},
         )
 
@@ -61,6 +64,7 @@ class LaunchWork:
         return LaunchWork(
             (*self.operators, *work.operators),
             self.num_ops + work.num_ops,
+            self.num_launches + work.num_launches,
             {**self.recipes, **work.recipes},
         )
 

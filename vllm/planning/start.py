@@ -171,7 +171,7 @@ class ShapeCosts:
 
     def capture_s(self, shape: PaddedShape) -> float:
         """Return the seconds of capturing its HPU graph."""
-        return self._between(shape, lambda sample: capture_seconds(sample.forward.num_ops))
+        return self._between(shape, lambda sample: capture_seconds(sample.forward.num_launches))
 
     def graph_bytes(self, shape: PaddedShape) -> int:
         """Return the memory that its HPU graph keeps."""

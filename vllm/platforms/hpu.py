@@ -287,6 +287,7 @@ def _open_planned(card: str, pool_bytes: int | None) -> "HabanaBridge":
         is_lazy=True,
         has_lazy_collectives=True,
         keeps_graph_tensors=settings.PT_HPUGRAPH_DISABLE_TENSOR_CACHE is False,
+        records_graphs=False,
         pool_bytes=pool_bytes,
     )
 
