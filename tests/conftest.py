@@ -64,7 +64,7 @@ def pytest_collection_finish() -> None:
 
 
 def _pass_on_what_torch_logs() -> None:
-    """Let what the loggers of torch say reach pytest through the root alone.
+    """Let what the loggers of torch say reach pytest only through the root.
 
     Sixty of them pass nothing on, so pytest would give each a handler of its own and take it away
     again, six times for each test.

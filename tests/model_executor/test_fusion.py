@@ -352,7 +352,7 @@ def test_prefills_chunks_and_decodes_have_the_bits_of_the_modules(name, stored_a
     ],
 )
 def test_every_instruction_set_has_the_bits_of_its_modules(isa, name, stored_as):
-    """The kernels alone know the instruction set, and other tests ask each of them."""
+    """Only the kernels know the instruction set, and other tests ask each of them."""
     assert_same_bits(make_model(name, stored_as), MIXED)
 
 
