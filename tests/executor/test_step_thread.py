@@ -6,13 +6,17 @@ import sys
 import textwrap
 import threading
 import weakref
-from concurrent.futures import CancelledError
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
 
 import numpy as np
 import pytest
 
+from tests.core.helpers import make_request
+from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.executor.step_thread import StepThread
-from vllm.messages import ModelRunnerOutput, SchedulerOutput
+from vllm.executor.uniproc import UniProcExecutor
+from vllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput
 from vllm.worker.runner import StepHandle
 
 
@@ -94,6 +98,48 @@ def test_a_call_runs_after_the_steps_before_it_and_fails_alone():
         calls[1].result()
     assert (step.result().step_id, after.result().step_id) == (0, 2)
     thread.shutdown()
+
+
+class HoldingWorker(SlowWorker):
+    """Holds what requests need, by their ids. Loading `slow` ends with `is_loaded`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: set[str] = set()
+        self.is_loaded: Future[str | None] = Future()
+
+    def prepare(self, request: EngineRequest) -> "Future[str | None] | None":
+        self.held.add(request.request_id)
+        return self.is_loaded if request.request_id == "slow" else None
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        self.held.difference_update(request_ids)
+
+
+def test_a_late_release_takes_nothing_from_a_request_that_has_the_id_now():
+    worker = HoldingWorker()
+    config = VllmConfig(
+        model=ModelConfig(model="m"),
+        cache=CacheConfig(block_size=4),
+        scheduler=SchedulerConfig(max_model_len=16, max_num_seqs=4, max_num_batched_tokens=16),
+    )
+    executor = UniProcExecutor(config)
+    executor._worker, executor._thread = worker, StepThread(worker)
+    requests = [make_request(name) for name in ("a", "slow")]
+    assert executor.prepare(requests[0]) is None and executor.prepare(requests[1]) is not None
+    executor.execute_model(make_step(0))
+    executor.release(["a", "slow"])  # they wait for the step
+    again = [executor.prepare(request) for request in requests]
+    assert executor.prepare(make_request("other")) is None, "only those ids wait for the step"
+    assert not any(future is None or future.done() for future in again)
+    worker.may_run.set()
+    assert again[0].result(timeout=30) is None
+    executor.collective_rpc("prepare", args=(make_request("last"),))  # after the jobs before it
+    assert worker.held == {"a", "slow", "other", "last"} and not again[1].done()
+    worker.is_loaded.set_result("no such file")
+    assert again[1].result(timeout=30) == "no such file"
+    executor.release(["a"])
+    executor.shutdown()
 
 
 def test_shutdown_waits_for_the_step_that_runs_and_cancels_the_next():

@@ -123,7 +123,8 @@ class Executor(ABC):
         """Start a step on all workers; at most one other is in flight."""
 
     def prepare(self, request: EngineRequest) -> "Future[str | None] | None":
-        """Load in the background what a request needs, so that no step waits for it.
+        """Load in the background what a request needs, so that no step waits for it. Another
+        request may have had its id before and be released, even if its last step still runs.
 
         Returns:
             Done when all workers have it, or cannot have it: why, so that the request cannot run,

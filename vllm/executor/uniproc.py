@@ -10,6 +10,7 @@ from vllm.executor.ranks.worker_call import WorkerMethod, call_worker, make_work
 from vllm.executor.step_thread import StepThread, has_core_to_spare
 from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput, StepTokens
 from vllm.platforms import resolve_platform
+from vllm.utils.futures import join_nested
 from vllm.worker.interface import StepHandleLike, Worker
 
 _Result = TypeVar("_Result")
@@ -26,6 +27,8 @@ class UniProcExecutor(Executor):
         self._config = config
         self._worker: Worker | None = None
         self._thread: StepThread | None = None
+        self._releases: dict[str, Future[None]] = {}
+        """Request id -> its last release, which may still wait for a step."""
 
     def start_workers(self) -> None:
         """Load the model.
@@ -69,7 +72,12 @@ class UniProcExecutor(Executor):
 
     def prepare(self, request: EngineRequest) -> Future[str | None] | None:
         """Load what a request needs, in the background."""
-        return self._running_worker.prepare(request)
+        worker, last = self._running_worker, self._releases.get(request.request_id)
+        if self._thread is None or last is None or last.done():
+            return worker.prepare(request)
+        # The id is used again, and the release that still waits would take from the new request
+        # what is loaded for it now.
+        return join_nested(self._thread.call(lambda: worker.prepare(request)))
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Release what the worker holds for finished requests, after the steps that have been
@@ -77,8 +85,10 @@ class UniProcExecutor(Executor):
         worker = self._running_worker
         if self._thread is None:
             worker.release(request_ids)
-        else:
-            self._thread.call(lambda: worker.release(request_ids))
+            return
+        last = self._thread.call(lambda: worker.release(request_ids))
+        waiting = {name: each for name, each in self._releases.items() if not each.done()}
+        self._releases = waiting | dict.fromkeys(request_ids, last)
 
     def collective_rpc(
         self,

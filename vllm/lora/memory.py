@@ -86,6 +86,7 @@ class AdapterMemory:
         """
         hold = _Hold(adapter, is_request=True)
         with self._lock:
+            assert request_id not in self._held, f"{request_id} was not released"
             self._held[request_id] = hold
             done = self._enter(hold)
         _finish(done)

@@ -35,3 +35,20 @@ def wait_all(futures: "Sequence[Future[Any] | None]") -> "Future[str | None] | N
     for future in left:
         future.add_done_callback(note)
     return joined
+
+
+def join_nested(outer: "Future[Future[Any] | None]") -> "Future[str | None]":
+    """Return a future that is done when `outer` and the future that it results in are done; their
+    results and failures count as in `wait_all`."""
+    joined: Future[str | None] = Future()
+
+    def note(done: "Future[Future[Any] | None]") -> None:
+        is_there = not done.cancelled() and done.exception() is None
+        inner = wait_all([done.result()]) if is_there else None
+        if inner is None:
+            joined.set_result(None)
+        else:
+            inner.add_done_callback(lambda each: joined.set_result(each.result()))
+
+    outer.add_done_callback(note)
+    return joined
