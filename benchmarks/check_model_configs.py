@@ -5,7 +5,8 @@
 `model_configs.jsonl` has one config a line, with the keys by which the config.json that a model was
 published with differs from others. Sizes are small, and the keys of `BASE` are added where a line
 does not have them. A key with the value null in a line is absent, or null, in the published file:
-it is left out. `files` are further files of the folder. Each config is loaded with dummy weights,
+it is left out. Most lines were written from memory, so a key may differ from the published file.
+`files` are further files of the folder. Each config is loaded with dummy weights,
 and two prompts generate 8 tokens. Prints a JSON object with the number of each result:
 
     runs        tokens of every prompt

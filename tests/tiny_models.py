@@ -528,6 +528,7 @@ _STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
         | {"num_dense_layers": 1, "routed_scaling_factor": 1.5},
     ),
     "mamba": (transformers.MambaConfig, _MAMBA | {"use_bias": True}),
+    "falcon_mamba": (transformers.FalconMambaConfig, _MAMBA | {"tie_word_embeddings": False}),
     "mamba2": (transformers.Mamba2Config, _MAMBA2),
     **({} if is_version_4() else _if_known("zamba2", "Zamba2Config", _ZAMBA2)),
     **_if_known("kimi_linear", "KimiLinearConfig", _KIMI_LINEAR),
@@ -664,7 +665,7 @@ the exhaustive run does the rest."""
 
 RARE_FAMILIES = (
     *(*ROW_FAMILIES, *_OWN_MIXTURES),
-    *(*_OWN, *_WITHOUT_PROGRAM, "gemma4_wide", "gemma4_moe"),
+    *(*_OWN, *_WITHOUT_PROGRAM, "gemma4_wide", "gemma4_moe", "falcon_mamba"),
 )
 """Families whose costly settings are for the exhaustive run, as other families have the same
 mechanisms."""

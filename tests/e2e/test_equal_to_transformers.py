@@ -193,7 +193,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Families with other values in their config."""
 PUBLISHED_NAMES = {"kimi_k2": "deepseek_v3"}
 """Model types of config.json that name the models of another family."""
-WITHOUT_CACHE = ("mamba", "mamba2")
+WITHOUT_CACHE = ("mamba", "falcon_mamba", "mamba2")
 """Families without a KV cache: nothing is preempted."""
 GROUPS = {
     "qwen2": 2,

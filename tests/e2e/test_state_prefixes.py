@@ -91,6 +91,7 @@ def run_random_load(
         pytest.param("mamba", {"long_prefill_token_threshold": 1}, (), marks=EXHAUSTIVE),
         pytest.param("mamba", {"num_kept_states": 3}, ("out_proj",), marks=EXHAUSTIVE),
         pytest.param("bamba", {"num_gpu_blocks_override": 14}, (), marks=EXHAUSTIVE),
+        *(pytest.param(family, {}, (), marks=EXHAUSTIVE) for family in STATE_FAMILIES),
     ],
 )
 def test_prefixes_change_no_token(family, settings, modules, models, tmp_path):
@@ -114,7 +115,7 @@ ON_CARD = [
     pytest.param(*case, marks=[] if case == ("bamba", "HPU graphs") else EXHAUSTIVE)
     for case in [
         *(("bamba", mode) for mode in MODES),
-        *((family, "lazy") for family in ("mamba", "qwen3_next", "lfm2", "falcon_h1")),
+        *((family, "lazy") for family in STATE_FAMILIES if family != "bamba"),
     ]
 ]
 
@@ -191,6 +192,7 @@ def test_drafts_change_no_token(family, settings, modules, models, tmp_path, mon
         pytest.param("qwen3_next", "torch.compile", {}, (), marks=EXHAUSTIVE),
         pytest.param("mamba", "lazy", {"num_kept_states": 3}, ("out_proj",), marks=EXHAUSTIVE),
         pytest.param("lfm2", "eager", {"enable_prefix_caching": False}, (), marks=EXHAUSTIVE),
+        *(pytest.param(family, "lazy", {}, (), marks=EXHAUSTIVE) for family in STATE_FAMILIES),
     ],
 )
 def test_drafts_change_no_token_on_a_card(

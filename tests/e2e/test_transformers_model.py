@@ -43,8 +43,14 @@ FEW_EXPERTS = {
 VALUES: dict[str, dict[str, Any]] = {
     **{name: {"num_key_value_heads": 4} for name in ("biogpt", "ctrl", "persimmon")},
     **dict.fromkeys(("afmoe", "laguna", "exaone_moe"), FEW_EXPERTS),
+    "hyperclovax": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 0.25,
+        "residual_multiplier": 0.5,
+    },
 }
-"""Of types whose config has no number of key/value heads, or many experts by default."""
+"""Of types whose config has no number of key/value heads, or many experts by default; and of one
+that multiplies logits by what others divide them by."""
 MANY_PARAMETERS = 10_000_000
 
 needs_backend = pytest.mark.skipif(

@@ -51,7 +51,10 @@ OTHER_TARGETS: dict[str, dict[str, Any]] = {
     },
     **{family: {"target_modules": _DELTA_NET} for family in ("qwen3_next", "qwen3_5_moe")},
     # peft refuses the others.
-    "mamba": {"target_modules": ["in_proj", "x_proj", "dt_proj"]},
+    **{
+        family: {"target_modules": ["in_proj", "x_proj", "dt_proj"]}
+        for family in ("mamba", "falcon_mamba")
+    },
     "mamba2": {"target_modules": ["in_proj"]},
     **{
         family: {"target_modules": ["in_proj", *_ATTENTION, "gate_proj", "up_proj", "down_proj"]}
@@ -61,7 +64,7 @@ OTHER_TARGETS: dict[str, dict[str, Any]] = {
     "nemotron_h_latent": {"target_modules": ["in_proj", "fc1_latent_proj", "fc2_latent_proj"]},
 }
 """Where not every linear layer of a family can have one."""
-ONLY_MERGED = ("mamba", "jamba")
+ONLY_MERGED = ("mamba", "falcon_mamba", "jamba")
 """transformers takes the weight out of dt_proj, past the adapter that peft has put beside it."""
 FAMILIES = [family for family in ALL_FAMILIES if family != "llama4"]  # which peft cannot run
 OFTEN = ("llama", "opt_post_norm", "phi3", "gpt2", "falcon_40b", "mixtral", "deepseek_v2", "mamba")

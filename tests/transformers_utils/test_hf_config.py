@@ -40,6 +40,15 @@ def test_defaults_of_the_model_type_are_filled_in(tmp_path):
     assert load(write(tmp_path, shorter))["hidden_act"] == "silu"
 
 
+def test_values_of_other_types_that_mean_the_same_are_read(tmp_path):
+    config = CONFIG | {"rms_norm_eps": 1, "attention_bias": 0, "head_dim": 32.0, "mlp_bias": 4}
+    found = load(write(tmp_path, config))
+    read = {key: found[key] for key in ("rms_norm_eps", "attention_bias", "head_dim", "mlp_bias")}
+    assert repr(read) == (
+        "{'rms_norm_eps': 1.0, 'attention_bias': False, 'head_dim': 32, 'mlp_bias': True}"
+    )
+
+
 def test_a_model_type_by_another_published_name_is_the_usual_one(tmp_path):
     named = CONFIG | {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
     usual = CONFIG | {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}

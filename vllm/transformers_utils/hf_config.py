@@ -1,8 +1,9 @@
 """Reads config.json, and completes it with the defaults of the model type from transformers."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from vllm.config.arch.model_arch import WHOLE_CONFIG
 from vllm.config.arch.sizes import check_kinds, check_sizes
@@ -148,10 +149,12 @@ def complete_hf_config(
             return {**config_class.from_dict(dict(raw)).to_dict(), **raw}
         if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
             known, others = _known_to_transformers(raw, family)
-            completed = CONFIG_MAPPING[model_type].from_dict(known).to_dict()
+            config_class = CONFIG_MAPPING[model_type]
+            completed = config_class.from_dict(_with_usual_types(known, config_class)).to_dict()
             return _without_default_ropes({**completed, **others}, raw)
         if family.config_class is not None:
-            completed = CONFIG_MAPPING[family.config_class].from_dict(dict(raw)).to_dict()
+            config_class = CONFIG_MAPPING[family.config_class]
+            completed = config_class.from_dict(_with_usual_types(raw, config_class)).to_dict()
             given = {name: value for name, value in completed.items() if name not in _POSITIONS}
             return {**given, **family.own_defaults, **raw}
     except Exception as error:
@@ -162,6 +165,23 @@ def complete_hf_config(
         else f"transformers {__version__} does not support it; a newer version may"
     )
     raise ConfigError(f"model_type {model_type!r} of '{folder}': {fix}")
+
+
+def _with_usual_types(raw: Mapping[str, Any], config_class: type[Any]) -> dict[str, Any]:
+    """Return config.json with values of the types that transformers 5 requires: other programs
+    write 1 for 1.0, or 1 for true, and the first files of Llama 4 have 4 for true."""
+    usual = dict(raw)
+    for field in fields(config_class) if is_dataclass(config_class) else ():
+        value, types = usual.get(field.name), get_args(field.type) or (field.type,)
+        if type(value) not in (int, float) or type(value) in types or Any in types:
+            continue
+        if type(value) is int and float in types:
+            usual[field.name] = float(value)
+        elif type(value) is int and bool in types:
+            usual[field.name] = bool(value)
+        elif type(value) is float and int in types and value.is_integer():
+            usual[field.name] = int(value)
+    return usual
 
 
 def _known_to_transformers(
@@ -208,7 +228,8 @@ def _config_of_decoder(raw: Mapping[str, Any], family: Family) -> dict[str, Any]
     for name in (*family.decoder_keys.values(), "num_key_value_heads"):
         whole.pop(name, None)
     try:
-        completed = CONFIG_MAPPING[family.model_type].from_dict(whole).to_dict()
+        config_class = CONFIG_MAPPING[family.model_type]
+        completed = config_class.from_dict(_with_usual_types(whole, config_class)).to_dict()
     except Exception as error:
         raise ConfigError(f"config.json: {' '.join(str(error).split())}") from error
     usual = {name: completed[own] for own, name in family.decoder_keys.items()}

@@ -274,6 +274,12 @@ _LLAMAS = (
         ),
     ),
     Family(
+        model_type="exaone_moe",
+        architectures=("ExaoneMoeForCausalLM",),
+        also_published_as=("ExaoneMoEForCausalLM",),
+        tokenizer="",
+    ),
+    Family(
         model_type="ernie4_5",
         module="llama",
         architectures=("Ernie4_5ForCausalLM",),
@@ -920,6 +926,15 @@ _OTHERS = (
         model_type="mamba",
         module="mamba",
         architectures=("MambaForCausalLM",),
+        has_attention=False,
+        heads_are_channels=True,
+        default_max_positions=_BLOOM_POSITIONS,
+        tokenizer="GPTNeoXTokenizer",
+    ),
+    Family(
+        model_type="falcon_mamba",
+        module="mamba",
+        architectures=("FalconMambaForCausalLM",),
         has_attention=False,
         heads_are_channels=True,
         default_max_positions=_BLOOM_POSITIONS,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config.arch.model_arch import missing_keys
-from vllm.config.families import TEXT_TYPES, family_of
+from vllm.config.families import family_of
 from vllm.errors import ConfigError
 from vllm.model_executor.models.registry import ModelRegistry
 
@@ -78,8 +78,8 @@ def check_described(completed: Mapping[str, Any], raw: Mapping[str, Any]) -> Non
 
 
 def _kind(raw: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return why a model of this kind cannot run, as the end of a sentence, and what is nearest to
-    it; empty: it may be a decoder like others."""
+    """Return why a model of this kind cannot run, as the end of a sentence, and the language model
+    in it, if that runs here; empty: it may be a decoder like others."""
     if raw.get("is_encoder_decoder"):
         return ": it is an encoder-decoder, and decoders and encoders run here", []
     parts = [name for name in _PARTS if isinstance(raw.get(name), Mapping)]
@@ -92,5 +92,7 @@ def _kind(raw: Mapping[str, Any]) -> tuple[str, list[str]]:
             reason += (
                 f", and its language model ({own[0]}) runs only if it is saved without the others"
             )
-        return reason, own or list(TEXT_TYPES)
+        else:
+            reason += "; docs/multimodal.md lists models with such parts that run"
+        return reason, own
     return "", []

@@ -17,7 +17,7 @@ from vllm.config.parallel import sizes_that_fit
 from vllm.distributed import TPGroup, divide
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.norm import RMSNorm
+from vllm.model_executor.layers.norm import PlainRMSNorm, RMSNorm
 from vllm.model_executor.layers.slice import Slice, SlicedModule
 from vllm.ops import get_ops
 from vllm.ops.native.state_space import (
@@ -369,6 +369,7 @@ class MambaSizes:
     norm_eps: float | None = None
     """Time steps before their projection, B and C are normed, with this added to the mean of
     squares; None: they are not."""
+    norms_have_weights: bool = True
 
     def __post_init__(self) -> None:
         check_activation(self.activation)
@@ -412,9 +413,10 @@ class MambaMixer(SlicedModule, StateLayer):
         self.dt_proj = ColumnParallelLinear(sizes.rank, {"": inner}, tp, bias=True)
         self.has_norms = sizes.norm_eps is not None
         if sizes.norm_eps is not None:
-            self.dt_layernorm = RMSNorm(sizes.rank, sizes.norm_eps)
-            self.b_layernorm = RMSNorm(state_size, sizes.norm_eps)
-            self.c_layernorm = RMSNorm(state_size, sizes.norm_eps)
+            norm = RMSNorm if sizes.norms_have_weights else PlainRMSNorm
+            self.dt_layernorm = norm(sizes.rank, sizes.norm_eps)
+            self.b_layernorm = norm(state_size, sizes.norm_eps)
+            self.c_layernorm = norm(state_size, sizes.norm_eps)
         for name, shape in (
             ("A_log", (self.num_channels, state_size)),
             ("D", (self.num_channels,)),

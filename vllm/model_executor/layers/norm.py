@@ -42,6 +42,27 @@ class RMSNorm(nn.Module):
         return get_ops().fused_add_rms_norm(x, residual, self.weight, self.eps, self.offset)
 
 
+class PlainRMSNorm(nn.Module):
+    """An `RMSNorm` without weights.
+
+    Args:
+        size: of the last dimension.
+        eps: added to the mean of squares.
+
+    Shape: [..., size] -> [..., size]
+    """
+
+    ones: Tensor
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.register_buffer("ones", torch.ones(size, device="cpu"), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return get_ops().rms_norm(x, self.ones, self.eps)
+
+
 class SplitRMSNorm(SlicedModule):
     """An `RMSNorm` of features that are divided over ranks; the mean of squares is over all ranks.
 

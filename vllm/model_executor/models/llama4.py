@@ -80,7 +80,9 @@ class Llama4Layer(DecoderLayer):
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
         arch = spec.arch
         step = arch.config_count("interleave_moe_layer_step") or 1
-        moe_layers = arch.hf_config.get("moe_layers") or range(step - 1, arch.num_layers, step)
+        moe_layers = arch.hf_config.get("moe_layers")  # none in Llama Guard 4
+        if moe_layers is None:
+            moe_layers = range(step - 1, arch.num_layers, step)
         if spec.index not in moe_layers:
             size = arch.config_size("intermediate_size_mlp")
             return super().make_mlp(replace(spec, arch=replace(arch, intermediate_size=size)))

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -37,6 +38,15 @@ class MambaLayer(Layer):
         return self.self_attn(positions, normed), residual
 
 
+class FalconMambaLayer(MambaLayer):
+    """A `MambaLayer` whose mixer norms time steps, B and C, without weights."""
+
+    def make_attention(self, spec: LayerSpec) -> nn.Module:
+        eps = spec.arch.config_number("mixer_rms_eps", 1e-6)
+        sizes = replace(mamba_sizes(spec.arch), norm_eps=eps, norms_have_weights=False)
+        return MambaMixer(sizes, spec.tp)
+
+
 class Mamba2Layer(MambaLayer):
     """A `MambaLayer` with the mixer of Mamba-2."""
 
@@ -68,6 +78,12 @@ class MambaForCausalLM(DecoderForCausalLM):
         if ".in_proj." not in name:
             return ((name, source),)
         return split_features(name, source, "in_proj", mamba_sizes(self.arch).in_parts)
+
+
+class FalconMambaForCausalLM(MambaForCausalLM):
+    """Falcon Mamba 7B (TII 2024, arXiv 2410.05355)."""
+
+    layer_type = FalconMambaLayer
 
 
 class Mamba2ForCausalLM(MambaForCausalLM):

@@ -104,14 +104,21 @@ class _ModelRegistry:
         )
 
     def _with_similar_names(self, arch_name: str) -> list[str]:
-        """Compare names without the ends that most of them have."""
+        """Compare names without the ends that most of them have. Names with the same beginning are
+        nearer than others: versions and sizes of a family differ at the end."""
         stems: dict[str, list[str]] = {}
         for name in self.supported():
             is_model = name not in (BY_TRANSFORMERS, TEXT_BY_TRANSFORMERS)
             if is_model and usual_architecture(name) == name:
                 stems.setdefault(_stem(name), []).append(name)
-        found = difflib.get_close_matches(_stem(arch_name), stems, n=3, cutoff=0.65)
-        return [name for stem in found for name in stems[stem]][:3]
+        wanted, found = _stem(arch_name), []
+        for stem in stems:
+            matcher = difflib.SequenceMatcher(None, stem, wanted)
+            first, ratio = matcher.get_matching_blocks()[0], matcher.ratio()
+            begun = first.size if first.a == first.b == 0 else 0
+            if ratio >= 0.65 or begun >= max(5, 0.6 * len(stem)):
+                found.append((-begun, -ratio, stem))
+        return [name for *_, stem in sorted(found) for name in stems[stem]][:3]
 
 
 def _stem(arch_name: str) -> str:

@@ -105,7 +105,7 @@ class TransformersForCausalLM(CausalLM):
             self.add_module(name, module)
         self.lm_head = lm_head
         self.ranges = LayerRanges(self.base_model, self.inner.config, arch.num_layers)
-        self.logits_of = _logits_function(self.inner)
+        self.logits_of, *self._other_logits = _logits_functions(self.inner)
 
     @property
     def inner(self) -> Any:
@@ -228,11 +228,15 @@ class TransformersForCausalLM(CausalLM):
             )
 
     def _check_logits(self) -> None:
-        """Refuse a model that makes logits in another way than `compute_logits`."""
+        """Find out how the model makes logits of the results of its head.
+
+        Raises:
+            ConfigError: in another way than its config can mean.
+        """
         given, at = self._inputs([0, 1]), self._on_device([0, 1])
         embedded = self.embed(given) if self.stage.is_first else given
         first, end = self.stage.first_layer, self.stage.end_layer
-        ours = self.compute_logits(self.run_layers(embedded.clone(), at, first, end))
+        of_head = self.lm_head(self.run_layers(embedded.clone(), at, first, end))
         # Modules of transformers have a batch dimension, and our head does not.
         hooks = [
             self.lm_head.register_forward_pre_hook(lambda _, args: (args[0].flatten(0, 1),)),
@@ -244,9 +248,13 @@ class TransformersForCausalLM(CausalLM):
         finally:
             for hook in hooks:
                 hook.remove()
-        error_limit = torch.finfo(ours.dtype).eps ** 0.5 * theirs.abs().max()
-        if ours.shape != theirs.shape or (ours - theirs).abs().max() > error_limit:
-            raise ConfigError("its logits differ from output_head(hidden_states)")
+        error_limit = torch.finfo(of_head.dtype).eps ** 0.5 * theirs.abs().max()
+        for logits_of in (self.logits_of, *self._other_logits):
+            ours = logits_of(of_head)
+            if ours.shape == theirs.shape and (ours - theirs).abs().max() <= error_limit:
+                self.logits_of = logits_of
+                return
+        raise ConfigError("its logits differ from output_head(hidden_states)")
 
     def _inputs(self, rows: list[int]) -> Tensor:
         """Make token ids, or hidden states as a stage before could have returned for them."""
@@ -522,13 +530,17 @@ def _position_ids(positions: Tensor) -> Tensor:
     return positions.view(1, -1)
 
 
-def _logits_function(inner: Any) -> Callable[[Tensor], Tensor]:
-    """Return the function that the model applies to the output head's logits, by its config."""
+def _logits_functions(inner: Any) -> list[Callable[[Tensor], Tensor]]:
+    """Return the functions that the model may apply to the results of its head, by its config: most
+    families divide by `logits_scaling`, and some multiply by it."""
     config = inner.config
     scale = float(getattr(config, "logit_scale", None) or 1.0)
-    scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+    scaling = float(getattr(config, "logits_scaling", None) or 1.0)
     soft_cap = getattr(config, "final_logit_softcapping", None)
+    return [_logits_function(each, soft_cap) for each in (scale / scaling, scale * scaling)]
 
+
+def _logits_function(scale: float, soft_cap: float | None) -> Callable[[Tensor], Tensor]:
     def logits_of(logits: Tensor) -> Tensor:
         if scale != 1.0:
             logits = logits * scale

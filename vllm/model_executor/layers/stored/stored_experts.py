@@ -160,7 +160,7 @@ class StoredExperts(DeviceExperts):
             delattr(layer, str(number))
         self.to_device_layout(layer, gate, up, down, self.dtype, device)
         if self.packed is not None:
-            self.kept = Kept(gate[0].kind, bytes_of(self.packed))
+            self.kept = Kept(up[0].kind, bytes_of(self.packed))
             return
         width = layer.options.first_width(layer.intermediate_size)
         dense = torch.empty(len(up), width, layer.hidden_size)
