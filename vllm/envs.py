@@ -1,12 +1,12 @@
 """Environment variables: the only module that reads `os.environ`.
 
-One field is one variable: name, type, default and help in one place. Settings a user tunes
-per deployment are config fields; a variable is for what must be known before a config exists
-(logging, device selection) or is part of the compatibility surface.
-Values arrive where they are used inside a config dataclass. This module does not log: the logger,
-which needs a level from here, also reports the names that have no effect. Those of the Gaudi fork
-and why are in `env/compat`. What a field declares is in `env/fields`. What this package sets for
-the Habana bridge is in `env/bridge`.
+One field is one variable: name, type, default and help in one place. Settings a user tunes per
+deployment are config fields; a variable is for what must be known before a config exists (logging,
+device selection) or is part of the compatibility surface. Code gets the values in a config
+dataclass. This module does not log: the logger, which needs its level from here, also reports names
+that have no effect. `env/compat` lists such names of the Gaudi fork with reasons. `env/fields`
+defines the kinds of fields, and `env/bridge` the variables that this package sets for the Habana
+bridge.
 """
 
 import difflib

@@ -129,7 +129,7 @@ def plan_layout(
 ) -> KVCacheLayout:
     """Group the layers of a model.
 
-    Layers with different windows form groups of equal numbers of layers. Where that is not
+    Layers with different windows form groups with equal numbers of layers. If that is not
     possible, because their tensors differ, all layers share one table and keep all tokens.
 
     Layers with states are in no group. A model of nothing else has one group without layers.

@@ -312,9 +312,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     of `rows`: a later one may read blocks that an earlier one, or its own launch, writes. A step
     without rows is neither executed nor updated. Arrays may be the scheduler's own: only read.
 
-    A row may have drafts: guesses of its next tokens, that run behind its newest token. The
-    runner samples after each of them and gives back the sampled tokens up to the first that is
-    not the draft in its place. Such a row is scheduled again when its result is known.
+    A row may have drafts: guesses of its next tokens, which run after its newest token. The runner
+    samples after each of them and returns the sampled tokens up to and including the first that
+    differs from its draft. Such a row is scheduled again when its result is known.
 
     Or it has several decodes: all of its rows run their newest token, sample the next, run that,
     and so on. The runner may run fewer than asked for, and where it knows the tokens it stops after

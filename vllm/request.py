@@ -30,8 +30,8 @@ class Request:
         num_prompt_logprobs: prompt positions whose log-probabilities were sent.
         num_preemptions: how often it was preempted.
         takes_drafts: it may have drafts.
-        draft_evidence: what speaks for the drafts that were proposed last: so many tokens before
-            them agree with the place that they were copied from; 0: they are not copied.
+        draft_evidence: how many tokens before the latest drafts agree with the text from which the
+            drafts were copied; 0: they were not copied.
         num_undrafted: decodes in a row that had no drafts although drafts were looked for, or were
             not looked for after many such.
         draft_accuracy: fraction of its drafts that were accepted, 0 to 1, the last ones with more

@@ -142,17 +142,19 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
 
     Args:
         n: outputs per prompt.
-        best_of: outputs that are sampled, of which the `n` with the highest cumulative
-            log-probability are returned, the likeliest first; None is `n`.
+        best_of: number of outputs that are sampled. The `n` outputs with the highest cumulative
+            log-probability are returned, the most likely first. None: `n`.
         presence_penalty: subtracted from logits of tokens in the output so far; [-2, 2].
-        frequency_penalty: the same, times the number of occurrences; [-2, 2].
+        frequency_penalty: subtracted once for each occurrence of a token in the output so far;
+            [-2, 2].
         repetition_penalty: divides positive and multiplies negative logits of tokens in the
             prompt or output; above 0, 1 is off (CTRL, arXiv:1909.05858). A prompt of embeddings
             has no tokens: as in transformers, only the output counts.
         temperature: divides the logits; 0 is greedy.
         top_p: keep the smallest set of tokens with this probability; (0, 1] (arXiv:1904.09751).
         top_k: keep the k most likely tokens; 0 or -1 is off.
-        min_p: drop tokens less likely than this share of the likeliest; [0, 1] (arXiv:2407.01082).
+        min_p: drop tokens whose probability is below this fraction of the most likely token's;
+            [0, 1] (arXiv:2407.01082).
         seed: makes the request reproducible whatever it is batched with; -1 is None.
         stop: strings that end the output; left out of the text unless
             `include_stop_str_in_output`.
@@ -161,9 +163,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         ignore_eos: continue after an end-of-sequence token.
         max_tokens: output tokens at most; None is up to `max_model_len`.
         min_tokens: no end token before this many output tokens.
-        logprobs: log-probabilities of this many likeliest tokens per position, besides the
-            sampled one; 0 is the sampled one only, None is off.
-        prompt_logprobs: the same for prompt tokens.
+        logprobs: number of most likely tokens per position whose log-probabilities are returned,
+            in addition to the sampled token. 0: only the sampled token. None: off.
+        prompt_logprobs: likewise for the tokens of the prompt.
         detokenize: produce text.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: put spaces between special tokens in the text.

@@ -1,4 +1,4 @@
-// What the library says of itself, so that nothing of it is written down a second time: the
+// The description of the library for its callers, so that nothing has to be written down twice: the
 // kernels with their types, the structs that they take, enums and constants.
 #pragma once
 
@@ -7,8 +7,8 @@
 
 #define VLLM_TEXT(...) #__VA_ARGS__
 
-// A struct that callers fill in: a plain definition, and its text for `vllm_cpu_abi`. A field is a
-// number, an enum, or a pointer.
+// A struct that callers fill in: defines it, and its text for `vllm_cpu_abi`. Each field is an
+// integer, a float, an enum, or a pointer.
 #define VLLM_STRUCT(name, ...)                                    \
   struct name {                                                   \
     __VA_ARGS__                                                   \
@@ -16,7 +16,7 @@
     static constexpr const char* kText = VLLM_TEXT(__VA_ARGS__);  \
   }
 
-// An enum whose numbers callers know by name. Its text is in `name`Text.
+// An enum whose values callers know by name. Its text is in `name`Text.
 #define VLLM_ENUM(name, ...)                                      \
   enum class name : int64_t { __VA_ARGS__ };                      \
   struct name##Text {                                             \
@@ -28,16 +28,16 @@ namespace vllm_cpu {
 
 using Function = void (*)();
 
-// A kernel for one dtype, compiled for one instruction set. Functions give the addresses, as the
-// table has to be a constant: code that fills it when the library is loaded would be compiled for
-// the instruction set, too, and end processes whose processor does not have it.
+// A kernel for one dtype, compiled for one instruction set. The fields are functions, because the
+// table must be a constant: code that fills it when the library is loaded would also use the
+// instruction set, and would crash on processors without it.
 struct Kernel {
   const char* name;
-  const char* dtype;         // f32, bf16; - for a kernel without one
-  const char* types;         // of the result and the arguments, a letter each
+  const char* dtype;         // f32 or bf16; - for a kernel without a dtype
+  const char* types;         // types of the result and of each argument, one letter each
   Function (*function)();    // the kernel
-  Function (*entry)();       // calls the one that was chosen last
-  void (*choose)(Function);  // another instruction set's
+  Function (*entry)();       // calls the kernel that `choose` has selected
+  void (*choose)(Function);  // selects a kernel of one instruction set
 };
 
 // A struct, an enum or a constant.
@@ -45,7 +45,7 @@ struct Type {
   const char* kind;
   const char* name;
   size_t size;       // of a constant: its value
-  const char* text;  // the inside of its definition
+  const char* text;  // the text inside its definition
 };
 
 }  // namespace vllm_cpu

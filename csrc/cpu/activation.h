@@ -10,7 +10,7 @@ namespace VLLM_ISA {
 template <typename T>
 inline void silu_and_mul_row(const T* x, T* out, int64_t size) {
   for_each_vector(size, [&](int64_t i, int64_t count) {
-    // Below -88 e^-g stops growing, and the quotient is nothing already.
+    // Below -88, e^-g would overflow, and the result is 0 already.
     const Vec g = max(splat(-88.0f), load(x + i, count));
     const Vec silu = round_to<T>(g / (1.0f + exp(-g)));
     store(out + i, silu * load(x + size + i, count), count);
@@ -37,8 +37,8 @@ inline void squared_relu_row(const T* x, T* out, int64_t size) {
   });
 }
 
-// x * P(X <= x) of a normal X. The logarithm of P(X > |x|) is nearly a parabola: a polynomial, fitted
-// on [0, 13], has it within 3e-8 of P, and needs no division. Below -13 nothing is left.
+// x * P(X <= x) for a normally distributed X. The logarithm of P(X > |x|) is nearly a parabola: a
+// polynomial, fitted on [0, 13], is within 3e-8 of P and needs no division. Below -13 the result is 0.
 VLLM_INLINE Vec gelu(Vec x) {
   x = max(splat(-13.0f), x);
   const Vec z = min(splat(13.0f), max(x, -x));
@@ -57,9 +57,9 @@ VLLM_INLINE Vec gelu(Vec x) {
   return x * (x < 0.0f ? tail : 1.0f - tail);
 }
 
-// The same with tanh for erf (Hendrycks and Gimpel 2016, arXiv 1606.08415).
+// GELU with its tanh approximation (Hendrycks and Gimpel 2016, arXiv 1606.08415).
 VLLM_INLINE Vec gelu_tanh(Vec x) {
-  const Vec g = max(splat(-10.0f), x);  // nothing is left below, and e^88 is as far as exp goes
+  const Vec g = max(splat(-10.0f), x);  // below -10 the result is 0, and exp only accepts up to 88
   return g / (1.0f + exp(-1.5957691f * fma(0.044715f * g * g, g, g)));
 }
 

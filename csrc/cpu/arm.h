@@ -1,4 +1,4 @@
-// What an ARM processor can do beside NEON.
+// Checks for features of ARM processors beyond NEON.
 #pragma once
 
 #if defined(__aarch64__) && defined(__linux__)
@@ -9,10 +9,11 @@
 
 namespace vllm_cpu {
 
-// Whether it multiplies pairs of bf16 numbers, and unsigned with signed bytes (FEAT_BF16, FEAT_I8MM).
+// Whether the processor multiplies pairs of bf16, and unsigned with signed bytes (FEAT_BF16,
+// FEAT_I8MM).
 inline bool has_arm_bf16() {
 #if defined(__aarch64__) && defined(__linux__)
-  constexpr unsigned long kI8mm = 1ul << 13, kBf16 = 1ul << 14;  // of AT_HWCAP2
+  constexpr unsigned long kI8mm = 1ul << 13, kBf16 = 1ul << 14;  // bits of AT_HWCAP2
   return (getauxval(AT_HWCAP2) & (kI8mm | kBf16)) == (kI8mm | kBf16);
 #elif defined(__aarch64__) && defined(__APPLE__)
   const auto has = [](const char* feature) {

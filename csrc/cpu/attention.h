@@ -1,9 +1,10 @@
 // Paged decode attention: one query token per request over the keys and values in its blocks.
 //
-// A request is cut into partitions of kPartitionKeys keys, so that one long request keeps every
-// core busy. Each is a flash-style online softmax over tiles of keys, read where they lie. A
-// request of several partitions leaves partial results that are merged in order. The cuts depend
-// on the request alone: its result has the same bits in any batch and with any number of threads.
+// A request is divided into partitions of kPartitionKeys keys, so that a single long request keeps
+// all cores busy. Each partition is a flash-style online softmax over tiles of keys, which are read
+// from the cache without a copy. The partial results of several partitions are merged in order. The
+// division depends only on the request: its result has the same bits in any batch and with any
+// number of threads.
 #pragma once
 
 #include "attention_args.h"
@@ -14,7 +15,7 @@
 namespace VLLM_ISA {
 
 constexpr int kPartitionKeys = 256;
-constexpr int kStepsAhead = 2;  // how early memory is asked for a tile of a kv head
+constexpr int kStepsAhead = 2;  // number of tiles between the prefetch of a tile and its use
 
 // The arguments of one call, and what follows from them.
 template <typename T>
@@ -28,19 +29,19 @@ struct DecodeCall : vllm_cpu::AttentionArgs<T> {
                                        : this->block_tables + b * this->table_stride;
   }
   bool has_one_cache() const { return this->value_cache == this->key_cache; }
-  // Keys [first_key, end_key) are visible to request b.
+  // Request b attends to keys [first_key, end_key).
   int64_t end_key(int64_t b) const { return this->seq_lens[b]; }
   int64_t first_key(int64_t b) const {
     return Sight{this->sliding_window, this->chunk_size}.first_key(end_key(b) - 1);
   }
-  // An empty request has one partition of no keys, which writes its zeros.
+  // An empty request has one partition without keys, which writes zeros.
   int64_t num_partitions(int64_t b) const {
     const int64_t num = (end_key(b) - first_key(b) + kPartitionKeys - 1) / kPartitionKeys;
     return num > 0 ? num : 1;
   }
 };
 
-// Scratch of one thread, for the heads of one item.
+// Scratch memory of one thread, for the heads of one item.
 template <class Dot, typename T>
 class DecodeScratch {
  public:
@@ -71,7 +72,7 @@ class DecodeScratch {
     for (int64_t k = 0; k < kTileKeys; ++k) rows_[k] = k * padded_size;
   }
 
-  // The rows of a tile as numbers of type T.
+  // The keys or values of a tile, converted to type T.
   Tile<T> tile_of(vllm_cpu::CacheType type, const Fetch& from, int64_t num_keys,
                   int64_t distance) const {
     if (type == vllm_cpu::CacheType::kSame) {
@@ -79,7 +80,7 @@ class DecodeScratch {
               from.rows, num_keys, distance};
     }
     constexpr int64_t kUnit = kLanes * Dot::kInputs;
-    // up to whole vectors of keys: what is behind the last one is computed with, not used
+    // A multiple of the vector size: results after the last key are computed but not used.
     const int64_t num_rows = round_up(num_keys, kLanes);
     widen_rows(type, num_rows, work.head_size, kUnit,
                [&](int64_t k) { return from.keys + from.rows[k]; }, keys_);
@@ -100,14 +101,14 @@ class DecodeScratch {
   int64_t* rows_;
 };
 
-// Where the rows of a tile are in the cache, in elements: those of kv head 0.
+// Positions of the keys and values of a tile in the cache, in elements, for kv head 0.
 struct DecodeRows {
   int64_t at[kTileKeys];
   int64_t num_keys, distance;
 };
 
-// Fills in keys [first, end) of request b, at most kTileKeys of them. False when a block id is out
-// of range.
+// Fills in keys [first, end) of request b, at most kTileKeys of them. False if a block id is out of
+// range.
 template <typename T>
 inline bool find_rows(const DecodeCall<T>& call, int64_t b, int64_t first, int64_t end,
                       DecodeRows& rows) {
@@ -124,17 +125,18 @@ inline bool find_rows(const DecodeCall<T>& call, int64_t b, int64_t first, int64
       rows.at[k] = at;
     }
   }
-  // Scores are computed for whole vectors of keys: the rest repeat a key and are not used.
+  // Scores are computed for whole vectors of keys. The additional entries repeat a key and are not
+  // used.
   for (int64_t k = rows.num_keys; k < kTileKeys; ++k) rows.at[k] = rows.at[0];
   return true;
 }
 
-// A share of the work: keys [begin, end) of request b for kv heads [first_g, end_g).
+// A unit of work: keys [begin, end) of request b for kv heads [first_g, end_g).
 struct Item {
   int64_t b, begin, end, first_g, end_g;
 };
 
-// Loads the query heads of an item, and makes their states those of no key.
+// Loads the query heads of an item, and initialises their softmax states without any key.
 template <class Dot, typename T>
 inline void start_item(const DecodeCall<T>& call, const Item& item, int64_t num_heads,
                        const DecodeScratch<Dot, T>& scratch, float* states) {
@@ -149,10 +151,10 @@ inline void start_item(const DecodeCall<T>& call, const Item& item, int64_t num_
   }
 }
 
-// Attends the query heads of an item to its keys; states: [heads of the item, ...].
-// All kv heads of a tile before the next tile: their rows are neighbours in memory.
-// after: the item that this thread attends to next, if known: it is asked for towards the end.
-// False, and no result, when a block id is out of range.
+// Computes attention of the query heads of an item over its keys; states: [heads of the item, ...].
+// All kv heads of a tile are computed before the next tile, because they are neighbours in memory.
+// after: the next item of this thread if known; its memory is prefetched towards the end. Returns
+// false, without a result, if a block id is out of range.
 template <class Dot, typename T>
 inline bool attend(const DecodeCall<T>& call, const Item& item, const Item* after,
                    const DecodeScratch<Dot, T>& scratch, float* states) {
@@ -163,7 +165,7 @@ inline bool attend(const DecodeCall<T>& call, const Item& item, const Item* afte
   work.first_head = item.first_g * group;
   ScoreOptions options{call.scale, call.soft_cap, call.alibi_slopes, {}};
 
-  // A ring: the rows of the tile in use, and of those after it up to the one being fetched.
+  // A ring buffer: the tile in use, and the tiles after it up to the one that is being fetched.
   DecodeRows rows[kStepsAhead + 1];
   int64_t num_found = 0;
   const int64_t num_tiles = (item.end - item.begin + kTileKeys - 1) / kTileKeys;
@@ -201,8 +203,8 @@ inline bool attend(const DecodeCall<T>& call, const Item& item, const Item* afte
   return true;
 }
 
-// Writes the head whose softmax is finished, times `scale`. No keys: zeros. sink: of the head, or
-// null.
+// Writes the result of a head whose softmax is complete, times `scale`; zeros without keys. sink:
+// the sink of the head, or null.
 template <class Dot, typename T>
 inline void write_out(const float* state, int64_t value_size, float scale, const float* sink,
                       T* out) {
@@ -222,8 +224,8 @@ inline void write_out(const float* state, int64_t value_size, float scale, const
   }
 }
 
-// Adds the partial results of one head, `stride` floats apart, in order into the first of them,
-// whose largest score becomes that of all.
+// Merges the partial results of one head, `stride` floats apart, in order into the first of them.
+// The first one then has the largest score of all.
 inline void merge(float* states, int64_t num_states, int64_t stride, int64_t padded_values) {
   float largest = states[0];
   for (int64_t p = 1; p < num_states; ++p) {
@@ -240,7 +242,7 @@ inline void merge(float* states, int64_t num_states, int64_t stride, int64_t pad
   states[0] = largest;
 }
 
-// How the partitions of all requests are numbered and cut into items.
+// Numbers the partitions of all requests and groups them into items.
 template <typename T>
 class WorkList {
  public:
@@ -251,7 +253,7 @@ class WorkList {
     for (int64_t b = 0; b < call.num_requests; ++b) {
       first_partition[b + 1] = first_partition[b] + call.num_partitions(b);
     }
-    // Whole rows of kv heads while there are enough partitions to share evenly.
+    // Use all kv heads of a tile in one item while there are enough partitions for all threads.
     const int64_t wanted = 4 * num_threads, num_partitions = first_partition[call.num_requests];
     const int64_t slices = num_partitions > 0 ? (wanted + num_partitions - 1) / num_partitions : 1;
     kv_heads_per_item_ = slices < call.num_kv_heads ? call.num_kv_heads / slices : 1;
@@ -259,7 +261,8 @@ class WorkList {
   }
 
   int64_t num_items() const { return first_partition_[call_.num_requests] * slices_; }
-  // Items that a thread takes at a time: several, where there are many, so that the next one is known.
+  // Number of items that a thread takes at once: several if there are many, so that a thread knows
+  // its next item.
   int64_t range(int num_threads) const {
     const int64_t share = num_items() / (8 * num_threads);
     return share > 1 ? share : 1;

@@ -1,9 +1,8 @@
-// The inner loops of prefill attention: a block of query rows against one tile of keys and
-// values. Knows no requests and no blocks of the cache.
+// The inner loops of prefill attention: a block of query rows against one tile of keys and values.
+// This code does not depend on requests or on blocks of the cache.
 //
-// One query row per lane: scores are [keys][rows] and results [head size][rows], so that the
-// softmax of a row never leaves its lane, and what is done for a row does not depend on the rows
-// beside it.
+// Each lane of a vector is one query row: scores are [keys][rows] and results [head size][rows]. So
+// the softmax of a row uses only its lane, and the result of a row does not depend on other rows.
 #pragma once
 
 #include "attention_matrix.h"
@@ -11,28 +10,28 @@
 
 namespace VLLM_ISA {
 
-constexpr int kRowVectors = 3;                   // vectors of rows of a block, and
-constexpr int kColumns = kLanes >= 16 ? 8 : 4;   // columns: 24 (12) sums in 32 (16) registers
+constexpr int kRowVectors = 3;                   // vectors of rows in a block
+constexpr int kColumns = kLanes >= 16 ? 8 : 4;   // columns: 24 (or 12) sums in 32 (or 16) registers
 constexpr int64_t kQueryRows = kRowVectors * kLanes;
 
-// Scratch of one block of rows, each [...][kQueryRows].
+// Scratch memory of one block of rows; each array is [...][kQueryRows].
 struct RowBlock {
-  uint32_t* query;  // words of the head
+  uint32_t* query;  // 32-bit words of the query head
   float* out;       // [padded value size]: sum(e^(score - largest) * value)
-  float* largest;   // [1], times log2(e)
+  float* largest;   // [1] largest score, times log2(e)
   float* total;     // [1]: sum(e^(score - largest))
   float* slopes;    // [1]
   float* sinks;     // [1]
-  int32_t* positions;   // [1], in the request
-  int32_t* first_keys;  // [1]: the first key that the row sees
-  int32_t* last_keys;   // [1]: the last one
+  int32_t* positions;   // [1] positions in the request
+  int32_t* first_keys;  // [1] index of the first key that the row attends to
+  int32_t* last_keys;   // [1] index of the last key that the row attends to
   int64_t num_rows;
-  int64_t first_position, last_position;  // of its rows
-  int64_t all_see, any_sees;  // the smallest and the largest of last_keys
+  int64_t first_position, last_position;  // smallest and largest position of its rows
+  int64_t all_see, any_sees;  // smallest and largest entry of last_keys
 };
 
-// sums[c][v] += words of kVectors vectors of rows * the numbers of kColumns columns.
-// number_at(c, j): the word of column c that belongs to word j of the rows.
+// sums[c][v] += words of kVectors vectors of rows * the elements of kColumns columns. number_at(c,
+// j): the word of column c that is multiplied with word j of the rows.
 template <class Dot, int kVectors, typename NumberAt>
 VLLM_INLINE void multiply(const uint32_t* rows, int64_t num_words, NumberAt number_at,
                           Vec (&sums)[kColumns][kVectors]) {
@@ -50,11 +49,11 @@ VLLM_INLINE void multiply(const uint32_t* rows, int64_t num_words, NumberAt numb
   }
 }
 
-// Keys of a tile are computed in multiples of so many; those after the last one are zero.
+// The keys of a tile are computed in multiples of this; keys after the last one are zero.
 template <class Dot>
 constexpr int kKeyUnit = kAttendsOnTiles<Dot> ? 16 : kColumns;
 
-// scores[k] of keys [0, num_keys); a little more is written, up to a multiple of kKeyUnit.
+// Computes scores[k] for keys [0, num_keys), and some further scores up to a multiple of kKeyUnit.
 template <class Dot, int kVectors>
 inline void score_block(const RowBlock& block, const uint32_t* keys, int64_t key_stride,
                         int64_t num_words, int64_t num_keys, float* scores) {
@@ -86,7 +85,8 @@ template <int kVectors>
 inline void shrink_block(const RowBlock& block, int64_t padded_head, const Vec (&shrink)[kVectors]) {
   Ints is_other = {};
   for (int v = 0; v < kVectors; ++v) is_other |= shrink[v] != splat(1.0f);
-  if (max_lanes(__builtin_convertvector(-is_other, Vec)) == 0) return;  // the usual case
+  // The usual case: all factors are 1.
+  if (max_lanes(__builtin_convertvector(-is_other, Vec)) == 0) return;
   for (int64_t i = 0; i < padded_head; ++i) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
@@ -130,14 +130,14 @@ inline void add_values(const RowBlock& block, const uint32_t* values, int64_t va
   }
 }
 
-// How many positions each row is after `key`; negative when the key is later.
+// Number of positions from `key` to each row; negative if the key is later.
 VLLM_INLINE Ints distance(const RowBlock& block, int v, int64_t key) {
   Ints positions;
   __builtin_memcpy(&positions, block.positions + v * kLanes, sizeof positions);
   return positions - static_cast<int32_t>(key);
 }
 
-// All ones where a row sees a key.
+// All bits set if a row attends to a key.
 VLLM_INLINE Ints sees(const RowBlock& block, int v, int64_t key) {
   Ints first_keys, last_keys;
   __builtin_memcpy(&first_keys, block.first_keys + v * kLanes, sizeof first_keys);
@@ -146,13 +146,13 @@ VLLM_INLINE Ints sees(const RowBlock& block, int v, int64_t key) {
   return (first_keys <= at) & (last_keys >= at);
 }
 
-// Turns products into scores, not scaled yet if options.scales_late(), and returns the largest of each row
-// (-inf when it sees no key).
+// Turns dot products into scores (not scaled yet if options.scales_late()), and returns the largest
+// score of each row (-inf if it attends to no key).
 template <int kVectors>
 inline void finish_scores(const RowBlock& block, const ScoreOptions& options, int64_t begin,
                           int64_t num_keys, bool is_masked, float* scores,
                           Vec (&largest)[kVectors]) {
-  Vec most[kVectors];  // of its own: the compiler leaves what a reference names in memory
+  Vec most[kVectors];  // a copy, because the compiler keeps variables with references in memory
   for (int v = 0; v < kVectors; ++v) most[v] = splat(-__builtin_inff());
   const bool scales_late = options.scales_late();
   if (scales_late && !is_masked) {
@@ -183,7 +183,7 @@ inline void finish_scores(const RowBlock& block, const ScoreOptions& options, in
   for (int v = 0; v < kVectors; ++v) largest[v] = most[v];
 }
 
-// Weights of one or two keys as words. first, second: those of key k and k + 1.
+// Weights of one or two keys as words. first, second: weights of keys k and k + 1.
 template <class Dot>
 VLLM_INLINE void store_weights(uint32_t* to, Vec first, Vec second) {
 #ifdef __AVX512BF16__
@@ -202,8 +202,8 @@ VLLM_INLINE void store_weights(uint32_t* to, Vec first, Vec second) {
   if constexpr (Dot::kInputs == 2) __builtin_memcpy(to + kQueryRows, &second, sizeof second);
 }
 
-// weights = 2^(score * to_exponent - largest), zero where a row does not see the key. Adds them to total.
-// Rough where they are rounded to bf16.
+// weights = 2^(score * to_exponent - largest), and zero for keys that a row does not attend to.
+// Adds them to total. The exponential is less precise if weights are rounded to bf16.
 template <class Dot, int kVectors, bool kIsMasked>
 inline void weigh_scores(const RowBlock& block, float to_exponent, int64_t begin, int64_t num_keys,
                          const float* scores, const Vec (&largest)[kVectors],
@@ -214,7 +214,7 @@ inline void weigh_scores(const RowBlock& block, float to_exponent, int64_t begin
     if (!kIsMasked) return weight;
     return sees(block, v, begin + k) ? weight : Vec{};
   };
-  Vec sums[kVectors];  // of its own, as in finish_scores
+  Vec sums[kVectors];  // a copy, as in finish_scores
   for (int v = 0; v < kVectors; ++v) sums[v] = total[v];
   for (int64_t k = 0; k < num_keys; k += Dot::kInputs, weights += kQueryRows) {
 #pragma GCC unroll 4
@@ -230,23 +230,23 @@ inline void weigh_scores(const RowBlock& block, float to_exponent, int64_t begin
     }
   }
   for (int v = 0; v < kVectors; ++v) total[v] = sums[v];
-  if constexpr (kAttendsOnTiles<Dot>) {  // all keys of a tile are multiplied
+  if constexpr (kAttendsOnTiles<Dot>) {  // tiles multiply all keys, so clear the rest
     const int64_t used = vllm_cpu::ceil_div(num_keys, int64_t{Dot::kInputs});
     __builtin_memset(weights, 0, (kPrefillKeys / Dot::kInputs - used) * kQueryRows * 4);
   }
 }
 
-// Scratch of one thread for a tile and the block that attends to it.
+// Scratch memory of one thread: a tile, and the block that attends to it.
 struct TileScratch {
   uint32_t* keys;     // [kPrefillKeys][key_stride]
-  uint32_t* values;   // [kPrefillKeys / kInputs][value_stride]; on tiles as attention_matrix.h says
+  uint32_t* values;   // [kPrefillKeys / kInputs][value_stride]; with tiles as in attention_matrix.h
   float* scores;      // [kPrefillKeys][kQueryRows]
   uint32_t* weights;  // [kPrefillKeys / kInputs][kQueryRows]
   int64_t key_stride, value_stride;
 };
 
-// One step of the online softmax: brings the block up to date with keys [0, num_keys) of a tile
-// that begins at position `begin`.
+// One step of the online softmax: adds keys [0, num_keys) of a tile, which begins at position
+// `begin`, to the block.
 template <class Dot, int kVectors>
 inline void attend_block(const RowBlock& block, const TileScratch& tile,
                          const ScoreOptions& options, int64_t begin, int64_t num_keys,
@@ -262,7 +262,7 @@ inline void attend_block(const RowBlock& block, const TileScratch& tile,
   for (int v = 0; v < kVectors; ++v) {
     const Vec before = load(block.largest + v * kLanes);
     largest[v] = max(before, largest[v] * to_exponent);
-    // Nothing new is larger: exactly one, also when nothing was seen yet (-inf - -inf is NaN).
+    // No larger score: exactly one, also if there was no key yet (-inf - -inf is NaN).
     shrink[v] = largest[v] == before ? splat(1.0f) : exp2<false>(before - largest[v]);
     total[v] = load(block.total + v * kLanes) * shrink[v];
   }
@@ -276,7 +276,7 @@ inline void attend_block(const RowBlock& block, const TileScratch& tile,
                             (num_keys + Dot::kInputs - 1) / Dot::kInputs, shrink);
 }
 
-// The same for as many keys as the block sees, and vectors as it has rows.
+// The same step for only the keys that the block attends to, and only the vectors that it needs.
 template <class Dot>
 inline void attend_tile(const RowBlock& block, const TileScratch& tile,
                         const ScoreOptions& options, int64_t begin, int64_t num_keys,

@@ -1,8 +1,8 @@
-// Bringing queries, keys and values into the layouts that prefill attention computes with.
+// Copies queries, keys and values into the layouts of prefill attention.
 //
-// It keeps one query row per lane. So queries are transposed once; keys and values are only
-// copied next to each other, because each of their numbers goes to all lanes. A word is 32 bits:
-// one float, or the pair of bf16 numbers that one instruction multiplies and adds.
+// Each lane is one query row, so queries are transposed once. Keys and values are only copied next
+// to each other, because each of their elements is broadcast to all lanes. A word has 32 bits: one
+// float, or the two bf16 that one instruction multiplies and adds.
 #pragma once
 
 #include "fp8.h"
@@ -10,7 +10,7 @@
 
 namespace VLLM_ISA {
 
-// What one word holds: T as it is where the processor multiplies pairs of it, or floats.
+// Content of one word: two T if the processor multiplies pairs of T, otherwise a float.
 template <typename T>
 struct PrefillDot {
   using type = DotFloat;
@@ -24,24 +24,24 @@ struct PrefillDot<bf16> {
 
 VLLM_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-// Head sizes are padded to whole vectors in scratch memory.
+// Rounds a head size up to whole vectors, for scratch memory.
 VLLM_INLINE int64_t padded(int64_t head_size) { return round_up(head_size, kLanes); }
 
-// The processor does not foresee the next row. Into the second-level cache: a fetch into the first
-// holds one of about twenty buffers until memory has answered, and a core then gets half as many
-// bytes per second.
+// Prefetches a row, because the hardware prefetcher does not predict the next row. The target is
+// the second-level cache: a prefetch into the first level occupies one of about twenty buffers
+// until memory answers, which halves the bandwidth of a core.
 VLLM_INLINE void prefetch_row(const char* row, int64_t row_bytes) {
   for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
 }
 
-// Bytes of one number of a cache.
+// Bytes of one element of a cache.
 template <typename T>
 VLLM_INLINE int64_t cache_bytes(vllm_cpu::CacheType type) {
   return type == vllm_cpu::CacheType::kSame ? int64_t{sizeof(T)} : 1;
 }
 
-// Rows of a cache of eight-bit floats as rows of T, `unit` elements or a multiple of it apart.
-// row_at(k): where row k begins.
+// Converts rows of a cache of 8-bit floats to rows of T, whose distance is a multiple of `unit`
+// elements. row_at(k): the beginning of row k.
 template <typename T, typename RowAt>
 inline void widen_rows(vllm_cpu::CacheType type, int64_t num_rows, int64_t head_size, int64_t unit,
                        RowAt row_at, T* to) {
@@ -56,7 +56,7 @@ inline void widen_rows(vllm_cpu::CacheType type, int64_t num_rows, int64_t head_
   }
 }
 
-// Lanes of the lower (upper) half of a and b in turn: a0 b0 a1 b1 ...
+// Interleaves the lower (upper) halves of a and b: a0 b0 a1 b1 ...
 #if defined(__clang__)
 #define VLLM_SHUFFLE(...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -97,7 +97,7 @@ VLLM_INLINE void transpose(Vec (&rows)[kLanes]) {
   }
 }
 
-// The next kLanes words of a row of which `left` elements are left; zeros after its end.
+// The next kLanes words of a row that has `left` elements left; zeros after its end.
 template <class Dot, typename T>
 VLLM_INLINE Bits load_words(const T* row, int64_t left) {
   constexpr int64_t kElements = kLanes * Dot::kInputs;
@@ -116,7 +116,7 @@ VLLM_INLINE Bits load_words(const T* row, int64_t left) {
   }
 }
 
-// to[j * to_stride + lane]: word j of the row of each lane.
+// to[j * to_stride + lane] = word j of the row of each lane.
 template <class Dot, typename T>
 inline void pack_lanes(const T* const* rows, int64_t head_size, uint32_t* to, int64_t to_stride) {
   const int64_t num_words = (head_size + Dot::kInputs - 1) / Dot::kInputs;
@@ -128,7 +128,7 @@ inline void pack_lanes(const T* const* rows, int64_t head_size, uint32_t* to, in
       words[r] = reinterpret_cast<Vec>(load_words<Dot>(rows[r] + i, head_size - i));
     }
     transpose(words);
-    // up to a multiple of kLanes: nobody reads the rest
+    // Up to a multiple of kLanes; the additional words are never read.
 #pragma GCC unroll 16
     for (int w = 0; w < kLanes; ++w) {
       __builtin_memcpy(to + (j + w) * to_stride, &words[w], sizeof(Vec));
@@ -136,7 +136,7 @@ inline void pack_lanes(const T* const* rows, int64_t head_size, uint32_t* to, in
   }
 }
 
-// A key as words next to each other, to the next multiple of kLanes.
+// Copies a key as consecutive words, up to a multiple of kLanes.
 template <class Dot, typename T>
 VLLM_INLINE void pack_key(const T* key, int64_t head_size, uint32_t* to) {
   constexpr int64_t kElements = kLanes * Dot::kInputs;
@@ -146,8 +146,8 @@ VLLM_INLINE void pack_key(const T* key, int64_t head_size, uint32_t* to) {
   }
 }
 
-// kInputs values as one row of words, each with the same element of all of them, to the next
-// multiple of kLanes. The second may be null: zeros. Changes `values`.
+// Copies kInputs values as one row of words, each with the same element of all of them, up to a
+// multiple of kLanes. The second value may be null: zeros. Changes `values`.
 template <class Dot, typename T>
 VLLM_INLINE void pack_values(const T* (&values)[2], int64_t head_size, uint32_t* to) {
 #ifdef __AVX512BF16__

@@ -1,10 +1,11 @@
 // Paged prefill attention: several new query tokens per request over the keys and values in its
 // blocks, flash-style (online softmax over tiles of keys; Dao et al. 2022).
 //
-// The work is cut into (request, kv head, some query rows). A row is one token of one query head;
-// the heads that share keys are rows of the same item, so a tile is fetched once for all of them.
-// Tiles begin at multiples of kPrefillKeys in the request, and a row takes part in each as if it
-// were alone: its result has the same bits in any chunk, in any batch and on any threads.
+// The work is divided into items of (request, kv head, some query rows). A row is one token of one
+// query head. Heads that share keys are rows of the same item, so a tile is fetched once for all of
+// them. Tiles begin at multiples of kPrefillKeys in the request, and each row is computed
+// independently of the others: its result has the same bits in any chunk, in any batch and with any
+// number of threads.
 #pragma once
 
 #include "attention_args.h"
@@ -14,7 +15,7 @@
 
 namespace VLLM_ISA {
 
-constexpr int64_t kRowNumbers = 7;  // arrays of a block with one number per row
+constexpr int64_t kRowNumbers = 7;  // number of arrays of a block that have one element per row
 constexpr int64_t kItemRows = 384;  // a multiple of kQueryRows for every instruction set
 
 template <typename T>
@@ -25,12 +26,12 @@ struct PrefillCall : vllm_cpu::AttentionArgs<T> {
   }
   Sight sight() const { return {this->sliding_window, this->chunk_size}; }
   int64_t context_len(int64_t b) const { return this->seq_lens[b] - query_len(b); }
-  // The last key that a token of request b sees.
+  // The last key that a token of request b attends to.
   int64_t last_key(int64_t b, int64_t token) const {
     if (this->last_keys == nullptr) return context_len(b) + token;
     return this->last_keys[this->query_start_loc[b] + token];
   }
-  // The last key that any of tokens [begin, end) of request b sees.
+  // The last key that any of tokens [begin, end) of request b attends to.
   int64_t last_key_of(int64_t b, int64_t begin, int64_t end) const {
     int64_t last = last_key(b, end - 1);
     for (int64_t token = begin; this->last_keys != nullptr && token < end; ++token) {
@@ -38,7 +39,7 @@ struct PrefillCall : vllm_cpu::AttentionArgs<T> {
     }
     return last;
   }
-  // True when what the caller says of request b fits its table and the query.
+  // True if the lengths of request b fit its block table and the query.
   bool is_valid(int64_t b) const {
     return this->query_start_loc[b] >= 0 && query_len(b) >= 0 && context_len(b) >= 0 &&
            this->query_start_loc[b + 1] <= this->num_tokens &&
@@ -53,19 +54,20 @@ struct PrefillCall : vllm_cpu::AttentionArgs<T> {
   }
 };
 
-// Rows [begin, end) of request b for kv head g; row = token * group + head in the group.
+// Rows [begin, end) of request b for kv head g; row = token * group + index of the head in its
+// group.
 struct PrefillItem {
   int64_t b, g, begin, end;
 };
 
-// How the rows of all requests are numbered and cut into items.
+// Numbers the rows of all requests and groups them into items.
 template <typename T>
 class PrefillWork {
  public:
   // first_tile: [num_requests + 1], filled here.
   PrefillWork(const PrefillCall<T>& call, int64_t* first_tile, int num_threads)
       : call_(call), first_tile_(first_tile) {
-    // Smaller items while there are too few to share evenly.
+    // Use smaller items while there are too few of them for all threads.
     for (rows_ = kItemRows;; rows_ = round_up(rows_ / 2, kQueryRows)) {
       first_tile[0] = 0;
       for (int64_t b = 0; b < call.num_requests; ++b) {
@@ -78,7 +80,7 @@ class PrefillWork {
 
   int64_t num_items() const { return first_tile_[call_.num_requests] * call_.num_kv_heads; }
 
-  // The last rows of a request see most keys, so they come first.
+  // The last rows of a request attend to most keys and take longest, so they come first.
   PrefillItem item(int64_t index) const {
     int64_t b = 0, after = call_.num_requests;  // the request of the item: a binary search
     while (after - b > 1) {
@@ -98,7 +100,7 @@ class PrefillWork {
   int64_t rows_;
 };
 
-// What one thread needs for an item, and how that is laid out in words.
+// The scratch memory of one thread for an item, and its layout in words.
 template <class Dot>
 class PrefillScratch {
  public:
@@ -127,7 +129,7 @@ class PrefillScratch {
     blocks_ = memory;
   }
 
-  // Block i of the item, without its numbers.
+  // Block i of the item; its per-row arrays are not filled in.
   RowBlock block(int64_t i) const {
     uint32_t* const query = blocks_ + i * block_words_;
     uint32_t* const rows = query + head_words_ * kQueryRows;
@@ -149,7 +151,7 @@ class PrefillScratch {
   }
 
   TileScratch tile;
-  uint32_t* widened;  // keys and values of a tile from a cache of eight-bit floats
+  uint32_t* widened;  // keys and values of a tile, converted from 8-bit floats
 
  private:
   static int64_t padded_words(int64_t head_size) {
@@ -178,7 +180,7 @@ VLLM_INLINE void for_each_lane(const PrefillCall<T>& call, const PrefillItem& it
   }
 }
 
-// Loads the rows of an item from `first` on into a block that has seen no key.
+// Loads the rows of an item from `first` on into a block, without any key yet.
 template <class Dot, typename T>
 inline void start_block(const PrefillCall<T>& call, const PrefillItem& item, int64_t first,
                         RowBlock& block) {
@@ -209,15 +211,15 @@ inline void start_block(const PrefillCall<T>& call, const PrefillItem& item, int
   }
 }
 
-// Where the keys and values of a tile are in the cache.
+// Positions of the keys and values of a tile in the cache.
 struct TileRows {
   const char* keys[kPrefillKeys];
   const char* values[kPrefillKeys];
   int64_t num_keys;
 };
 
-// Finds keys [begin, end) of kv head g of request b, at most kPrefillKeys of them, and asks memory
-// for them. False when a block id is out of range.
+// Finds and prefetches keys [begin, end) of kv head g of request b, at most kPrefillKeys of them.
+// False if a block id is out of range.
 template <typename T>
 inline bool find_tile(const PrefillCall<T>& call, const PrefillItem& item, int64_t begin,
                       int64_t end, TileRows& rows) {
@@ -240,8 +242,8 @@ inline bool find_tile(const PrefillCall<T>& call, const PrefillItem& item, int64
   return true;
 }
 
-// Copies a tile whose rows are of type T. Keys after the last, up to a multiple of kKeyUnit, are
-// zero. key_at(k), value_at(k): where the row is.
+// Copies a tile whose rows have type T. Keys after the last one, up to a multiple of kKeyUnit, are
+// zero. key_at(k), value_at(k): the address of a row.
 template <class Dot, typename T, typename KeyAt, typename ValueAt>
 inline void pack_rows(int64_t num_keys, int64_t head_size, int64_t value_size, KeyAt key_at,
                       ValueAt value_at, const TileScratch& tile) {
@@ -284,7 +286,7 @@ inline void pack_tile(const PrefillCall<T>& call, const TileRows& rows,
       [&](int64_t k) { return values + k * stride; }, scratch.tile);
 }
 
-// Writes the rows of a block whose softmax is finished.
+// Writes the rows of a block whose softmax is complete.
 template <typename T>
 inline void write_block(const PrefillCall<T>& call, const PrefillItem& item, int64_t first,
                         const RowBlock& block) {
@@ -313,19 +315,19 @@ inline void write_block(const PrefillCall<T>& call, const PrefillItem& item, int
   }
 }
 
-// False, and no result, when a block id is out of range.
+// Returns false, without a result, if a block id is out of range.
 template <class Dot, typename T>
 inline bool attend_item(const PrefillCall<T>& call, const PrefillItem& item,
                         const PrefillScratch<Dot>& scratch) {
   const float scale = call.scale * cache_scale(call.key_scales, item.g);
   const ScoreOptions options{scale, call.soft_cap, call.alibi_slopes, call.sight()};
-  // Keys that no row of the item sees are not touched.
+  // Keys that no row of the item attends to are not read.
   const int64_t context_len = call.context_len(item.b), group = call.group();
   const int64_t first_seen = options.sight.first_key(context_len + item.begin / group);
   const int64_t begin = first_seen / kPrefillKeys * kPrefillKeys;
   const int64_t end =
       call.last_key_of(item.b, item.begin / group, (item.end - 1) / group + 1) + 1;
-  TileRows rows[2];  // of the even tiles, and of the odd ones
+  TileRows rows[2];  // one for even tiles, one for odd tiles
   if (!find_tile(call, item, begin, end, rows[begin / kPrefillKeys % 2])) return false;
 
   RowBlock blocks[kItemRows / kQueryRows];
@@ -337,7 +339,7 @@ inline bool attend_item(const PrefillCall<T>& call, const PrefillItem& item,
   for (int64_t key = begin; key < end; key += kPrefillKeys) {
     const TileRows& now = rows[key / kPrefillKeys % 2];
     pack_tile(call, now, scratch);
-    // The next tile is fetched while this one is computed.
+    // Prefetch the next tile while this one is computed.
     const int64_t next = key + kPrefillKeys;
     if (next < end && !find_tile(call, item, next, end, rows[next / kPrefillKeys % 2])) {
       return false;
@@ -353,9 +355,9 @@ inline bool attend_item(const PrefillCall<T>& call, const PrefillItem& item,
   return true;
 }
 
-// Rows of out after those of the last request are zero; those before the first one's are left as
-// they are. Returns -1, or a request whose lengths or block table are out of range; the content of
-// out is undefined then. -2: no memory.
+// Rows of out after the last request become zero; rows before the first request are not written.
+// Returns -1, or a request whose lengths or block table are out of range; the content of out is
+// undefined then. -2: out of memory.
 template <typename T>
 int64_t paged_attention_prefill(const vllm_cpu::AttentionArgs<T>& args, int num_threads) {
   using Dot = typename PrefillDot<T>::type;

@@ -1,16 +1,16 @@
-// What is done to the product of a query and a key before the softmax, in both phases.
+// Operations on the dot product of query and key before the softmax, for prefill and decode.
 #pragma once
 
 #include "simd.h"
 
 namespace VLLM_ISA {
 
-// Which keys before it a query sees.
+// The earlier keys that a query attends to.
 struct Sight {
-  int64_t window;      // most recent keys, its own included; 0: all
-  int64_t chunk_size;  // only keys of its own chunk; 0: of all
+  int64_t window;      // number of most recent keys, including its own; 0: all
+  int64_t chunk_size;  // only keys of its own chunk; 0: no chunks
 
-  // The first key that a query at `position` sees; 0 for the -1 of an empty request.
+  // The first key that a query at `position` attends to; 0 for the -1 of an empty request.
   int64_t first_key(int64_t position) const {
     const int64_t of_window = window > 0 ? position + 1 - window : 0;
     const int64_t of_chunk = chunk_size > 0 ? position - position % chunk_size : 0;
@@ -19,28 +19,29 @@ struct Sight {
   }
 };
 
-// What numbers of a kv head in a cache of eight-bit floats are multiplied by.
+// The factor of a kv head in a cache of 8-bit floats.
 VLLM_INLINE float cache_scale(const float* scales, int64_t g) {
   return scales != nullptr ? scales[g] : 1.0f;
 }
 
 constexpr float kLog2E = 1.44269504f;
 
-// In this order.
+// Applied in this order.
 struct ScoreOptions {
-  float scale;          // those of the keys in the cache included
-  float soft_cap;       // cap * tanh(score / cap); 0: none
-  const float* slopes;  // ALiBi: minus the slope of the head times the distance of the key, or null
-  Sight sight;          // for prefill; for decode the caller leaves the other keys out
+  float scale;          // includes the scale of the keys in the cache
+  float soft_cap;       // cap * tanh(score / cap); 0: no soft cap
+  const float* slopes;  // ALiBi: subtracts the slope of the head times the distance of the key; or
+                        // null
+  Sight sight;          // for prefill; for decode the caller leaves out the other keys
 
-  // Whether scores are multiplied by the scale only as the softmax takes their exponent.
+  // Whether the scale is only applied together with the exponential of the softmax.
   bool scales_late() const { return soft_cap == 0 && slopes == nullptr && scale > 0; }
-  // Factor that makes exponents of two of finished scores.
+  // The factor that turns finished scores into exponents of two.
   float to_exponent() const { return kLog2E * (scales_late() ? scale : 1.0f); }
 };
 
-// 1 / (sum of the weights and of the sink's), relative to `largest`, which is the score that the
-// weights of `total` are relative to (attention sinks; Xiao et al. 2023, arXiv 2309.17453).
+// 1 / (sum of the weights, plus the weight of the sink). Weights in `total` are relative to the
+// score `largest` (attention sinks; Xiao et al. 2023, arXiv 2309.17453).
 VLLM_INLINE Vec inverse_with_sink(Vec largest, Vec total, Vec sink) {
   const Vec top = max(largest, sink), shrink = exp(largest - top);
   return shrink / fma(total, shrink, exp(sink - top));

@@ -1,7 +1,7 @@
 // The inner loops of decode attention: one tile of keys and values against the query heads that
-// share them. Knows no requests and no blocks.
+// share them. This code does not depend on requests or blocks.
 //
-// Rows are read where they lie, as words: one float, or the pair of bf16 numbers that one
+// Rows are read from the cache without a copy, as words: one float, or the two bf16 that one
 // instruction multiplies and adds (attention_pack.h).
 #pragma once
 
@@ -10,33 +10,32 @@
 
 namespace VLLM_ISA {
 
-constexpr int kTileKeys = 64;  // scores, keys and values of a tile stay in the first-level cache
+constexpr int kTileKeys = 64;  // keys, values and scores of a tile fit into the first-level cache
 
-// Online softmax of some query heads that share keys. One head is kHeader floats, and decode_padded
-// of the value size:
-// the largest score in the first, kLanes parts of sum(e^(score - largest)) from kTotal on, then
-// sum(e^(score - largest) * value), in the order of `pair_up`.
+// State of the online softmax of some query heads that share keys. One head has kHeader floats and
+// then decode_padded of the value size: the largest score first, kLanes parts of sum(e^(score -
+// largest)) from kTotal on, then sum(e^(score - largest) * value), in the order of `pair_up`.
 constexpr int64_t kTotal = kLanes, kHeader = 2 * kLanes;
 
-// Head sizes are padded in scratch memory to what kLanes words hold.
+// Rounds a head size up to the elements of kLanes words, for scratch memory.
 template <class Dot>
 VLLM_INLINE int64_t decode_padded(int64_t head_size) {
   return round_up(head_size, kLanes * Dot::kInputs);
 }
 
-// Rows of some keys of one kv head, and of their values: row k is `rows[k]` elements from the
-// first. All kTileKeys of them are readable.
+// Keys and values of one kv head: row k begins `rows[k]` elements after the first. All kTileKeys
+// rows can be read.
 template <typename T>
 struct Tile {
   const T* keys;
   const T* values;
   const int64_t* rows;
   int64_t num_keys;
-  int64_t distance;  // positions from the first key to the query
+  int64_t distance;  // number of positions from the first key to the query
 };
 
-// A tile that will be needed soon: rows of `key_bytes` and `value_bytes`, element_bytes * rows[k]
-// from the first. Values that are part of the keys have no bytes.
+// A tile to prefetch: rows of `key_bytes` and `value_bytes`, at element_bytes * rows[k] from the
+// first. If values are part of the keys, value_bytes is 0.
 struct Fetch {
   const char* keys;
   const char* values;
@@ -73,8 +72,8 @@ VLLM_INLINE Vec dot_products(const uint32_t* query, int64_t query_stride, const 
   return sum_each(sums);
 }
 
-// scores[h][k] for kHeads heads and all keys of a tile. Asks memory for the keys of `next`
-// meanwhile, unless that is null; add_values does it for the values.
+// scores[h][k] for kHeads heads and all keys of a tile. Prefetches the keys of `next` meanwhile,
+// unless it is null; add_values prefetches the values.
 template <class Dot, int kHeads, typename T>
 inline void score_tile(const uint32_t* query, int64_t query_stride, const Tile<T>& tile,
                        const Fetch* next, int64_t head_size, float* scores) {
@@ -92,9 +91,9 @@ inline void score_tile(const uint32_t* query, int64_t query_stride, const Tile<T
   }
 }
 
-// Words of one element of the values of kInputs keys, for kLanes * kInputs elements from `i` on,
-// `left` of which are there. Pairs are in the order in which the processor interleaves: within
-// each eight elements, the first four are in the first vector. `natural` undoes it.
+// Words of the same element of the values of kInputs keys, for kLanes * kInputs elements from `i`
+// on, of which `left` exist. Pairs are in the order in which the processor interleaves: within each
+// eight elements, the first four are in the first vector. `natural` restores the order.
 template <class Dot, typename T>
 VLLM_INLINE void pair_up(const Tile<T>& tile, int64_t k, int64_t i, int64_t left,
                          Bits (&words)[Dot::kInputs]) {
@@ -125,8 +124,8 @@ VLLM_INLINE void natural(Vec (&parts)[Dot::kInputs]) {
   (void)parts;
 }
 
-// out[h] += sum over keys of weights[h][k] * values[k], for kParts times kLanes * kInputs elements
-// of the head from `offset` on; of the last part `left` elements are there.
+// out[h] += sum over keys of weights[h][k] * values[k], for kParts * kLanes * kInputs elements of
+// the head from `offset` on. The last part has `left` elements.
 template <class Dot, int kHeads, int kParts, typename T>
 VLLM_INLINE void add_values(const uint32_t* weights, const Tile<T>& tile, const Fetch* next,
                             int64_t offset, int64_t left, float* out, int64_t out_stride) {
@@ -176,7 +175,8 @@ template <class Dot, int kHeads, typename T>
 inline void add_tile(const uint32_t* weights, const Tile<T>& tile, const Fetch* next,
                      int64_t value_size, float* out, int64_t out_stride) {
   constexpr int64_t kElements = kLanes * Dot::kInputs;
-  constexpr int kVectors = kLanes < 16 && kHeads > 2 ? 2 : 4;  // sums of each head, in registers
+  // Number of vectors of sums for each head, in registers.
+  constexpr int kVectors = kLanes < 16 && kHeads > 2 ? 2 : 4;
   constexpr int kParts = kVectors / Dot::kInputs;
   int64_t i = 0;
   for (; i + kParts * kElements <= value_size; i += kParts * kElements, next = nullptr) {
@@ -198,7 +198,7 @@ VLLM_INLINE Ints lanes_before(int64_t count) {
   return lanes < static_cast<int32_t>(count);
 }
 
-// What is done to the products of one head; the largest of them.
+// Turns the dot products of one head into scores; returns the largest score.
 inline float finish_scores(float* scores, int64_t num_keys, const ScoreOptions& options,
                            int64_t head, int64_t distance) {
   const bool is_plain = options.soft_cap == 0 && options.slopes == nullptr;
@@ -221,8 +221,8 @@ inline float finish_scores(float* scores, int64_t num_keys, const ScoreOptions& 
   return max_lanes(largest);
 }
 
-// Turns finished scores of one head into weights e^(score - largest), kInputs keys in a word, and
-// brings the head's state up to the new largest score. No key: weight zero.
+// Turns finished scores of one head into weights e^(score - largest), kInputs keys per word, and
+// rescales the state of the head to the new largest score. Weights of missing keys are 0.
 template <class Dot>
 inline void weigh_tile(const float* scores, int64_t num_keys, float tile_largest, float* state,
                        int64_t padded_values, uint32_t* weights) {
@@ -259,14 +259,14 @@ inline void weigh_tile(const float* scores, int64_t num_keys, float tile_largest
   store(state + kTotal, total);
 }
 
-// What attending to a tile needs besides the tile.
+// The arguments of attention over a tile, except the tile.
 struct TileWork {
   const uint32_t* query;  // [heads][query_stride] words
   float* states;          // [heads][kHeader + padded_values]
   float* scores;          // [4][kTileKeys]
   uint32_t* weights;      // [4][kTileKeys]
   int64_t query_stride, padded_values, head_size, value_size;
-  int64_t first_head;  // of the query, as `options.slopes` counts
+  int64_t first_head;  // index of the first head, as in `options.slopes`
 };
 
 // One tile for kHeads query heads, from `head` on, that share the loaded keys and values.

@@ -8,8 +8,8 @@
 namespace VLLM_ISA {
 
 // key, value: [T, row_size], tokens `*_stride` elements apart; caches: [num_slots, row_size],
-// dense. A token with a negative slot is skipped. No value: there are keys only.
-// Returns -1, or a token whose slot is out of range; nothing is written then.
+// dense. A token with a negative slot is skipped. value may be null: there are only keys. Returns
+// -1, or a token whose slot is out of range; nothing is written then.
 template <typename T>
 int64_t reshape_and_cache(const T* key, const T* value, T* key_cache, T* value_cache,
                           const int64_t* slot_mapping, int64_t num_tokens, int64_t row_size,
@@ -28,7 +28,7 @@ int64_t reshape_and_cache(const T* key, const T* value, T* key_cache, T* value_c
   return -1;
 }
 
-// The same for a cache of eight-bit floats.
+// Writes keys and values into a cache of 8-bit floats.
 template <class Format, typename T>
 void narrow_into_cache(const vllm_cpu::CacheFp8Args<T>& args, int num_threads) {
   const int64_t size = args.head_size, row_size = args.num_heads * size;

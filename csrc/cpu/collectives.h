@@ -1,10 +1,11 @@
-// Exchanging tensors between the ranks of one machine through shared memory.
+// Exchanges tensors between the ranks of one machine through shared memory.
 //
-// Each rank has two buffers and a count of the exchanges it has come to. In an exchange it fills one
-// buffer, counts, and waits until all others have counted; then it reads all buffers. It writes a
-// buffer again two exchanges later, and by then everybody has read it: a rank comes to the exchange
-// between only when it is done with this one. So an exchange takes a single wait. Sums are made in
-// the order of the ranks, by each rank for itself, so all get the same bits.
+// Each rank has two buffers and a counter of its exchanges. In an exchange it fills one buffer,
+// increases the counter, and waits until all other counters are as high; then it reads all buffers.
+// It writes to the same buffer again two exchanges later. By then all ranks have read it, because a
+// rank starts the exchange in between only after it has finished this one. So an exchange needs a
+// single wait. Each rank computes sums itself, in the order of the ranks, so all ranks get the same
+// bits.
 #pragma once
 
 #include <linux/futex.h>
@@ -20,7 +21,7 @@ namespace VLLM_ISA {
 
 using vllm_cpu::Arena;
 
-// One exchange of a group after the other.
+// The sequence of exchanges of a group.
 class Exchange {
  public:
   explicit Exchange(const Arena& arena) : arena_(arena), count_(slot(arena.rank)->count + 1) {}
@@ -31,7 +32,7 @@ class Exchange {
            (2 * rank + (count_ & 1)) * arena_.buffer_bytes;
   }
 
-  // The buffer of this rank is filled: waits for those of the others.
+  // Announces that the buffer of this rank is filled, and waits for the buffers of the others.
   int64_t meet() {
     Slot* const own = slot(arena_.rank);
     __atomic_store_n(&own->count, count_, __ATOMIC_SEQ_CST);
@@ -49,11 +50,11 @@ class Exchange {
  private:
   struct alignas(64) Slot {
     uint32_t count;
-    uint32_t num_waiting;  // processes that sleep until the count changes
+    uint32_t num_waiting;  // number of processes that sleep until the counter changes
   };
 
   Slot* slot(int64_t rank) const { return static_cast<Slot*>(arena_.memory) + 1 + rank; }
-  bool has_come(const Slot* other) const {  // counts wrap around
+  bool has_come(const Slot* other) const {  // counters wrap around
     return static_cast<int32_t>(__atomic_load_n(&other->count, __ATOMIC_ACQUIRE) - count_) >= 0;
   }
   bool is_aborted() const {
@@ -70,7 +71,7 @@ class Exchange {
       __asm__ volatile("yield");
 #endif
     }
-    // On a busy machine the other may be waiting for this very core.
+    // On a busy machine, the other rank may be waiting for this core.
     const int64_t deadline = now_us() + arena_.timeout_us;
     int64_t status = vllm_cpu::kExchanged;
     __atomic_fetch_add(&other->num_waiting, 1, __ATOMIC_SEQ_CST);
@@ -85,7 +86,7 @@ class Exchange {
       }
       const uint32_t seen = __atomic_load_n(&other->count, __ATOMIC_SEQ_CST);
       if (static_cast<int32_t>(seen - count_) >= 0) break;
-      // Not for long, to see an abort.
+      // Wait in short slices, to notice an abort.
       const timespec slice = {0, 20 * 1000 * 1000};
       syscall(SYS_futex, &other->count, FUTEX_WAIT, seen, &slice, nullptr, 0);
     }

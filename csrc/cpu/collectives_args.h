@@ -1,4 +1,4 @@
-// What the exchanges between ranks are told and what they answer; what they do is said in collectives.h.
+// Arguments and results of the exchanges between ranks (collectives.h).
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,11 @@ VLLM_STRUCT(Arena,
   int64_t timeout_us;
 );
 
-constexpr int64_t kMaxRanks = 63;  // of a group: a header of 4096 bytes has a line for each
+constexpr int64_t kMaxRanks = 63;  // maximum of a group: its header of 4096 bytes has a cache line
+                                   // for each rank
 
-// What an exchange returns: it is done, a rank has failed elsewhere, or kMissing + the rank that has
-// not come in time.
+// Result of an exchange: complete; a rank has failed elsewhere; or kMissing + the rank that did not
+// arrive in time.
 constexpr int64_t kExchanged = 0;
 constexpr int64_t kAborted = 1;
 constexpr int64_t kMissing = 2;

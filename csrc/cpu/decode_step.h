@@ -1,12 +1,12 @@
-// A whole step of decodes in one call: inputs, decoder, output head, sampling, verification of drafts,
-// and the new tokens noted in their rows; and where there are no drafts that several times, until a
-// row ends.
+// A whole decode step in one call: inputs, decoder, output head, sampling, verification of drafts,
+// and storing the new tokens in their rows. Without drafts, one call can run several decodes, until
+// a row finishes.
 //
-// It serves the steady state, in which every row runs its newest token, with drafts of the next ones
-// or without, and samples behind each. What it cannot serve (prompts, penalties, masks,
-// log-probabilities) it refuses before it has touched anything. Between two forward passes of a small
-// model the caches of a core hold nothing of the interpreter, and each of its calls waits for memory:
-// one call instead of some fifty.
+// It serves the steady state: each row runs its newest token, with or without draft tokens after
+// it, and samples after each of them. Requests that need more (prompts, penalties, masks,
+// log-probabilities) are refused before anything is changed. One call replaces about fifty calls of
+// the interpreter. Each of these would wait for memory, because between two forward passes of a
+// small model the caches of a core contain nothing of the interpreter.
 //
 // The parts are the kernels that also serve single calls, so the tokens are the same.
 #pragma once
@@ -24,30 +24,30 @@ using vllm_cpu::DecodeStepRows;
 
 using vllm_cpu::kNumParams;
 
-// Elements from one row of the result to the next.
+// Number of elements from one row of the result to the next.
 inline int64_t stride_of_result(const Program& program) {
   return program.buffers[program.out].width;
 }
 
-// Where the parts of a step of n rows with T tokens are in its scratch memory; n <= T.
+// Layout of the scratch memory of a step of n rows with T tokens; n <= T.
 template <typename T>
 struct DecodeStepBuffers {
-  char* program;       // of program_scratch_bytes, for one program after the other
+  char* program;       // program_scratch_bytes, used by one program after another
   int64_t* input_ids;  // [T]
   int64_t* positions;  // [T]
   int64_t* slots;      // [groups, T]
   int32_t* seq_lens;   // [n]
-  int32_t* query_starts;  // [n + 1] tokens before each row
+  int32_t* query_starts;  // [n + 1] number of tokens before each row
   int32_t* tables;     // [groups, n, blocks of the longest request]
   T* hidden;           // [T, hidden]
-  T* logits;           // [T, outputs of the head], with what pads a row
+  T* logits;           // [T, outputs of the head], with the padding of each row
   float* params;       // [8, T]
   uint64_t* keys;      // [T]
   int64_t* draws;      // [T]
-  const int32_t** item_slots;  // [T], where the decoder reads images and sounds
+  const int32_t** item_slots;  // [T] slots from which the decoder reads images and sounds
   int32_t* num_item_slots;     // [T]
-  int32_t* valid_ids;  // [T] of the newest decode, 0 where there is no token
-  int32_t* sampled;    // [decodes, T] -1 where there is no token
+  int32_t* valid_ids;  // [T] of the newest decode, 0 for missing tokens
+  int32_t* sampled;    // [decodes, T] -1 for missing tokens
   int64_t bytes;
 
   DecodeStepBuffers(const Program& decoder, const Program& head, const DecodeStepRows& rows,
@@ -78,7 +78,7 @@ struct DecodeStepBuffers {
   }
 };
 
-// Bytes for any step of at most so many tokens and decodes.
+// Bytes that are enough for any step of at most this many tokens and decodes.
 template <typename T>
 int64_t decode_step_scratch_bytes(const Program& decoder, const Program& head,
                                   const DecodeStepRows& rows, int64_t num_tokens,
@@ -125,7 +125,7 @@ class DecodeStep {
       const int64_t row = launch_.rows[i], index = launch_.num_computed[i];
       const int64_t count = launch_.num_scheduled[i];
       if (row < 0 || row >= rows_.num_rows || count < 1) return false;
-      // The newest token, and one of the output.
+      // The row must run exactly its newest token, and that token must be a part of the output.
       if (index + 1 != rows_.num_tokens[row] || index < rows_.num_prompt_tokens[row]) return false;
       const int64_t last = index + count + launch_.num_decodes - 2;
       if (last + 1 >= rows_.max_tokens) return false;
@@ -137,12 +137,12 @@ class DecodeStep {
     return num_tokens == launch_.num_tokens && (num_tokens == launch_.n || launch_.num_decodes == 1);
   }
 
-  // Index of the newest token of the i-th row.
+  // Index of the newest token of row i.
   int64_t index_of(int64_t i) const { return launch_.num_computed[i] + launch_.num_done; }
 
   int32_t* sampled() const { return buffers_.sampled + launch_.num_done * launch_.num_tokens; }
 
-  // Fills in forward_ and what the sampler needs.
+  // Fills in forward_ and the arguments of the sampler.
   void gather() {
     const int64_t n = launch_.n, num_tokens = launch_.num_tokens, size = decoder_.block_size;
     int64_t longest = 0;
@@ -211,7 +211,7 @@ class DecodeStep {
     return rows_.block_tables + (group * rows_.num_rows + row) * rows_.max_blocks;
   }
 
-  // What the decoder returns: in the memory of the caller, if it asks for it.
+  // The result of the decoder: in the caller's memory if the caller asks for it.
   void* hidden() const { return launch_.hidden != nullptr ? launch_.hidden : buffers_.hidden; }
 
   int64_t compute() {
@@ -243,13 +243,13 @@ class DecodeStep {
     return sample(args, num_threads_) != 0 ? no_memory : 0;
   }
 
-  // Notes what a status is about, and returns it.
+  // Stores the row and token that a status refers to, and returns the status.
   int64_t blame(int64_t status, int64_t index) {
     launch_.bad_index = index;
     int64_t i = index < 0 || index >= launch_.n ? 0 : index;
     launch_.bad_token = index_of(i);
     if (status != static_cast<int64_t>(ProgramStatus::kBadRequest) && index >= 0 &&
-        index < launch_.num_tokens) {  // it may be about a token
+        index < launch_.num_tokens) {  // the status may refer to a token
       i = 0;
       while (buffers_.query_starts[i + 1] <= index) ++i;
       launch_.bad_token = index_of(i) + index - buffers_.query_starts[i];
@@ -258,7 +258,7 @@ class DecodeStep {
     return status;
   }
 
-  // Appends the tokens of the newest decode to their rows. Whether all rows go on.
+  // Appends the tokens of the newest decode to their rows. Returns whether all rows continue.
   bool note() {
     bool goes_on = true;
     for (int64_t i = 0; i < launch_.n; ++i) {
@@ -270,7 +270,8 @@ class DecodeStep {
       int64_t count = right + 1;
       if (tokens[right] < 0) {
         goes_on = false;
-        // Behind its first token a row ends before the one that fails, and fails when it is run again.
+        // A later token has failed: the row stops before it, and fails when that token is run
+        // again.
         if (launch_.counts[i] + right > 0) {
           --count;
         } else {
@@ -286,7 +287,7 @@ class DecodeStep {
     return goes_on;
   }
 
-  // Copies the new tokens, row by row.
+  // Copies the new tokens of each row.
   void give() {
     int32_t* out = launch_.token_ids;
     const int64_t stride = launch_.num_decodes > 1 ? launch_.num_tokens : 1;
@@ -307,8 +308,8 @@ class DecodeStep {
   bool is_random_ = false;
 };
 
-// 0, a ProgramStatus, or kNotPlain. With a ProgramStatus the caches are undefined in the slots of
-// the step, and no token is noted.
+// Returns 0, a ProgramStatus, or kNotPlain. After a ProgramStatus, the slots of the step in the
+// caches are undefined, and no token was stored.
 template <typename T>
 int64_t decode_step(const Program& decoder, const Program& head, const DecodeStepRows& rows,
                     DecodeStepLaunch& launch, int num_threads) {

@@ -1,5 +1,5 @@
-// The gated delta rule over one token per sequence, in place: each state is read from memory and
-// written to it once.
+// The gated delta rule for one token per sequence, in place: each state is read from memory once
+// and written once.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,12 @@
 
 namespace VLLM_ISA {
 
-// One token of one head. state: [value_size, key_size]; is_new: it counts as 0, whatever it holds.
-// q, k: [key_size]. v, y: [value_size]. fading: [key_size], or with is_by_key false [1].
+// One token of one head. state: [value_size, key_size]; is_new: the state counts as 0, whatever it
+// contains. q, k: [key_size]. v, y: [value_size]. fading: [key_size], or [1] without is_by_key.
 inline void delta_token(float* state, bool is_new, const float* q, const float* k, const float* v,
                         const float* fading, bool is_by_key, float beta, float* y,
                         int64_t value_size, int64_t key_size) {
-  constexpr int kRows = kLanes / 2;  // two sums of each are one vector
+  constexpr int kRows = kLanes / 2;  // two sums of each row fill one vector
   Vec product{};
   for_each_vector(key_size, [&](int64_t n, int64_t count) {
     product = fma(load(k + n, count), load(q + n, count), product);
@@ -25,10 +25,10 @@ inline void delta_token(float* state, bool is_new, const float* q, const float* 
     const int num_rows = static_cast<int>(value_size - first < kRows ? value_size - first : kRows);
     float* row[kRows];
     for (int r = 0; r < kRows; ++r) row[r] = state + (first + (r < num_rows ? r : 0)) * key_size;
-    // Results of the faded state for the key and for the query. y is the second one plus the part
-    // that the token adds.
+    // The faded state applied to the key and to the query. y is the second result plus the
+    // contribution of the new token.
     Vec sums[kLanes] = {};
-    if (!is_new) {  // what an earlier request has left may be NaN
+    if (!is_new) {  // an earlier request may have left NaN
       for_each_vector(key_size, [&](int64_t n, int64_t count) {
         const Vec faded = is_by_key ? load(fading + n, count) : of_all;
         const Vec key = load(k + n, count) * faded, query = load(q + n, count) * faded;
@@ -57,10 +57,10 @@ inline void delta_token(float* state, bool is_new, const float* q, const float* 
   }
 }
 
-// state: [num_rows, H, V, K]. Of B sequences with one token each: rows, is_new: [B], which state is
-// whose, no row twice, and whether the sequence begins. q, k: [B, G, K]; each of the G groups serves
-// H / G neighbouring heads. v, y: [B, H, V]. beta: [B, H]. fading: [B, H, num_fadings], of 1 or K.
-// Returns -1, or a sequence whose row is out of range; nothing is written then.
+// state: [num_rows, H, V, K]. For B sequences with one token each: rows: [B], the different rows of
+// their states; is_new: [B], whether a sequence begins. q, k: [B, G, K]; each of the G groups
+// serves H / G neighbouring heads. v, y: [B, H, V]. beta: [B, H]. fading: [B, H, num_fadings], with
+// num_fadings 1 or K. Returns -1, or a sequence whose row is out of range; nothing is written then.
 inline int64_t delta_tokens(float* state, const int64_t* rows, const uint8_t* is_new,
                             const float* q, const float* k, const float* v, const float* fading,
                             const float* beta, float* y, int64_t num_sequences, int64_t num_rows,

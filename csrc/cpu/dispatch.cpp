@@ -1,8 +1,8 @@
-// What callers find in the library: its description, and the instruction set that it runs on.
+// The exported functions of the library: its description, and the instruction set that it uses.
 //
-// VLLM_ISAS has the instruction sets whose kernels were compiled, best first, as
-// ISA(name, whether this processor runs it); `base` always is. VLLM_TEST_ISAS has those that are only
-// run by name. VLLM_BUILD names the sources.
+// VLLM_ISAS lists the compiled instruction sets, best first, as ISA(name, whether this processor
+// runs it). `base` is always one of them. VLLM_TEST_ISAS lists instruction sets that are only used
+// if they are named. VLLM_BUILD identifies the sources.
 #include <cinttypes>
 #include <cstdint>
 #include <cstdio>
@@ -50,8 +50,8 @@ char* description = nullptr;
 // The name of the instruction set in use.
 VLLM_EXPORT const char* vllm_cpu_isa() { return isa; }
 
-// Uses another instruction set, the best one for null; not to be called while a kernel runs.
-// False, and no change, when this build lacks it or this processor cannot run it.
+// Uses another instruction set; null: the best one. Do not call this while a kernel runs. Returns
+// false, and changes nothing, if this build or this processor does not have it.
 VLLM_EXPORT bool vllm_cpu_set_isa(const char* name) {
   for (const Isa& found : kIsas) {
     if ((name != nullptr && std::strcmp(name, found.name) != 0) || !found.runs_here()) continue;
@@ -64,11 +64,11 @@ VLLM_EXPORT bool vllm_cpu_set_isa(const char* name) {
   return false;
 }
 
-// One line that users should read about the choice of the best instruction set; null: nothing.
+// One line for users about the choice of the best instruction set; null: there is none.
 VLLM_EXPORT const char* vllm_cpu_notice() { return vllm_cpu::amx_notice(); }
 
-// What is in the library, a line each: the build, kernels with the addresses of their entries, and
-// types. Null when there is no memory. Not to be called by two threads at once.
+// The content of the library, one line each: the build, kernels with the addresses of their
+// entries, and types. Null if there is no memory. Do not call this from two threads at once.
 VLLM_EXPORT const char* vllm_cpu_abi() {
   if (description != nullptr) return description;
   size_t size = 0;

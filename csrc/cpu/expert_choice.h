@@ -1,4 +1,4 @@
-// How the experts of a token are chosen, and how much each of them counts.
+// Chooses the experts of a token, and computes their weights.
 #pragma once
 
 #include "moe_args.h"
@@ -8,7 +8,8 @@ namespace VLLM_ISA {
 
 using vllm_cpu::Routing;
 
-// The choices of a token, as `choice_bytes` says; from one row to the next by the strides.
+// The chosen experts of each token, laid out as in `choice_bytes`; the strides lead from one row to
+// the next.
 struct Choices {
   int64_t* ids;
   float* weights;
@@ -24,19 +25,20 @@ inline Choices choices_at(void* row, int64_t top_k) {
 struct ChoiceOptions {
   Routing routing;
   int64_t num_experts, top_k;
-  // Equally large groups, of which a token may choose from top_groups only; 0: there is one.
+  // Number of equally large groups of experts, and of the groups from which a token may choose; 0:
+  // one group.
   int64_t num_groups, top_groups;
-  const float* bias;  // [num_experts]: added to the score of each for the choice alone; or null
-  float scale;        // multiplies the weights
-  // Of kSparseMixer: an expert with the logit y is near below a chosen one with the logit x if x - y
-  // is at most this much of the larger one of x and |y|.
+  const float* bias;  // [num_experts]: added to the scores for the choice only; or null
+  float scale;        // factor of the weights
+  // For kSparseMixer: an expert with logit y is near a chosen expert with logit x if x - y is at
+  // most this fraction of the larger of x and |y|.
   float tolerance;
-  const float* scales;  // [num_experts]: multiplies the weight of each; or null
+  const float* scales;  // [num_experts]: factor of the weight of each expert; or null
 };
 
 VLLM_INLINE Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp(-x)); }
 
-// Chooses for one row of logits.
+// Chooses the experts for one row of logits.
 template <typename L>
 class ExpertChoice {
  public:
@@ -59,7 +61,7 @@ class ExpertChoice {
     total_ = sum_lanes(sum);
   }
 
-  // The first of equal ones is chosen; NaN is chosen last.
+  // Of equal scores the first is chosen; NaN is chosen last.
   void choose(const Choices& to) const {
     const int64_t k = options_.top_k;
     float keys[vllm_cpu::kMaxTopK + 1];
@@ -85,12 +87,12 @@ class ExpertChoice {
     for (int64_t j = 0; j < k && options_.scales != nullptr; ++j) {
       weights[j] *= options_.scales[ids[j]];
     }
-    // The last, as the result may be where the logits are.
+    // Written at the end, because the result may overwrite the logits.
     for (int64_t j = 0; j < k; ++j) to.ids[j] = ids[j], to.weights[j] = weights[j];
   }
 
  private:
-  // Calls body(expert, what choices go by) for all experts.
+  // Calls body(expert, score for the choice) for all experts.
   template <class Body>
   void for_each_key(Body body) const {
     const float* const bias = options_.bias;
@@ -106,7 +108,8 @@ class ExpertChoice {
     });
   }
 
-  // The groups with the best expert, or, with a bias, with the two best together.
+  // Opens the groups with the highest score: the score of the best expert or, with a bias, the sum
+  // of the two best.
   void open_groups(bool* is_open) const {
     const int64_t num_groups = options_.num_groups, size = options_.num_experts / num_groups;
     float best[vllm_cpu::kMaxExpertGroups], second[vllm_cpu::kMaxExpertGroups];
@@ -155,7 +158,7 @@ class ExpertChoice {
     for (int64_t j = 0; j < k; ++j) weights[j] = options_.scale * weights[j] / total;
   }
 
-  // Liu et al. 2024, arXiv 2409.12136.
+  // SparseMixer (Liu et al. 2024, arXiv 2409.12136).
   void weigh_sparsely(const int64_t* ids, float* weights) const {
     for (int64_t j = 0; j < options_.top_k; ++j) {
       const Vec largest = splat(to_float(logits_[ids[j]]));
@@ -165,7 +168,8 @@ class ExpertChoice {
         const Vec distance = (largest - logit) / max(largest, max(logit, -logit));
         const Vec part = exp(logit - largest);
         for (int64_t lane = 0; lane < count; ++lane) {
-          bool is_near = !(distance[lane] > options_.tolerance);  // also 0 / 0
+          // `!(a > b)` is also true for 0 / 0.
+          bool is_near = !(distance[lane] > options_.tolerance);
           for (int64_t i = 0; i < j; ++i) is_near = is_near && ids[i] != e + lane;
           if (is_near) sum[lane] += part[lane];
         }
@@ -177,7 +181,8 @@ class ExpertChoice {
   const L* const logits_;
   const ChoiceOptions& options_;
   bool is_softmax_;
-  float largest_ = 0, total_ = 0;  // of all logits, and of e^(logit - largest), for a softmax over all
+  float largest_ = 0, total_ = 0;  // of all logits, and of e^(logit - largest), for a softmax over
+                                   // all experts
 };
 
 }  // namespace VLLM_ISA

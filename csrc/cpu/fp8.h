@@ -1,5 +1,5 @@
-// Eight-bit floats, in which a KV cache may be kept. A cache stores number / scale; the scale is
-// the business of the caller.
+// Conversion of 8-bit floats, which a KV cache may contain. A cache contains value / scale; the
+// caller handles the scale.
 #pragma once
 
 #include "attention_args.h"
@@ -9,16 +9,17 @@ namespace VLLM_ISA {
 
 typedef uint8_t ByteLanes __attribute__((vector_size(kLanes)));
 
-// 1 sign, 4 exponent and 3 mantissa bits; no infinity, one NaN ("fn").
+// 1 sign bit, 4 exponent bits and 3 mantissa bits; no infinity and one NaN ("fn").
 struct E4m3 {
   static constexpr int kMantissa = 3;
   static constexpr int kRebias = 127 - 7;
-  static constexpr uint32_t kFirstSpecial = 0x7f;  // the first magnitude that is no number
+  static constexpr uint32_t kFirstSpecial = 0x7f;  // the smallest magnitude that is not a finite
+                                                   // value
   static constexpr float kLargest = 448.0f;
   static constexpr float kSmallestNormal = 1.0f / 64, kSmallest = 1.0f / 512;
 };
 
-// The upper half of an IEEE half: 5 exponent and 2 mantissa bits, infinity and NaN.
+// The upper half of an IEEE float16: 5 exponent bits and 2 mantissa bits, with infinity and NaN.
 struct E5m2 {
   static constexpr int kMantissa = 2;
   static constexpr int kRebias = 127 - 15;
@@ -27,7 +28,7 @@ struct E5m2 {
   static constexpr float kSmallestNormal = 1.0f / 16384, kSmallest = 1.0f / 65536;
 };
 
-// Exact.
+// Converts to float, exactly.
 template <class Format>
 VLLM_INLINE Vec widen_fp8(Bits bytes) {
   constexpr int kShift = 23 - Format::kMantissa;
@@ -40,13 +41,14 @@ VLLM_INLINE Vec widen_fp8(Bits bytes) {
              : bits;
   if (Format::kMantissa == 3) {
     bits = magnitude == Format::kFirstSpecial ? Bits{} + 0x7fc00000u : bits;
-  } else {  // the largest exponent stays the largest
+  } else {  // infinity and NaN keep the largest exponent
     bits = magnitude >= Format::kFirstSpecial ? bits + kRebias : bits;
   }
   return reinterpret_cast<Vec>(bits | ((bytes & 0x80u) << 24));
 }
 
-// The nearest, ties to even; what is too large becomes the largest number, NaN stays NaN.
+// Rounds to nearest, ties to even. Values that are too large become the largest finite value; NaN
+// stays NaN.
 template <class Format>
 VLLM_INLINE Bits narrow_fp8(Vec x) {
   constexpr int kShift = 23 - Format::kMantissa;
@@ -56,7 +58,7 @@ VLLM_INLINE Bits narrow_fp8(Vec x) {
   const Bits bits = reinterpret_cast<Bits>(magnitude);
   const Bits rounded = bits + ((1u << (kShift - 1)) - 1) + ((bits >> kShift) & 1u);
   const Bits normal = (rounded >> kShift) - (uint32_t{Format::kRebias} << Format::kMantissa);
-  // Steps of the smallest number: adding 2^23 of them leaves their count in the low bits.
+  // Count the steps of the smallest value: after adding 2^23 steps, the low bits contain the count.
   const Vec shifted = magnitude + Format::kSmallest * 8388608.0f;
   const Bits tiny = reinterpret_cast<Bits>(shifted) & 0xffu;
   const Bits out = magnitude < Format::kSmallestNormal ? tiny : normal;
@@ -70,7 +72,7 @@ VLLM_INLINE Bits load_bytes(const uint8_t* from, int64_t count) {
   return load_bytes(bytes);
 }
 
-// A number below the smallest normal one, by its byte, as bf16.
+// A subnormal value by its byte, as bf16.
 template <class Format>
 VLLM_INLINE uint32_t tiny_half(uint32_t byte) {
   const float number = static_cast<float>(byte) * Format::kSmallest;
@@ -80,7 +82,7 @@ VLLM_INLINE uint32_t tiny_half(uint32_t byte) {
 }
 
 #ifdef __AVX512BW__
-// All of them, by their bytes.
+// All subnormal values, by their bytes.
 template <class Format>
 VLLM_INLINE __m512i tiny_halves() {
   alignas(64) uint16_t tiny[32] = {};
@@ -90,7 +92,8 @@ VLLM_INLINE __m512i tiny_halves() {
   return _mm512_load_si512(tiny);
 }
 
-// As widen_fp8, to bf16: bytes in lanes of 16 bits. Without kHasSpecial all of them are numbers.
+// Converts to bf16: bytes in lanes of 16 bits. Without kHasSpecial, all bytes must be finite
+// values.
 template <class Format, bool kHasSpecial>
 VLLM_INLINE __m512i widen_halves(__m512i bytes, __m512i tiny) {
   const auto set = [](uint32_t x) { return _mm512_set1_epi16(static_cast<int16_t>(x)); };
@@ -115,8 +118,8 @@ VLLM_INLINE __m512i widen_halves(__m512i bytes, __m512i tiny) {
 #endif
 
 #if defined(__AVX2__) && !defined(__AVX512BW__)
-// As widen_fp8, to bf16: bytes in lanes of 16 bits. The numbers below the smallest normal one are looked
-// up, at most eight of them: their lower bytes are the first half of the table.
+// Converts to bf16: bytes in lanes of 16 bits. Subnormal values, at most eight, are looked up in a
+// table, whose first half has their lower bytes.
 template <class Format>
 VLLM_INLINE __m256i widen_halves(__m128i packed) {
   const auto set = [](uint32_t x) { return _mm256_set1_epi16(static_cast<int16_t>(x)); };
@@ -147,7 +150,7 @@ VLLM_INLINE __m256i widen_halves(__m128i packed) {
 }
 #endif
 
-// to[0, head_size) = from, and zeros up to a multiple of `unit` elements.
+// to[0, head_size) = from, then zeros up to a multiple of `unit` elements.
 template <class Format, typename T>
 inline void widen_row(const uint8_t* from, int64_t head_size, int64_t unit, T* to) {
   int64_t done = 0;

@@ -1,6 +1,6 @@
-// Products of each head of some rows with a matrix of its own: the projections that latent attention
-// has absorbed. All heads are one product whose panels read x in different places, so the weights
-// are read once, in one line, by all threads.
+// Multiplies each head of some rows with a matrix of its own: the absorbed projections of latent
+// attention. All heads form one matmul whose panels read x at different offsets. So all threads
+// together read the weights once, in memory order.
 #pragma once
 
 #include "head_linear_args.h"
@@ -54,7 +54,7 @@ int64_t head_linear_slab(const HeadLinearArgs<T>& args, int num_threads) {
   return 0;
 }
 
-// Returns 0, or kNoMemory without scratch memory.
+// Returns 0, or kNoMemory if there is no scratch memory.
 template <typename T>
 int64_t head_linear(const HeadLinearArgs<T>& args, int num_threads) {
   HeadLinearArgs<T> slab = args;

@@ -1,4 +1,4 @@
-// What the kernel of head_linear.h is told.
+// Arguments of the kernel in head_linear.h.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 namespace vllm_cpu {
 
 // out[t, h] = weight[h] @ x[t, h]. The matrices of all heads are one packed weight [num_heads *
-// out_features, in_features] in which those of each head are padded to whole panels.
+// out_features, in_features]. The rows of each head are padded to whole panels.
 template <typename T>
 VLLM_STRUCT(HeadLinearArgs,
   const LinearWeight* weight;
@@ -16,7 +16,7 @@ VLLM_STRUCT(HeadLinearArgs,
   T* out;      // [num_tokens, num_heads, out_features], heads dense
   int64_t num_tokens, num_heads, out_features;
   int64_t x_stride, x_head_stride;      // elements from one token or head to the next
-  int64_t out_stride, out_head_stride;  // the same
+  int64_t out_stride, out_head_stride;  // likewise for out
 );
 
 }  // namespace vllm_cpu

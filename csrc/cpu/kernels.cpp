@@ -1,6 +1,6 @@
-// The table of kernels: an operation is one row, and its types are those of its function. Compiled
-// once for each instruction set, with -DVLLM_ISA=<its name> and the flags that go with it (the
-// table of instruction sets is in setup.py).
+// The table of kernels: one entry per operation, whose types are derived from its function. This
+// file is compiled once for each instruction set, with -DVLLM_ISA=<its name> and its compiler flags
+// (the list is in setup.py).
 #include <cstdint>
 #include <type_traits>
 
@@ -32,7 +32,7 @@ constexpr char letter() {
   return std::is_same_v<T, float> ? 'f' : '?';
 }
 
-// What callers outside call instead of `function`: it goes on to the instruction set in use.
+// The exported entry of `function`: it calls the function of the instruction set in use.
 template <auto function>
 struct Entry;
 
@@ -60,7 +60,7 @@ struct Entry<function> {
 #define CONSTANT(name) {"constant", #name, size_t(vllm_cpu::name), ""}
 #define ENUM(name) {"enum", name##Text::kName, sizeof(name), name##Text::kText}
 
-// Up to one without a name.
+// Ends with an entry without a name.
 extern const vllm_cpu::Kernel kernels[];
 constexpr vllm_cpu::Kernel kernels[] = {
     KERNEL(row_operation),
@@ -93,8 +93,8 @@ constexpr vllm_cpu::Kernel kernels[] = {
     {},
 };
 
-// What callers tell a kernel, and what it answers: constants, enums and structs. A struct is the same
-// for each dtype.
+// Arguments and results of kernels: constants, enums and structs. A struct is the same for each
+// dtype.
 extern const vllm_cpu::Type types[];
 constexpr vllm_cpu::Type types[] = {
     CONSTANT(kPanel),

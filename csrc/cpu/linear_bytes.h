@@ -1,10 +1,10 @@
-// Weights that are widened to bf16 just before they are multiplied: fp8 (e4m3); integers from 0 to 255
-// with zero points; and codes of four bits, each an index of a table. Widening is exact, and inputs are
-// not rounded.
+// Weights that are converted to bf16 just before they are multiplied: fp8 (e4m3); integers from 0
+// to 255 with zero points; and 4-bit codes that index a table. The conversion is exact, and inputs
+// are not rounded.
 //
-// A Code is made of a weight. It has: kBits, the size of an element in memory; kHasZeros, for weights
-// with zero points, which may have an order of inputs; and widen, which makes bf16 of four bytes, or of
-// four codes in bytes, in each lane.
+// A Code is constructed from a weight. It has: kBits, the size of an element in memory; kHasZeros,
+// for weights with zero points, which may have an order of inputs; and widen, which converts four
+// bytes, or four codes in bytes, of each lane to bf16.
 #pragma once
 
 #include "fp8.h"
@@ -12,16 +12,16 @@
 
 namespace VLLM_ISA {
 
-// Of the bytes of a lane, the bf16 of the first and the third one, and of the second and the fourth.
+// The bf16 of the first and third byte of a lane, and of the second and fourth.
 struct Pairs {
   Bits first, second;
 };
 
 #ifdef __AVX2__
-// As widen_fp8, to bf16; the bytes are numbers. A byte is a sign, four bits of exponent and three of
-// mantissa. 127 - 7 is even, so the last bit of the exponent stays what it is, and the upper byte of a
-// bf16 follows from the sign and the upper three. Numbers below the smallest normal one are in tables
-// of their own, by their lower half; most vectors have none.
+// Converts finite e4m3 to bf16. A byte has a sign, four exponent bits and three mantissa bits. 127
+// - 7 is even, so the last exponent bit does not change, and the upper byte of the bf16 follows
+// from the sign and the upper three exponent bits. Subnormal values are looked up by their lower
+// half; most vectors have none.
 VLLM_INLINE __m128i e4m3_table(uint64_t low, uint64_t high) {
   return _mm_set_epi64x(static_cast<int64_t>(high), static_cast<int64_t>(low));
 }
@@ -40,7 +40,7 @@ VLLM_INLINE Pairs widen_e4m3(Bits of) {
   const __m512i odd = set(0xff00ff00u), shifted = _mm512_srli_epi16(bytes, 4);
   __m512i upper =
       _mm512_shuffle_epi8(table(e4m3_upper()), _mm512_and_si512(shifted, set(0x0f0f0f0fu)));
-  // By each bit of `odd`: the first operand, else the second.
+  // Selects by each bit of `odd`: the first operand if it is set, otherwise the second.
   const auto join = [odd](__m512i first, __m512i second) {
     return reinterpret_cast<Bits>(_mm512_ternarylogic_epi32(odd, first, second, 0xca));
   };
@@ -103,7 +103,7 @@ struct Fp8Code {
   }
 };
 
-// q - zero, from -256 to 255, has at most 8 significant bits.
+// q - zero is an integer from -256 to 255 and has at most 8 significant bits, so bf16 is exact.
 struct Uint8Code {
   static constexpr int kBits = 8;
   static constexpr bool kHasZeros = true;
@@ -120,7 +120,7 @@ struct Uint8Code {
   }
 };
 
-// Codes of four bits. The upper and the lower byte of each bf16 are looked up one after the other.
+// 4-bit codes. The upper and the lower bytes of the bf16 are looked up separately.
 struct Table4Code {
   static constexpr int kBits = 4;
   static constexpr bool kHasZeros = false;
@@ -142,15 +142,16 @@ struct Table4Code {
   ByteTable upper, lower;
 };
 
-// The bytes of four inputs of an output, number `word` of its fours; codes of four bits as bytes.
+// The bytes of four inputs of an output, where `word` is the index of the four; 4-bit codes are
+// unpacked to bytes.
 template <class Code>
 VLLM_INLINE Bits load_four(const uint32_t* w, int64_t word) {
   if constexpr (Code::kBits == 8) return load_bits(w + word * kPanel);
   return (load_bits(w + word / 2 * kPanel) >> (word % 2 * 4)) & 0x0f0f0f0fu;
 }
 
-// The first rows are multiplied with what is widened in registers, which runs beside the products and
-// the reading of the bytes, and leave it for all other rows. Both make a sum in the same order.
+// The tile of the first rows. It converts weights in registers while it multiplies and reads the
+// bytes, and keeps the converted weights for all other rows. Both tiles add in the same order.
 template <class DotOf, class CodeOf>
 struct ByteTile {
   using Dot = DotOf;
@@ -160,18 +161,20 @@ struct ByteTile {
   static constexpr int64_t kRowUnit = 1;
 };
 
-// The other rows. While they are multiplied the bytes of the next stretch are asked for, half as many.
+// The tile of the other rows. While it multiplies, it prefetches half of the bytes of the next
+// block of inputs.
 template <class Dot>
 struct WidenedTile : DenseTile<Dot> {
   static constexpr bool kIsFollowed = false;
   static constexpr int64_t kStepLines = DenseTile<Dot>::kStepLines / 2;
 };
 
-constexpr int64_t kWidenedInputs = 128;       // of a panel at a time: 16 KiB
-constexpr int64_t kAheadWords = 64 * kPanel;  // how far before its use a byte is asked for: 16 KiB
+constexpr int64_t kWidenedInputs = 128;       // number of inputs of a panel that are converted at a
+                                              // time: 16 KiB
+constexpr int64_t kAheadWords = 64 * kPanel;  // prefetch distance: 16 KiB
 
-// total[kRows][64] = (or +=) scales times the products of `inputs` inputs of a panel, which share
-// a scale. widened: where kKeeps, becomes the words of these inputs as those of a bf16 weight.
+// total[kRows][64] = (or +=) scales times the dot products over `inputs` inputs of a panel, which
+// share a scale. widened: with kKeeps, receives these inputs as words of a bf16 weight.
 template <class Dot, class Code, int kRows, bool kKeeps>
 void add_widened(Code code, const typename Dot::Input* x, int64_t x_stride, const uint32_t* w,
                  const float* zeros, const float* scales, int64_t inputs,
@@ -215,10 +218,10 @@ void add_widened(Code code, const typename Dot::Input* x, int64_t x_stride, cons
   }
 }
 
-// Where in its word input number i of four is, in bits.
+// Position (in bits) of input i of four in its word.
 constexpr int byte_shift(int i) { return i == 1 ? 16 : i == 2 ? 8 : 8 * i; }
 
-// The weight of one output and input, of bytes or codes.
+// The weight of one output and input, from bytes or codes.
 inline float byte_weight(const LinearWeight& weight, int64_t n, int64_t input) {
   const bool is_table = weight.format == vllm_cpu::WeightFormat::kTable4;
   const int64_t words = vllm_cpu::panel_words(weight), per_word = is_table ? 8 : 4;

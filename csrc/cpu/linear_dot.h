@@ -1,10 +1,11 @@
-// Products of one word of a packed weight with the inputs that belong to it, for each pair of
-// weight and input type. A product is accumulated lane by lane, inputs in ascending order.
+// Multiplies one word of a packed weight with its inputs, for each pair of weight and input type.
+// Products are accumulated in lanes, with inputs in ascending order.
 //
-// A Dot has: Acc, a vector of sums; kInputs, how many weights are in a word; Input, the type of x. A word
-// is multiplied in kParts steps: part<i>, the weights of a step as they are multiplied; splat_of<i>, the
-// inputs of that step in all lanes; and dot, which adds their products to sums. All rows of a tile take
-// one step before any takes the next, so that few registers hold weights.
+// A Dot has: Acc, a vector of sums; kInputs, the number of weights in a word; Input, the type of x.
+// A word is multiplied in kParts steps: part<i> gives the weights of a step in the form in which
+// they are multiplied; splat_of<i> broadcasts the inputs of that step to all lanes; and dot adds
+// their products to sums. All rows of a tile take one step before any takes the next, so that few
+// registers hold weights.
 #pragma once
 
 #include "simd.h"
@@ -22,7 +23,7 @@ VLLM_INLINE Bits load_bits(const void* from) {
   __builtin_memcpy(&out, from, sizeof out);
   return out;
 }
-// Bytes, one in each lane.
+// Loads bytes, one into each lane.
 VLLM_INLINE Bits load_bytes(const uint8_t* from) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Bits>(
@@ -37,7 +38,7 @@ VLLM_INLINE Bits load_bytes(const uint8_t* from) {
   return __builtin_convertvector(bytes, Bits);
 #endif
 }
-// Of each byte below 16, the byte of a table.
+// Replaces each byte below 16 by an entry of a table.
 typedef uint8_t ByteTable __attribute__((vector_size(16)));
 VLLM_INLINE Bits look_up(ByteTable table, Bits index) {
 #if defined(__AVX512BW__)
@@ -63,7 +64,7 @@ VLLM_INLINE Bits splat_bits(const void* word) {
   return bits - Bits{};
 }
 
-// Of a Dot that multiplies a word as it is.
+// Base of each Dot that multiplies a word without unpacking it.
 struct WholeWord {
   static constexpr int kParts = 1;
   template <int>
@@ -86,7 +87,7 @@ struct DotFloat : WholeWord {
   }
 };
 
-// bf16 weights with float inputs; exact products, as both widen without loss.
+// bf16 weights with float inputs. Products are exact, because both are converted without loss.
 struct DotWide {
   using Input = float;
   using Acc = Vec;
@@ -104,7 +105,7 @@ struct DotWide {
 
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define VLLM_DOT_BF16
-// Sums of pairs in one instruction; denormal numbers count as zero.
+// Adds pairs of products in one instruction; subnormal values count as zero.
 struct DotBf16 : WholeWord {
   using Input = bf16;
   using Acc = Vec;
@@ -130,7 +131,7 @@ struct DotBf16 : WholeWord {
 
 typedef int16_t Shorts __attribute__((vector_size(kLanes * 4)));
 
-// Sums of the products of neighbours.
+// Sums of the products of neighbouring 16-bit integers.
 VLLM_INLINE Ints pair_dot(Shorts a, Shorts b) {
 #if defined(__AVX512BW__)
   return reinterpret_cast<Ints>(
@@ -147,8 +148,8 @@ VLLM_INLINE Ints pair_dot(Shorts a, Shorts b) {
 #endif
 }
 
-// acc + x, at this place: the compiler would gather the additions of several steps, and run out of
-// registers for what is to be added.
+// acc + x, computed here: otherwise the compiler groups the additions of several steps and runs out
+// of registers.
 template <class Sums>
 VLLM_INLINE Sums add_here(Sums acc, Sums x) {
   acc += x;
@@ -162,7 +163,7 @@ VLLM_INLINE Sums add_here(Sums acc, Sums x) {
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
 #define VLLM_DOT_BYTES
-// acc plus the sums of four products of unsigned with signed bytes.
+// acc plus the sums of four products of unsigned and signed bytes.
 VLLM_INLINE Ints byte_dot(Ints acc, Bits unsigned_bytes, Bits signed_bytes) {
 #ifdef __AVX512VNNI__
   return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(acc),
@@ -180,8 +181,9 @@ VLLM_INLINE Ints byte_dot(Ints acc, Bits unsigned_bytes, Bits signed_bytes) {
 }
 #endif
 
-// int8 weights with inputs x + 128: the instruction multiplies unsigned by signed bytes. The caller
-// subtracts 128 times the sum of the weights. Exact: the sums stay below 2^31 for up to 66,000 inputs.
+// int8 weights with inputs x + 128, because the instruction multiplies unsigned by signed bytes.
+// The caller subtracts 128 times the sum of the weights. Exact: the sums stay below 2^31 for up to
+// 66,000 inputs.
 #ifdef VLLM_DOT_BYTES
 struct DotInt8 : WholeWord {
   using Acc = Ints;
@@ -194,7 +196,8 @@ struct DotInt8 : WholeWord {
   static VLLM_INLINE Ints dot(Ints acc, Bits w, Bits x) { return byte_dot(acc, x, w); }
 };
 #else
-// Bytes 0 and 2, and 1 and 3, as pairs of 16-bit numbers: inputs are in this order (`spread`).
+// Multiplies bytes 0 and 2, and bytes 1 and 3, as pairs of 16-bit integers. Inputs are in the same
+// order (`spread`).
 struct DotInt8 {
   using Acc = Ints;
   using Input = int16_t;
@@ -213,9 +216,9 @@ struct DotInt8 {
 };
 #endif
 
-// Bytes 0..kLargest, four of an int4 word, with signed bytes from -127 on. Sums of as many products as a
-// block has are exact; where kRunWords are given, only those of so many words of eight, and `widen` makes
-// Ints of them.
+// Multiplies bytes 0..kLargest, four of an int4 word, with signed bytes from -127 on. The sum of a
+// whole block is exact. With kRunWords, only sums of that many words of eight are exact; then
+// `widen` converts them to Ints.
 template <int kLargest>
 struct DotInt4 {
 #ifdef VLLM_DOT_BYTES
@@ -224,7 +227,7 @@ struct DotInt4 {
   static VLLM_INLINE Bits splat_of(const int8_t* x) { return splat_bits(x); }
   static VLLM_INLINE Sums dot(Sums sums, Bits q, Bits x) { return byte_dot(sums, q, x); }
 #elif defined(__AVX2__)
-  // Of pairs, in 16 bits.
+  // Sums of pairs, in 16 bits.
   using Sums = Shorts;
   static constexpr int64_t kRunWords = 32767 / (2 * kLargest * 127) / 2;
   static VLLM_INLINE Bits splat_of(const int8_t* x) { return splat_bits(x); }

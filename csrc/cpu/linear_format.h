@@ -1,33 +1,35 @@
-// How the weight of a linear layer is laid out for the kernels. The same for every instruction
-// set.
+// Memory layout of the weight of a linear layer. It is the same for every instruction set.
 //
-// 64 output features make a panel; N / 64 panels, rounded up, follow each other. A 32-bit word
-// holds neighbouring input features of one output: one float, two bf16, four int8, or eight int4.
-// A panel is [words of a row][64 outputs] words, so a kernel reads memory in one straight line,
-// with outputs in the lanes of its vectors and no sum across lanes:
+// 64 output features form a panel; N / 64 panels, rounded up, follow each other. A 32-bit word
+// contains neighbouring input features of one output: one float, two bf16, four int8, or eight
+// int4. A panel is [words of a row][64 outputs] words. So a kernel reads memory sequentially, has
+// outputs in the lanes of its vectors, and never adds across lanes:
 //
 //     word 0:  output 0 | output 1 | ... | output 63      inputs 0 and 1 (bf16)
 //     word 1:  output 0 | output 1 | ... | output 63      inputs 2 and 3
 //
-// A panel has as many bytes as 64 rows of the plain matrix: packing is in place.
+// A panel has as many bytes as 64 rows of the plain matrix, so packing is in place.
 //
-// int4 comes in blocks of 8, 16, 32, 64 or 128 inputs (the last of a row may be shorter, in steps of 8):
+// int4 has blocks of 8, 16, 32, 64 or 128 inputs (the last block of a row may be shorter, in steps
+// of 8):
 //     scales: 64 float16 | zero points: 64 bytes, if there are any | up to 16 words x 64 outputs
-// and a weight is scales[output] * scale * (q - zero) with q in 0..15, the zero point 8 where none
-// is stored: 4.5 bits per weight in blocks of 32. Of the eight q in a word, byte j holds input j in
-// its lower and input 4 + j in its upper half: a mask brings four to where int8 would be.
+// A weight is scales[output] * scale * (q - zero) with q in 0..15. The zero point is 8 if none is
+// stored: 4.5 bits per weight in blocks of 32. Byte j of a word contains two of its eight q: input j
+// in its lower half and input 4 + j in its upper half. So a mask extracts four q in int8 order.
 //
-// mxfp4 is the same without zero points: q is a number of E2M1, and the scales are halves of those of
-// the format. With minimums (int4_minimums, int5_minimums; blocks of 16 or 32 inputs), a weight is
+// mxfp4 has the same layout without zero points: q is an E2M1 value, and scales are half of the
+// scales of the format. With minimums (int4_minimums, int5_minimums; blocks of 16 or 32 inputs), a
+// weight is
 //     factor[output] * multiplier * q - factor_of_minimums[output] * multiplier_of_minimums,
-// each product and the difference rounded to float32. Every factor_inputs inputs begin with
+// where each product and the difference are rounded to float32. Every factor_inputs inputs begin with
 //     factors: 64 float16 | of minimums: 64 float16
 // and every block with
 //     multipliers: 64 int8 | of minimums: 64 int8 | fifth bits, if there are any: 64 words
-// where bit 8 j + i of a word is that of input 4 i + j.
+// where bit 8 j + i of a word belongs to input 4 i + j.
 //
-// table4: a code is an index of a table of 16 bf16. A word holds the codes of eight inputs as with int4,
-// but byte 1 has inputs 2 and 6, and byte 2 inputs 1 and 5. Scales are outside of the panels, as with fp8.
+// table4: a code is an index of a table of 16 bf16. A word contains the codes of eight inputs as with
+// int4, but byte 1 has inputs 2 and 6, and byte 2 inputs 1 and 5. Scales are outside of the panels, as
+// with fp8.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +40,7 @@
 namespace vllm_cpu {
 
 constexpr int kPanel = 64;
-constexpr int kMinBlockInputs = 8, kMaxBlockInputs = 128;  // of 4 and 5 bits
+constexpr int kMinBlockInputs = 8, kMaxBlockInputs = 128;  // with 4 or 5 bits
 constexpr int kScaleWords = kPanel / 2;  // 64 float16
 constexpr int kByteWords = kPanel / 4;   // 64 bytes
 constexpr int kFactorWords = kPanel;     // 128 float16
@@ -46,7 +48,7 @@ constexpr int kFactorWords = kPanel;     // 128 float16
 VLLM_ENUM(WeightFormat, kFloat, kBf16, kInt8, kInt4, kFp8, kUint8, kTable4, kMxfp4, kInt4Minimums,
           kInt5Minimums);
 
-// Next operation on the results of a linear layer.
+// Operation that is applied to the results of a linear layer.
 VLLM_ENUM(Activation, kNone, kGelu, kGeluTanh);
 
 // A packed weight [out_features, in_features].
@@ -55,36 +57,38 @@ VLLM_STRUCT(LinearWeight,
   // int8, int4, mxfp4: [out_features rounded up to 64]; fp8, uint8, table4: [blocks of inputs][as many];
   // else null
   const float* scales;
-  const float* zeros;      // uint8: as many as scales, whole numbers from 0 to 256; else null
-  const int32_t* sums;     // int8: sum of the weights of an output, as many; else null
-  const uint16_t* table;   // table4: [16] bf16, the number of each code; else null
-  // int4, uint8: [in_features], which input of x is next; null: as they come
+  const float* zeros;      // uint8: same shape as scales, integers from 0 to 256; else null
+  const int32_t* sums;     // int8: sum of the weights of each output, same shape as scales; else
+                           // null
+  const uint16_t* table;   // table4: [16] bf16, the value of each code; else null
+  // int4, uint8: [in_features], the index in x of each input; null: ascending
   const int32_t* order;
   int64_t in_features, out_features;
   WeightFormat format;
-  // Inputs that share a scale. int4, mxfp4: 8, 16, 32, 64 or 128; with minimums: 32, int4 also 16; fp8,
-  // uint8, table4: a divisor or a multiple of 128 and a multiple of 4 (table4: of 8), or in_features;
-  // else 0.
+  // Number of inputs that share a scale. int4, mxfp4: 8, 16, 32, 64 or 128; with minimums: 32, int4
+  // also 16; fp8, uint8, table4: a divisor or a multiple of 128 and a multiple of 4 (table4: of 8),
+  // or in_features; else 0.
   int64_t block_inputs;
-  int64_t factor_inputs;  // with minimums: a multiple of the block that divides 512; else 0
-  int64_t has_zeros;         // int4: 1 when zero points are stored; else 0
-  const LinearWeight* next;  // whose outputs come after these, from the same inputs; null: none
+  int64_t factor_inputs;  // with minimums: a multiple of the block size that divides 512; else 0
+  int64_t has_zeros;         // int4: 1 if zero points are stored; else 0
+  const LinearWeight* next;  // another weight with the same inputs, whose outputs follow; null:
+                             // none
 );
 
-// int4 numbers as checkpoints have them, all dense.
+// int4 weights in the layouts of checkpoints, all dense.
 VLLM_STRUCT(Int4Source,
   // GPTQ: [in_features / 8, out_features], eight inputs of an output in a word, the first in the
   // lowest bits. AWQ: [in_features, out_features / 8], eight outputs of an input.
   const uint32_t* words;
   const float* scales;   // [num_groups, out_features]
-  const uint8_t* zeros;  // as many; null when the weight has none
+  const uint8_t* zeros;  // same shape as scales; null if the weight has no zero points
   int64_t num_groups;
-  int64_t group_inputs;  // a multiple of the weight's blocks, or there is one group
+  int64_t group_inputs;  // a multiple of the weight's block size, or all inputs
   int64_t is_awq;
 );
 
-// These are static: each is compiled for several instruction sets, and the linker must not give all
-// of them the same copy.
+// These functions are static: each is compiled for several instruction sets, and the linker must
+// not merge the copies.
 
 static inline int64_t num_panels(const LinearWeight& w) {
   return (w.out_features + kPanel - 1) / kPanel;
@@ -96,24 +100,24 @@ static inline bool has_minimums(const LinearWeight& w) {
   return w.format == WeightFormat::kInt4Minimums || w.format == WeightFormat::kInt5Minimums;
 }
 
-// Whether numbers have 4 or 5 bits, in blocks.
+// Whether the weight has values of 4 or 5 bits, in blocks.
 static inline bool has_int4_blocks(const LinearWeight& w) {
   return w.format == WeightFormat::kInt4 || w.format == WeightFormat::kMxfp4 || has_minimums(w);
 }
 
-// Whether elements are widened to bf16, and their scales are outside of the panels.
+// Whether elements are converted to bf16, and scales are outside of the panels.
 static inline bool has_byte_blocks(const LinearWeight& w) {
   return w.format == WeightFormat::kFp8 || w.format == WeightFormat::kUint8 ||
          w.format == WeightFormat::kTable4;
 }
 
-// 32-bit words of an int4 block before its numbers.
+// Number of 32-bit words at the beginning of an int4 block, before its values.
 static inline int64_t header_words(const LinearWeight& w) {
   if (!has_minimums(w)) return kScaleWords + (w.has_zeros ? kByteWords : 0);
   return 2 * kByteWords + (w.format == WeightFormat::kInt5Minimums ? kPanel : 0);
 }
 
-// 32-bit words of the first `inputs` inputs of a panel: whole blocks, or all.
+// Number of 32-bit words of the first `inputs` inputs of a panel: whole blocks, or all inputs.
 static inline int64_t panel_words(const LinearWeight& w, int64_t inputs) {
   switch (w.format) {
     case WeightFormat::kFloat:

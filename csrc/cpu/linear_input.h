@@ -1,8 +1,9 @@
-// Rows of x in the form in which the tiles of each weight format read them, and what becomes of
-// the sums.
+// Converts rows of x into the form that the tiles of each weight format read, and converts sums
+// into results.
 //
-// A Kind has: Tile; kConverts, false when rows of T are read as they are; row_size, in Tile::Input,
-// of a converted row; convert, which makes one; and value, the results of a vector of sums.
+// A Kind has: Tile; kConverts, false if rows of T are read without conversion; row_size, the size
+// of a converted row in Tile::Input; convert, which converts a row; and value, which makes results
+// of a vector of sums.
 #pragma once
 
 #include "linear_bytes.h"
@@ -14,7 +15,7 @@ namespace VLLM_ISA {
 using vllm_cpu::ceil_div;
 using vllm_cpu::WeightFormat;
 
-// All lanes in one, by halves.
+// Combines all lanes into one, half by half.
 template <class Op>
 VLLM_INLINE int32_t fold(Ints x, Op op) {
   int32_t lanes[kLanes];
@@ -27,10 +28,10 @@ VLLM_INLINE int32_t fold(Ints x, Op op) {
   return lanes[0];
 }
 
-// The largest |x|; NaN or infinity when there is one, so that it reaches the result.
+// The largest |x|. NaN or infinity if there is one, so that it reaches the result.
 template <typename T>
 float largest_magnitude(const T* x, int64_t size) {
-  Ints largest = {};  // non-negative floats are ordered as their bits are, NaN last
+  Ints largest = {};  // non-negative floats have the same order as their bits, with NaN last
   for_each_vector(size, [&](int64_t i, int64_t count) {
     const Ints bits = reinterpret_cast<Ints>(load(x + i, count)) & 0x7fffffff;
     largest = bits > largest ? bits : largest;
@@ -41,15 +42,18 @@ float largest_magnitude(const T* x, int64_t size) {
   return max;
 }
 
-// round(x * 127 / max |x|) + offset as bytes; visit(steps) sees them before the offset, the lanes
-// past the end zero. Returns what one step is worth. A row below 2^-121 has no steps.
+// Writes round(x * 127 / max |x|) + offset as bytes. visit(steps) gets them before the offset, with
+// zeros in lanes after the end. Returns the value of one step. A row whose maximum is below 2^-121
+// becomes zeros.
 template <typename T, class Visit>
 VLLM_INLINE float quantize_row(const T* x, uint8_t* out, int64_t size, float offset, Visit visit) {
   typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
   const float max = largest_magnitude(x, size);
-  const float inverse = max > 0x1p-121f ? 127.0f / max : 0.0f;  // below, it would be infinite
+  // Below this limit it would be infinite.
+  const float inverse = max > 0x1p-121f ? 127.0f / max : 0.0f;
   for_each_vector(size, [&](int64_t i, int64_t count) {
-    // 1.5 * 2^23 + n has n in its low bits. Product and sum round separately on every processor.
+    // The low bits of 1.5 * 2^23 + n are n. Product and sum are rounded separately on every
+    // processor.
     const Vec shifted = load(x + i, count) * inverse + (12582912.0f + offset);
     const Bits bits = reinterpret_cast<Bits>(shifted);
     visit(reinterpret_cast<Ints>(bits));
@@ -81,10 +85,10 @@ struct FloatKind {
   static VLLM_INLINE Vec value(const LinearWeight&, const Input*, Vec sum, int64_t) { return sum; }
 };
 
-// How matrix tiles read rows and weights, or vectors where there are no tiles.
+// How rows and weights are read by matrix tiles, or by vectors if there are no tiles.
 #ifdef VLLM_MATRIX_TILES
 
-// bf16 as it is, at the distance that tiles read best.
+// bf16 without conversion, with the row distance that tiles read fastest.
 struct Bf16MatrixKind {
   using Tile = DenseMatrix<TilesOfBf16, DotBf16>;
   using Input = bf16;
@@ -118,8 +122,8 @@ inline int64_t int8_row_size(int64_t size) {
 
 #endif
 
-// From bytes in the second half of a row: each word of four becomes the two pairs of 16-bit numbers that
-// DotInt8 multiplies.
+// Unpacks bytes in the second half of a row: each word of four bytes becomes the two pairs of
+// 16-bit integers that DotInt8 multiplies.
 template <typename Input>
 inline void spread(Input* row, int64_t size) {
   static_assert(sizeof(Input) == 2);
@@ -132,7 +136,7 @@ inline void spread(Input* row, int64_t size) {
   }
 }
 
-// A row is x + 128 as Tile::Input, and then the scale.
+// A row is x + 128 as Tile::Input, followed by the scale.
 template <typename T>
 struct Int8Kind {
   using Tile = Int8Tile;
@@ -158,7 +162,7 @@ struct Int8Kind {
   }
 };
 
-// A row is blocks of an Int4Header and bytes.
+// A row consists of blocks, each with an Int4Header and bytes.
 template <typename T, class Code>
 struct Int4Kind {
   using Tile = Int4KindTile<Code>;
@@ -207,7 +211,7 @@ struct Int4Kind {
   }
 };
 
-// A row of bf16 or float for bytes that are widened to bf16.
+// A row of bf16 or float for weights of bytes that are converted to bf16.
 template <typename T, class Dot, class Code>
 struct ByteKind {
   using Tile = ByteTile<Dot, Code>;
@@ -231,7 +235,7 @@ struct ByteKind {
 };
 
 #ifdef VLLM_MATRIX_TILES
-// The same rows for matrix tiles.
+// The same rows, read by matrix tiles.
 template <class Code>
 struct ByteMatrixKind : Bf16MatrixKind {
   using Tile = ByteMatrix<Code>;
@@ -242,7 +246,7 @@ struct ByteMatrixKind : Bf16MatrixKind {
 };
 #endif
 
-// Calls body with a Kind of bytes for rows of T.
+// Calls body with the Kind for weights of bytes and rows of T.
 template <typename T, class Code, class Body>
 VLLM_INLINE int64_t with_byte_kind(Body body) {
 #if defined(VLLM_MATRIX_TILES)
@@ -253,7 +257,7 @@ VLLM_INLINE int64_t with_byte_kind(Body body) {
   return body(ByteKind<T, DotWide, Code>{});
 }
 
-// Calls body(Code{}) for a weight of 4 or 5 bits.
+// Calls body(Code{}) with the Code of a weight of 4 or 5 bits.
 template <class Body>
 VLLM_INLINE auto with_int4_code(const LinearWeight& weight, Body body) {
   switch (weight.format) {
@@ -268,7 +272,7 @@ VLLM_INLINE auto with_int4_code(const LinearWeight& weight, Body body) {
   }
 }
 
-// Calls body(Kind{}) with the Kind of a weight and rows of T.
+// Calls body(Kind{}) with the Kind for a weight and rows of T.
 template <typename T, class Body>
 VLLM_INLINE int64_t with_kind(const LinearWeight& weight, Body body) {
   switch (weight.format) {

@@ -1,16 +1,16 @@
-// Weights of 4 or 5 bits in blocks of inputs (linear_format.h): how a number is read, and the
-// innermost loop.
+// Weights of 4 or 5 bits in blocks of inputs (linear_format.h): unpacking, and the innermost loop.
 //
-// A Code has: kZero, what is taken off every number; kHasZeros, when each block has its own instead;
-// kHasMinimums, when a block has a number that is taken off every weight; kHasHighBits, for a fifth bit
-// of each number; and numbers, which makes bytes from 0 to kLargest of those in the lower halves of bytes.
+// A Code has: kZero, the constant that is subtracted from every value; kHasZeros, if each block has
+// its own zero point instead; kHasMinimums, if a block has a minimum that is subtracted from every
+// weight; kHasHighBits, for a fifth bit of each value; and numbers, which unpacks the lower halves
+// of bytes to bytes from 0 to kLargest.
 #pragma once
 
 #include "linear_tile.h"
 
 namespace VLLM_ISA {
 
-// Numbers of 16 bits (float16) as floats; finite ones.
+// Converts finite float16 to floats.
 VLLM_INLINE Vec load_halves(const uint16_t* from) {
   HalfBits half;
   __builtin_memcpy(&half, from, sizeof half);
@@ -20,7 +20,8 @@ VLLM_INLINE Vec load_halves(const uint16_t* from) {
   return reinterpret_cast<Vec>(vcvt_f32_f16(reinterpret_cast<float16x4_t>(half)));
 #else
   const Bits bits = __builtin_convertvector(half, Bits);
-  const Vec size = reinterpret_cast<Vec>((bits & 0x7fffu) << 13) * 0x1p112f;  // other exponents
+  // Other exponents than 0.
+  const Vec size = reinterpret_cast<Vec>((bits & 0x7fffu) << 13) * 0x1p112f;
   return reinterpret_cast<Vec>(reinterpret_cast<Bits>(size) | ((bits & 0x8000u) << 16));
 #endif
 }
@@ -45,7 +46,7 @@ struct Int5MinimumsCode : Int4MinimumsCode {
   static constexpr bool kHasHighBits = true;
 };
 
-// Twice the numbers of E2M1, plus 12: 0, 1, 2, 3, 4, 6, 8 and 12 with both signs, the sign in bit 3.
+// Twice the E2M1 value, plus 12: 0, 1, 2, 3, 4, 6, 8 and 12 with both signs; the sign is bit 3.
 struct E2m1Code : Int4Code {
   static constexpr int32_t kZero = 12, kLargest = 24;
 
@@ -62,16 +63,16 @@ struct E2m1Code : Int4Code {
   }
 };
 
-// What comes before the bytes of each block of a row of x.
+// The header of each block in a converted row of x.
 struct Int4Header {
-  float scale;  // what a step is worth
+  float scale;  // value of one step
   union {
-    int32_t start;  // minus the sum of the bytes: times kZero, or modulo 2^16 when there are zeros
-    float sum;      // with minimums: of what the bytes are worth
+    int32_t start;  // minus the sum of the bytes: times kZero, or modulo 2^16 with zero points
+    float sum;      // with minimums: the sum of the inputs
   };
 };
 
-// One block of a panel, with the float16 factors that it shares with its neighbours.
+// One block of a panel, with the float16 factors that neighbouring blocks share.
 template <class Code>
 struct Int4Block {
   const uint32_t* factors;  // null without minimums
@@ -81,7 +82,7 @@ struct Int4Block {
     return header + (Code::kHasMinimums ? 2 * vllm_cpu::kByteWords : vllm_cpu::kScaleWords) +
            (Code::kHasZeros ? vllm_cpu::kByteWords : 0) + (Code::kHasHighBits ? kPanel : 0);
   }
-  // Of the outputs from `output` on.
+  // Scales of the outputs from `output` on.
   VLLM_INLINE Vec scales(int64_t output) const {
     if (!Code::kHasMinimums) return load_halves(halves(header) + output);
     return load_halves(halves(factors) + output) * multipliers(header, output);
@@ -93,7 +94,7 @@ struct Int4Block {
   VLLM_INLINE Bits zeros(int64_t output) const {
     return bytes(header + vllm_cpu::kScaleWords, output);
   }
-  // Four numbers of each output as bytes: those of inputs 4 * quad and the next ones.
+  // Four values of each output as bytes: the values of inputs 4 * quad to 4 * quad + 3.
   VLLM_INLINE Bits quads(int64_t quad, int64_t output) const {
     const Bits word = load_bits(words() + quad / 2 * kPanel + output);
     Bits q = Code::numbers((word >> (quad % 2 * 4)) & 0x0f0f0f0fu);
@@ -111,14 +112,14 @@ struct Int4Block {
   static VLLM_INLINE Bits bytes(const uint32_t* at, int64_t output) {
     return load_bytes(reinterpret_cast<const uint8_t*>(at) + output);
   }
-  // Of two's complement.
+  // Multipliers in two's complement, as floats.
   static VLLM_INLINE Vec multipliers(const uint32_t* at, int64_t output) {
     const Ints upper = reinterpret_cast<Ints>(bytes(at, output) << 24);
     return __builtin_convertvector(upper >> 24, Vec);
   }
 };
 
-// Calls body(block, first input, inputs) for each block of a stretch of a panel, in their order.
+// Calls body(block, first input, inputs) for each block in a range of inputs of a panel, in order.
 template <class Code, class Body>
 VLLM_INLINE void for_each_block(const LinearWeight& weight, const uint32_t* w, int64_t inputs,
                                 Body body) {
@@ -140,7 +141,7 @@ VLLM_INLINE void for_each_block(const LinearWeight& weight, const uint32_t* w, i
   }
 }
 
-// Adds the sums of a block to the totals of a row, whose block begins at x.
+// Adds the sums of a block to the totals of a row. x is the beginning of the block in the row.
 template <class Code>
 VLLM_INLINE void add_scaled(Ints sums, Vec scale, Vec minimum, const int8_t* x, Vec& total) {
   const Vec x_scale = reinterpret_cast<Vec>(splat_bits(x));
@@ -150,17 +151,17 @@ VLLM_INLINE void add_scaled(Ints sums, Vec scale, Vec minimum, const int8_t* x, 
   }
 }
 
-// Whole numbers are summed up per block, then scaled and added up. Every tile unpacks the numbers
-// anew, which runs beside the products.
+// Integer sums are made per block, then scaled and added. Every tile unpacks the values again,
+// which runs in parallel with the multiplications.
 template <class Code>
 struct Int4Tile {
   using Input = int8_t;
   using Acc = Vec;
-  static constexpr int64_t kStretchInputs = 512;  // at most 28 KiB of weights
+  static constexpr int64_t kStretchInputs = 512;  // number of inputs: at most 28 KiB of weights
   static constexpr bool kIsFollowed = false;
   static constexpr int64_t kRowUnit = 1;
 
-  // One for each word of a row, one for the header of a block, and one for fifth bits.
+  // Cache lines: one for each word of a row, one for the header of a block, and one for fifth bits.
   static constexpr int64_t kStepLines = kPanel * 4 / 64;
   static constexpr int64_t kHeaderSteps = Code::kHasHighBits ? 2 : 1;
   static int64_t num_steps(const LinearWeight& weight, int64_t inputs) {
@@ -177,7 +178,8 @@ struct Int4Tile {
     if (is_first) __builtin_memset(total, 0, kRows * kPanel * sizeof(float));
     for_each_block<Code>(weight, w, inputs, [&](Int4Block<Code> block, int64_t, int64_t count) {
       add_block<kRows>(x, x_stride, block, count / 8, total, prefetch);
-      __asm__ volatile("" : : : "memory");  // or the compiler keeps a second copy of the totals
+      __asm__ volatile("" : : : "memory");  // otherwise the compiler keeps a second copy of the
+                                            // totals
       x += sizeof(Int4Header) + weight.block_inputs;
     });
   }
@@ -224,18 +226,19 @@ struct Int4Tile {
     }
   }
 
-  // The words of a block that some rows are multiplied with, of tile_vectors(kRows) vectors of outputs.
+  // The words of a block that are multiplied with some rows, for tile_vectors(kRows) vectors of
+  // outputs.
   template <int kRows>
   struct Words {
     static constexpr int kVectors = tile_vectors(kRows);
 
-    const Input* x;  // of the first word
+    const Input* x;  // inputs of the first word
     int64_t x_stride;
     Int4Block<Code> block;
     int column;
     Prefetch& prefetch;
 
-    // sums += the products of `count` words from number `first` on.
+    // sums += products of `count` words from index `first` on.
     VLLM_INLINE void add(int64_t first, int64_t count, typename Dot::Sums (&sums)[kRows][kVectors]) {
       for (int64_t k = first; k < first + count; ++k) {
         if (column == 0) prefetch.step();
@@ -257,7 +260,7 @@ struct Int4Tile {
     }
   };
 
-  // Minus the zero point times the sum of the inputs.
+  // Subtracts the zero point times the sum of the inputs.
   template <int kRows, int kVectors>
   static VLLM_INLINE void start_sums(const Input* x, int64_t x_stride, Int4Block<Code> block,
                                      int column, Ints (&acc)[kRows][kVectors]) {

@@ -1,17 +1,17 @@
-// Bringing weights into the layout of linear_format.h, and reading rows back.
+// Packs weights into the layout of linear_format.h, and reads rows back.
 #pragma once
 
 #include "linear_pack_int4.h"
 
 namespace VLLM_ISA {
 
-// Bytes of the panels of a weight, whose pointers need not be set yet.
+// Bytes of the panels of a weight. Its pointers need not be set yet.
 inline int64_t packed_bytes(const LinearWeight& weight) {
   return vllm_cpu::num_panels(weight) * vllm_cpu::panel_words(weight) * 4;
 }
 
-// Panels of words, in place: from [64 outputs][words] to [words][64 outputs].
-// Returns 0, or kNoMemory (nothing was changed).
+// Reorders panels in place: from [64 outputs][words] to [words][64 outputs]. Returns 0, or
+// kNoMemory (nothing was changed).
 inline int64_t pack_panels(uint32_t* panels, int64_t num_panels, int64_t words, int num_threads) {
   const int64_t size = words * kPanel;
   char* const scratch = vllm_cpu::workspace(num_threads * aligned(size * 4));
@@ -21,7 +21,7 @@ inline int64_t pack_panels(uint32_t* panels, int64_t num_panels, int64_t words, 
     for (int64_t panel = begin; panel < end; ++panel) {
       uint32_t* const packed = panels + panel * size;
       __builtin_memcpy(plain, packed, size * 4);
-      for (int64_t word = 0; word < words; word += 16) {  // a cache line of each row at a time
+      for (int64_t word = 0; word < words; word += 16) {  // one cache line of each row at a time
         const int64_t stop = word + 16 < words ? word + 16 : words;
         for (int64_t row = 0; row < kPanel; ++row) {
           for (int64_t i = word; i < stop; ++i) packed[i * kPanel + row] = plain[row * words + i];
@@ -32,7 +32,7 @@ inline int64_t pack_panels(uint32_t* panels, int64_t num_panels, int64_t words, 
   return 0;
 }
 
-// One output to int8, in steps of scale; returns the sum of the steps.
+// Rounds one output to int8, in steps of the scale; returns the sum of the steps.
 template <typename T>
 int32_t pack_int8_row(const T* from, int64_t size, uint32_t* to, float* scale, uint8_t* bytes) {
   *scale = quantize_row(from, bytes, size);
@@ -46,8 +46,8 @@ int32_t pack_int8_row(const T* from, int64_t size, uint32_t* to, float* scale, u
   return sum - static_cast<int32_t>(128 * size);
 }
 
-// Fills `weight` (int8 or int4), whose memory is zeroed, from a plain matrix
-// [out_features, in_features]; int4 without zero points and in its order. Returns 0, or kNoMemory.
+// Fills `weight` (int8 or int4), whose memory is zeroed, from a plain matrix [out_features,
+// in_features]; int4 without zero points and without an order. Returns 0, or kNoMemory.
 template <typename T>
 int64_t quantize_weight(const LinearWeight& weight, const T* from, int num_threads) {
   const int64_t size = weight.in_features;
@@ -74,7 +74,7 @@ int64_t quantize_weight(const LinearWeight& weight, const T* from, int num_threa
   return 0;
 }
 
-// One output of a packed weight, as T.
+// Reads one output of a packed weight, as T.
 template <typename T>
 void unpack_row(const LinearWeight& weight, int64_t n, T* out) {
   if (vllm_cpu::has_int4_blocks(weight)) return unpack_int4_row(weight, n, out);
@@ -90,7 +90,7 @@ void unpack_row(const LinearWeight& weight, int64_t n, T* out) {
   const int64_t per_word = weight.in_features * kPanel / words;
   for (int64_t i = 0; i < weight.in_features; i += per_word) {
     const uint32_t word = from[i / per_word * kPanel];
-    if (per_word * int64_t{sizeof(T)} == 4) {  // the same type
+    if (per_word * int64_t{sizeof(T)} == 4) {  // same type, so copy the bits
       __builtin_memcpy(out + i, &word, sizeof word);
       continue;
     }
@@ -120,7 +120,7 @@ int64_t linear_rows(const LinearWeight& weight, const int64_t* ids, int64_t coun
   for (int64_t i = 0; i < count; ++i) {
     if (ids[i] < 0 || ids[i] >= num_rows) return i;
   }
-  // Each word is a cache line of its own: reading it costs as much as ten elements.
+  // Each word is in another cache line, which costs as much as ten elements.
   parallel_rows(count, 10 * weight.in_features, num_threads, [&](int64_t i) {
     const LinearWeight* w = &weight;
     int64_t id = ids[i];

@@ -1,12 +1,12 @@
-// int4 weights (linear_format.h): rounding to them, taking them over from checkpoints, and reading
-// rows back.
+// int4 weights (linear_format.h): rounding weights to int4, repacking int4 weights of checkpoints,
+// and reading rows back.
 #pragma once
 
 #include "linear.h"
 
 namespace VLLM_ISA {
 
-// One number, rounded as a vector of them would be.
+// Rounds one value in the same way as a vector of values.
 template <typename T>
 T to_type(float x) {
   T lanes[kLanes];
@@ -14,13 +14,13 @@ T to_type(float x) {
   return lanes[0];
 }
 
-// The nearest float16 (ties to even) of a number below 65,520; anything for one that is not finite.
+// The nearest float16 (ties to even) of a finite value below 65,520; undefined for other values.
 inline uint16_t to_half(float x) {
   uint32_t bits;
   __builtin_memcpy(&bits, &x, sizeof bits);
   const uint32_t sign = bits >> 16 & 0x8000u;
   const float size = __builtin_fabsf(x);
-  if (size < 0x1p-14f) {  // denormal: steps of 2^-24
+  if (size < 0x1p-14f) {  // subnormal: steps of 2^-24
     return static_cast<uint16_t>(sign | static_cast<uint32_t>(__builtin_rintf(size * 0x1p24f)));
   }
   bits &= 0x7fffffffu;
@@ -28,8 +28,8 @@ inline uint16_t to_half(float x) {
   return static_cast<uint16_t>(sign | ((bits >> 13) - (112u << 10)));
 }
 
-// The power of two that the scales of an output are divided by, so that float16 has room for them:
-// the largest is 1 to 2 afterwards. NaN if they are not finite, so that this reaches the results.
+// The power of two by which the scales of an output are divided, so that they fit into float16: the
+// largest is then from 1 to 2. NaN if they are not finite, so that the results become NaN.
 inline float scale_unit(float largest) {
   uint32_t bits;
   __builtin_memcpy(&bits, &largest, sizeof bits);
@@ -45,10 +45,10 @@ inline uint32_t* block_of(const LinearWeight& weight, int64_t panel, int64_t inp
          vllm_cpu::panel_words(weight, input);
 }
 
-// Where in its word q number i of eight is.
+// Position of q number i of eight in its word, in bits.
 constexpr int q_shift(int i) { return i % 4 * 8 + i / 4 * 4; }
 
-// The number of largest magnitude in a block.
+// The value of largest magnitude in a block.
 template <typename T>
 float extreme_of(const T* from, int64_t count) {
   float extreme = 0;
@@ -59,8 +59,8 @@ float extreme_of(const T* from, int64_t count) {
   return extreme;
 }
 
-// One output. The number of largest magnitude in a block becomes -8, whatever its sign: the scale
-// takes the sign.
+// Rounds one output. The value of largest magnitude in a block becomes -8, whatever its sign,
+// because the scale takes the sign.
 template <typename T>
 void pack_int4_row(const LinearWeight& weight, int64_t n, const T* from) {
   const int64_t size = weight.in_features, block = weight.block_inputs, output = n % kPanel;
@@ -113,10 +113,10 @@ void unpack_int4_row(const LinearWeight& weight, int64_t n, T* out) {
 
 using vllm_cpu::Int4Source;
 
-// Number i of a row of a checkpoint's words, which is output n of input k.
+// Value i of a row in a checkpoint's words: output n of input k.
 inline uint32_t source_q(const Int4Source& source, int64_t k, int64_t n, int64_t out_features) {
   if (source.is_awq) {
-    // Outputs 0, 2, 4, 6, 1, 3, 5, 7 of eight, from the lowest bits on.
+    // A word contains the outputs 0, 2, 4, 6, 1, 3, 5, 7 of eight, from the lowest bits on.
     const int64_t place = n % 8 / 2 + n % 2 * 4;
     return source.words[(k * out_features + n) / 8] >> (4 * place) & 15u;
   }
@@ -157,7 +157,7 @@ inline void convert_int4_panel(const LinearWeight& weight, const Int4Source& sou
   }
 }
 
-// Fills an int4 weight, whose memory is zeroed, from a checkpoint's.
+// Fills an int4 weight, whose memory is zeroed, from a weight of a checkpoint.
 inline void convert_int4(const LinearWeight& weight, const Int4Source& source, int num_threads) {
   parallel_for(vllm_cpu::num_panels(weight), 1, num_threads,
                [&](int64_t begin, int64_t end, int) {

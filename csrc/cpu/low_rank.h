@@ -1,10 +1,11 @@
-// Low-rank products of adapters, gathered: each row has an adapter of its own, or none.
+// Low-rank matmuls of LoRA adapters, gathered: each row has its own adapter, or none.
 //
-//   y[row, part] += (x[row] @ a.T) @ b      with a and b of the adapter of the row
+// y[row, part] += (x[row] @ a.T) @ b      with a and b of the adapter of the row
 //
-// Rows are grouped by their adapter, so that its weights are read once for all of them. A row
-// without an adapter is not touched. Sums are made in one order whatever the groups and threads, in
-// float, so a row's result does not depend on what it is batched with.
+// Rows are grouped by adapter, so that the weights of an adapter are read once for all of its rows.
+// A row without an adapter is not changed. Sums are made in float and in a fixed order, which does
+// not depend on groups or threads. So the result of a row does not depend on the other rows of the
+// batch.
 #pragma once
 
 #include "linear.h"
@@ -21,14 +22,14 @@ using vllm_cpu::kRankBlock;
 using vllm_cpu::kRankInputs;
 
 constexpr int64_t kPieceRows = 32;
-constexpr int64_t kAheadBytes = 4096;  // between what is multiplied and what is asked for
+constexpr int64_t kAheadBytes = 4096;  // prefetch distance
 
-// In a row of a.
+// Number of inputs in a row of a, with padding.
 inline int64_t aligned_inputs(int64_t in_features) {
   return ceil_div(in_features, kRankInputs) * kRankInputs;
 }
 
-// b is a weight like those of linear layers, with rows of floats as inputs.
+// Converts b to a weight of a linear layer whose inputs are rows of floats.
 template <typename W>
 struct UpDot {
   using Dot = DotFloat;
@@ -58,7 +59,7 @@ VLLM_INLINE void store_sums(Vec (&sums)[kRankBlock], float* out) {
   }
 }
 
-// Products of kRankInputs inputs, as rows of T and W have them, added lane by lane.
+// Products of kRankInputs inputs in the layouts of T and W, added lane by lane.
 template <typename T, typename W>
 struct RankDot {
   static constexpr int kVectors = kRankInputs / kLanes;
@@ -80,7 +81,8 @@ struct RankDot<bf16, bf16> {
 };
 #endif
 
-// h[r][0 .. kRankBlock) = x[r] @ a.T for one block of a. is_new: a was not read before.
+// h[r][0 .. kRankBlock) = x[r] @ a.T for one block of a. is_new: a was not read before, so prefetch
+// it.
 template <int kRows, bool kIsNew, typename T, typename W>
 VLLM_INLINE void project_down(const T* const* x, const W* a, int64_t in_features, float* const* h) {
   using Dot = RankDot<T, W>;
@@ -120,14 +122,14 @@ VLLM_INLINE void project_down(const T* const* x, const W* a, int64_t in_features
   for (int r = 0; r < kRows; ++r) store_sums(sums[r], h[r]);
 }
 
-// At most kPieceRows rows of one adapter, for one projection.
+// At most kPieceRows rows with the same adapter, for one projection.
 struct LowRankPiece {
   const LowRank* part;
   const int32_t* rows;
   int64_t num_rows;
   float* h;  // [num_rows, rank]
-  int64_t first_block, first_panel;  // units of the pieces before it
-  int64_t number;                    // of the projection in the call
+  int64_t first_block, first_panel;  // number of units in the pieces before it
+  int64_t number;                    // index of the projection in the call
 };
 
 template <typename T, typename W>
@@ -135,7 +137,7 @@ class LowRankCall {
  public:
   LowRankCall(const LowRankArgs& args, int num_threads) : args_(args), threads_(num_threads) {}
 
-  // -1; or a row whose adapter is out of range; or kNoMemory.
+  // Returns -1, a row whose adapter is out of range, or kNoMemory.
   int64_t run() {
     int64_t h_size = 0, work = 0, num_adapted = 0;
     for (int64_t i = 0; i < args_.num_rows; ++i) {
@@ -151,7 +153,7 @@ class LowRankCall {
       }
     }
     if (h_size == 0) return -1;
-    threads_ = {threads_.all, 1 + work / 80000};  // as threads_for
+    threads_ = {threads_.all, 1 + work / 80000};  // as in threads_for
     const int64_t num_adapters = args_.adapted->num_adapters;
     const int64_t most = (num_adapted / kPieceRows + num_adapters) * args_.num_parts;
     const int64_t start_bytes = aligned((num_adapters + 1) * 4), row_bytes = aligned(num_adapted * 4);
@@ -181,7 +183,7 @@ class LowRankCall {
     return args_.adapted->adapters[adapter][args_.first_part + part];
   }
 
-  // rows: those of each adapter, in their order, from starts[adapter] on.
+  // rows: the rows of each adapter, in their order, from starts[adapter] on.
   void group_rows(int32_t* starts, int32_t* rows) const {
     const int64_t num_adapters = args_.adapted->num_adapters;
     for (int64_t a = 0; a <= num_adapters; ++a) starts[a] = 0;
@@ -212,7 +214,7 @@ class LowRankCall {
     }
   }
 
-  // Calls body(piece, unit) for all units; first_of(piece) is the first one of a piece.
+  // Calls body(piece, unit) for all units; first_of(piece) is the index of a piece's first unit.
   template <class Body, class First>
   void share(int64_t num_units, Body body, First first_of) const {
     const int64_t chunk = ceil_div(num_units, 8 * int64_t{threads_.useful});
@@ -263,7 +265,7 @@ class LowRankCall {
     }
   }
 
-  // Where row i of a piece begins.
+  // The beginning of row i of a piece.
   const T* x_at(const LowRankPiece& piece, int64_t i) const {
     return static_cast<const T*>(args_.x) + piece.rows[i] * args_.x_stride +
            piece.number * args_.x_head_stride;
@@ -297,7 +299,7 @@ void copy_tiles(const TileArgs& args) {
   }
 }
 
-// Copies a matrix of A or B tile by tile. 0; or 1 for tiles of another width.
+// Copies a matrix A or B tile by tile. Returns 0, or 1 if the tiles have another width.
 inline int64_t tile_matrix(const TileArgs& args) {
   switch (args.column_bytes) {
     case 4:
@@ -314,7 +316,7 @@ inline int64_t tile_matrix(const TileArgs& args) {
   }
 }
 
-// -1; or a row whose adapter is out of range, nothing is computed then; or kNoMemory.
+// Returns -1; a row whose adapter is out of range (nothing is computed then); or kNoMemory.
 template <typename T>
 int64_t add_low_rank(const LowRankArgs& args, int num_threads) {
   if (args.adapted->is_float != 0) return LowRankCall<T, float>(args, num_threads).run();

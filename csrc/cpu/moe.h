@@ -1,10 +1,10 @@
 // A mixture of experts: out = sum over a token's choices of weight * down(act(gate x) * up x).
 //
-// Pairs of a token and a choice are sorted by expert, so that each expert multiplies its rows at
-// once; only x is copied, never a weight. The unit of work is one panel of an expert with a block
-// of its rows: a few tokens on many experts still make enough units for all threads. A row's
-// result does not depend on what it is batched with: the choices of a token are added up in its
-// own order. Choices of experts that other ranks have are left out.
+// Pairs of a token and a choice are sorted by expert, so that each expert multiplies all of its
+// rows at once. Only x is copied, never a weight. A unit of work is one panel of an expert with a
+// block of its rows, so even a few tokens on many experts make enough units for all threads. The
+// result of a row does not depend on the rest of the batch, because the choices of a token are
+// added up in the token's own order. Choices of experts that are on other ranks are left out.
 #pragma once
 
 #include "activation.h"
@@ -17,9 +17,9 @@ using vllm_cpu::ExpertActivation;
 using vllm_cpu::Experts;
 using vllm_cpu::MoeArgs;
 
-constexpr int64_t kSlabPairs = 4096;  // that are sorted and multiplied at a time
+constexpr int64_t kSlabPairs = 4096;  // number of pairs that are sorted and multiplied at a time
 
-// Rows of one expert, kBlockRows at most.
+// Rows of one expert, at most kBlockRows.
 struct ExpertRows {
   int32_t expert, first, count;
 };
@@ -31,21 +31,22 @@ struct MoeSlab {
   int64_t first_token, num_tokens;
   int num_threads;
 
-  // In the scratch memory; `place` sets them.
+  // Arrays in the scratch memory; `place` sets the pointers.
   int64_t* num_blocks = nullptr;
-  int32_t* starts = nullptr;  // [num_experts + 1]: where an expert's rows begin
-  int32_t* row_of = nullptr;  // [num_tokens * top_k]: where a pair is; -1: with another rank
+  int32_t* starts = nullptr;  // [num_experts + 1]: index of the first row of each expert
+  int32_t* row_of = nullptr;  // [num_tokens * top_k]: index of the row of a pair; -1: on another
+                              // rank
   ExpertRows* blocks = nullptr;
   T* hidden = nullptr;   // [pairs, I]
   T* results = nullptr;  // [pairs, H]
-  char* rows = nullptr;  // [pairs]: x, and then hidden, as the tiles read them
-  char* sums = nullptr;  // of each thread: sum_rows() rows, twice
+  char* rows = nullptr;  // [pairs]: x, and later hidden, in the form that the tiles read
+  char* sums = nullptr;  // two times sum_rows() rows for each thread
 
   int64_t num_pairs() const { return num_tokens * args.top_k; }
   const LinearWeight& gate(int64_t e) const { return *experts.gate[e]; }
   const LinearWeight& up(int64_t e) const { return *experts.up[e]; }
   const LinearWeight& down(int64_t e) const { return *experts.down[e]; }
-  // Of a token of the slab, top_k each.
+  // The ids (top_k) of a token of this part of the batch.
   const int64_t* ids(int64_t token) const {
     return args.ids + (first_token + token) * args.ids_stride;
   }
@@ -53,7 +54,7 @@ struct MoeSlab {
     return args.weights + (first_token + token) * args.weights_stride;
   }
 
-  // Index of the expert that a token has chosen; -1: another rank has it.
+  // Index of the expert that a token has chosen; -1: it is on another rank.
   int64_t expert(int64_t token, int64_t choice) const {
     const int64_t e = ids(token)[choice] - experts.first_id;
     return e >= 0 && e < experts.num_experts ? e : -1;
@@ -61,8 +62,8 @@ struct MoeSlab {
 
   int64_t sum_rows() const { return num_pairs() < kBlockRows ? num_pairs() : kBlockRows; }
 
-  // Lays out the arrays from the address `memory` on (0: only measures); returns the bytes.
-  // row_bytes: of a row for the tiles.
+  // Lays out the arrays from the address `memory` on (0: only measures), and returns the number of
+  // bytes. row_bytes: size of a row in the form that the tiles read.
   int64_t place(uintptr_t memory, int64_t row_bytes) {
     int64_t used = 0;
     const auto take = [&](auto*& array, int64_t count) {
@@ -110,7 +111,8 @@ struct MoeSlab {
   }
 
   // Calls body(rows of an expert, panel, sums of this thread) for all panels of the experts that
-  // have rows. `weight` is any of them, `num_weights` as many are multiplied in a unit.
+  // have rows. `weight` is the weight of any expert, and `num_weights` the number of weights that a
+  // unit multiplies.
   template <class Body>
   void for_each_unit(const LinearWeight& weight, int64_t num_weights, Body body) const {
     const int64_t panels = vllm_cpu::num_panels(weight), units = *num_blocks * panels;
@@ -127,8 +129,8 @@ struct MoeSlab {
   }
 };
 
-// Copies x to the rows of its choices, as the tiles read it. Where weights scale the inputs, the
-// scaled row is made where the result of the choice will be.
+// Copies x to the rows of its choices, in the form that the tiles read. If weights scale the
+// inputs, the scaled row is made in the memory of the later result.
 template <class Kind, typename T>
 void gather_rows(const MoeSlab<T>& slab) {
   using Input = typename Kind::Input;
@@ -138,7 +140,7 @@ void gather_rows(const MoeSlab<T>& slab) {
   parallel_rows(slab.num_tokens, (1 + k) * size, slab.num_threads, [&](int64_t token) {
     const T* const x = args.x + (slab.first_token + token) * args.x_stride;
     const int32_t* const row_of = slab.row_of + token * k;
-    const Input* known = nullptr;  // the same row, where experts share it
+    const Input* known = nullptr;  // the same row, if experts can share it
     for (int64_t i = 0; i < k; ++i) {
       if (row_of[i] < 0) continue;
       const LinearWeight& weight = slab.gate(slab.expert(token, i));
@@ -150,7 +152,7 @@ void gather_rows(const MoeSlab<T>& slab) {
           store(scaled + at, load(x + at, count) * factor, count);
         });
         Kind::convert(weight, scaled, row);
-      } else if (known == nullptr || slab.experts.has_orders) {  // each expert has its own
+      } else if (known == nullptr || slab.experts.has_orders) {  // each expert needs its own row
         Kind::convert(weight, x, row);
         known = row;
       } else {
@@ -160,7 +162,7 @@ void gather_rows(const MoeSlab<T>& slab) {
   });
 }
 
-// The middle of an expert on `size` gates, if it has some, and as many ups behind them.
+// Applies the activation to `size` gates, if there are gates, and as many ups after them.
 template <typename T>
 void activate(const Experts& experts, const T* both, T* out, int64_t size) {
   switch (experts.activation) {
@@ -175,19 +177,20 @@ void activate(const Experts& experts, const T* both, T* out, int64_t size) {
   }
 }
 
-// The features [begin, ...) of expert `e` in biases of `width` each; null: there are none.
+// The biases of expert `e` from feature `begin` on; null if there are none. Each expert has
+// `width`.
 template <typename T>
 const T* bias_at(const void* biases, int64_t e, int64_t width, int64_t begin) {
   return biases == nullptr ? nullptr : static_cast<const T*>(biases) + e * width + begin;
 }
 
-// A vector of a product, with its part of the bias.
+// A vector of results with its part of the bias.
 template <typename T>
 VLLM_INLINE Vec with_bias(Vec value, const T* bias, int64_t i, int64_t count) {
   return bias == nullptr ? value : value + load(bias + i, count);
 }
 
-// hidden = act(gate x) * up x, or act(up x), rounded where the separate operators would round.
+// hidden = act(gate x) * up x, or act(up x), with the same rounding as the separate operators.
 template <class Kind, typename T>
 void expand(const MoeSlab<T>& slab) {
   using Tile = typename Kind::Tile;
@@ -208,7 +211,7 @@ void expand(const MoeSlab<T>& slab) {
     const T* const gate_bias = bias_at<T>(biases, of.expert, 2 * width, begin);
     const T* const up_bias = bias_at<T>(biases, of.expert, 2 * width, width + begin);
     for (int64_t r = 0; r < of.count; ++r) {
-      T both[2 * kPanel];  // a gate, if there are some, and an up, `columns` each
+      T both[2 * kPanel];  // gates, if there are any, then ups; `columns` each
       T* const behind = both + has_gate * columns;
       for_each_vector(columns, [&](int64_t i, int64_t count) {
         const auto* const row = x + r * size;

@@ -1,4 +1,4 @@
-// RMSNorm, alone and with the addition of the residual before it, and LayerNorm.
+// RMSNorm, with and without adding the residual first, and LayerNorm.
 #pragma once
 
 #include "simd.h"
@@ -10,7 +10,8 @@ namespace VLLM_ISA {
 template <typename T>
 inline void rms_norm_row(const T* x, const T* weight, T* out, int64_t hidden, float eps,
                          float offset) {
-  Vec squares[4] = {};  // four sums: one would wait for its own last addition
+  Vec squares[4] = {};  // four sums, because each addition to a single sum would wait for the one
+                        // before
   int64_t i = 0;
   for (; i + 4 * kLanes <= hidden; i += 4 * kLanes) {
 #pragma GCC unroll 4
@@ -55,7 +56,7 @@ inline void layer_norm_row(const T* x, const T* weight, const T* bias, T* out, i
     const Vec v = centered(i, n);
     squares = fma(v, v, squares);
   });
-  // What was loaded as zeros behind the end of the row is no element of it.
+  // Lanes after the end of the row were loaded as zeros and must not count.
   const float padding = static_cast<float>((kLanes - size % kLanes) % kLanes);
   const float variance = (sum_lanes(squares) - padding * mean * mean) / count;
   const Vec scale = splat(1.0f / __builtin_sqrtf(variance + eps));

@@ -1,12 +1,13 @@
-// Sharing a loop between the threads of the OpenMP runtime that torch has already loaded.
+// Shares a loop between the threads of the OpenMP runtime that torch has already loaded.
 //
-// Two runtimes in one process fight over the cores. So this library is linked against none: at
-// load time the Python side hands over the address of GOMP_parallel, the documented entry that
-// compilers call for `#pragma omp parallel`, and of omp_get_thread_num. libgomp has them, and so do the
-// LLVM and Intel runtimes on Linux. Without them every loop runs on the calling thread.
+// Two runtimes in one process compete for the cores, so this library is linked against none.
+// Instead, Python passes the addresses of GOMP_parallel (the documented entry that compilers call
+// for `#pragma omp parallel`) and of omp_get_thread_num when it loads the library. libgomp has
+// both, and so do the LLVM and Intel runtimes on Linux. Without them, every loop runs on the
+// calling thread.
 //
-// A forked child does not have the threads that the runtime waits for. It has to ask torch for one
-// thread before it computes, with torch or with these kernels.
+// A forked child does not have the threads that the runtime waits for. It must set torch to one
+// thread before it computes with torch or with these kernels.
 #pragma once
 
 #include <cstdint>
@@ -15,29 +16,29 @@
 
 namespace vllm_cpu {
 
-// begin, end: the share of the loop. worker: below num_threads, different for each thread that
-// is inside the loop at the same time.
+// begin, end: the range of the loop. worker: an index below num_threads, different for all threads
+// that are inside the loop at the same time.
 using LoopBody = void (*)(void* context, int64_t begin, int64_t end, int worker);
 
 // The threads of a loop.
 struct Threads {
-  int all;     // that there are
-  int useful;  // the most of them for which there is enough work
+  int all;     // all threads that may be used
+  int useful;  // the largest number of them that has enough work
 
   Threads(int num_threads) : all(num_threads), useful(num_threads) {}
   Threads(int num_threads, int64_t most)
       : all(num_threads), useful(most < num_threads ? static_cast<int>(most) : num_threads) {}
 };
 
-// Calls `body` for disjoint ranges that cover [0, n), each `chunk` long but the last. Threads
-// take the next range when they are done with one, so uneven work is shared evenly. Returns when
-// all is done. Uses the calling thread alone when there is only one range. leave: what each thread
-// calls when it is done with its last range, for what `body` has set up in it; or null.
+// Calls `body` for disjoint ranges that cover [0, n), each `chunk` long except the last. A thread
+// takes the next range when it has finished one, so uneven work is shared evenly. Returns when all
+// ranges are done. Uses only the calling thread if there is only one range. leave: called by each
+// thread after its last range, to undo what `body` has set up in it; or null.
 void run_parallel(int64_t n, int64_t chunk, Threads threads, LoopBody body, void (*leave)(),
                   void* context);
 
-// Calls `body` once, on the calling thread. Meanwhile the other threads stand by, so that a loop
-// of at most num_threads threads that `body` runs starts and ends in a fraction of a microsecond.
+// Calls `body` once, on the calling thread. The other threads wait meanwhile, so that a loop of at
+// most num_threads threads in `body` starts and ends within a fraction of a microsecond.
 void run_team(int num_threads, void (*body)(void* context), void* context);
 
 }  // namespace vllm_cpu
@@ -60,8 +61,8 @@ inline void team(int num_threads, Body body) {
       num_threads, [](void* context) { (*static_cast<Body*>(context))(); }, &body);
 }
 
-// parallel_for for rows of equal cost: one range per thread, and no second thread before each has
-// enough work to pay for waking it.
+// parallel_for for rows of equal cost: one range per thread. Another thread is only used if each
+// thread has enough work to make up for waking it.
 template <typename Body>
 inline void parallel_row_ranges(int64_t rows, int64_t elements_per_row, int num_threads,
                                 Body body) {

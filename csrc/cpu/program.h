@@ -1,13 +1,13 @@
 // Runs a program: the forward pass of a model in one call.
 //
-// Operations of which a row needs no other row follow each other: a run. It ends at the next
-// attention, and where the ranks of a group exchange all rows. These two share their work between
-// the threads by themselves. When the weights of a run stay in the caches, a thread takes some rows
-// through all of the run, and the threads meet twice per run. Otherwise all threads share every
-// product, so that memory is read once.
+// Consecutive operations that work on each row independently form a run. A run ends at the next
+// attention, and where the ranks of a group exchange rows; these operations share their work
+// between the threads themselves. If the weights of a run fit into the caches, each thread takes
+// some rows through the whole run, and the threads synchronise twice per run. Otherwise all threads
+// share each matmul, so that memory is read once.
 //
-// Every row is computed by the kernels that serve single operators, in their order: the result
-// has the same bits as one call per operator.
+// Every row is computed by the kernels that also serve single operators, in the same order: the
+// result has the same bits as one call per operator.
 #pragma once
 
 #include "attention.h"
@@ -21,16 +21,18 @@
 namespace VLLM_ISA {
 
 constexpr int64_t kCachedRunBytes = 4 << 20;
-constexpr int64_t kOwnRows = 64;       // most rows that one thread takes through a run at a time
-constexpr int64_t kSharedRows = 1024;  // and that all threads together do
-constexpr int64_t kRowBlock = 8;       // rows that an operation takes before the next one does
+constexpr int64_t kOwnRows = 64;       // largest number of rows that one thread takes through a run
+                                       // at a time
+constexpr int64_t kSharedRows = 1024;  // the same number for all threads together
+constexpr int64_t kRowBlock = 8;       // number of rows that an operation computes before the next
+                                       // operation does
 
-// A single operation has nothing to take rows through.
+// A program with a single operation has no run to take rows through.
 inline bool is_cached(const Program& program) {
   return program.largest_run_bytes <= kCachedRunBytes && program.num_operations > 1;
 }
 
-// Whether one thread is done before another would pay for being woken: at most some 100 us.
+// Whether one thread finishes before another would have been woken: at most about 100 us.
 inline bool is_small(const Program& program, const ProgramLaunch& launch) {
   int64_t num_keys = 0;
   int64_t num_items = 0;
@@ -38,7 +40,7 @@ inline bool is_small(const Program& program, const ProgramLaunch& launch) {
   for (int64_t t = 0; launch.num_item_slots != nullptr && t < launch.num_tokens; ++t) {
     num_items += launch.num_item_slots[t];
   }
-  // Cycles, about: as share_out counts them; attention reads a vector of a key and a value.
+  // Estimated cycles, counted as in share_out; attention reads a vector of a key and of a value.
   return program.weight_bytes / (4 * kPanel) * (8 + 4 * launch.num_tokens) +
              (num_keys * program.attended_elements + num_items * program.item_elements) / 16 <
          400000;
@@ -49,7 +51,7 @@ inline int64_t local_rows(const Program& program, int64_t num_tokens, int num_th
   return num_tokens < kSharedRows ? num_tokens : kSharedRows;
 }
 
-// Bytes for any launch of at most num_tokens.
+// Bytes that are enough for any launch of at most num_tokens.
 template <typename T>
 int64_t program_scratch_bytes(const Program& program, int64_t num_tokens, int num_threads) {
   const int64_t num_local = local_rows(program, num_tokens, num_threads);
@@ -82,7 +84,7 @@ class ProgramPass {
   }
 
  private:
-  // Whether it is no part of a run.
+  // Whether the operation works on all rows and so does not belong to a run.
   static bool takes_all_rows(const Operation& op) {
     const OperationKind kind = OperationKind(op.kind);
     return kind == OperationKind::attend || kind == OperationKind::attend_items ||
@@ -96,7 +98,7 @@ class ProgramPass {
     exchange(op);
   }
 
-  // From any thread; the last one stays.
+  // Callable from any thread; the last failure is kept.
   void fail(ProgramStatus status, int64_t index) {
     __atomic_store_n(&launch_.bad_index, index, __ATOMIC_RELAXED);
     __atomic_store_n(&status_, status, __ATOMIC_RELAXED);
@@ -106,7 +108,8 @@ class ProgramPass {
     const int64_t num_decodes = launch_.num_decodes;
     const int64_t num_slots = program_.num_blocks * program_.block_size;
     if (num_decodes < launch_.num_requests && launch_.query_start_loc[num_decodes] != num_decodes) {
-      fail(ProgramStatus::kBadStart, num_decodes);  // rows between would be of no request
+      fail(ProgramStatus::kBadStart, num_decodes);  // rows between the decodes and the first
+                                                    // prefill would belong to no request
     }
     for (int64_t t = launch_.num_tokens - 1; t >= 0; --t) {
       for (int64_t g = 0; g < program_.num_groups; ++g) {
@@ -129,7 +132,7 @@ class ProgramPass {
 
   static bool is_below(int64_t index, int64_t end) { return index >= 0 && index < end; }
 
-  // Takes all rows of the launch through a run.
+  // Takes all rows of the launch through a run, shared between the threads.
   void share_rows(const Operation* first, const Operation* end) {
     const int64_t rows = launch_.num_tokens;
     if (num_threads_ > 1 && is_cached(program_) && rows >= 2 * kMaxTileRows * num_threads_) {
@@ -148,7 +151,7 @@ class ProgramPass {
     }
   }
 
-  // Takes some rows through a run. Operations between two products share a loop.
+  // Takes some rows through a run. Operations between two matmuls share a loop.
   void run_rows(const Operation* op, const Operation* end, const Rows& rows, int num_threads) {
     while (op < end) {
       if (is_product(*op)) {
@@ -158,7 +161,8 @@ class ProgramPass {
       const Operation* const first = op;
       int64_t cost = 0;
       for (; op < end && !is_product(*op); ++op) cost += row_cost(*op);
-      // No second thread before each has work for about a microsecond: a team wakes fast.
+      // Another thread is used only if each thread has work for about a microsecond, because a team
+      // wakes fast.
       parallel_row_ranges(rows.count, 2 * cost, num_threads, [&](int64_t begin, int64_t stop) {
         for (int64_t row = begin; row < stop; row += kRowBlock) {
           const int64_t count = row + kRowBlock < stop ? kRowBlock : stop - row;
@@ -170,7 +174,7 @@ class ProgramPass {
     }
   }
 
-  // Shares its rows or its weights between the threads by itself.
+  // Whether the operation shares its rows or weights between the threads itself.
   static bool is_product(const Operation& op) {
     const OperationKind kind = OperationKind(op.kind);
     return kind == OperationKind::linear || kind == OperationKind::head_linear ||
@@ -202,7 +206,7 @@ class ProgramPass {
     if (status_of() != 0) fail(ProgramStatus::kNoMemory, 0);
   }
 
-  // A product of rows of floats, whatever T is.
+  // A matmul with rows of floats, whatever T is.
   static int64_t multiply_floats(const Operation& op, const View<T>& x, const View<T>& out,
                                  const Rows& rows, int num_threads) {
     return activated_linear<float>(
@@ -211,7 +215,7 @@ class ProgramPass {
         Activation(op.option), num_threads);
   }
 
-  // Adds to x what the adapters of its rows make of y.
+  // Adds to x the results of the adapters of its rows for y.
   void adapt(const Operation& op, const Rows& rows, int num_threads) {
     if (launch_.adapted == nullptr) return;
     const auto x = rows_.view(op.y, op.y_offset, rows), y = rows_.view(op.x, op.x_offset, rows);
@@ -223,7 +227,7 @@ class ProgramPass {
     if (bad >= 0) fail(ProgramStatus::kBadAdapter, bad);
   }
 
-  // What the arguments of both attention kernels have in common.
+  // Arguments that both attention kernels have in common.
   vllm_cpu::AttentionArgs<T> attention_args(const Operation& op, int64_t first,
                                             int64_t count) const {
     const auto query = rows_.view(op.x, op.x_offset, {0, 0, 0});
@@ -265,7 +269,7 @@ class ProgramPass {
       if (bad >= 0) fail(ProgramStatus::kBadRequest, first + bad);
     };
     if (num_prefills > 0) {
-      // Its rows are counted from the first token of the launch, those of the decodes included.
+      // Rows of prefill are counted from the first token of the launch, including the decodes.
       auto args = attention_args(op, num_decodes, num_prefills);
       args.query_start_loc = launch_.query_start_loc + num_decodes;
       args.num_tokens = launch_.num_tokens;
@@ -277,7 +281,7 @@ class ProgramPass {
     }
   }
 
-  // Every token is a decode of its own: it sees all of its slots, which are blocks of one key.
+  // Each token is treated as a decode: it attends to all of its slots, which are blocks of one key.
   void attend_items(const Operation& op) {
     auto args = attention_args(op, 0, launch_.num_tokens);
     if (launch_.num_item_slots == nullptr) {
@@ -296,7 +300,7 @@ class ProgramPass {
     if (bad >= 0) fail(ProgramStatus::kBadItem, bad);
   }
 
-  // Rows are dense: a result has a buffer of its own.
+  // Rows are dense, because a result has its own buffer.
   void exchange(const Operation& op) {
     const auto x = rows_.view(op.x, 0, {0, 0, 0}), out = rows_.view(op.out, 0, {0, 0, 0});
     const int64_t rows = launch_.num_tokens;
@@ -318,14 +322,14 @@ class ProgramPass {
   ProgramStatus status_ = ProgramStatus::kDone;
 };
 
-// Writes launch.out. Any other status than kDone: its content is undefined, and so is that of the
-// caches in the slots of the launch.
+// Writes launch.out. With any status except kDone, the content of launch.out and of the launch's
+// slots in the caches is undefined.
 template <typename T>
 int64_t run_program(const Program& program, ProgramLaunch& launch, int num_threads) {
   return static_cast<int64_t>(ProgramPass<T>(program, launch, num_threads).run());
 }
 
-// The same with a team of threads of its own.
+// Runs a program with a team of threads of its own.
 template <typename T>
 int64_t program_forward(const Program& program, ProgramLaunch& launch, int num_threads) {
   if (is_small(program, launch)) num_threads = 1;

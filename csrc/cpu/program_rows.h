@@ -1,4 +1,4 @@
-// Where the rows of a program's operands are.
+// Addresses of the rows of a program's operands.
 #pragma once
 
 #include "row_operations.h"
@@ -8,13 +8,14 @@ namespace VLLM_ISA {
 using vllm_cpu::Program;
 using vllm_cpu::ProgramStatus;
 
-// Where the buffers of a launch are.
+// Addresses of the buffers of a launch.
 template <typename T>
 struct ProgramBuffers {
   T* at[vllm_cpu::kMaxBuffers];
-  int64_t bytes;  // of the scratch memory
+  int64_t bytes;  // bytes of the scratch memory
 
-  // local_rows: of local buffers. scratch: an address; 0 only measures.
+  // local_rows: number of rows of local buffers. scratch: the address of the scratch memory; 0 only
+  // measures.
   ProgramBuffers(const Program& program, int64_t num_tokens, int64_t local_rows, uintptr_t scratch)
       : bytes(0) {
     for (int64_t i = 0; i < program.num_buffers; ++i) {
@@ -27,7 +28,7 @@ struct ProgramBuffers {
   }
 };
 
-// Rows [begin, begin + count) of a launch. Local buffers have them from row begin - shift on.
+// Rows [begin, begin + count) of a launch. Local buffers contain them from row begin - shift on.
 struct Rows {
   int64_t begin, count, shift;
 };
@@ -50,7 +51,7 @@ class ProgramRows {
     }
   }
 
-  // An operand in those rows.
+  // The elements of an operand in these rows.
   View<T> view(int64_t buffer, int64_t offset, const Rows& rows) const {
     const int64_t width = program_.buffers[buffer].width;
     const int64_t row = rows.begin - (program_.buffers[buffer].is_local ? rows.shift : 0);

@@ -6,8 +6,8 @@
 
 namespace VLLM_ISA {
 
-// Each product is rounded to T before the sum, and the angles are rounded to T first: the order
-// of Hugging Face models, so that bf16 gives the same bits.
+// Rounds the angles to T, and each product to T before the sum, in the same order as Hugging Face
+// models, so that bf16 gives the same bits.
 template <typename T>
 VLLM_INLINE Vec rotated(Vec a, Vec cos, Vec b, Vec sin) {
   return round_to<T>(a * cos) + round_to<T>(b * sin);
@@ -24,7 +24,8 @@ inline void rotate_neox(T* head, const float* cos, const float* sin, int64_t hal
   });
 }
 
-// Pairs 2 i with 2 i + 1. Goes through small arrays: the compiler vectorizes the shuffles.
+// Pairs 2 i with 2 i + 1. It copies through small arrays, because the compiler then vectorizes the
+// shuffles.
 template <typename T>
 inline void rotate_interleaved(T* head, const float* cos, const float* sin, int64_t half) {
   for_each_vector(half, [&](int64_t i, int64_t count) {
@@ -47,8 +48,8 @@ inline void rotate_interleaved(T* head, const float* cos, const float* sin, int6
 }
 
 // query: [T, num_heads, head_size], key: [T, num_kv_heads, head_size], tokens `*_stride` elements
-// apart and dense inside. cos_sin: [max_positions, rot_dim], cosines then sines.
-// Returns -1, or a token whose position is out of range; nothing is written then.
+// apart, each token dense. cos_sin: [max_positions, rot_dim], cosines then sines. Returns -1, or a
+// token whose position is out of range; nothing is written then.
 template <typename T>
 int64_t rotary_embedding(const int64_t* positions, T* query, T* key, const float* cos_sin,
                          int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,

@@ -1,9 +1,9 @@
-// The operations of which a row needs no other row.
+// Operations that work on each row independently.
 //
-// A new one is a row of VLLM_ROW_OPERATIONS and a function of its name, both in this file. A program
-// (program.h) runs it on its buffers, and the operator table on tensors (row_operation, at the end).
-// The result may be where x or y is, if it is as wide, so a function reads an element before it
-// writes there.
+// To add one, add an entry to VLLM_ROW_OPERATIONS and a function with the same name, both in this
+// file. A program (program.h) runs it on its buffers, and the operator table on tensors
+// (row_operation, at the end). The result may overwrite x or y if it has the same width, so a
+// function reads an element before it writes to the same position.
 #pragma once
 
 #include "activation.h"
@@ -15,7 +15,7 @@
 #include "program_args.h"
 #include "rotary.h"
 
-// The name, and about how many passes over its num_heads * head_size elements take as long.
+// The name, and the approximate cost in passes over num_heads * head_size elements.
 #define VLLM_ROW_OPERATIONS(X) \
   X(lookup, 10)                \
   X(lookup_position, 10)       \
@@ -51,10 +51,10 @@ VLLM_ENUM(OperationKind, VLLM_ROW_OPERATIONS(VLLM_KIND) linear, head_linear, low
           all_reduce, all_gather);
 #undef VLLM_KIND
 
-// Tensors that an operation is called with. x, y, out: [num_rows, num_heads, head_size]; x of a gated
-// activation [num_rows, num_heads, 2 * head_size]; y of scale_rows [num_rows]; out of route as said
-// there. Rows are x_stride, y_stride and out_stride elements apart, and all else is dense. What an
-// operation does not use is 0.
+// The tensors of an operation. x, y, out: [num_rows, num_heads, head_size]; x of a gated activation
+// [num_rows, num_heads, 2 * head_size]; y of scale_rows [num_rows]; out of route as described
+// there. Rows are x_stride, y_stride and out_stride elements apart; everything else is dense.
+// Fields that an operation does not use are 0.
 VLLM_STRUCT(RowTensors,
   int64_t kind;  // OperationKind
   void* x;
@@ -63,12 +63,12 @@ VLLM_STRUCT(RowTensors,
   const void* weight;  // [head_size]
   const void* bias;    // [head_size]
   const float* table;   // as in Operation
-  const float* scales;  // the same
+  const float* scales;  // as in Operation
   int64_t num_rows, num_heads, head_size, x_stride, y_stride, out_stride;
   int64_t option;  // as in Operation
-  int64_t top_k;   // the same
-  int64_t num_groups, top_groups;  // the same
-  float scalar, second_scalar;  // the same
+  int64_t top_k;   // as in Operation
+  int64_t num_groups, top_groups;  // as in Operation
+  float scalar, second_scalar;  // as in Operation
 );
 
 }  // namespace vllm_cpu
@@ -98,8 +98,8 @@ struct RowCall {
   const T* weight() const { return static_cast<const T*>(op.weight); }
   const T* bias() const { return static_cast<const T*>(op.bias); }
 
-  // Calls body(x, out) for each head of each row. A head of x has x_size elements, one of out
-  // head_size.
+  // Calls body(x, out) for each head of each row. A head of x has x_size elements, a head of out
+  // has head_size.
   template <typename Body>
   void for_heads(int64_t x_size, Body body) const {
     const int64_t x_stride = op.x_head_stride != 0 ? op.x_head_stride : x_size;
@@ -109,7 +109,8 @@ struct RowCall {
     }
   }
 
-  // The same of two operands with heads like those of out: body(x, y, out).
+  // Calls body(x, y, out) for each head of each row; the heads of x and y have the size of those of
+  // out.
   template <typename Body>
   void for_pairs(Body body) const {
     for (int64_t i = 0; i < count; ++i) {
@@ -119,8 +120,8 @@ struct RowCall {
     }
   }
 
-  // Writes row ids[begin + i] + option of a table to row i of out, or zeros for a row of another rank.
-  // ids: null where all are 0.
+  // Writes entry ids[begin + i] + option of a table to row i of out, or zeros if the entry is on
+  // another rank. ids: null if all ids are 0.
   void copy_rows(const int64_t* ids) const {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t id = (ids == nullptr ? 0 : ids[begin + i]) + op.option;
@@ -150,7 +151,7 @@ void lookup_type(const RowCall<T>& rows) {
   rows.copy_rows(rows.launch.token_types);
 }
 
-// Zeros for tokens that see no image and no sound, in place.
+// Writes zeros for tokens that attend to no image and no sound, in place.
 template <typename T>
 void clear_unseeing(const RowCall<T>& rows) {
   const int32_t* const counts = rows.launch.num_item_slots;
@@ -160,7 +161,7 @@ void clear_unseeing(const RowCall<T>& rows) {
   }
 }
 
-// In place.
+// In place:
 template <typename T>
 void replace(const RowCall<T>& rows) {
   if (rows.launch.replaced == nullptr) return;
@@ -218,7 +219,7 @@ void scale(const RowCall<T>& rows) {
   });
 }
 
-// x times the number in y, or times its sigmoid.
+// x times the value in y, or times its sigmoid.
 template <typename T>
 void scale_rows(const RowCall<T>& rows) {
   for (int64_t i = 0; i < rows.count; ++i) {
@@ -230,7 +231,7 @@ void scale_rows(const RowCall<T>& rows) {
   }
 }
 
-// Elements up to `scalar` and down to its negative. NaN stays NaN.
+// Limits elements to the range from -scalar to scalar. NaN stays NaN.
 template <typename T>
 void clip(const RowCall<T>& rows) {
   const Vec limit = splat(rows.op.scalar);
@@ -241,7 +242,7 @@ void clip(const RowCall<T>& rows) {
   });
 }
 
-// scalar * tanh(x / scalar), rounded after each of the three.
+// scalar * tanh(x / scalar), rounded after each of the three operations.
 template <typename T>
 void soft_cap(const RowCall<T>& rows) {
   const Vec cap = splat(rows.op.scalar);
@@ -252,7 +253,7 @@ void soft_cap(const RowCall<T>& rows) {
   });
 }
 
-// Each element of a row with a weight of its own.
+// Multiplies each element of a row by its own weight.
 template <typename T>
 void add_weights(const RowCall<T>& rows) {
   for (int64_t i = 0; i < rows.count; ++i) {
@@ -262,7 +263,7 @@ void add_weights(const RowCall<T>& rows) {
   }
 }
 
-// The largest of head_size logits x, at most kMaxTopK, and how much each of them counts.
+// Chooses the experts of head_size logits x, at most kMaxTopK, and computes their weights.
 template <typename T>
 void route(const RowCall<T>& rows) {
   const Operation& op = rows.op;
@@ -279,7 +280,7 @@ void route(const RowCall<T>& rows) {
   }
 }
 
-// x as float.
+// Converts x to float.
 template <typename T>
 void widen(const RowCall<T>& rows) {
   for (int64_t i = 0; i < rows.count; ++i) {
@@ -341,7 +342,7 @@ void gelu_and_mul(const RowCall<T>& rows) {
   });
 }
 
-// Cosines, then sines, of a token whose pairs turn by several positions.
+// Cosines, then sines, of a token whose pairs are rotated by different positions.
 template <typename T>
 void choose_angles(const RowCall<T>& rows, int64_t token, float* angles) {
   const int64_t rot_dim = rows.op.option, half = rot_dim / 2;
@@ -381,7 +382,7 @@ void rotate_neighbours(const RowCall<T>& rows) {
   rotate_heads(rows, rotate_interleaved<T>);
 }
 
-// Keys x and values y; keys alone where values have no cache of their own.
+// Writes keys x and values y into the cache; only keys if values have no cache of their own.
 template <typename T>
 void write_cache(const RowCall<T>& rows) {
   const Operation& op = rows.op;
@@ -410,7 +411,7 @@ void write_cache(const RowCall<T>& rows) {
         [&](const T* from, const float*, T* to) { __builtin_memcpy(to, from, size * sizeof(T)); });
 }
 
-// x * scalar as the nearest number of e4m3 that is at most `option`. NaN stays NaN.
+// The e4m3 value nearest to x * scalar with a magnitude of at most `option`. NaN stays NaN.
 template <typename T>
 void round_to_fp8(const RowCall<T>& rows) {
   const Vec factor = splat(rows.op.scalar), limit = splat(static_cast<float>(rows.op.option));
@@ -447,7 +448,7 @@ void run_operation(const RowCall<T>& rows) {
   }
 }
 
-// One operation on tensors, of those that need nothing of a launch.
+// Runs one operation on tensors. Only for operations that need nothing from a launch.
 template <typename T>
 void row_operation(const vllm_cpu::RowTensors& of, int num_threads) {
   Operation op = {};

@@ -1,4 +1,4 @@
-// What all instruction sets share: threads and scratch memory.
+// Threads and scratch memory, which all instruction sets share.
 #include <sched.h>
 
 #include <cstdlib>
@@ -16,10 +16,10 @@ ThreadNumber thread_number = nullptr;
 
 constexpr int kGroupThreads = 8, kMaxGroups = 64;
 
-// Where threads find their ranges. Each group of some threads has a share of the loop with a counter
-// of its own, which is in a line of the cache of its own; done with its share, a thread helps
-// the next group. So a counter is changed by few threads, and a group has the same share, and so the
-// same weights, each time. Up to kGroupThreads threads are one group.
+// The ranges of a loop. Each group of threads has a part of the loop and its own counter in its own
+// cache line. A thread that has finished the part of its group helps the next group. So few threads
+// change the same counter, and a group gets the same part, with the same weights, each time. Up to
+// kGroupThreads threads are one group.
 struct Loop {
   int64_t n, chunk;
   LoopBody body;
@@ -58,21 +58,21 @@ struct Loop {
   }
 };
 
-// Waits a moment for another thread; `turn` counts the calls. Gives the core away when that takes
-// long: on a busy machine the other thread may be waiting for this very core.
+// Waits a moment for another thread; `turn` counts the calls. After a while it yields the core,
+// because on a busy machine the other thread may be waiting for this core.
 void wait(int64_t turn) {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
   __asm__ volatile("yield");
 #endif
-  if (turn >= 2000) sched_yield();  // after some 30 us
+  if (turn >= 2000) sched_yield();  // after about 30 us
 }
 
-// The threads between run_team and its end. One leads; the others help it with one loop after the
-// other. Nobody waits for a helper that has not entered a loop: one that has no core right now
-// costs nothing but its help. A helper says in a place of its own that it is inside, so that
-// entering and leaving take the same time with any number of helpers.
+// The threads between run_team and its end. One leads, and the others help it with one loop after
+// another. The leader never waits for a helper that has not entered a loop, so a helper without a
+// core delays nothing. Each helper announces that it is inside in its own memory, so that entering
+// and leaving take the same time with any number of helpers.
 class Team {
  public:
   Team(int size, void (*body)(void*), void* context)
@@ -80,14 +80,14 @@ class Team {
     for (int i = 0; i < size_; ++i) places_[i].inside = 0;
   }
 
-  // At most as many threads as were asked for.
+  // Number of threads; at most as many as were asked for.
   int size() const { return size_; }
   void lead() {
     body_(context_);
     __atomic_store_n(&gate_, kEnd, __ATOMIC_RELEASE);
   }
   void help(int index);
-  // The loop, to be filled in before run: nobody is inside now.
+  // The loop, to be filled in before `run`: no thread is inside now.
   Loop& loop() { return loop_; }
   void run();
 
@@ -96,20 +96,20 @@ class Team {
   static constexpr uint64_t kOpenTo = 0xffff;
   static constexpr uint64_t kEnd = ~uint64_t{0};
 
-  // Number of the loop, and in the low 16 bits how many threads it is for; 0: nobody may enter.
+  // Index of the loop, with its number of threads in the low 16 bits; 0: closed.
   alignas(64) uint64_t gate_ = 0;
-  Loop loop_;  // changed only while nobody is inside and the gate is shut
+  Loop loop_;  // changed only while no thread is inside and the gate is closed
   struct alignas(64) Place {
-    uint64_t inside;  // the gate by which the helper has entered; 0: it is outside
+    uint64_t inside;  // the gate with which the helper has entered; 0: it is outside
   } places_[kMaxThreads];
   const int size_;
   void (*const body_)(void*);
   void* const context_;
 };
 
-// A helper says that it is inside and then looks whether the gate is still open; the leader shuts the
-// gate and then looks who is inside. All four are in one order for all threads (SEQ_CST), so
-// at least one of the two sees the other.
+// A helper announces that it is inside, then checks that the gate is still open. The leader closes
+// the gate, then checks which helpers are inside. All threads see these four operations in one
+// order (SEQ_CST), so at least one of the two sees the other.
 void Team::help(int index) {
   if (index >= size_) return;
   uint64_t& inside = places_[index].inside;
@@ -145,7 +145,7 @@ void Team::run() {
   }
 }
 
-thread_local Team* led = nullptr;  // by this thread
+thread_local Team* led = nullptr;  // the team that this thread leads
 
 struct Workspace {
   char* memory = nullptr;
@@ -173,8 +173,8 @@ void run_parallel(int64_t n, int64_t chunk, Threads threads, LoopBody body, void
   }
   Loop loop;
   loop.init(n, chunk, threads.useful, body, leave, context);
-  // Always all threads: libgomp ends the ones a smaller team leaves out, and starting them
-  // again takes longer than a kernel.
+  // Always use all threads: libgomp ends threads that a smaller team leaves out, and restarting
+  // them takes longer than a kernel.
   gomp_parallel(
       [](void* data) {
         Loop* const loop = static_cast<Loop*>(data);
@@ -211,7 +211,8 @@ char* workspace(int64_t bytes) {
 
 }  // namespace vllm_cpu
 
-// Addresses of GOMP_parallel and omp_get_thread_num in the runtime that torch uses; null: one thread.
+// Sets the addresses of GOMP_parallel and omp_get_thread_num in torch's runtime; null: use one
+// thread.
 extern "C" __attribute__((visibility("default"))) void vllm_cpu_set_openmp(void* parallel,
                                                                            void* number) {
   vllm_cpu::gomp_parallel =

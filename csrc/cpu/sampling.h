@@ -1,14 +1,14 @@
-// From logits to tokens: what vllm/sample/sampler.py does, row by row and without temporaries.
+// From logits to tokens: the same as vllm/sample/sampler.py, row by row and without temporaries.
 //
-// Greedy: one pass for the maxima of blocks of 128 tokens, then a look into the first block that
-// has the largest. Random: the same pass. The draw is a race between blocks and then between the
-// tokens of the winner, and a block whose maximum says that it cannot win is not looked at. The
-// edge of top_k is found among the tokens that are above the k-th largest of the maxima. top_p
-// alone needs the likelihood of each token once, for their sum; then the bisection of
-// vllm/sample/filters.py, whose every step leaves fewer tokens in question.
+// Greedy: one pass computes the maxima of blocks of 128 tokens; then the first block with the
+// largest maximum is searched. Random: the same pass first. The draw compares blocks, then the
+// tokens of the winning block; a block whose maximum shows that it cannot win is not read. The
+// threshold of top_k is found among the tokens that are above the k-th largest of the maxima. Only
+// top_p needs the likelihood of every token, for their sum; then it bisects as
+// vllm/sample/filters.py, and every step leaves fewer undecided tokens.
 //
-// A row's token depends on its logits, parameters and random numbers alone: not on the other rows,
-// nor on threads, nor (see sampling_math.h) on the instruction set.
+// The token of a row depends only on its logits, parameters and random numbers. It does not depend
+// on other rows, on threads, or (see sampling_math.h) on the instruction set.
 #pragma once
 
 #include "parallel.h"
@@ -24,7 +24,7 @@ constexpr float kLog2e = 1.44269504f;
 
 // ---- the draw -----------------------------------------------------------------------------
 
-// The random numbers of a row: given, or made as they are needed.
+// The random numbers of a row: given, or computed when needed.
 struct RowNumbers {
   const float* given;  // [draws], or null
   int64_t num_draws;
@@ -42,11 +42,11 @@ struct RowNumbers {
   }
 };
 
-// The block that is first: that of the least exponential / sum of weights.
+// The block that wins the draw: it has the largest sum of weights / exponential.
 template <typename T>
 int64_t race_of_blocks(const Row<T>& row, const float* numbers, const Weighing& weigh,
                        const SamplingScratch& scratch) {
-  float* const bounds = scratch.bounds;  // not below the speed of a block
+  float* const bounds = scratch.bounds;  // upper bounds of each block's sum of weights / exponential
   for_each_vector(row.num_blocks, [&](int64_t i, int64_t count) {
     const Vec most = weigh(load(scratch.maxima + i, count)) * (kVocabBlock * 1.0001f);
     const Vec e = load(numbers + i, count);
@@ -79,16 +79,16 @@ int64_t draw(const Row<T>& row, const RowNumbers& random, const Weighing& weigh,
     store(speeds + i, load(weights + i) / load(e + i));
   }
   int64_t first = first_of_largest(speeds, kVocabBlock);
-  // All quotients may underflow to 0: then the row takes its likeliest token.
+  // All quotients may underflow to 0. Then take the most likely token of the block.
   if (!(weights[first] > 0)) first = first_of_largest(weights, kVocabBlock);
-  // Given numbers that are not above 0 can make even what is behind the vocabulary win.
+  // With given numbers that are not above 0, even padding after the vocabulary can win.
   const int64_t token = block * kVocabBlock + first;
   return token < row.vocab_size ? token : row.vocab_size - 1;
 }
 
 // ---- rows and launches --------------------------------------------------------------------
 
-// A parameter of row `index` of a launch.
+// A parameter of row `index`.
 template <typename T>
 float param_of(const SampleArgs<T>& args, Param which, int64_t index) {
   return args.params[static_cast<int64_t>(which) * args.n + index];
@@ -106,13 +106,13 @@ void penalise(const SampleArgs<T>& args, int64_t index, float* row) {
     const auto token = static_cast<uint32_t>(ids[p]);
     if (token >= args.vocab_size) continue;
     const float x = row[token];
-    // Both, and no branch: the sign of a logit cannot be predicted.
+    // Compute both instead of branching, because the sign of a logit cannot be predicted.
     const float either[2] = {x * repetition, x / repetition};
     row[token] = either[x > 0] - counts[p] * frequency - presence[counts[p] > 0];
   }
 }
 
-// Row `index` with its edits, mask and penalties, in this order, in scratch.row.
+// Row `index` after edits, mask and penalties, in this order, in scratch.row.
 template <typename T>
 void change_row(const SampleArgs<T>& args, const T* logits, int64_t index, float* row) {
   const int64_t vocab_size = args.vocab_size;
@@ -136,13 +136,13 @@ void change_row(const SampleArgs<T>& args, const T* logits, int64_t index, float
   if (args.num_penalties > 0) penalise(args, index, row);
 }
 
-// The token of a row, -1 if its logits do not allow one.
+// The token of a row; -1 if its logits allow none.
 template <typename T, typename Logit>
 int64_t sample_row(const SampleArgs<T>& args, const Logit* logits, int64_t index,
                    const SamplingScratch& scratch) {
   const Row<Logit> row(logits, args.vocab_size);
   const float top = block_maxima(row, scratch.maxima);
-  if (top - top != 0) return -1;  // not finite
+  if (top - top != 0) return -1;  // top is NaN or infinite
   const auto param = [&](Param which) { return param_of(args, which, index); };
   if (args.params == nullptr || param(Param::kIsGreedy) > 0) {
     return first_largest(row, scratch.maxima, top);
@@ -169,7 +169,7 @@ int64_t sample_row(const SampleArgs<T>& args, const Logit* logits, int64_t index
   return draw(row, random, weigh, scratch);
 }
 
-// The first `count` random numbers at a position of each key; out: [num_rows, count].
+// The first `count` random numbers of each key at a position; out: [num_rows, count].
 inline void draw_exponentials(const uint64_t* keys, const int64_t* positions, int64_t num_rows,
                               int64_t count, float* out, int num_threads) {
   parallel_rows(num_rows, count, num_threads, [&](int64_t row) {
@@ -177,7 +177,8 @@ inline void draw_exponentials(const uint64_t* keys, const int64_t* positions, in
   });
 }
 
-// 0; 1 when there is no scratch memory; 2 when a random row has no random numbers.
+// Returns 0; 1 if there is no scratch memory; 2 if a row with random sampling has no random
+// numbers.
 template <typename T>
 int64_t sample(const SampleArgs<T>& args, int num_threads) {
   constexpr int64_t kMinElements = 32768;

@@ -1,4 +1,4 @@
-// top_k and top_p as thresholds, and the memory that a thread works in.
+// top_k and top_p as thresholds, and the scratch memory of a thread.
 #pragma once
 
 #include "sampling_row.h"
@@ -7,15 +7,15 @@
 
 namespace VLLM_ISA {
 
-constexpr float kTiny = 1.17549435e-38f;  // the least normal float
+constexpr float kTiny = 1.17549435e-38f;  // the smallest normal float
 
-// Memory of one thread, for rows of a vocabulary.
+// Scratch memory of one thread, for rows of a vocabulary.
 struct SamplingScratch {
   float *maxima, *bounds, *exponentials;  // [blocks]
   float *row, *first, *second;            // [vocabulary]
   uint64_t* heap;                         // [vocabulary]
 
-  // False: there is no memory.
+  // Allocates it. Returns false if there is no memory.
   bool take(int64_t vocab_size) {
     const int64_t tokens = (vocab_size / kVocabBlock + 2) * kVocabBlock;
     const int64_t blocks = (vocab_size / kVocabBlock / 64 + 2) * 64;
@@ -34,8 +34,8 @@ struct SamplingScratch {
 
 // ---- thresholds ---------------------------------------------------------------------------
 
-// A number that at least k logits reach, 1 <= k: the k-th largest of the maxima of blocks, or of
-// the lanes of blocks.
+// A value that at least k logits reach, 1 <= k: the k-th largest of the maxima of blocks, or of the
+// lanes of blocks.
 template <typename T>
 float bound_of_largest(const Row<T>& row, int64_t k, const SamplingScratch& scratch) {
   float* const maxima = scratch.second;
@@ -46,14 +46,15 @@ float bound_of_largest(const Row<T>& row, int64_t k, const SamplingScratch& scra
   }
   n *= kLanes;
   if (k > n) return -kInfinity;
-  NanCheck nan;  // of no interest here
+  NanCheck nan;  // not needed here
   for (int64_t b = 0; b < row.num_blocks; ++b) {
     store(maxima + b * kLanes, lane_maxima(row.block(b), nan));
   }
   return kth_largest(maxima, n, k);
 }
 
-// Copies at least the k largest logits, 1 <= k <= vocabulary, into scratch.first; how many.
+// Copies at least the k largest logits, 1 <= k <= vocabulary, into scratch.first; returns their
+// number.
 template <typename T>
 int64_t gather_largest(const Row<T>& row, int64_t k, const SamplingScratch& scratch) {
   const float bound = bound_of_largest(row, k, scratch);
@@ -68,8 +69,9 @@ int64_t gather_largest(const Row<T>& row, int64_t k, const SamplingScratch& scra
   return n;
 }
 
-// The edge of top_p among the k largest logits, of which some may be below `weigh.floor`. They are
-// those of the `n` in scratch.first that are above `last`, and as many that equal it as it takes.
+// The threshold of top_p among the k largest logits, some of which may be below `weigh.floor`.
+// These are the values among the `n` in scratch.first that are above `last`, and as many values
+// equal to `last` as are needed.
 inline float nucleus_of_largest(int64_t n, int64_t k, float last, float top_p,
                                 const Weighing& weigh, const SamplingScratch& scratch) {
   float* const values = scratch.first;
@@ -93,7 +95,7 @@ inline float nucleus_of_largest(int64_t n, int64_t k, float last, float top_p,
   return last;
 }
 
-// The least logit that top_k keeps, and top_p among the k.
+// The smallest logit that top_k keeps, and top_p among these k.
 template <typename T>
 float top_k_floor(const Row<T>& row, int64_t k, float top_p, const Weighing& weigh,
                   const SamplingScratch& scratch) {
@@ -105,7 +107,7 @@ float top_k_floor(const Row<T>& row, int64_t k, float top_p, const Weighing& wei
   return nucleus_of_largest(n, k, last, top_p, weigh, scratch);
 }
 
-// Sum of the values that are at least `bound`, in blocks.
+// Sum of the values that are at least `bound`, added in blocks.
 inline double mass_from(const float* values, int64_t n, float bound) {
   Mass mass;
   float block[kVocabBlock] = {};
@@ -121,19 +123,20 @@ inline double mass_from(const float* values, int64_t n, float bound) {
   return mass.total();
 }
 
-// The least weight in the smallest set of tokens with share top_p < 1 of the mass: `nucleus_floor`
-// of vllm/sample/filters.py, but looking only at tokens that the steps so far have not decided.
+// The smallest weight in the smallest set of tokens that has the fraction top_p < 1 of the mass:
+// `nucleus_floor` of vllm/sample/filters.py, but each step reads only tokens that are still
+// undecided.
 template <typename T>
 float nucleus_least(const Row<T>& row, float top_p, const Weighing& weigh,
                     const SamplingScratch& scratch) {
   constexpr int kBisections = 18;
   const float tokens = 2.0f * static_cast<float>(row.vocab_size);
-  // Below every threshold: the mass is at least 1, that of the likeliest token.
+  // Below every possible threshold: the mass is at least 1, the weight of the most likely token.
   const float surely_out = (1.0f - top_p) / tokens * 0.99f;
   Mass mass;
   int64_t n = 0;
   float weights[kVocabBlock];
-  float* const open = scratch.first;  // weights that may be on either side of the edge
+  float* const open = scratch.first;  // weights that may still be above or below the threshold
   for (int64_t b = 0; b < row.num_blocks; ++b) {
     add_block(row.block(b), weigh, weights, mass);
     n += keep<Keep::kAtLeast>(weights, kVocabBlock, surely_out, open + n);
@@ -142,7 +145,7 @@ float nucleus_least(const Row<T>& row, float top_p, const Weighing& weigh,
   const float spare = (1.0f - top_p) * total / tokens;
   float low = __builtin_log2f(spare > kTiny ? spare : kTiny);
   float step = -low;
-  double above = 0;  // mass of the tokens that are in
+  double above = 0;  // mass of the tokens that are certainly kept
   for (int i = 0; i < kBisections; ++i) {
     step /= 2;
     const float middle = power_of_two(splat(low + step))[0];

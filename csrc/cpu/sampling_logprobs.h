@@ -1,5 +1,5 @@
-// Log-probabilities of given tokens and of the likeliest ones: what vllm/sample/logprobs.py does,
-// row by row, in two passes over the logits and without temporaries.
+// Log-probabilities of given tokens and of the most likely tokens: the same as
+// vllm/sample/logprobs.py, row by row, in two passes over the logits and without temporaries.
 #pragma once
 
 #include "sampling.h"
@@ -10,7 +10,7 @@ using vllm_cpu::LogprobArgs;
 
 struct RowSums {
   double likelihoods;  // sum of exp(logit - top)
-  int64_t num_above;   // logits above the given one
+  int64_t num_above;   // number of logits above the given one
 };
 
 template <typename T>
@@ -29,7 +29,8 @@ RowSums sum_row(const Row<T>& row, float top, float given) {
   return sums;
 }
 
-// Ranks of at least the k likeliest tokens in scratch.heap, 1 <= k <= vocabulary; how many.
+// Ranks of at least the k most likely tokens in scratch.heap, 1 <= k <= vocabulary; returns their
+// number.
 template <typename T>
 int64_t rank_largest(const Row<T>& row, int64_t k, const SamplingScratch& scratch) {
   const float bound = bound_of_largest(row, k, scratch);
@@ -65,7 +66,7 @@ void logprobs_of_row(const LogprobArgs<T>& args, const T* logits, int32_t token,
   int64_t n = is_finite && k > 0 ? rank_largest(row, k, scratch) : 0;
   make_heap(scratch.heap, n);
   for (int64_t j = 1; j <= k; ++j) {
-    if (!is_finite) {  // any tokens: the row is an error
+    if (!is_finite) {  // any tokens: the row is reported as an error
       ids[j] = static_cast<int32_t>(j - 1);
       logprobs[j] = log_total;
       continue;
@@ -76,7 +77,7 @@ void logprobs_of_row(const LogprobArgs<T>& args, const T* logits, int32_t token,
   }
 }
 
-// -1; else the row whose given token is not in the vocabulary, or -2 when there is no scratch
+// Returns -1; a row whose given token is not in the vocabulary; or -2 if there is no scratch
 // memory.
 template <typename T>
 int64_t gather_logprobs(const LogprobArgs<T>& args, int num_threads) {

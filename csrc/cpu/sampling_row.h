@@ -8,7 +8,7 @@ namespace VLLM_ISA {
 VLLM_INLINE void set_lowest(float* to) { *to = -kInfinity; }
 VLLM_INLINE void set_lowest(bf16* to) { to->bits = 0xff80; }
 
-// Blocks of kVocabBlock logits; the last one is filled up with -inf.
+// Blocks of kVocabBlock logits; the last block is padded with -inf.
 template <typename T>
 struct Row {
   const T* logits;
@@ -31,7 +31,7 @@ struct Row {
   float at(int64_t token) const { return to_float(logits[token]); }
 };
 
-// Whether any of the vectors seen holds NaN, which a maximum does not tell.
+// Whether any vector contained NaN, which a maximum does not show.
 class NanCheck {
  public:
 #if defined(__AVX512F__)
@@ -58,7 +58,7 @@ class NanCheck {
 #endif
 };
 
-// Larger ones of neighbours: first those of a, then those of b.
+// The larger one of each two neighbours: first those of a, then those of b.
 VLLM_INLINE Vec pair_maxima(Vec a, Vec b) {
 #if defined(__clang__)
 #define VLLM_SHUFFLE(...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -83,7 +83,7 @@ VLLM_INLINE Vec lane_maxima(const T* block, NanCheck& nan) {
   Vec largest = splat(-kInfinity);
 #pragma GCC unroll 16
   for (int64_t i = 0; i < kVocabBlock; i += 2 * kLanes) {
-    // Logits of a large vocabulary come from memory: a third less time (AMD Zen 4).
+    // Prefetch: the logits of a large vocabulary come from memory. A third less time on AMD Zen 4.
     __builtin_prefetch(block + i + kAhead);
     __builtin_prefetch(block + i + kLanes + kAhead);
     const Vec a = load(block + i), b = load(block + i + kLanes);
@@ -93,8 +93,8 @@ VLLM_INLINE Vec lane_maxima(const T* block, NanCheck& nan) {
   return largest;
 }
 
-// The largest logit, NaN if there is a NaN; maxima[b] is that of block b, with room for a multiple
-// of a vector.
+// Returns the largest logit, or NaN if there is a NaN. maxima[b] receives the maximum of block b;
+// it needs room for a multiple of a vector.
 template <typename T>
 float block_maxima(const Row<T>& row, float* maxima) {
   NanCheck nan;
@@ -102,7 +102,7 @@ float block_maxima(const Row<T>& row, float* maxima) {
   for (int64_t b = 0; b < row.num_blocks; b += kLanes) {
     Vec largest[kLanes];
     const int64_t last = row.num_blocks - 1;
-    for (int64_t i = 0; i < kLanes; ++i) {  // beyond the last block: the last one again
+    for (int64_t i = 0; i < kLanes; ++i) {  // repeats the maximum of the last block after the end
       largest[i] = lane_maxima(row.block(b + i < last ? b + i : last), nan);
     }
 #pragma GCC unroll 16
@@ -116,7 +116,7 @@ float block_maxima(const Row<T>& row, float* maxima) {
   return nan.found() ? __builtin_nanf("") : max_lanes(top);
 }
 
-// Index of the first value that equals x; the last one if none does.
+// Index of the first value that equals x; the last index if none does.
 inline int64_t find_first(const float* values, int64_t n, float x) {
   constexpr int64_t kStep = 64;
   int64_t i = 0;
@@ -130,7 +130,7 @@ inline int64_t find_first(const float* values, int64_t n, float x) {
   return i;
 }
 
-// Index of the first of the largest values, which are at least 0.
+// Index of the first one of the largest values. All values are at least 0.
 inline int64_t first_of_largest(const float* values, int64_t n) {
   Vec largest = {};
   for_each_vector(n, [&](int64_t i, int64_t count) {
@@ -148,14 +148,15 @@ int64_t first_largest(const Row<T>& row, const float* maxima, float top) {
   return token;
 }
 
-// What a token weighs in the draw: its likelihood relative to that of the likeliest, if it is kept.
+// The weight of a token in the draw: its likelihood relative to the most likely token; 0 if it is
+// filtered out.
 struct Weighing {
   float top;    // largest logit
   float scale;  // log2(e) / temperature
-  float floor;  // least logit that is kept
-  float least;  // least likelihood that is kept
+  float floor;  // smallest logit that is kept
+  float least;  // smallest likelihood that is kept
 
-  // Whatever `least` is.
+  // Likelihoods without the filter `least`.
   VLLM_INLINE Vec likelihoods(Vec logits) const {
     const Vec power = (logits - top) * scale;
     return (logits >= splat(floor)) & (power >= splat(kLeastPower)) ? power_of_two(power) : Vec{};

@@ -1,4 +1,4 @@
-// The k-th largest of many floats, and the largest ones in order, without a sort of all.
+// The k-th largest of many floats, and the largest ones in order, without sorting all of them.
 #pragma once
 
 #include "sampling_math.h"
@@ -16,8 +16,8 @@ VLLM_INLINE bool is_kept(float x, float bound) {
   return x < bound;
 }
 
-// Copies the values that are kept, in their order, and returns their number. `to` may be `from`,
-// and has room for a vector more than all of them.
+// Copies the kept values in their order, and returns their number. `to` may be `from`, and needs
+// room for one vector more than all values.
 template <Keep kKeep>
 inline int64_t keep(const float* from, int64_t n, float bound, float* to) {
   int64_t kept = 0, i = 0;
@@ -29,7 +29,7 @@ inline int64_t keep(const float* from, int64_t n, float bound, float* to) {
   for (; i + kLanes <= n; i += kLanes) {
     const __m512 x = _mm512_loadu_ps(from + i);
     const __mmask16 mask = _mm512_cmp_ps_mask(x, bounds, kCompare);
-    // Not the compressing store: on some processors it takes a hundred cycles.
+    // Compress in a register: on some processors the compressing store takes a hundred cycles.
     _mm512_storeu_ps(to + kept, _mm512_maskz_compress_ps(mask, x));
     kept += __builtin_popcount(mask);
   }
@@ -66,7 +66,7 @@ inline Counts count_from(const float* values, int64_t n, float bound) {
   return counts;
 }
 
-// Unsigned numbers in the order of the floats.
+// Unsigned integers in the same order as the floats.
 VLLM_INLINE uint32_t key_of(float x) {
   uint32_t bits;
   __builtin_memcpy(&bits, &x, sizeof bits);
@@ -84,9 +84,9 @@ VLLM_INLINE float median(float a, float b, float c) {
   return c < low ? low : c > high ? high : c;
 }
 
-// The k-th largest of n values without NaN, 1 <= k <= n; overwrites them, with room for a vector
-// more. Quickselect (Hoare, "Algorithm 65: Find", 1961), where every other pivot halves the range
-// of the bits that a float can have: 64 rounds are the most, whatever the values are.
+// The k-th largest of n values without NaN, 1 <= k <= n. Overwrites the values, and needs room for
+// one vector more. Quickselect (Hoare, "Algorithm 65: Find", 1961), in which every second pivot
+// halves the range of the bits that a float can have. So it takes at most 64 rounds for any values.
 inline float kth_largest(float* values, int64_t n, int64_t k) {
   uint32_t low = key_of(-kInfinity), high = key_of(kInfinity);
   for (int round = 0;; ++round) {
@@ -109,7 +109,8 @@ inline float kth_largest(float* values, int64_t n, int64_t k) {
 
 // ---- the largest first --------------------------------------------------------------------
 
-// Ranks in a heap with the largest at its root: by value, among equal ones the lower index first.
+// Ranks in a heap with the largest at its root: ordered by value; among equal values the lower
+// index is first.
 VLLM_INLINE uint64_t rank_of(float value, uint32_t index) {
   return uint64_t{key_of(value + 0.0f)} << 32 | ~index;  // -0 and 0 are equal
 }
@@ -131,7 +132,7 @@ inline void make_heap(uint64_t* heap, int64_t n) {
   for (int64_t i = n / 2 - 1; i >= 0; --i) sift_down(heap, n, i);
 }
 
-// Takes the largest of n > 0 ranks out.
+// Removes and returns the largest of n > 0 ranks.
 inline uint64_t pop_heap(uint64_t* heap, int64_t n) {
   const uint64_t rank = heap[0];
   heap[0] = heap[n - 1];

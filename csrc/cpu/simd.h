@@ -1,10 +1,10 @@
-// One vector of floats, as wide as the instruction set this file is compiled for, written with
-// the vector extensions that GCC and clang share. Loads widen every element type to float and
-// stores round it back, so a kernel is written once for all types.
+// A vector of floats, as wide as the instruction set for which this file is compiled, written with
+// the vector extensions that GCC and clang share. Loads convert every element type to float, and
+// stores round back, so a kernel is written once for all types.
 //
 // Everything is in namespace VLLM_ISA and nothing comes from the C++ library: this header is
-// compiled once per instruction set, and an inline function with one name but two bodies would
-// let the linker give an old processor the body of a new one.
+// compiled once per instruction set. If an inline function had one name and two bodies, the linker
+// might give an old processor the body for a new one.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ constexpr int kLanes = 16;
 #elif defined(__AVX2__)
 constexpr int kLanes = 8;
 #else
-constexpr int kLanes = 4;  // SSE2 and NEON; anything else is lowered by the compiler
+constexpr int kLanes = 4;  // SSE2 and NEON; for other processors the compiler splits the operations
 #endif
 
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
@@ -35,7 +35,7 @@ typedef uint16_t HalfBits __attribute__((vector_size(kLanes * 2)));
 
 VLLM_INLINE Vec splat(float x) { return x - Vec{}; }
 
-// a * b + c, rounded once where the processor can. The compiler may contract nothing on its own
+// a * b + c, rounded once if the processor can. The compiler may not contract operations by itself
 // (-ffp-contract=off), so that rotary embedding rounds as torch does.
 VLLM_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
@@ -53,8 +53,8 @@ VLLM_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-// b where either is NaN: put the constant first to let NaN through. Compilers make a comparison and a choice
-// of what is one instruction with the same result.
+// Returns b if a or b is NaN: pass the constant first to keep NaN. Compilers turn the comparison
+// and selection into one instruction with the same result.
 #if defined(__AVX512F__)
 VLLM_INLINE Vec max(Vec a, Vec b) {
   return reinterpret_cast<Vec>(
@@ -99,8 +99,9 @@ VLLM_INLINE Vec load(const bf16* from) {
   return reinterpret_cast<Vec>(__builtin_convertvector(half, Bits) << 16);
 }
 
-// Bits of the nearest bf16 (ties to even) in the upper half of each lane, the lower half
-// undefined. NaN stays NaN: the addition alone could carry its payload into infinity.
+// Bits of the nearest bf16 (ties to even) in the upper half of each lane; the lower half is
+// undefined. NaN stays NaN: without the special case, the addition could carry its payload into
+// infinity.
 VLLM_INLINE Bits nearest_bf16(Vec x) {
   const Bits bits = reinterpret_cast<Bits>(x);
   const Bits rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
@@ -113,7 +114,7 @@ VLLM_INLINE void store(bf16* to, Vec x) {
   __builtin_memcpy(to, &half, sizeof half);
 }
 
-// x as it would read back after a store to T.
+// x after a store to T and a load.
 template <typename T>
 VLLM_INLINE Vec round_to(Vec x);
 template <>
@@ -125,7 +126,7 @@ VLLM_INLINE Vec round_to<bf16>(Vec x) {
   return reinterpret_cast<Vec>(nearest_bf16(x) & 0xffff0000u);
 }
 
-// The first `count` lanes; the others are zero and their memory is not touched.
+// Loads the first `count` lanes; the others are zero, and their memory is not read.
 template <typename T>
 VLLM_INLINE Vec load(const T* from, int64_t count) {
   if (count == kLanes) return load(from);
@@ -141,8 +142,8 @@ VLLM_INLINE void store(T* to, Vec x, int64_t count) {
   __builtin_memcpy(to, lanes, count * sizeof(T));
 }
 
-// Calls body(offset, count) for each vector of n elements. `count` is the constant kLanes in
-// all calls but the last, so that the branches above cost nothing.
+// Calls body(offset, count) for each vector of n elements. `count` is the constant kLanes in all
+// calls except the last, so that the branches above cost nothing.
 template <typename Body>
 VLLM_INLINE void for_each_vector(int64_t n, Body body) {
   int64_t i = 0;
@@ -152,7 +153,7 @@ VLLM_INLINE void for_each_vector(int64_t n, Body body) {
 
 // ---- across lanes -------------------------------------------------------------------------
 
-// Sums of neighbours: first those of a, then those of b.
+// Sums of neighbours: first of a, then of b.
 VLLM_INLINE Vec pair_sums(Vec a, Vec b) {
 #if defined(__clang__)
 #define VLLM_SHUFFLE(...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -197,7 +198,7 @@ VLLM_INLINE Vec sum_each(Vec (&rows)[kLanes]) {
 #endif
 }
 
-// By halves: one lane after the other would wait for each addition.
+// By halves, because adding one lane after another would wait for each addition.
 VLLM_INLINE float sum_lanes(Vec x) {
   float lanes[kLanes];
   store(lanes, x);
@@ -221,8 +222,10 @@ VLLM_INLINE float max_lanes(Vec x) {
 
 // ---- functions ----------------------------------------------------------------------------
 
-// e^x within 1.5 ulp; below -87.3 it stays at 1e-38 instead of reaching zero, above 88.3 it
-// stays at 2e38. x = n ln 2 + r with |r| <= ln 2 / 2; the polynomial was fitted on that range.
+// e^x within 1.5 ulp; below -87.3 the result stays at 1e-38 instead of reaching zero, and above
+// 88.3 at 2e38. x = n ln 2 + r with
+// r
+// <= ln 2 / 2; the polynomial was fitted on that range.
 VLLM_INLINE Vec exp(Vec x) {
   x = min(splat(88.3f), max(splat(-87.3f), x));
   const float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves n in the low mantissa bits
@@ -236,8 +239,8 @@ VLLM_INLINE Vec exp(Vec x) {
   p = fma(p, r, splat(0.16666576266288757f));
   p = fma(p, r, splat(0.5f));
   p = fma(p, r * r, r) + 1.0f;
-  // 2^n: all but the low bits of `shifted` are shifted out. Added to the exponent of p, the low bits
-  // of NaN would make a number of it.
+  // 2^n: the shift removes all but the low bits of `shifted`. A multiplication keeps NaN; adding to
+  // the exponent of p could turn NaN into a finite value.
   return p * reinterpret_cast<Vec>((reinterpret_cast<Bits>(shifted) << 23) + 0x3f800000u);
 }
 
@@ -272,7 +275,8 @@ VLLM_INLINE Vec exp2(Vec x) {
 #endif
 }
 
-// tanh within 3e-7. By its series near zero, where the difference from one would cancel.
+// tanh within 3e-7. Near zero it uses the series, because the difference from one would lose
+// precision.
 VLLM_INLINE Vec tanh(Vec x) {
   const Vec square = x * x;
   Vec p = fma(square, splat(62.0f / 2835), splat(-17.0f / 315));

@@ -1,4 +1,5 @@
-// The scan of Mamba-2 over one token per sequence, in place: each state is read and written once.
+// One step of the Mamba-2 scan for one token per sequence, in place: each state is read once and
+// written once.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +9,10 @@
 
 namespace VLLM_ISA {
 
-// state: [num_rows, H, P, N]. Of B sequences with one token each: rows, is_new: [B], which state is
-// whose, no row twice, and whether the sequence begins, whatever its row holds. x, y: [B, H, P].
-// steps, fading: [B, H]. b, c: [B, G, N]; each of the G groups serves H / G heads in turn.
-// Returns -1, or a sequence whose row is out of range; nothing is written then.
+// state: [num_rows, H, P, N]. For B sequences with one token each: rows: [B], the different rows of
+// their states; is_new: [B], whether a sequence begins (then the content of its row is ignored). x,
+// y: [B, H, P]. steps, fading: [B, H]. b, c: [B, G, N]; each of the G groups serves H / G
+// consecutive heads. Returns -1, or a sequence whose row is out of range; nothing is written then.
 inline int64_t scan_tokens(float* state, const int64_t* rows, const uint8_t* is_new,
                            const float* x, const float* steps, const float* fading,
                            const float* b, const float* c, float* y, int64_t num_sequences,
@@ -31,7 +32,7 @@ inline int64_t scan_tokens(float* state, const int64_t* rows, const uint8_t* is_
       const Vec entering = splat(x[i * head_size + p] * steps[i]);
       Vec sum{};
       for_each_vector(state_size, [&](int64_t n, int64_t count) {
-        // Not times 0: what an earlier request has left may be NaN.
+        // Not multiplied by 0, because an earlier request may have left NaN.
         const Vec before = is_new[s] ? Vec{} : load(numbers + n, count) * kept;
         const Vec after = fma(entering, load(b + group + n, count), before);
         store(numbers + n, after, count);

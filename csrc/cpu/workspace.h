@@ -5,9 +5,10 @@
 
 namespace vllm_cpu {
 
-// At least `bytes`, aligned to 64, content undefined; valid until the next call from the same
-// thread, which may return the same memory. Grows and is kept until the thread ends, because
-// fresh pages on every call cost more than the kernel. Null when there is no memory.
+// Memory of at least `bytes`, aligned to 64, with undefined content. It is valid until the next
+// call from the same thread, which may return the same memory. It grows, and is kept until the
+// thread ends, because fresh pages for every call would cost more than the kernel. Null if there is
+// no memory.
 char* workspace(int64_t bytes);
 
 }  // namespace vllm_cpu

@@ -1,4 +1,4 @@
-// What an x86 processor can do that older compilers cannot ask it for.
+// Checks for features of x86 processors that older compilers do not know.
 #pragma once
 
 #if defined(__x86_64__)
@@ -7,7 +7,7 @@
 
 namespace vllm_cpu {
 
-// Whether it multiplies unsigned with signed bytes in vectors of AVX2 (AVX-VNNI).
+// Whether the processor multiplies unsigned with signed bytes in AVX2 vectors (AVX-VNNI).
 inline bool has_avx_vnni() {
 #if defined(__x86_64__)
   constexpr unsigned kAvxVnni = 1u << 4;  // of leaf 7, subleaf 1, EAX

@@ -1,8 +1,8 @@
 """The data of one launch for the layers of a model, in addition to token ids and positions.
 
-Models see flattened tokens, and their files know no requests, no devices and no phases. What a
-layer has to know of the launch that runs is in one frozen object. A runner sets it once per launch;
-the layers read it.
+Models get flattened tokens, and their files do not depend on requests, devices or phases. One
+frozen object contains everything that a layer needs of the running launch. A runner sets it once
+per launch; the layers read it.
 
 Every model has a `ContextHolder` of its own, to which its layers hold a reference. So two engines
 in one process never see each other's launches, whatever threads they run in. It is a plain object

@@ -1,9 +1,9 @@
 """The attention layer over a latent cache: one vector per token, for keys and values of all heads.
 
 Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1), in the form in which
-the projections of keys and values are absorbed into those of queries and outputs: all query heads
-attend to one key/value head, whose key is the latent vector with the rotated part behind it, and
-whose value is the latent vector.
+the projections of keys and values are absorbed into the projections of queries and outputs. All
+query heads attend to one key/value head. Its key is the latent vector followed by the rotated part,
+and its value is the latent vector.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """A layer that keeps a state of each request: a summary of all its tokens, of fixed size.
 
-Where states are and which tokens are whose is the launch's; what one token does to a state is the
-layer's.
+The launch decides where states are stored and which tokens belong to which state. The layer
+computes how a token changes a state.
 """
 
 from abc import abstractmethod

@@ -141,8 +141,8 @@ class RunningBatch:
     ) -> bool:
         """Whether the LoRA adapter of a waiting request, if any, may be used now.
 
-        Where a request waits until an adapter is unused, further requests with adapters wait
-        behind it, and only those without go ahead: so its wait ends.
+        If a request waits until an adapter becomes unused, later requests with adapters wait as
+        well, and only requests without an adapter overtake it. So it does not wait forever.
 
         Args:
             request: that waits.

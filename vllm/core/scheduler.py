@@ -5,8 +5,8 @@ decode and the return after preemption are all "schedule n more tokens of this r
 
 A step may be in flight while the next is scheduled: scheduling counts its tokens as computed,
 and the token it will sample as there, before their values are known. Drafts are counted as if all
-of them were right; the result takes back those that were not. Until then their request waits, and
-so does one that gets drafts as soon as its tokens are known. In the same way a step counts several
+were accepted; the result subtracts the rejected ones. Until then the request waits, and so does a
+request that gets drafts as soon as its tokens are known. In the same way, a step counts several
 decodes of a steady batch as done, and its rows wait for the result, which may have fewer.
 """
 

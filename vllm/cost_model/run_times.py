@@ -61,7 +61,7 @@ class RunEngine:
 
 @dataclass(frozen=True)
 class RunTimes:
-    """What an engine has measured."""
+    """Times that an engine has measured, and the settings of the engine."""
 
     engine: RunEngine
     times: BucketTimes

@@ -72,8 +72,8 @@ class KVTransfer:
     def load_next(self, requests: Iterable[Request]) -> None:
         """Load the blocks of the requests that may be admitted next.
 
-        As many as have room beside each other: blocks of further ones would take the place of these
-        before they are used.
+        Only for as many requests as fit into the free blocks together: blocks of further requests
+        would evict these before they are used.
 
         Args:
             requests: that wait, in the order of admission.

@@ -1,11 +1,11 @@
 """Environment variables of the vLLM 0.9 Gaudi fork and its plugin that have no effect in this
 version.
 
-A deployment written for them must not find that a setting was dropped without a word. What tunes
-something this engine does not have, or does by itself, is a warning that says so. What would
-silently give other weights or other guarantees than asked for is an error when an engine starts.
-Pure data: `envs` reads the environment, and declares the variables that have an effect; what other
-software reads is in `env/others`.
+No setting of an existing deployment is ignored silently. A variable that only tunes something gives
+a warning, if this engine does not have the feature or needs no setting for it. A variable is an
+error at the start if ignoring it would change weights or guarantees. This module contains only
+data: `envs` reads the environment and declares the variables that have an effect. Variables of
+other software are in `env/others`.
 """
 
 from collections.abc import Mapping

@@ -127,8 +127,8 @@ class Executor(ABC):
         request may have had its id before and be released, even if its last step still runs.
 
         Returns:
-            Done when all workers have it, or cannot have it: why, so that the request cannot run,
-            or None. None in place of a future: nothing has to be loaded.
+            A future that is done when all workers have loaded it or have failed. Its result is the
+            reason why the request cannot run, or None. No future (None): nothing has to be loaded.
         """
         return None
 

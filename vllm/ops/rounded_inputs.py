@@ -1,8 +1,8 @@
 """Matmuls with static FP8 inputs on devices without FP8 matmuls.
 
-Inputs are rounded to the numbers of fp8, which every dtype of models holds exactly, and the scale
-of inputs becomes a part of those of the weight: the result is that of an FP8 product but for the
-order of its sums.
+Inputs are rounded to FP8 values, which every dtype of models represents exactly, and their scale is
+multiplied into the scales of the weight. So the result equals an FP8 matmul, except for the order
+of the sums.
 """
 
 from dataclasses import replace

@@ -78,7 +78,7 @@ def search_cards(
 
     choice = search(goals, predictions())
     first = plans[choice.num_cards]
-    # A larger batch needs more memory outside of the KV cache, which may then hold fewer requests.
+    # A larger batch needs more memory outside of the KV cache, so fewer requests may fit into it.
     while True:
         try:
             plan = make_plan(choice.num_cards, choice.max_num_seqs)
@@ -120,7 +120,7 @@ def serve_command(choice: Choice, model: str, flags: Sequence[str] = ()) -> str:
         model: name or folder.
         flags: all other flags of the engine.
     """
-    words = ["PT_HPU_LAZY_MODE=1", "vllm", "serve", model, *flags]  # the mode that is planned
+    words = ["PT_HPU_LAZY_MODE=1", "vllm", "serve", model, *flags]  # plans are made for lazy mode
     words += ["--tensor-parallel-size", str(choice.num_cards)]
     words += ["--max-num-seqs", str(choice.max_num_seqs)]
     return shlex.join(words)

@@ -234,7 +234,8 @@ def make_engine_plan(args: EngineArgs, device: str, num_cards: int = 1) -> Engin
     ]
     stages = tuple(plan.stages[0] for plan in found)
     least = min(range(num_stages), key=lambda index: stages[index].num_blocks)
-    # Only the stage that was started last has ranks around it.
+    # Only the stage that was started last has its ranks, so the deciding stage is started again
+    # unless it was the last one.
     decides = (
         EnginePlan(config, platform, spec, least * size) if least < num_stages - 1 else found[-1]
     )
@@ -282,10 +283,10 @@ def planned_config(
     """
     settings = {name: value for name, value in vars(args).items() if value is not None}
     settings |= {"device": platform.name, "tensor_parallel_size": num_cards, **more}
-    if not _is_gguf(args.model):  # whose header says how layers are stored
+    if not _is_gguf(args.model):  # the header of a GGUF file has the format of each layer
         settings["load_format"] = "dummy"
     config = EngineArgs(**settings).create_engine_config(platform)
-    # Later buckets are planned as well.
+    # Plan all buckets, including those that a server would warm up later.
     return replace(config, hpu=replace(config.hpu, ready_when="all"))
 
 

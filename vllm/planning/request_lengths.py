@@ -91,7 +91,7 @@ def is_recorded(path: Path) -> bool:
             beginning = file.read(200)
     except OSError as error:
         raise ConfigError(f"--traffic {path} cannot be read: {error}") from None
-    # Another program may have sorted the keys.
+    # Any of the first keys, because another program may have sorted them.
     return any(f'"{key}"' in beginning for key in ("format", "cells", "columns"))
 
 
@@ -121,7 +121,7 @@ def _read(file: TextIO, source: str, max_requests: int) -> RequestLengths:
         if (count - 1) % stride:
             continue
         rows.append(_read_request(record, f"{source}, line {number}"))
-        if len(rows) == 2 * max_requests:  # keep every second one from here on
+        if len(rows) == 2 * max_requests:  # from here on, keep only every second request
             rows, stride = rows[::2], stride * 2
     if not rows:
         raise ConfigError(
@@ -144,7 +144,7 @@ def _read(file: TextIO, source: str, max_requests: int) -> RequestLengths:
         )
     if num_timed == len(rows):
         rows.sort(key=lambda row: row[2] or 0.0)
-        # Fewer requests in as much time would be a lower rate.
+        # Shorten the times, because fewer requests in the same time would be a lower rate.
         found = np.array([row[2] for row in rows], np.float64)
         times = (found - found[0]) / (stride * step)
     columns = np.array([row[:2] for row in rows], np.int64)
@@ -224,7 +224,7 @@ def _seconds(value: Any, factor: float, where: str) -> float:
     if number is not None:
         return number * factor
     try:
-        # Seven decimals, as in some traces, are more than all versions of Python read.
+        # Cut to microseconds: some traces have more decimals than older versions of Python accept.
         return datetime.fromisoformat(str(value).strip()[:26]).timestamp()
     except ValueError:
         raise ConfigError(

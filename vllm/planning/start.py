@@ -141,7 +141,7 @@ class ShapeCosts:
             _, forward = self._plan.record(partial(launches.capture, shape))
             (_, result, hidden), _ = self._plan.record(run)
             extra_bytes = used_bytes(self._plan.bridge) - before - result.nbytes - hidden.nbytes
-            _, behind = self._plan.record(warm_up)  # the forward pass itself is replayed
+            _, behind = self._plan.record(warm_up)  # without the forward pass, which is replayed
             launches.release(shape)
             warmed = forward.followed_by(behind)
         else:

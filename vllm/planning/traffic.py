@@ -190,7 +190,7 @@ def _plan_requests(
     present = BucketPlan(engine.catalog, engine.limits, (), ())
     first = replay(config, num_blocks, present, requests, seconds_of)
     chosen = _choose(engine, first.table, num_buckets, seconds)
-    # The planner groups prompts by the buckets that there are.
+    # Replay again, because the planner of batches groups prompts by the available buckets.
     sizes = tuple((int(b.phase), b.batch, b.query_len, b.blocks) for b in chosen.buckets)
     hpu = replace(config.hpu, bucketing_strategy="optimal", chosen_buckets=sizes)
     with_chosen = replace(config, hpu=hpu)
@@ -203,7 +203,7 @@ def _plan_requests(
         some = requests.part(slice(MAX_SEARCHED))
         if len(some) < len(requests):
             notes.append(f"{source}: the rate is searched with the first {len(some):,} requests")
-        # At another rate there are other shapes, which the chosen buckets may pad far.
+        # At another rate shapes differ, and the chosen buckets may pad them much.
         at_goals = highest_rate(
             lambda rate: replay(config, num_blocks, present, some.at_rate(rate), seconds_of),
             goals,

@@ -28,7 +28,7 @@ def on_planned_card(platform: PlannedPlatform) -> Iterator[None]:
     afterwards."""
     thresholds = gc.get_threshold()
     ops = get_ops()
-    bridge = platform.bridge  # which loads the compiler of torch
+    bridge = platform.bridge  # loads the compiler of torch
     compiler: Any = torch._dynamo.config
     try:
         with (

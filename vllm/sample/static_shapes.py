@@ -11,8 +11,9 @@ few operators with shapes of their own). A stage that no row needs is skipped:
     distribution   one for each kind, on logits that have changed or not
     logprobs       one for each width
 
-What a stage compiles depends on the padded batch and on its own class alone, so that the recipes
-are a sum over the stages and not a product. Everything else a row asks for is a number in a tensor.
+The recipes of a stage depend only on the padded batch and on its own class, so the number of
+recipes is a sum over the stages and not a product. All other parameters of a row are values in a
+tensor.
 
 Both roundings cost extra work. A launch filters all of its rows by min_p, top_k and top_p when one
 of them asks for any of these, with values that change nothing for the others. And widths are powers

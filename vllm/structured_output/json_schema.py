@@ -1,9 +1,10 @@
 """Finds out which library can enforce a JSON schema.
 
 A copy of the schema is made in which everything is either enforced by one of the two libraries or
-refused with the name of its keyword. Which keywords each library enforces was found by validating
-random outputs; tests/structured_output repeats that. xgrammar is preferred: it is faster, and
-supports a plain core of JSON schema. llguidance supports more, and refuses the rest itself.
+refused with the name of its keyword. The keywords that each library enforces were found by
+validating random outputs; tests/structured_output repeats that. xgrammar is preferred: it is
+faster, and supports a plain core of JSON schema. llguidance supports more, and refuses the rest
+itself.
 """
 
 import math

@@ -1,8 +1,9 @@
 """Tokenizers in the format of Mistral AI: `tekken.json`, byte-level BPE as ranks of byte strings.
 
 The file has no merges: two neighbours merge if their bytes together are a token, the token with the
-lowest rank first. Special tokens have the first ids, and the id of any other token is its rank
-behind them. The file has no chat template either, so the version that it names chooses one.
+lowest rank first. Special tokens have the first ids; the ids of the other tokens follow in the
+order of their ranks. The file has no chat template either, so the version that it names chooses
+one.
 """
 
 import base64

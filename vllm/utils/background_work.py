@@ -19,9 +19,9 @@ TURN_S = 0.0005
 class _ShortTurns:
     """Shortens the switch interval of the interpreter while at least one thread has entered it.
 
-    A thread that releases the interpreter, as each call of a kernel does, waits for a turn of
-    another thread before it goes on. With the turns of 5 ms that Python has, a step of a hundred
-    calls takes half a second beside a thread that imports modules.
+    Each call of a kernel releases the interpreter, and the thread may then have to wait for one
+    switch interval of another thread. With Python's interval of 5 ms, a step with a hundred calls
+    takes half a second while another thread imports modules.
     """
 
     def __init__(self) -> None:

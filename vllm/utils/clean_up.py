@@ -12,8 +12,8 @@ logger = init_logger(__name__)
 def on_failure(*clean_ups: Callable[[], object]) -> Iterator[None]:
     """Call each of `clean_ups` if the block raises, then raise the error of the block.
 
-    What was started half may not be ready to be closed. An error of a clean-up is logged and not
-    raised: the first error says what went wrong, and the user must see that one.
+    An object that was only partly started may fail to close. Errors of clean-ups are logged and not
+    raised, because the user must see the first error, which has the cause.
     """
     try:
         yield

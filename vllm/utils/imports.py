@@ -19,9 +19,9 @@ libraries such as transformers fail when two threads import them at the same tim
 def without_collections() -> Iterator[None]:
     """Pause garbage collection, for the imports of large libraries.
 
-    What they make stays, but collections would visit it again and again: 8 to 16 % of the time from
-    the start of a program to its first token. Threads may be inside at the same time; collections
-    go on when the one that entered first leaves.
+    Imported objects are not freed, but each collection would visit them again. That would take 8 to
+    16 % of the time from the start of a program to its first token. Several threads may be inside
+    at the same time; collections continue when the thread that entered first leaves.
     """
     was_enabled = gc.isenabled()
     gc.disable()

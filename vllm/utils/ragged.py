@@ -22,7 +22,8 @@ def split_spans(
 ) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
     """Split spans of tokens into launches of at most `limit` tokens, in order.
 
-    Yields the places that run, tokens of each that ran before, and tokens of each that run now.
+    Yields, for each launch, the indices of its spans, the number of tokens of each that ran before,
+    and the number that run now.
 
     >>> [[x.tolist() for x in part] for part in split_spans(np.array([2, 3], np.int32), 4)]
     [[[0, 1], [0, 0], [2, 2]], [[1], [2], [1]]]

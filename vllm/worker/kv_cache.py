@@ -98,7 +98,7 @@ def count_blocks(
         block_bytes: of one block; 0 for a model without a KV cache.
         free_bytes: device memory that is free now that the model is loaded.
         num_groups: of layers with block tables of their own.
-        state_bytes: of the states of all rows, which the memory of the cache has to hold besides.
+        state_bytes: of the recurrent states of all rows, which are part of the cache's memory.
         others: what uses the memory that is not free, for an error.
         kept_bytes: of the states of prefixes that are kept.
 
@@ -245,8 +245,8 @@ def bind_kv_caches(
 ) -> None:
     """Allocate the caches of all layers, zeroed.
 
-    The layers at one place of several groups get the same tensors: a block belongs to one group
-    at a time.
+    Layers with the same index in different groups share tensors, because a block belongs to one
+    group at a time.
 
     Args:
         layers: the layers that the layout was planned for.

@@ -1,7 +1,7 @@
 """Sleep mode: releases the memory of weights and KV cache, and allocates it again on demand.
 
-How memory is released depends on the device: `worker/cpu/sleep`, `worker/hpu/memory/sleep`. Knows
-no requests: the engine has made sure that none runs.
+Each device releases memory in its own way: `worker/cpu/sleep`, `worker/hpu/memory/sleep`. The
+engine makes sure that no request runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence

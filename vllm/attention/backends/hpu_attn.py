@@ -1,8 +1,8 @@
 """Attention of padded launches on HPU: store the new tokens, then attend.
 
 Pure torch with the shapes of the bucket: nothing reads a tensor on the host, so a launch can be
-captured as a graph and replayed with other metadata. What is a fused kernel on a card comes in
-as a function (`SDPAKernel`); without one the same code runs on any device.
+captured as a graph and replayed with other metadata. A fused kernel is
+passed in as a function (`SDPAKernel`); without one the same code runs on any device.
 
 Letters: B rows, Q new tokens of a row, C blocks of context of a row, H query heads, G key/value
 heads, D head size, S block size, K = C * S + Q keys of a row. All sizes are padded.

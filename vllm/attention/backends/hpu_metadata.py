@@ -123,11 +123,11 @@ def build_decode_metadata(
 ) -> HPUDecodeMetadata[IntArray]:
     """Flatten the block tables of a decode.
 
-    A contiguous launch has a place for every block of the slice, at the index of its id. With
-    prefix caching two rows can see one block, and one place serves one row: the first reference
-    takes it, and each further one becomes an entry that is gathered, of which the launch has
-    `padded_shared`. Where they do not suffice the launch is refused, never wrong; the caller then
-    builds a plain one, which takes any sharing.
+    A contiguous launch has an entry for every block of the slice, at the index of its id. With
+    prefix caching, two rows can attend to the same block, but an entry serves one row. So the first
+    reference uses the entry, and each further reference becomes a gathered entry. The launch has
+    `padded_shared` of these. If they do not suffice, the launch is refused; the caller then builds
+    a launch that gathers all blocks.
 
     Args:
         block_tables: [n, max_blocks]; what is after the last block of a row is not read.

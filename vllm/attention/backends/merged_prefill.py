@@ -1,8 +1,8 @@
 """Merged prefill: the prompts of a batch concatenated into one padded sequence.
 
-Knows block tables, lengths and masks. Knows no bucket (padded sizes are given) and no attention
-maths. Padding is what is left of one row, in place of what is left of every row; in return each
-query is compared with the keys of all prompts.
+This module handles block tables, lengths and masks. Padded sizes are given, and attention is
+computed elsewhere. Only the end of one sequence is padded, instead of the end of every prompt. In
+return, each query is compared with the keys of all prompts.
 
     prompts    5 new tokens after 4 cached ones      2 new tokens           (block size 4)
     sequence   0  0  0  0  0                         1  1                   -1 ...

@@ -1,6 +1,6 @@
 """Ragged attention through the operator table: any device, no padding.
 
-Which code computes it (torch, or the C++ kernels) is the table's business.
+The operator table chooses the code that computes it: torch, or the C++ kernels.
 """
 
 from dataclasses import dataclass

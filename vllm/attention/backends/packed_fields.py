@@ -1,8 +1,8 @@
 """One int32 buffer that holds the fields of a dataclass: its size, packing and unpacking.
 
-A padded launch reaches the device in one copy. What it carries is a dataclass, each field of which
-says its shape in padded sizes. That is the only list of the fields: the size of the buffer, the
-order in it, packing on the host and the views on the device all come from it.
+The data of a padded launch are copied to the device at once. They are a dataclass, and each field
+declares its shape in padded sizes. This is the only list of the fields: the size and the order of
+the buffer, packing on the host, and the views on the device are derived from it.
 
 The same class holds numpy arrays on the host and tensors on the device.
 """

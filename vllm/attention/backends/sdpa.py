@@ -1,7 +1,6 @@
 """Kernels of padded prompt attention: one signature, several ways to compute it.
 
-Knows tensors in the layout of kernels. What differs by device is the choice among these, which
-is the caller's.
+All of them take tensors in the layout of kernels. The caller chooses one of them for its device.
 
 Letters: B rows, Q new tokens of a row, K keys of a row, H query heads, G key/value heads (H a
 multiple of G), D head size.

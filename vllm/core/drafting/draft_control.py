@@ -177,10 +177,10 @@ class DraftPace:
 class DraftControl:
     """Limits the drafts of each request, and counts how many are accepted.
 
-    The i-th draft of a request gives a token with the probability p ** i, where p is the share of
-    its drafts with the same evidence that were right. It is worthwhile while that is more than what
-    a token costs where it is computed without a guess. And a step has drafts only where it then
-    gives more tokens in a second than one without.
+    The i-th draft token of a request is accepted with the probability p ** i, where p is the
+    fraction of its accepted drafts with the same evidence. Draft tokens are added while this
+    probability is higher than their cost, relative to a token without drafts. And a step has drafts
+    only if it then produces more tokens per second than without.
 
     Args:
         max_drafts: limit per request.

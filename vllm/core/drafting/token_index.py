@@ -11,11 +11,10 @@ _TOKEN_BITS = 32
 class TokenIndex:
     """Token sequences one after the other, indexed by their n-grams.
 
-    Adding a token takes constant time, and so does a lookup: the n-gram of the last tokens leads to
-    the latest places where it occurred, and the place where most of the tokens before agree, too,
-    is taken. (Prompt lookup decoding: Saxena 2023; suffix decoding: Oliaro et al. 2024,
-    arXiv 2411.04975. This index has neither a tree nor an automaton, so its memory is a few
-    integers per token.)
+    Adding a token takes constant time, and so does a lookup. The n-gram of the last tokens leads to
+    its latest occurrences. Of these, the occurrence is chosen before which the most tokens agree.
+    (Prompt lookup decoding: Saxena 2023; suffix decoding: Oliaro et al. 2024, arXiv 2411.04975.
+    This index has neither a tree nor an automaton, so its memory is a few integers per token.)
 
     Args:
         n: length of the n-grams, at least 1.

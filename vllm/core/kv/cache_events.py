@@ -2,8 +2,8 @@
 
 The cache appends events in the order in which they happen; the engine drains and publishes
 them. A router that knows which blocks an engine holds can send it the requests that share them.
-Where layers form several groups, the events are those of the first group. It has full attention
-if any layer has, so every hit needs its blocks.
+If layers form several groups, the events describe the first group. It has full attention if any
+layer has, so every hit needs blocks of this group.
 """
 
 from collections.abc import Sequence

@@ -13,10 +13,10 @@ BlockData = list[bytes]
 class KVConnector(ABC):
     """A store of KV blocks by the hash of their content.
 
-    The key of a block (`vllm.core.kv.block_hash`) covers all tokens up to its end and what else
-    decides its content; the namespace covers model, weights and layout. So blocks with equal keys
-    are interchangeable between engines, and a block that is lost is computed again. What `load`
-    returns must be what was saved: a connector verifies data that could have changed.
+    The key of a block (`vllm.core.kv.block_hash`) covers all tokens up to its end and everything
+    else that decides its content. The namespace covers model, weights and layout. So blocks with
+    equal keys are interchangeable between engines, and a lost block is computed again. `load` must
+    return exactly the saved data: a connector verifies data that could have changed.
 
     `prefetch` may use threads; all methods are called from one thread.
 

@@ -1,7 +1,7 @@
 """Threads for requests that are slow to prepare, so that the event loop is not blocked.
 
-A request is slow if any of its texts and lists are long. Requests wait for the thread in turn; a
-cancelled request leaves the queue.
+A request is slow if any of its texts and lists are long. Requests wait in a queue for
+the thread; a cancelled request leaves the queue.
 """
 
 import asyncio

@@ -149,8 +149,8 @@ def framed(message: ToRank | FromRank) -> bytes | bytearray:
 def _framed_numbers(step: SchedulerOutput) -> bytes | None:
     """Encode a step that has only batch indices, tokens and blocks, as most do; None: it has more.
 
-    Weights have emptied the caches when a step is sent, and each object and each call waits for
-    memory. So the arrays are put one behind the other, with their sizes before them.
+    When a step is sent, weights have filled the processor's caches, so each object and each call
+    has to wait for memory. So the arrays are concatenated, preceded by their sizes.
     """
     if not all(_is_empty(getattr(step, name)) for name in _NOT_IN_NUMBERS):
         return None

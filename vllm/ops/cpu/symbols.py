@@ -1,7 +1,7 @@
 """Stand-ins for the tensors of a launch, with which a model is run once to record its operations.
 
-They know their shape and nothing of their content. What a model does with one is either recorded
-or raises `NotFusibleError`, so a recording never differs from what the modules compute.
+They have a shape but no values. Each operation on one is either recorded or raises
+`NotFusibleError`, so a recording never differs from the computation of the modules.
 """
 
 import builtins

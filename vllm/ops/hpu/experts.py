@@ -47,8 +47,8 @@ class ExpertOperators(NamedTuple):
 class CardExperts:
     """Computes experts on a card.
 
-    `mixture_of_experts` has two activations: silu without biases, and the clamped one of GPT-OSS
-    with biases. What it has not, and plain eager mode, for which it is not, is left to torch.
+    The operator `mixture_of_experts` supports two activations: silu without biases, and the clamped
+    activation of GPT-OSS with biases. Torch computes all other cases, and plain eager mode.
     """
 
     kernels: FusedKernels

@@ -1,8 +1,8 @@
 """Weights of few bits in the memory of a Gaudi card, which are dequantized for each launch.
 
-A card multiplies bf16 or fp8. Numbers of 4 bits are read by `convert_from_uint4`, numbers of 8 bits
-by a cast of int8, and arithmetic of torch makes of them what the format says. A row is an input, so
-that a scale of a group of inputs is a row of scales. Shapes depend on the arguments alone.
+A card multiplies bf16 or FP8. `convert_from_uint4` reads 4-bit codes, and a cast of int8 reads
+8-bit codes; torch operators then compute the weights. A row contains one input feature, so the
+scales of a group of inputs are a row as well. Shapes depend only on the arguments.
 """
 
 from abc import ABC, abstractmethod

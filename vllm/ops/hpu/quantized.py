@@ -40,8 +40,8 @@ class _Fp8Rows(NamedTuple):
 def _fp8_rows(weight: Fp8Weight, fp8_max: float) -> _Fp8Rows:
     """Convert a weight to values that the card supports, with one scale for each output feature.
 
-    Blocks of scales are converted, which rounds once more. Where e4m3 ends at 240 (Gaudi 2),
-    numbers of a wider range are halved and scales doubled.
+    Weights with a scale per block are converted, which rounds once more. On Gaudi 2, the largest
+    e4m3 value is 240: there, weights with a larger range are halved and their scales doubled.
     """
     input_scale = weight.input_scale
     if weight.scales.shape[1] > 1:

@@ -181,7 +181,7 @@ class FusedKernels(Protocol):
         """Compute (code - zero) * scale, [K, N] of `dtype`.
 
         Args:
-            words: [K, N / 8] int32, eight numbers in a word from the lowest bits on.
+            words: [K, N / 8] int32, eight codes in a word, from the lowest bits on.
             scales: [G, N], each for K / G rows.
             zeros: [G, N / 8] int32, packed alike.
         """
@@ -389,8 +389,9 @@ class HabanaBridge(Protocol):
     def memory_info(self) -> MemoryInfo:
         """Return the figures of the memory pool, after everything recorded so far has run.
 
-        What is not free are live tensors, graphs, and the workspace: memory for what recipes make
-        and drop again, as much as the recipe with the most of it needed. It is never given back.
+        Memory in use consists of live tensors, graphs, and the workspace. The workspace holds
+        temporary tensors of recipes. It is as large as the largest recipe needed, and is never
+        released.
         """
 
     def peak_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """The parts of the bridge that some builds lack: their modules, and the replacement without them.
 
-What is not in the table every supported build has, and the engine does not start without it. Each
+All other parts exist in every supported build, and the engine does not start without them. Each
 part is looked up once, when the card is opened.
 """
 

@@ -17,8 +17,8 @@ def count_accepted(host_ids: IntArray, draft_ids: IntArray, num_drafts: IntArray
         num_drafts: [m] d of each row.
 
     Returns:
-        [m] at least 1. Where the first of several cannot be sampled, the row ends before it: it
-        fails when it is run again, with the tokens before it sent.
+        [m] number of output tokens, at least 1. If a later token cannot be sampled, the row ends
+        before it: the tokens before it are sent, and the row fails when it is run again.
     """
     sizes = num_drafts + 1
     within = positions_within(sizes)

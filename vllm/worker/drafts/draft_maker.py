@@ -19,8 +19,8 @@ from vllm.worker.drafts.draft_progress import DraftProgress, DraftSpans, NewestT
 class DraftMaker(ABC):
     """Makes the drafts of a step after the newest tokens of its requests.
 
-    A draft is sampled with the random number that the model will use in its place, from the draft
-    model's distribution: where the two distributions are alike, so are the tokens. Masks,
+    A draft is sampled from the draft model's distribution, with the random number that the model
+    will use at the same position: if the two distributions are alike, so are the tokens. Masks,
     penalties and other changes of logits are left to the model.
 
     Args:

@@ -1,9 +1,9 @@
 """Tracks which tokens of the requests have keys and values of the draft model.
 
-The draft model keeps its keys and values in the blocks of the model, in tensors of its own. It does
-not run every token when the model does: it computes prompts beside the model, but the outputs only
-of requests that get drafts. So each block knows how many of its tokens the draft model has
-computed, and a request that finds its prefix in shared blocks knows where they are missing.
+The draft model keeps its keys and values in the blocks of the model, in tensors of its own. It
+computes prompts together with the model, but outputs only for requests that get drafts. So this
+module stores, for each block, how many of its tokens the draft model has computed. A request that
+finds its prefix in shared blocks then knows which tokens are missing.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """Runs the draft model on Gaudi: the buckets of the model, and drafts that stay on the card.
 
-What is known and not computed yet runs first: up to 1 + k tokens of a row in the bucket of decodes
-that verify drafts, what is before them as a prompt. Each further draft is a decode, which finds the
-draft before it on the card, and so does the launch that verifies them. The host reads drafts only
-where sampling depends on them.
+Known tokens that the draft model has not computed run first: the last 1 + k tokens of a row in a
+bucket of decodes that verify drafts, and earlier tokens as a prompt. Each further draft is a
+decode, which reads the draft before it on the card; the launch that verifies them reads them there
+as well. The host reads drafts only if sampling depends on them.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -71,9 +71,9 @@ class WholePromptModel(LaunchModel):
         pooler: how it pools.
 
     Shape: packed input of a launch and, for a stage of a pipeline after the first, the hidden
-    states [B * Q, hidden] of the stage before -> (numbers [B, size], or [B * Q, size] with one
-    result per token, hidden states [B * Q, hidden]). A stage before the last has no numbers: the
-    hidden states stand for them.
+    states [B * Q, hidden] of the stage before -> (outputs [B, size], or [B * Q, size] with one
+    result per token, hidden states [B * Q, hidden]). A stage before the last has no outputs, and
+    returns the hidden states instead.
     """
 
     def __init__(

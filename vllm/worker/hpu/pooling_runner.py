@@ -1,8 +1,8 @@
 """Runs scheduler steps of a pooling model on Gaudi. Nothing is sampled.
 
-A decoder that pools last tokens has the launches of generation, with the numbers of its head in
-the place of logits: buckets, warm-up and graphs are the same. Where all tokens of a prompt count,
-a launch holds whole prompts, and there are no decodes.
+A decoder that pools last tokens uses the same launches as generation, with the outputs of its head
+instead of logits: buckets, warm-up and graphs are the same. If pooling needs all tokens of a
+prompt, a launch contains whole prompts, and there are no decodes.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
 """Runs a speculator on Gaudi: a network that predicts next tokens from hidden states of the model.
 
 The launches of the model write the hidden states of their tokens to the card, at the slots of the
-KV cache that their keys have. A launch of the speculator reads those of its positions, and takes
-with each the token behind it. It leaves what the newest token of each row has become, which the
-launch for the next draft reads; the draft itself is on the card, too.
+KV cache that their keys have. A launch of the speculator reads the hidden states of its positions,
+each together with the token after it. For the newest token of each row it stores a hidden state,
+which the launch for the next draft reads. The draft itself is also kept on the card.
 """
 
 from typing import Any

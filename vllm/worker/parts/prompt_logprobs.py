@@ -28,8 +28,8 @@ class PromptLogprobs(RowPart):
         batch: has the prompts.
         sampler: has the log-probabilities of given tokens, for the device of the model.
         head: computes logits.
-        round_width: likeliest tokens to compute when so many are wanted; for a device that
-            compiles shapes. Positions are then taken in parts of one fixed size.
+        round_width: rounds the number of most likely tokens up, for a device that compiles shapes.
+            Positions are then computed in parts of one fixed size.
         end_stage: ends a recorded graph, for such a device.
     """
 
@@ -107,7 +107,7 @@ class PromptLogprobs(RowPart):
             hidden_states: of a launch.
             first: index of the first position among them.
             targets: [n] token ids.
-            num_logprobs: likeliest tokens to give besides.
+            num_logprobs: number of most likely tokens to return in addition.
             row: of the batch, whose adapter counts.
         """
         parts, vocab_size = [], 0

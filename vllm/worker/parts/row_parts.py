@@ -1,8 +1,8 @@
 """The data of requests in a batch other than tokens: one protocol, and the list of parts that a
 runner keeps.
 
-How they sample and the grammar of their output, log-probabilities of the prompt, embeddings, an
-adapter. A runner and a worker know the list; each part knows the rows that have something of it.
+Examples are sampling parameters, grammars, log-probabilities of the prompt, embeddings, and
+adapters. Runners and workers use the list; each part stores its data of the rows that have some.
 """
 
 from collections.abc import Iterable, Sequence

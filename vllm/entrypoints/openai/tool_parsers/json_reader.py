@@ -1,7 +1,7 @@
 """Reads values out of a growing text: JSON, and formats with similar strings and brackets.
 
-Checks what is needed to find the end of a value: quotes, escapes and brackets that match. What
-stands between them is passed on as it was written.
+Checks what is needed to find the end of a value: quotes, escapes and brackets that match. All
+other text is passed on unchanged.
 """
 
 import json

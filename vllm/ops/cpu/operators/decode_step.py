@@ -149,11 +149,12 @@ class FusedDecodeStep:
                 runs may overwrite; None: the decoder takes token ids.
 
         Returns:
-            (token_ids, counts), row by row, and [n] how many of each: up to the first that is not
-            the draft in its place, or one of each decode that has run. They are noted in
-            `token_ids` of the rows and counted in `num_tokens`. Where the logits hold NaN or +inf a
-            row ends before that place; at its first token it gets a -1, noted as 0. None: a row is
-            no plain decode, and nothing was done.
+            (token_ids, counts): the new tokens row by row, and [n] their number for each row. With
+            drafts these are the sampled tokens up to and including the first that differs from its
+            draft, otherwise one token for each decode that has run. They are stored in `token_ids`
+            of the rows and counted in `num_tokens`. If logits contain NaN or +inf, the row ends
+            before that token; if it is the first token, it is returned as -1 and stored as 0.
+            None: a row is not a plain decode, and nothing was done.
 
         Raises:
             ValueError: the arguments are not of one length, or `given` does not fit the decoder.

@@ -1,12 +1,12 @@
 """Tracks launch shapes that were compiled at their first use, and decides when to compile another
 one.
 
-Without a warm-up, or for a bucket that it has left out, a launch compiles. From then on its shape
-is as good as warmed up: a later launch that fits into it is padded to it and compiles nothing. Not
-for ever, or the first long prompt would make every short one as slow as itself: what padding costs
-is counted for the shape that would have been compiled, and once it comes to `COMPILE_COST`, that
-shape is compiled. So a shape that is needed now and then costs no compilation, one that is needed
-again and again gets its own, and padding in place of a shape costs no more than compiling it does.
+A launch compiles if there was no warm-up, or if the warm-up left its bucket out. From then on its
+shape counts as warmed up: a later launch that fits into it is padded to it and compiles nothing.
+This has a limit; otherwise the first long prompt would make every short prompt as slow as itself.
+The cost of padding is counted for the shape that would have been compiled. When it reaches
+`COMPILE_COST`, that shape is compiled. So a rarely needed shape is not compiled, a frequently
+needed shape is, and padding never costs more than compiling would have.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,9 +20,9 @@ COMPILE_COST = {
     Phase.PREFILL: padded_cost(prefill(64, 512)),
     Phase.DECODE: padded_cost(decode(256, 65_280)),
 }
-"""What compiling a shape costs, in padded cost of launches: 32,768 tokens of prompts, or 65,536
-blocks that decodes read. Of an 8B model on a Gaudi 2 these are about 2 s and 0.6 s by published
-figures; published compilations take 0.3 to 7 s."""
+"""Cost of compiling a shape, in units of padded cost: 32,768 tokens of prompts, or 65,536 blocks
+that decodes read. For an 8B model on a Gaudi 2 these take about 2 s and 0.6 s by published figures;
+published compilations take 0.3 to 7 s."""
 
 
 class BucketShape(Protocol):

@@ -46,8 +46,8 @@ Finish = Callable[[], ModelRunnerOutput]
 """Waits for the result of a step."""
 
 Sampling = Literal["none", "warm_up", "heaviest"]
-"""How a launch of padding samples, in addition to greedy sampling: not at all, in all ways that the
-warm-up compiles for its batch size, or in the way that needs the most memory."""
+"""Sampling of a launch of padding, in addition to greedy sampling: none, all kinds that the warm-up
+compiles for its batch size, or the kind that needs the most memory."""
 
 
 @dataclass(frozen=True, slots=True)

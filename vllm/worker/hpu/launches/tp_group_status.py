@@ -1,9 +1,9 @@
 """Exchanges the outcome of launches between cards, that run every launch together because their
 layers exchange tensors.
 
-One that runs out of memory in the middle of a launch leaves the others waiting in an exchange that
-it does not come to. That ends the engine. Where all of them run out of memory, or reach the end of
-the launch, they can go on with a smaller one.
+If one card runs out of memory in the middle of a launch, the others wait in an exchange that it
+never joins, and the engine has to stop. If all cards run out of memory, or all reach the end of the
+launch, they can continue with a smaller one.
 """
 
 from collections.abc import Sequence

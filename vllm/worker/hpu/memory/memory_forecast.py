@@ -40,8 +40,7 @@ class MemoryForecast:
     Attributes:
         most_blocks: entries of the longest block list of a decode in the profiling run, which has
             no slices of the cache. None: there was no profiling run.
-        passing_bytes: the most that a launch has taken besides the workspace, which all of them
-            keep.
+        passing_bytes: the most memory that a launch has taken in addition to the shared workspace.
     """
 
     def __init__(self, slicing: PromptSlicing = UNSLICED, block_size: int = 1) -> None:

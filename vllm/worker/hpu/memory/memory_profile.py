@@ -23,13 +23,13 @@ class MemoryProfile:
     Afterwards `str()` is the text of the log:
 
     `15.05 GiB of device memory (15.05 GiB/94.62 GiB used) and 1.067 GiB of host memory
-    (8.199 GiB/108.2 GiB used)`. Negative numbers are memory that was released.
+    (8.199 GiB/108.2 GiB used)`. Negative values are released memory.
 
     Args:
         bridge: the card.
-        is_peak: what the block needed at its peak, instead of what it left in use.
-        resident_bytes: measure from that much in use, in place of what is when the block begins:
-            without the workspace, which is there from the launches before.
+        is_peak: measure the peak of the block, instead of the memory that it leaves in use.
+        resident_bytes: measure relative to this memory in use, instead of the memory in use when
+            the block begins, which includes the workspace of earlier launches.
     """
 
     def __init__(

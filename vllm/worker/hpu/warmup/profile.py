@@ -46,7 +46,7 @@ def profile_launches(
     """Run the largest launches that need `most_bytes` at most, and return the one of them that
     needs most.
 
-    What needs more is reported only where nothing smaller can be launched.
+    Launches that need more are reported only if no smaller one can run.
 
     Args:
         config: of the engine.
@@ -57,9 +57,9 @@ def profile_launches(
         forecast: learns what the launches take.
 
     Returns:
-        The peak of that launch, and what launches need at a time: the workspace that all of them
-        share, and the most that one of them has beside it. None: the card cannot run any launch of
-        some phase.
+        The peak of that launch, and the memory that one launch needs: the workspace that all of
+        them share, plus the most that a launch takes in addition. None: the card cannot run any
+        launch of some phase.
     """
     plan = plan_buckets(config, most_blocks)
     runner.launches.allow_buckets(len(plan.catalog))

@@ -1,14 +1,13 @@
 """Runs every launch there can be once, before the first request needs it.
 
-Forward passes of an encoder of images come first.
-Phase 1 compiles: prompts, then decodes, the largest first, each through the entry of real steps.
-Slices of the cache that are longer than what the profiling run has measured come before, the
-smallest first, so that what does not fit is predicted and not tried.
-Where the bridge can, it only compiles, and then each of them is launched once: what a launch takes
-of memory is not known before, and a first launch is slower than those after it.
-Phase 2, with HPU graphs, captures them in the order and within the memory that were asked for.
-A shape that the memory does not hold is given up, with what it cost, and launches that would
-have used it are padded to a larger one or launched in smaller groups.
+Forward passes of an encoder of images come first. Phase 1 compiles: prompts, then decodes, the
+largest first, each through the entry of real steps. Slices of the cache that are longer than what
+the profiling run has measured come before, the smallest first, so that what does not fit is
+predicted and not tried. If the bridge supports it, all shapes are only compiled first, and then
+each is launched once: only a launch shows how much memory it takes, and a first launch is slower
+than later ones. Phase 2, with HPU graphs, captures them in the order and within the memory that
+were asked for. A shape that the memory does not hold is given up, with what it cost, and launches
+that would have used it are padded to a larger one or launched in smaller groups.
 
 Each launch is a step: the caller decides when it runs and, as several ranks may warm up together,
 whether it is kept. Ranks with the same decisions go through the same steps.
