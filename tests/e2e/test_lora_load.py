@@ -75,51 +75,86 @@ def coders(tmp_path_factory) -> list[LoRARequest]:
     ]
 
 
-# Its schedule depends on the time that adapters take to load. Once a token differed, which
-# is a fault to be found; test_lora.py compares adapters in one batch in every run.
-@pytest.mark.exhaustive
+# A preempted request is computed again as a prompt, whose attention adds in another order than a
+# decode does: log-probabilities differed by up to 0.08 in 585 positions. The logits are bfloat16,
+# and 11 of these positions have two best tokens. So one preempted request in a hundred gets the
+# other one, and with it another text.
+NEAR_TIE = 0.16  # each of two tokens may differ by 0.08
+
+
+def misses(llm: LLM, asked: list[tuple[str, LoRARequest | None, list[int]]]) -> list[float]:
+    """Compute each prompt with its adapter and output as one prompt. For each output, return the
+    largest difference between the log-probability of the best token and of the output's token."""
+    encode = llm.get_tokenizer().encode
+    starts = [encode(prompt) for prompt, _, _ in asked]
+    prompts = [{"prompt_token_ids": start + asked[i][2]} for i, start in enumerate(starts)]
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+    adapters = [adapter for _, adapter, _ in asked]
+    found = []
+    for i, output in enumerate(llm.generate(prompts, params, lora_request=adapters)):
+        rows = zip(asked[i][2], output.prompt_logprobs[len(starts[i]) :], strict=True)
+        found.append(max(max(e.logprob for e in row.values()) - row[t].logprob for t, row in rows))
+    return found
+
+
 def test_a_random_load_gives_each_request_what_it_gets_alone(coders):
-    """With packed weights, whose bits do not depend on the batch: preemption, abort, drop, pin."""
+    """With packed weights, whose bits do not depend on the batch: preemption, abort, drop, pin. Ids
+    are used again at once. A preempted request may get another token at a near tie only."""
     rng, params = random.Random(5), SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     prompts = ["def main(args):", "import os", "class A:\n    "]
     engine = {"max_model_len": 128, "max_num_seqs": 4, "max_loras": 2, "max_cpu_loras": 3}
-    llm = LLM(enable_lora=True, num_gpu_blocks_override=10, **engine)
+    llm = LLM(enable_lora=True, num_gpu_blocks_override=9, **engine)
     choices = [*coders, None]
     want = {
-        (prompt, None if adapter is None else adapter.lora_int_id): llm.generate(
-            prompt, params, use_tqdm=False, lora_request=adapter
-        )[0]
-        .outputs[0]
-        .token_ids
+        (prompt, number): list(
+            llm.generate(prompt, params, use_tqdm=False, lora_request=adapter)[0]
+            .outputs[0]
+            .token_ids
+        )
         for prompt in prompts
-        for adapter in choices
+        for number, adapter in enumerate(choices)
     }
-    assert len(set(map(tuple, want.values()))) > len(prompts), "the adapters change nothing"
+    others = [(p, choices[number - 1], tokens) for (p, number), tokens in want.items()]
+    assert min(misses(llm, others)) > 3 * NEAR_TIE, "an adapter changes little"
     core, engine = core_of(llm), llm.llm_engine
-    asked, ended, num_added, num_aborted = {}, 0, 0, 0
+    asked, preempted, again = {}, {}, set()
+    ended = num_added = num_aborted = 0
+
+    def add(name: str) -> None:
+        asked[name] = prompt, number = rng.choice(prompts), rng.randrange(len(choices))
+        engine.add_request(name, prompt, params, lora_request=choices[number])
+
     # How many steps there are depends on how long adapters load; how many requests does not.
     while num_added < 40 or engine.has_unfinished_requests():
         if num_added < 40 and rng.random() < 0.4 and len(asked) < 12:
-            name, num_added = str(num_added), num_added + 1
-            prompt, adapter = rng.choice(prompts), rng.choice(choices)
-            asked[name] = prompt, None if adapter is None else adapter.lora_int_id
-            engine.add_request(name, prompt, params, lora_request=adapter)
+            add(str(num_added))
+            num_added += 1
         if num_aborted < 10 and rng.random() < 0.05 and asked:
             request = rng.choice(list(asked))
             engine.abort_request(request)
-            del asked[request]
+            add(request)
+            again.discard(request)
             num_aborted += 1
         if num_added < 40 and rng.random() < 0.05:
             engine.remove_lora(rng.randint(1, 4))
         if num_added < 40 and rng.random() < 0.03 and (loaded := engine.list_loras()):
             number = rng.choice(sorted(loaded))
             engine.pin_lora(number) if rng.random() < 0.3 else engine.remove_lora(number)
-        for output in engine.step() if engine.has_unfinished_requests() else ():
+        outputs = engine.step() if engine.has_unfinished_requests() else ()
+        requests = [*core.scheduler.running.requests, *core.scheduler.waiting.in_order()]
+        again |= {request.request_id for request in requests if request.num_preemptions}
+        for output in outputs:
             if output.finished:
-                assert output.outputs[0].token_ids == want[asked.pop(output.request_id)]
+                prompt, number = asked.pop(output.request_id)
+                tokens = list(output.outputs[0].token_ids)
+                if output.request_id in again:
+                    preempted[output.request_id] = prompt, choices[number], tokens
+                else:
+                    assert tokens == want[prompt, number]
                 ended += 1
-    assert not asked and ended == 40 - num_aborted
-    assert core.stats().num_preemptions and not core._resources._adapters
+    assert not asked and ended == 40 and preempted
+    assert not core._resources._adapters
+    assert max(misses(llm, list(preempted.values()))) < NEAR_TIE
 
 
 @pytest.mark.parametrize(
