@@ -6,14 +6,16 @@ asserts on every read that the right hash is found.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from sys import maxsize
 
 import numpy as np
 
 from tests.core.reference import (
     FAILED,
+    FAILED_IMAGE,
     VOCAB_SIZE,
     keys_at,
     next_content,
@@ -27,9 +29,13 @@ from vllm.messages import (
     BlockMoves,
     EngineRequest,
     LogprobRows,
+    MediaItem,
     ModelRunnerOutput,
     SchedulerOutput,
 )
+
+WRONG = -1
+"""Content that comes of an image that could not be encoded."""
 
 
 def replayed_of(step: SchedulerOutput) -> dict[int, int]:
@@ -53,6 +59,10 @@ class FakeRow:
     """None until it runs for the first time."""
     contents: list[int] = field(default_factory=list)
     """Right content of each position whose token is known."""
+    wrong_from: int = maxsize
+    """First position whose content comes of an image that could not be encoded."""
+    error: str | None = None
+    """Error of the request in each of its steps."""
 
     @property
     def tables(self) -> list[list[int]]:
@@ -65,6 +75,10 @@ class FakeRow:
             keys = keys_at(self.spec, last)
             self.contents.append(next_content(before, self.token_ids[last], keys))
         return self.contents[position]
+
+    def written(self, position: int) -> int:
+        """Return the content that it writes at a position, right or wrong."""
+        return WRONG if position >= self.wrong_from else self.content(position)
 
     def accept(self, drafts: list[int], token_ids: list[int]) -> None:
         """Put those of its sampled tokens that are its output in the place of its drafts: up to
@@ -108,6 +122,7 @@ class FakeRunner:
         has_states: each row also has a state, which is a hash of all tokens that it has run.
         max_embeddings: of images that are kept.
         max_encoded: embeddings that a step makes, unless it is of one image.
+        fails_to_encode: tells whether an image with this key fails now; None: none does.
     """
 
     def __init__(
@@ -122,7 +137,9 @@ class FakeRunner:
         has_states: bool = False,
         max_embeddings: int = 0,
         max_encoded: int = 0,
+        fails_to_encode: Callable[[str], bool] | None = None,
     ) -> None:
+        self.fails_to_encode = fails_to_encode
         self.images: dict[str, int] = {}
         self.max_embeddings, self.max_encoded = max_embeddings, max_encoded
         self.num_encoded = 0
@@ -203,7 +220,8 @@ class FakeRunner:
     def _encode(self, step: SchedulerOutput) -> None:
         """Drop and encode images; then all that the tokens of the step need are there."""
         for key in step.dropped_media:
-            del self.images[key]
+            assert key in self.images or self.fails_to_encode is not None
+            self.images.pop(key, None)
         found = [
             (row, index, self.rows[row].spec.media[index]) for row, index in step.encoded_media
         ]
@@ -211,17 +229,27 @@ class FakeRunner:
         # Items that a request needs together are made in one step.
         together = {(row, 0 if item.num_states else index) for row, index, item in found}
         assert len(together) < 2 or work <= self.max_encoded, "a step encodes too much"
-        for _, _, item in found:
+        for row, _, item in found:
             assert item.key not in self.images, "an image is encoded twice"
-            self.images[item.key] = item.num_embeddings
-            self.num_encoded += 1
+            self._make(self.rows[row], item)
         assert sum(self.images.values()) <= self.max_embeddings
         ends = (step.num_computed_tokens + step.num_scheduled_tokens).tolist()
         for row, start, end in zip(
             step.rows.tolist(), step.num_computed_tokens.tolist(), ends, strict=True
         ):
             for item in self.rows[row].spec.media:
-                assert item.key in self.images or item.start >= end or item.end <= start
+                if item.start < end and item.end > start and item.key not in self.images:
+                    assert self.fails_to_encode is not None, "an image is not encoded"
+                    self._make(self.rows[row], item)
+
+    def _make(self, row: FakeRow, item: MediaItem) -> None:
+        """Encode an image. No other image of a request is encoded after one has failed."""
+        if row.error is None and not (self.fails_to_encode and self.fails_to_encode(item.key)):
+            self.images[item.key] = item.num_embeddings
+            self.num_encoded += 1
+            return
+        row.error = FAILED_IMAGE
+        row.wrong_from = min(row.wrong_from, item.start)
 
     def _restore_states(self, step: SchedulerOutput) -> None:
         assert self.has_states or (step.restored_states is None and step.kept_states is None)
@@ -232,6 +260,8 @@ class FakeRunner:
         for row, number in [] if step.restored_states is None else step.restored_states.tolist():
             assert row in new_rows
             self.states[row] = self.states[number]
+            if self.states[row] == WRONG:
+                self.rows[row].wrong_from = 0
             self.num_restored += 1
 
     def _run_states(
@@ -246,14 +276,14 @@ class FakeRunner:
             begin = start - num_replayed
             first, most = self.provisional.pop(row_id, (begin, 0))
             assert begin == first and num_replayed <= most, "what is replayed has not run"
-            before = row.content(begin - 1) if begin else None
+            before = row.written(begin - 1) if begin else None
             assert self.states[row_id] == before, f"{row.spec.request_id}: wrong state"
             self.num_replayed += num_replayed
             if row_id in drafts:
                 self.provisional[row_id] = start, count
-                self.states[row_id] = row.content(start - 1)
+                self.states[row_id] = row.written(start - 1)
             else:
-                self.states[row_id] = row.content(start + count - 1)
+                self.states[row_id] = row.written(start + count - 1)
 
     def _keep_states(
         self,
@@ -268,7 +298,7 @@ class FakeRunner:
             for start, count in ((start, n) for row_id, start, n in launch if row_id == row):
                 most = 0 if row in drafts else count
                 assert -replayed.get(row, 0) < place <= most, "a state that nobody has computed"
-                self.states[number] = self.rows[row].content(start + place - 1)
+                self.states[number] = self.rows[row].written(start + place - 1)
                 self.num_kept_of_replays += place <= 0
 
     def _guess(self, row: FakeRow, count: int) -> list[int]:
@@ -345,7 +375,7 @@ class FakeRunner:
                     assert slot[0] != NULL_BLOCK_ID, "a token without a block"
                     assert slot not in written, f"slot {slot} is written twice in a launch"
                     written.add(slot)
-                    self.slots[slot] = index, row.content(position)
+                    self.slots[slot] = index, row.written(position)
         for row_id, start, count in launch:
             self._check_reads(self.rows[row_id], start, start + count)
 
@@ -353,10 +383,18 @@ class FakeRunner:
         for index, (table, window) in enumerate(zip(row.tables, self.windows, strict=True)):
             first = 0 if window is None else max(0, start - window + 1)
             for position in range(first, end):
-                slot = self._slot(table, position)
-                assert self.slots.get(slot) == (index, row.content(position)), (
-                    f"{row.spec.request_id}: wrong content at position {position}, slot {slot}"
-                )
+                found = self.slots.get(self._slot(table, position))
+                if found == (index, WRONG) and position < start:
+                    row.wrong_from = min(row.wrong_from, start)
+                elif position < row.wrong_from:
+                    assert found == (index, row.content(position)), (
+                        f"{row.spec.request_id}: wrong content at position {position}, "
+                        f"block {table[position // self.block_size]}"
+                    )
+        if row.wrong_from < end:
+            for index, table in enumerate(row.tables):
+                for position in range(max(start, row.wrong_from), end):
+                    self.slots[self._slot(table, position)] = index, WRONG
 
     def _check_tables(self) -> None:
         for row in self.rows.values():
@@ -384,6 +422,8 @@ class FakeRunner:
         errors: dict[int, str] = {}
         for row_id, start, count in work:
             row = self.rows[row_id]
+            if row.error is not None:
+                errors[row_id] = row.error
             params, num_prompt = row.spec.sampling_params, len(row.spec.prompt_token_ids)
             if params.prompt_logprobs is not None:
                 positions = range(start, min(start + count, num_prompt - 1))
@@ -396,6 +436,8 @@ class FakeRunner:
             num_known = len(row.token_ids) - len(guess)
             num_output = num_known - num_prompt
             tokens = self._verify(row, num_known, guess)
+            if row.wrong_from < num_known and tokens:
+                tokens = [(tokens[0] + 1) % VOCAB_SIZE]
             if not tokens:
                 errors[row_id] = FAILED
                 tokens = [0]

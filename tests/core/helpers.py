@@ -168,7 +168,7 @@ class Loop:
 
     Args:
         depth: results outstanding while the next step is scheduled.
-        is_split, fails_at, stalls_every, reads_tokens, guesses: see FakeRunner.
+        is_split, fails_at, stalls_every, reads_tokens, guesses, fails_to_encode: see FakeRunner.
     """
 
     def __init__(
@@ -180,6 +180,7 @@ class Loop:
         stalls_every: int = 0,
         reads_tokens: bool = True,
         guesses: random.Random | None = None,
+        fails_to_encode: Callable[[str], bool] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.depth = depth
@@ -195,6 +196,7 @@ class Loop:
             has_states=scheduler.cache.states is not None,
             max_embeddings=0 if scheduler.media is None else scheduler.media.capacity,
             max_encoded=0 if scheduler.media is None else scheduler.media.budget,
+            fails_to_encode=fails_to_encode,
         )
         self.results: dict[str, Result] = {}
         self.num_steps = 0
@@ -321,6 +323,8 @@ def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:
     assert {new.row for new in step.new_requests} <= set(rows)
     for array in (step.rows, step.num_computed_tokens, step.num_scheduled_tokens):
         assert array.dtype == np.int32
+    samples = scheduler._in_flight[-1].rows.tolist() if rows else []
+    has_prompt = runs_prompt = False
     for row in running.order.tolist():
         num_computed = int(running.num_computed[row])
         rest = int(running.num_tokens[row]) - num_computed
@@ -328,6 +332,10 @@ def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:
         waits = waits or running.media_end[row] > num_computed
         if row not in rows and not waits and scheduler._num_stages == 1:
             assert rest > 1, "a decode is left out"
+            has_prompt |= sum(counts) < config.max_num_batched_tokens
+        elif row in rows:
+            runs_prompt |= counts[rows.index(row)] > 1 or row not in samples
+    assert runs_prompt or not has_prompt, "no prompt advances"
     if scheduler.cache.is_dense and rows:
         held = {block_id for request in running.requests for block_id in request.block_ids}
         assert max(held) <= len(held) + len(held) // 32, "a slice reads more than it needs"
@@ -365,13 +373,15 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert running.num_tokens[row] >= len(request.token_ids)
         assert running.num_tokens[row] <= running.limit[row]
         assert request.num_cached_blocks <= len(request.block_ids)
+    # A request that shares a failed image is preempted wherever it is in the order.
+    first = [r.sort_key for r in waiting if not (r.num_preemptions and r.spec.media)]
     if (
         not scheduler._preemption.by_priority
         and _never_passes_over(scheduler)
         and requests
-        and waiting
+        and first
     ):
-        assert requests[-1].sort_key < min(r.sort_key for r in waiting), "not first come first"
+        assert requests[-1].sort_key < min(first), "not first come first"
     check_blocks(scheduler, requests)
 
 

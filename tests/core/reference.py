@@ -14,6 +14,7 @@ from vllm.request import Request
 
 VOCAB_SIZE = 7
 FAILED = "sampling failed"
+FAILED_IMAGE = "the image cannot be encoded"
 
 
 def root_content(spec: EngineRequest) -> int:

@@ -2,10 +2,10 @@
 the tokens it would get alone, and nothing leaks. `Loop` and `FakeRunner` check each step.
 """
 
-import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, cycle
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.core.helpers import Loop, make_request, make_scheduler
-from tests.core.reference import VOCAB_SIZE, expected_result
+from tests.core.reference import FAILED_IMAGE, VOCAB_SIZE, expected_result
 from tests.exhaustive import seeds
 from vllm.core.drafting.draft_control import DraftControl
 from vllm.core.drafts import DraftSource
@@ -57,7 +57,9 @@ class Setup:
     media: tuple[int, int, bool] | None = None
     """Arguments of EncoderCache; None: requests have no images."""
     max_step_s: float | None = None
-    """Bound for the time of a step, by a clock that advances by a second at each reading."""
+    """Bound for the time of a step, by a clock that stands still or jumps at each reading."""
+    fails_to_encode: Callable[[str], bool] | None = None
+    """Tells whether an image with this key fails now; None: none does."""
 
     def loop(self) -> Loop:
         scheduler = make_scheduler(
@@ -74,7 +76,7 @@ class Setup:
             num_kept_states=self.num_kept_states,
             media=None if self.media is None else make_media(*self.media),
             step_bound=None if self.max_step_s is None else StepBound(self.max_step_s, 1, 1),
-            clock=itertools.count(1.0).__next__,
+            clock=accumulate(cycle((0.0, 1.0, 1.0, 1e-6, 1.0, 60.0, 1.0))).__next__,
             **self.limits,
         )
         return Loop(
@@ -85,6 +87,7 @@ class Setup:
             self.stalls_every,
             self.reads_tokens,
             self.guesses,
+            self.fails_to_encode,
         )
 
 
@@ -194,7 +197,10 @@ def check_result(loop: Loop, setup: Setup, spec: EngineRequest, name: str) -> No
     """A request got the tokens, the end and the log-probabilities it gets alone."""
     result = loop.results[name]
     token_ids, finished = expected_result(spec, setup.fails_at.get(name))
-    is_aborted = result.finished == Finished(FinishReason.ABORT)
+    has_failed = result.finished == Finished(FinishReason.ERROR, error=FAILED_IMAGE)
+    if has_failed:
+        assert setup.fails_to_encode is not None and spec.media
+    is_aborted = has_failed or result.finished == Finished(FinishReason.ABORT)
     if is_aborted:
         token_ids = token_ids[: len(result.token_ids)]
     else:
@@ -318,6 +324,38 @@ def test_a_crowded_load_with_cross_attention_gives_everybody_what_they_get_alone
     program = [with_seen_items(rng, random_event(rng)) for _ in range(120)]
     loop = run_program(setup, program)
     assert loop.runner.num_encoded
+
+
+@pytest.mark.parametrize("add_items", ["images", "cross-attention"])
+@pytest.mark.parametrize("seed", seeds(12, 60))
+def test_requests_whose_images_fail_end_and_leave_nothing_to_others(seed, add_items):
+    rng = random.Random(seed)
+    setup = random_setup(rng)
+    setup.media = (MAX_MODEL_LEN * 4, 10**9, False)
+    if setup.limits["enable_chunked_prefill"]:
+        setup.media = (rng.randint(2 * MAX_IMAGE, 30), rng.choice([1, 4, 12]), False)
+    setup.num_stages = rng.choice([1, 2, 3])
+    setup.num_pipelined_steps = rng.randint(1, setup.num_stages)
+    if setup.num_stages > 1:
+        setup.depth = setup.num_pipelined_steps - 1
+    fails = random.Random(seed)
+    share = rng.choice([0.2, 1.0])
+    broken = {"image 0", "image 1", "item 0", "item 1"}
+
+    def fails_to_encode(key: str) -> bool:
+        return key[: key.index(" of")] in broken and fails.random() < share
+
+    setup.fails_to_encode = fails_to_encode
+    add = with_images if add_items == "images" else with_seen_items
+    program: list[tuple[str, Any]] = []
+    for _ in range(120):
+        program.append(add(rng, random_event(rng)))
+        if program[-1][0] == "add" and rng.random() < 0.5:
+            # The same again, which shares blocks and images.
+            program += [("step", 1)] * rng.randrange(2) + [program[-1]]
+    loop = run_program(setup, program)
+    ends = [result.finished.error for result in loop.results.values() if result.finished]
+    assert 0 < ends.count(FAILED_IMAGE) < len(ends)
 
 
 MAX_IMAGE = 7

@@ -188,6 +188,26 @@ def test_a_request_that_shares_blocks_of_a_failed_image_runs_again():
     assert step.encoded_media == [(int(step.new_requests[0].row), 0)]
 
 
+@pytest.mark.parametrize("num_requests", [2, 3])
+def test_requests_with_the_same_failed_image_end_although_they_run_in_different_steps(num_requests):
+    scheduler = make_scheduler(media=EncoderCache(16, 8), num_stages=2)
+    prompt, ended, results = list(range(20)), [], []
+    for name in ("a", "b", "c")[:num_requests]:
+        scheduler.add_request(make_request(name, prompt, media=[(1, 6, "x")]))
+        step = scheduler.schedule()
+        results.append(failed(scheduler, step, name))
+    for _ in range(5):
+        if results:
+            ended += scheduler.update(results.pop(0)).finished
+        # Those that shared blocks of a failed one have been preempted, and run again.
+        step = scheduler.schedule()
+        if len(step.rows):
+            names = [request.request_id for request in scheduler.running.at(step.rows)]
+            results.append(failed(scheduler, step, *names))
+    assert sorted(ended) == ["a", "b", "c"][:num_requests]
+    assert not scheduler.num_unfinished_requests
+
+
 def test_a_request_holds_what_cross_attention_reads_until_it_leaves():
     loop = loop_of(capacity=12, budget=100)
     loop.add(make_request("a", 8, max_tokens=4, seen=[(2, END_OF_REQUEST, 8, "x")]))

@@ -4,13 +4,14 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.core.helpers import Loop, make_request, make_scheduler, num_scheduled
+from tests.core.helpers import Result, make_request, make_scheduler, num_scheduled
 from vllm.core.media import EncoderCache
 from vllm.core.pacing.step_bound import PromptBudget, StepBound, num_pairs
 from vllm.core.pacing.step_time import StepTimes, StepWork
-from vllm.messages import ModelRunnerOutput, SchedulerOutput
+from vllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput
 
 BOUND_S = 0.3
 ENGINE = {
@@ -60,25 +61,51 @@ class Machine:
         return [seconds for seconds, count, has_stream in self.times if count and has_stream]
 
 
-class TimedLoop(Loop):
-    """Runs each step on a made-up machine."""
+class TimedLoop:
+    """Runs each step on a made-up machine, which samples the same token always. What steps read and
+    write with a bound is checked in test_any_load."""
 
     def __init__(self, machine: Machine, bound: StepBound | None, **settings: Any) -> None:
-        scheduler = make_scheduler(
+        self.scheduler = make_scheduler(
             **{**ENGINE, **settings}, step_bound=bound, clock=lambda: machine.now
         )
-        super().__init__(scheduler)
         self.machine = machine
+        self.results: dict[str, Result] = {}
         self.steps: list[dict[str, int]] = []
-        execute = self.runner.execute
+        self.num_encoded = 0
 
-        def run(step: SchedulerOutput) -> ModelRunnerOutput:
-            running = self.scheduler.running
-            machine.run(step, dict(enumerate(running.num_prompt.tolist())))
-            self.steps.append(num_scheduled(self.scheduler, step))
-            return execute(step)
+    def add(self, *specs: EngineRequest) -> None:
+        for spec in specs:
+            self.scheduler.add_request(spec)
+            self.results[spec.request_id] = Result()
 
-        self.runner.execute = run  # type: ignore[method-assign]
+    def step(self) -> dict[str, int]:
+        """Run one step; the tokens each request got."""
+        step = self.scheduler.schedule()
+        if not len(step.rows):
+            assert not self.scheduler.num_unfinished_requests, "stuck"
+            return {}
+        self.steps.append(num_scheduled(self.scheduler, step))
+        self.num_encoded += len(step.encoded_media)
+        num_prompts = dict(enumerate(self.scheduler.running.num_prompt.tolist()))
+        self.machine.run(step, num_prompts)
+        rows = self.scheduler._in_flight[-1].rows
+        output = self.scheduler.update(
+            ModelRunnerOutput(
+                step_id=step.step_id, rows=rows, token_ids=np.full(len(rows), 5, np.int32)
+            )
+        )
+        for name, token_id in zip(output.request_ids, output.token_ids, strict=True):
+            self.results[name].token_ids.append(token_id)
+        return self.steps[-1]
+
+    def run(self, max_steps: int = 2000) -> dict[str, Result]:
+        """Step until nothing is left."""
+        for _ in range(max_steps):
+            if not self.scheduler.num_unfinished_requests:
+                return self.results
+            self.step()
+        raise AssertionError(f"not done after {max_steps} steps")
 
 
 def with_streams(bound: StepBound | None, machine: Machine | None = None) -> TimedLoop:
@@ -270,19 +297,17 @@ def test_stages_of_a_pipeline_have_a_part_of_the_time():
 def test_a_step_with_streams_encodes_one_image_at_a_time():
     media = EncoderCache(1000, budget=1000)
     loop = TimedLoop(Machine(), StepBound(BOUND_S), media=media)
-    # The tests' runner checks which images are encoded before their tokens run.
-    loop.runner.max_embeddings, loop.runner.max_encoded = 1000, 1000
     images = [(index, 5, f"image {index}") for index in range(0, 40, 10)]
     loop.add(make_request("alone", 60, 200, media=images))
     loop.step()
-    assert loop.runner.num_encoded == 4
+    assert loop.num_encoded == 4
     images = [(index, 5, f"other image {index}") for index in range(0, 40, 10)]
     loop.add(make_request("later", 60, 4, media=images))
     encoded = []
     while not loop.results["later"].token_ids:
-        before = loop.runner.num_encoded
+        before = loop.num_encoded
         loop.step()
-        encoded.append(loop.runner.num_encoded - before)
+        encoded.append(loop.num_encoded - before)
     assert sum(encoded) == 4
     assert max(encoded) == 1
 
@@ -300,3 +325,42 @@ def test_an_image_that_runs_whole_is_not_divided():
     starts = [sum(chunks[:index]) for index in range(len(chunks))]
     assert 50 in starts and chunks[starts.index(50)] >= 150, chunks
     assert sum(chunks) == 300
+
+
+def test_a_prompt_that_waits_for_its_image_leaves_the_time_to_others():
+    media = EncoderCache(100, budget=100)
+    loop = TimedLoop(
+        Machine(token_s=0.01), StepBound(BOUND_S), media=media, max_num_partial_prefills=2
+    )
+    loop.add(make_request("a", 20, 3000))
+    for _ in range(3):
+        loop.step()
+    loop.add(make_request("b", 300, 4, media=[(200, 90, "image")]))
+    while not loop.num_encoded:
+        loop.step()
+    # The embeddings of b leave no room for those of c, which is ahead of d.
+    loop.add(make_request("c", 40, 4, media=[(20, 20, "other image")]), make_request("d", 40, 4))
+    while not loop.results["b"].token_ids:
+        step = loop.step()
+        assert sum(step.get(name, 0) for name in "bcd") >= 16, step
+    loop.scheduler.abort_requests(["a"])
+    assert all(result.token_ids for result in loop.run().values())
+
+
+@pytest.mark.parametrize("stalls_at", [1, 2, 3, 5])
+def test_prompts_advance_after_a_step_that_took_a_minute(stalls_at):
+    machine = Machine()
+    loop = TimedLoop(machine, StepBound(BOUND_S))
+    loop.add(make_request("a", 20, 3000))
+    usual = machine.base_s
+    for number in range(8):
+        machine.base_s = 60.0 if number == stalls_at else usual
+        if number == 2:
+            loop.add(make_request("b", 4000, 4))
+        loop.step()
+    chunks = []
+    while not loop.results["b"].token_ids:
+        chunks.append(loop.step()["b"])
+    assert min(chunks[:-1]) >= 16
+    assert max(chunks) >= 90, "the stall is forgotten"
+    assert len(chunks) < 100

@@ -488,14 +488,15 @@ def test_it_is_said_once_that_sparse_attention_runs_as_dense(tmp_path, caplog, m
 @pytest.mark.parametrize(
     ("settings", "most_ms"),
     [
-        ({}, 0),
+        ({}, 300),
+        ({"task": "embed", "max_step_ms": 80}, 0),
         ({"max_step_ms": 0}, 0),
         ({"max_step_ms": 80}, 80),
         ({"enable_chunked_prefill": False}, 0),
         ({"distributed_executor_backend": "external_launcher"}, 0),
     ],
 )
-def test_the_time_of_a_step_is_bounded_where_that_is_asked(settings, most_ms):
+def test_the_time_of_a_step_is_bounded_on_a_cpu_where_prompts_may_be_divided(settings, most_ms):
     assert resolve(**settings).scheduler.max_step_ms == most_ms
 
 
@@ -508,3 +509,10 @@ def test_the_buckets_of_a_card_decide_the_time_of_a_step():
 def test_processes_of_an_external_launcher_must_not_schedule_by_their_clocks():
     with pytest.raises(ConfigError, match="max_step_ms must be 0 with distributed"):
         resolve(distributed_executor_backend="external_launcher", max_step_ms=100)
+
+
+@pytest.mark.parametrize(("given", "most_ms"), [(None, 0), (80, 80)])
+def test_no_bound_for_outputs_that_are_read_when_they_are_complete(given, most_ms):
+    args = EngineArgs(max_step_ms=given)
+    assert args.without_streams().max_step_ms == most_ms
+    assert args.max_step_ms == given

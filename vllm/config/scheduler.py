@@ -35,8 +35,10 @@ class SchedulerConfig:
     max_step_ms: int | None = field(default=None, metadata={"auto": True})
     """While requests generate, plan each step with prompt tokens to take at most so many
     milliseconds, by the measured times of earlier steps: no request waits much longer for its next
-    token. Prompts run at full speed while no request generates. Default: 0, no bound. 300 suits a
-    server with streams on a CPU; on hpu, the buckets decide how long a step is."""
+    token. Prompts run at full speed while no request generates. 0: no bound. Default: 300 for a
+    server on cpu. 0 on hpu, where the buckets decide how long a step is; for LLM, `vllm run-batch`
+    and pooling, where no request waits for single tokens; without chunked prefill; and with
+    distributed_executor_backend=external_launcher."""
 
     enable_chunked_prefill: bool = True
     """Split a prompt over several steps if it does not fit into the token budget of a step."""

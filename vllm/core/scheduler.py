@@ -352,11 +352,9 @@ class Scheduler:
                 want = np.minimum(want, self.config.prefill_chunk_limit)
                 num_tokens = share_budget(want, budget)
                 prompt_budget = self._prompt_budget()
-                if prompt_budget is not None:
-                    num_tokens = self._limit_by_time(rows, computed, num_tokens, prompt_budget)
             media = MediaPlan()
-            if running.num_with_media:
-                num_tokens = self._limit_by_media(rows, computed, num_tokens, media)
+            if prompt_budget is not None or running.num_with_media:
+                num_tokens = self._limit_prompts(rows, computed, num_tokens, prompt_budget, media)
                 only_decodes = only_decodes and num_tokens is want
             num_decodes = running.num_decodes(rows, most_decodes) if only_decodes else 1
             lack = computed + num_tokens + (num_decodes - 1) - running.capacity[rows]
@@ -401,19 +399,35 @@ class Scheduler:
             self.media.limit_to_one()
         return self._step_bound.budget()
 
-    def _limit_by_time(
-        self, rows: IntArray, computed: IntArray, num_tokens: IntArray, budget: PromptBudget
+    def _limit_prompts(
+        self,
+        rows: IntArray,
+        computed: IntArray,
+        num_tokens: IntArray,
+        budget: PromptBudget | None,
+        plan: MediaPlan,
     ) -> IntArray:
-        """Return how many tokens of each row can run in this step, given the time of prompts."""
-        found: IntArray = num_tokens.copy()
-        for index in np.flatnonzero(num_tokens > 1).tolist():
+        """Return how many tokens of each row can run in this step, given the time of prompts and
+        the images that have to be encoded first; the same array: all of them."""
+        has_media = self.running.media_end[rows] > computed
+        is_timed = num_tokens > 1 if budget is not None else np.zeros_like(has_media)
+        found = num_tokens
+        for index in np.flatnonzero(has_media | is_timed).tolist():
             start, most = int(computed[index]), int(num_tokens[index])
-            count = budget.most(start, most)
-            if self.media is not None:
+            count = most
+            if budget is not None and is_timed[index]:
+                count = budget.most(start, most)
+            if has_media[index]:
+                assert self.media is not None
                 request = self.running.at(rows[index : index + 1])[0]
                 count = self.media.with_whole_item(request, start, count, most)
-            budget.spend(start, count)
-            found[index] = count
+                count = self.media.limit(request, start, count, plan)
+            # A prompt that waits for its image leaves the time to the prompts after it.
+            if budget is not None and is_timed[index] and count:
+                budget.spend(start, count)
+            if count < most:
+                found = found.copy() if found is num_tokens else found
+                found[index] = count
         return found
 
     def _work_of(self, tokens: RowTokens, plan: Plan, *, is_measured: bool) -> StepWork | None:
@@ -433,22 +447,6 @@ class Scheduler:
             num_pairs=sum(num_pairs(start, count) for start, count in prompts),
             has_decodes=not is_prompt.all(),
         )
-
-    def _limit_by_media(
-        self, rows: IntArray, computed: IntArray, num_tokens: IntArray, plan: MediaPlan
-    ) -> IntArray:
-        """Return how many tokens of each row can run in this step, as images have to be encoded
-        first; the same array: all of them."""
-        assert self.media is not None
-        found = num_tokens
-        for index in np.flatnonzero(self.running.media_end[rows] > computed).tolist():
-            request = self.running.at(rows[index : index + 1])[0]
-            wanted = int(num_tokens[index])
-            count = self.media.limit(request, int(computed[index]), wanted, plan)
-            if count < wanted:
-                found = found.copy() if found is num_tokens else found
-                found[index] = count
-        return found
 
     def _remember_prefills(self, plan: Plan) -> None:
         """Add the blocks that running prompts fill in this step to the prefix cache."""
@@ -532,17 +530,22 @@ class Scheduler:
         )
 
     def _finish_failed(self, step: Step, errors: dict[int, str]) -> dict[str, Finished]:
-        """End the requests that failed, unless they have left already. No request reads their
-        blocks afterwards."""
+        """End the requests that failed, unless they have ended already. No request reads their
+        blocks afterwards.
+
+        One that was preempted since ends as well. It may have failed because of its own image:
+        requests that share it and run again each time would preempt each other for ever.
+        """
         rows = [row for row in errors if row not in step.removed_rows]
-        requests = self.running.at(np.array(rows, np.int32))
+        failed = {request.row: request for request in self.running.at(np.array(rows, np.int32))}
+        failed |= {row: step.removed_rows[row] for row in errors if row in step.removed_rows}
         finished = {
-            request.request_id: Finished(FinishReason.ERROR, error=errors[request.row])
-            for request in requests
+            request.request_id: Finished(FinishReason.ERROR, error=errors[row])
+            for row, request in failed.items()
+            if request.status is not RequestStatus.FINISHED
         }
-        left = [step.removed_rows[row] for row in errors if row in step.removed_rows]
         self.abort_requests(finished)
-        for request in (*requests, *left):
+        for request in failed.values():
             for other in self._sharing_images(request):
                 step.removed_rows.setdefault(other.row, other)
                 self._preempt(other)

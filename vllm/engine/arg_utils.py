@@ -8,6 +8,7 @@ for a given model. Importing this imports neither torch nor transformers.
 import argparse
 import difflib
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -160,6 +161,15 @@ class EngineArgs:
         from vllm.engine.resolve.early import resolve_early
 
         return resolve_early(self._settings())
+
+    def without_streams(self) -> "EngineArgs":
+        """Return the arguments of an engine whose outputs are read when they are complete: nobody
+        waits for a single token, so the time of a step has a bound only if one is given."""
+        if self.max_step_ms is not None:
+            return self
+        found = copy(self)
+        found.max_step_ms = 0
+        return found
 
     def _settings(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}

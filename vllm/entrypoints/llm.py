@@ -75,7 +75,7 @@ class LLM(PoolingMethods):
         from vllm.engine.arg_utils import EngineArgs
 
         engine_args.setdefault("disable_log_stats", True)
-        args = with_recorded_traffic(EngineArgs(model=model, **engine_args))
+        args = with_recorded_traffic(EngineArgs(model=model, **engine_args).without_streams())
         self._start(LLMEngine.from_engine_args(args))
 
     @classmethod

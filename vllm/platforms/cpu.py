@@ -22,7 +22,7 @@ class CPUPlatform(Platform):
     default_block_size = 16
     default_max_num_seqs = 256
     default_max_num_batched_tokens = 2048
-    default_max_step_ms = 0
+    default_max_step_ms = 300
     worker_class = "vllm.worker.cpu.worker:CPUWorker"
     is_asynchronous = False
     needs_static_shapes = False

@@ -87,6 +87,9 @@ class StepTimes:
         num_tokens, num_pairs = work.num_prompt_tokens, work.num_pairs
         added = seconds
         if work.has_decodes:
+            # Decodes cannot take longer than a step with prompts. Without this, a stall in one step
+            # of decodes would count until there is a step without prompts again.
+            self.decode_s = min(self.decode_s, seconds)
             added = max(seconds - self.decode_s, _LEAST_PART * seconds)
         fitted = self._token_s * num_tokens + self._pair_s * num_pairs
         if fitted:

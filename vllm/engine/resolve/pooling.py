@@ -182,8 +182,9 @@ def _overrides(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def for_pooling(settings: Mapping[str, Any], pooler: PoolerConfig) -> Mapping[str, Any]:
-    """Return the settings for pooling: if all tokens of a prompt are pooled, it has to run in one
-    step."""
+    """Return the settings for pooling. No request generates, so the time of a step has no bound.
+    If all tokens of a prompt are pooled, it has to run in one step."""
+    settings = {**settings, "max_step_ms": 0}
     if not pooler.needs_whole_prompts:
         return settings
     logger.info(

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm.entrypoints.shared.replayed_traffic import with_recorded_traffic
 
     configure_logs(server_args)
-    engine_args = with_recorded_traffic(engine_args)
+    engine_args = with_recorded_traffic(engine_args.without_streams())
     config = check_start(engine_args, server_args)
     with open_input(source) as lines, open_output(target, folder) as output:
         num_lines = _count_lines(source, lines)
