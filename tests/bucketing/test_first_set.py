@@ -8,7 +8,6 @@ from tests.bucketing.helpers import make_limits
 from tests.worker.hpu_helpers import make_config, random_plan
 from vllm.bucketing import Catalog, Phase, plan_buckets, prove
 from vllm.bucketing.bucket import decode, prefill
-from vllm.bucketing.catalog.catalog import padded_cost
 from vllm.bucketing.catalog.first_set import (
     choose_first,
     even_shapes,
@@ -23,7 +22,7 @@ from vllm.worker.hpu.memory.memory_forecast import MemoryForecast
 
 def test_what_is_warm_is_closed_at_each_moment_and_the_largest_come_first(tmp_path):
     rng = random.Random(7)
-    sizes = (padded_cost, MemoryForecast(block_size=4).num_scores)
+    sizes = MemoryForecast(block_size=4).memory_sizes
     num_smaller = 0
     for _ in range(60):
         _, _, plan = random_plan(rng, tmp_path)

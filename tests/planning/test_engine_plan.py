@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ import torch
 import vllm.ops
 from tests.hpu import simulated_hpu
 from tests.quantized_checkpoints import FORMATS, made_once
+from tests.tiny_images import make_tiny_images
 from tests.tiny_models import make_tiny_model
 from tests.worker.hpu_helpers import run_warm_up
+from vllm.bucketing import Bucket, Phase
 from vllm.bucketing.bucket import decode, prefill
 from vllm.bucketing.ledger import GRAPHS, MemoryClass
 from vllm.distributed import TPGroup
@@ -85,6 +87,8 @@ def checkpoint(tmp_path_factory) -> Callable[[str], str]:
     def get(name: str) -> str:
         if name in FORMATS:
             return str(quantized(name)[0])
+        if name == "mllama":
+            return str(make_tiny_images(name, folder / name))
         return str(make_tiny_model(name, folder / name))
 
     return get
@@ -367,3 +371,50 @@ def test_a_machine_that_is_too_small_is_refused(checkpoint):
     args = EngineArgs(model=checkpoint("llama"), max_model_len=128, skip_tokenizer_init=True)
     with pytest.raises(ConfigError, match=r"takes .* MiB, but the machine has only 2 MiB\. Use a"):
         start_on_host(args, 1, 2 * MIB)
+
+
+# ---- the first buckets ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama", {}),
+        ("llama", {"num_speculative_tokens": 7, "disable_by_batch_size": 8}),
+        ("mllama", {"num_speculative_tokens": 2}),
+    ],
+)
+def test_no_later_bucket_needs_a_larger_workspace_than_the_first(name, settings, checkpoint):
+    """Also with drafts, whose decodes have fewer requests and more logits, and with
+    cross-attention."""
+    drafts = {"method": "ngram", "prompt_lookup_max": 2, **settings} if settings else None
+    args = EngineArgs(
+        model=checkpoint(name),
+        dtype="bfloat16",
+        block_size=16,
+        max_model_len=128,
+        max_num_seqs=16,
+        max_num_batched_tokens=128,
+        num_gpu_blocks_override=65,
+        first_buckets=1,
+        speculative_config=drafts,
+        skip_tokenizer_init=True,
+    )
+    plan = make_engine_plan(args, "gaudi2")
+    first = plan.first_buckets()
+    every = {*plan.catalog.prefill, *plan.catalog.decode, *first}
+    assert len(first) < len(every)
+    runner, pool = plan.worker.runner, plan.bridge.card.memory
+
+    def needed_bytes(bucket: Bucket) -> int:
+        needed = []
+        for shape in plan.shapes_of(bucket):
+            pool.workspace_bytes = 0  # of the launch before
+            plan.record(partial(runner.warm_up, shape, sampling="none"))
+            needed.append(pool.workspace_bytes)
+        return max(needed)
+
+    needed = {bucket: needed_bytes(bucket) for bucket in every}
+    for phase in Phase:
+        most = max(needed[bucket] for bucket in first if bucket.phase is phase)
+        assert most == max(needed[bucket] for bucket in every if bucket.phase is phase)

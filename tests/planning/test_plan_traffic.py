@@ -142,3 +142,29 @@ def test_bad_traffic_is_one_line(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert message in lines[0]
+
+
+def test_a_bucket_file_that_is_not_closed_is_completed_and_named(
+    flags: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "buckets.txt"
+    monkeypatch.setenv("VLLM_BUCKETING_FROM_FILE", str(path))
+    envs.get.cache_clear()
+    try:
+        says = []
+        path.write_text("(1, 128, 0)\n(2, 1, 8)\n")
+        for _ in range(2):
+            assert main([*flags, "--json"]) == 0
+            plan = json.loads(capsys.readouterr().out)
+            says.append(plan["completed"])
+            path.write_text("".join(f"{tuple(bucket[1:])}\n" for bucket in plan["buckets"]))
+    finally:
+        monkeypatch.delenv("VLLM_BUCKETING_FROM_FILE")
+        envs.get.cache_clear()
+    assert says[0].startswith(
+        f"{path} (VLLM_BUCKETING_FROM_FILE) has no bucket for some steps. Added "
+    )
+    assert says[1] == "", "the file has all buckets of the plan"

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vllm import envs
-from vllm.bucketing import Bucket
+from vllm.bucketing import Bucket, plan_buckets
 from vllm.bucketing.ledger import GRAPHS, MemoryClass
 from vllm.config import VllmConfig
 from vllm.cost_model.measured import Measured
@@ -21,6 +21,9 @@ from vllm.planning.traffic import bucket_row, bucket_seconds, shape_seconds
 from vllm.platforms.cpu import machine_memory_bytes
 from vllm.worker.hpu.warmup.profile import held_bytes
 from vllm.worker.interface import MemoryReport
+
+_MOST_NAMED = 4
+"""Buckets that a line names."""
 
 JSON_VERSION = 1
 """Version of the format of `Plan.as_json`. Keys may be added without a new version."""
@@ -74,6 +77,8 @@ class Plan:
     """Of a pipeline. `memory` and `start` are for the one with room for the fewest KV blocks."""
     bucket_s: tuple[float, ...] = ()
     """Predicted seconds of a forward pass in each bucket; empty with pipeline stages."""
+    completed: str = ""
+    """Buckets that the file of VLLM_BUCKETING_FROM_FILE lacks, as one sentence; empty: none."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the same figures for programs."""
@@ -145,6 +150,24 @@ def describe(engine: EnginePlan, device: str, measured: Measured | None = None) 
         mode=_mode(config),
         stages=engine.stages if len(engine.stages) > 1 else (),
         bucket_s=bucket_s,
+        completed=_completed(engine),
+    )
+
+
+def _completed(engine: EnginePlan) -> str:
+    """Return what the bucket file of an engine lacks."""
+    path = engine.config.hpu.bucketing_file
+    if path is None:
+        return ""
+    added = plan_buckets(engine.config, engine.report.num_blocks).added
+    if not added:
+        return ""
+    one = len(added) == 1
+    named = ", ".join(str(bucket_row(bucket)[1:]) for bucket in added[:_MOST_NAMED])
+    more = f" and {len(added) - _MOST_NAMED} more" if len(added) > _MOST_NAMED else ""
+    return (
+        f"{path} (VLLM_BUCKETING_FROM_FILE) has no bucket for some steps. Added {len(added)} "
+        f"bucket{'' if one else 's'} [batch, tokens, blocks]: {named}{more}"
     )
 
 

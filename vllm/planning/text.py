@@ -1,6 +1,7 @@
 """The tables of `vllm plan`: one function for each section, 100 columns at most."""
 
 from collections.abc import Iterator, Sequence
+from textwrap import wrap
 
 from vllm.bucketing import format_bytes
 from vllm.planning.engine_plan import StageRoom
@@ -34,6 +35,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     if plan.start is not None:
         yield ""
         yield from start_lines(plan.start)
+        if plan.completed:
+            yield from wrap(plan.completed, 100)
     if plan.throughput:
         yield ""
         yield from throughput_lines(plan.throughput)

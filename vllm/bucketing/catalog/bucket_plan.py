@@ -29,6 +29,8 @@ class BucketPlan:
     info: tuple[str, ...]
     """Log lines, in their order."""
     warnings: tuple[str, ...]
+    added: tuple[Bucket, ...] = ()
+    """Buckets of the catalog that the variables, the file or the traffic do not have."""
 
 
 def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPlan:
@@ -81,7 +83,7 @@ def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPla
         )
     if unused:
         info.append(f"Left out {len(unused)} buckets that no step can use: {listed(unused)}")
-    return BucketPlan(catalog, limits, tuple(info), generated.warnings)
+    return BucketPlan(catalog, limits, tuple(info), generated.warnings, tuple(added))
 
 
 def prompt_budgets(config: VllmConfig) -> tuple[int, int] | None:

@@ -70,7 +70,8 @@ def add_parser(
     group.add_argument(
         "--measured",
         metavar="FILE",
-        help="rates of a card of this kind, as 'vllm hpu-check --save FILE' writes them",
+        help="rates of a card of this kind, as 'vllm hpu-check --save FILE' writes them, or a "
+        "running engine with --record-traffic FILE",
     )
     group.add_argument(
         "--traffic",

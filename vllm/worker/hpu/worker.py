@@ -23,7 +23,6 @@ from vllm.attention.backends.sdpa import (
 )
 from vllm.attention.cached_layer import layers_with_cache
 from vllm.bucketing import Bucket, Catalog, Phase, StepLimits, format_bytes, plan_buckets
-from vllm.bucketing.catalog.catalog import padded_cost
 from vllm.bucketing.catalog.first_set import choose_first
 from vllm.bucketing.catalog.from_traffic import seconds_of
 from vllm.bucketing.ledger import MemoryClass
@@ -729,7 +728,7 @@ class HPUWorker(WorkerBase):
             hpu.first_buckets,
             traffic,
             seconds_of(limits),
-            memory_sizes=(padded_cost, self.forecast.num_scores),
+            memory_sizes=self.forecast.memory_sizes,
             preferred=self._on_disk,
         )
         self._num_choices += 1

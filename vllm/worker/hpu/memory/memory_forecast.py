@@ -8,12 +8,14 @@ the prediction. So it is rather too low than too high: a launch that fits is not
 that is predicted too low is given up when its allocation fails, as without a prediction.
 """
 
+from collections.abc import Callable
 from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm.bucketing import Bucket, Phase
+from vllm.bucketing.catalog.catalog import padded_cost
 from vllm.config.hpu import UNSLICED, PromptSlicing
 from vllm.worker.hpu.launches.planner import PaddedShape
 from vllm.worker.hpu.memory.memory_profile import Attempt
@@ -84,6 +86,15 @@ class MemoryForecast:
         needed = max(predicted) + self.passing_bytes
         return int(needed) if needed > most_bytes * (1 + _TOLERANCE) else None
 
+    @property
+    def memory_sizes(self) -> tuple[Callable[[Bucket], float], ...]:
+        """Return the sizes of a bucket that decide which launches need the most memory.
+
+        Decodes that verify drafts have fewer requests but more tokens, and so more logits. Other
+        decodes run other operators: their cross-attention has scores for each slot of an item.
+        """
+        return (padded_cost, self.num_scores, _num_tokens, _num_pairs, _cost_without_drafts)
+
     def num_scores(self, bucket: Bucket) -> int:
         """Return how many scores of one head there are at a time: of new tokens against all that
         they attend to."""
@@ -102,6 +113,20 @@ class MemoryForecast:
         context, at_once = bucket.batch * bucket.blocks, self._queries_at_once(bucket)
         scores = (at_once * bucket.query_len, at_once * bucket.blocks)
         return np.array([1, shape.num_rows, size, scores[0], context, scores[1]], float)
+
+
+def _num_tokens(bucket: Bucket) -> int:
+    return bucket.num_tokens
+
+
+def _num_pairs(bucket: Bucket) -> int:
+    """Return the pairs of a token and a block that it may attend to."""
+    return bucket.num_tokens * bucket.blocks
+
+
+def _cost_without_drafts(bucket: Bucket) -> int:
+    has_drafts = bucket.phase is Phase.DECODE and bucket.query_len > 1
+    return 0 if has_drafts else padded_cost(bucket)
 
 
 def _way(shape: PaddedShape) -> _Way:
