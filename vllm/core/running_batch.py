@@ -170,7 +170,7 @@ class RunningBatch:
         is_decode = (num_tokens - num_computed == 1) & (num_computed >= self.num_prompt[rows])
         if self.awaits_result[rows].any() or not is_decode.all():
             return 1
-        # A request that ends with its next token is counted with 1, and so the step has one decode.
+        # If a request finishes with its next token, the step has a single decode.
         return max(1, min(most, int((self.limit[rows] - num_tokens).min())))
 
     def add(self, request: Request, num_computed: int, capacity: int) -> None:

@@ -114,7 +114,7 @@ class AdapterConfig:
 
 
 def _of_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
-    # As peft reads them: a key is a regular expression for the end of a module's name.
+    # As in peft, a key is a regular expression that matches the end of a module's name.
     for key, value in pattern.items():
         if _compiled(key).fullmatch(module):
             return value
@@ -301,7 +301,7 @@ def content_key(folder: Path, rest: Rest = no_rest) -> str:
                 f"the LoRA adapter {folder}: {CONFIG_FILE} and {paths[1].name} must be plain files"
             )
         versions = tuple((s.st_size, s.st_mtime_ns, s.st_ino) for s in stats)
-        with _hash_lock:  # who asks for the same files meanwhile waits for the hash
+        with _hash_lock:  # other requests for the same files wait for this hash
             if (paths, versions) not in _hashes:
                 if len(_hashes) >= _MOST_HASHES:
                     _hashes.clear()

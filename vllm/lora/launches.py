@@ -368,7 +368,8 @@ class DeviceSlots:
     def _host_zeros(self, target: Tensor, is_new: bool) -> Tensor:
         """Make zeros for one slot of all slots of a stack. One that is not new is never written
         to."""
-        # No view of the target: a thread calls this, and the device would take it for its work.
+        # Use the shape and not a view of the target: another thread calls this, and the device
+        # would record the view among its operators.
         shape = (target.shape[0], *target.shape[2:])
         if is_new:
             return torch.zeros(shape, dtype=self._dtype)
@@ -379,11 +380,11 @@ class DeviceSlots:
     def put(self, slot: int, prepared: list[Tensor]) -> None:
         """Put an adapter into a slot. Every adapter takes the same writes, so they are compiled
         once."""
-        self._end()  # what is queued is no part of them
+        self._end()  # run earlier operations first: they belong to other graphs
         index = torch.tensor([slot]).to(self._device)
         targets = [t for a, b in zip(self.a, self.b, strict=True) for t in (a, *b)]
         for target, source in zip(targets, prepared, strict=True):
-            # To the tensor itself: a write through a view would copy all slots on a card.
+            # Write to the tensor itself: on a card, a write through a view would copy all slots.
             target.index_copy_(1, index, source.to(self._device)[:, None])
         self._end()
 

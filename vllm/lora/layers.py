@@ -86,7 +86,7 @@ class AdapterLayers:
             if layer.is_shared:
                 continue
             if ".experts." in f".{path}." or layer.weight_dtype:
-                continue  # adapters are of the model's dtype
+                continue  # adapters have the dtype of the model
             if not self._is_chosen(path, *layer.feature_slices):
                 continue
             if isinstance(layer, LatentUpProjection):
@@ -194,7 +194,8 @@ class AdapterLayers:
 
     def module_of(self, name: str) -> str:
         """Return the name in the model of a module of an adapter's file."""
-        # With its parameter, as names are in a checkpoint.
+        # Convert the name together with its parameter, because renames apply to names of a
+        # checkpoint.
         name = f"{name.removeprefix(NAME_PREFIX)}.weight"
         return self.model.renamed(name).removesuffix(".weight")
 
@@ -228,9 +229,10 @@ class AdapterLayers:
             is_transposed: what the adapter says of the weights in the checkpoint.
         """
         if (head := self.targets.get(module)) and isinstance(head.layer, ParallelLMHead):
-            return [(head, source_of(rows))]  # as it is, whatever becomes of its weight
+            # Unchanged, even if the checkpoint's tensor of the head is converted.
+            return [(head, source_of(rows))]
         found: list[tuple[Target, CheckpointTensor]] = []
-        # peft notes False for all modules where some are transposed and some are not.
+        # If only some modules are transposed, peft writes False for all of them, so try both.
         for swaps in (is_transposed, not is_transposed):
             try:
                 parts = self._convert(module, rows.T if swaps else rows)
@@ -242,7 +244,8 @@ class AdapterLayers:
         return found
 
     def _convert(self, module: str, weight: Tensor) -> list[tuple[Target, CheckpointTensor]]:
-        # As a weight of the checkpoint is, so that the rows go where those of the weight went.
+        # Convert it in the same way as the tensor of the checkpoint, so that its rows are stored at
+        # the same positions.
         expert, _, name = module.rpartition(".")
         experts, _, number = expert.rpartition(".")
         if name in EXPERT_PARAMETERS and experts in self.experts:
@@ -260,8 +263,8 @@ class AdapterLayers:
     ) -> Iterator[tuple[str, CheckpointTensor]]:
         """Yield the matrices of an expert, whose rows are rows of a parameter of all experts."""
         layer, first = self.experts[experts], f"{experts}.0."
-        # Where the family stores such a parameter, it knows their order: [experts, in, out], or
-        # [experts, out, in].
+        # A family that stores such a parameter knows its order: [experts, in, out] or [experts,
+        # out, in].
         count = len(layer.expert_ids) + len(layer.elsewhere)
         order = torch.arange(len(rows)).expand(count, 1, -1)
         places: dict[str, Tensor] = {}

@@ -107,7 +107,7 @@ class AdapterMemory:
         """
         with self._lock:
             hold = self._held[request_id]
-            if hold.entry is None:  # of a caller that did not wait
+            if hold.entry is None:  # the request has not waited for the adapter before
                 self._lacking.remove(hold)
                 done = self._join(hold)
             else:
@@ -194,7 +194,7 @@ class AdapterMemory:
         """Give room to the requests that wait for it, in order. Return the holds that are done."""
         done: list[_Hold] = []
         while len(self._entries) > self._limit and self._drop_unused():
-            pass  # a pinned one more was allowed for, and is pinned no longer
+            pass  # the limit counted a pinned adapter that is no longer pinned
         while self._lacking and self._has_room(self._lacking[0].adapter.key):
             done += self._join(self._lacking.popleft())
         return done
@@ -259,7 +259,7 @@ class AdapterMemory:
                 entry = self._unread.popleft()
             try:
                 entry.content = self._read(entry.adapter)
-            # whatever it is, only those who want this adapter are told
+            # Whatever the error is, only requests for this adapter fail.
             except Exception as error:
                 entry.reason = str(error) or repr(error)
             with self._lock:

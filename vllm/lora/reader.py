@@ -53,7 +53,7 @@ _LONGEST_NAME = 512
 def _rows_of(
     layer: VocabParallelEmbedding, method: EmbeddingMethod, first: int, end: int
 ) -> Tensor:
-    weight = layer._parameters.get("weight")  # None: the CPU has packed it
+    weight = layer._parameters.get("weight")  # None: the CPU kernels have packed it
     return method.embed(layer, torch.arange(first, end)) if weight is None else weight[first:end]
 
 
@@ -113,7 +113,7 @@ class AdapterReader:
                     experts = module.removesuffix(_INNER)
                     if experts in self._layers.experts:
                         whole = pair[0].removeprefix(NAME_PREFIX).partition(".lora_")[0]
-                        stem = whole.removesuffix(_INNER)  # as peft calls the module
+                        stem = whole.removesuffix(_INNER)  # the name that peft gives the module
                         name = config.parameter_of(stem, is_inner=module != experts)
                         if name is None:
                             raise RequestError(

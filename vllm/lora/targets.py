@@ -80,7 +80,7 @@ class LatentTarget(Target):
         keys, values = b.unflatten(0, (-1, sum(self.layer.head_sizes))).split(
             self.layer.head_sizes, dim=1
         )
-        last = a.T  # the same for all heads, so it is stored once
+        last = a.T  # stored once, because it is the same for all heads
         return [
             *(LoRAWeights(key.T, last) for key in keys),
             *(LoRAWeights(a, value) for value in values),

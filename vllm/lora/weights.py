@@ -62,7 +62,7 @@ def open_weights(path: Path, rest: Rest) -> Iterator[dict[str, CheckpointTensor]
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether it has neither NaN nor infinity."""
-    # One pass without memory of its own: isfinite() takes twenty times as long.
+    # One pass without temporaries: isfinite() takes twenty times as long.
     return all(math.isfinite(float(end)) for end in tensor.aminmax())
 
 
@@ -81,7 +81,7 @@ def is_close(given: CheckpointTensor, known: Callable[[int, int], Tensor], rest:
         own = known(start, start + len(part)).float()
         largest = max(largest, float(own.abs().max()))
         differences.append(float((part - own).abs().max()))
-    return all(difference <= 0.02 * largest for difference in differences)  # False for NaN
+    return all(difference <= 0.02 * largest for difference in differences)  # NaN compares as False
 
 
 def source_of(tensor: Tensor) -> CheckpointTensor:
