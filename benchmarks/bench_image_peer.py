@@ -39,10 +39,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from benchmarks.bench_multimodal import Requests, cpu_name, write_model
+from benchmarks.bench_multimodal import Requests, processor, write_model
 from benchmarks.common import fixed_length, report
 from vllm import LLM
-from vllm.ops.cpu.library import load_cpu_kernels
 
 QUESTION = "What is in this picture, where is it, and who may have put it there?"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -205,12 +204,7 @@ def main() -> None:
     add("--tower-layers", type=int, default=24)
     add("--image-side", type=int, default=336, help="pixels, a multiple of 14")
     args = parser.parse_args()
-    library = load_cpu_kernels()
-    settings = {
-        **vars(args),
-        "cpu": cpu_name(),
-        "instruction_set": "torch" if library is None else library.isa,
-    }
+    settings = vars(args) | processor()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "model"
         folder.mkdir()

@@ -360,6 +360,13 @@ def cpu_name() -> str:
     return next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown")
 
 
+def processor() -> dict[str, str]:
+    """Return the name of the processor, and the instruction set of the kernels on it."""
+    library = load_cpu_kernels()
+    isa = "torch" if library is None else library.isa
+    return {"cpu": cpu_name(), "instruction_set": isa}
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
@@ -375,12 +382,7 @@ def main() -> None:
     add("--repetitions", type=int, default=3)
     add("--no-peer", action="store_true", help="leave transformers out")
     args = parser.parse_args()
-    library = load_cpu_kernels()
-    settings = {
-        **vars(args),
-        "cpu": cpu_name(),
-        "instruction_set": "torch" if library is None else library.isa,
-    }
+    settings = vars(args) | processor()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = write_model(folder, args)

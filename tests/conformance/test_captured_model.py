@@ -43,8 +43,7 @@ _WITH_ITEMS = {"MllamaForCausalLM", "WhisperForConditionalGeneration"}
 """Have cross-attention: test_captured_items.py captures them."""
 _POOLERS = (*MODELS, *REWARD_MODELS)
 _TYPICAL = {
-    *("BertModel", "BloomForCausalLM", "GPTJForCausalLM", "LlamaForSequenceClassification"),
-    *("OPTForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", _FIRST),
+    *("BertModel", "BloomForCausalLM", "OPTForCausalLM", "Qwen2ForCausalLM", _FIRST),
     *("Gemma2ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM", "DeepseekV3ForCausalLM"),
     *("BambaForCausalLM", "MambaForCausalLM"),
 }

@@ -20,6 +20,7 @@ from tests.core.test_any_load import (
     run_program,
     setups,
 )
+from tests.exhaustive import seeds
 from vllm.core.draft_sources import ModelDrafts
 from vllm.core.drafting.draft_control import DraftControl
 from vllm.messages import Finished, FinishReason
@@ -42,7 +43,7 @@ def test_drafts_change_no_output_of_any_load(setup, program, max_drafts, stalls_
     run_program(setup, program)
 
 
-@pytest.mark.parametrize("seed", range(18))
+@pytest.mark.parametrize("seed", seeds(9, 18))
 def test_drafts_change_no_output_of_a_long_crowded_load(seed):
     rng = random.Random(seed)
     setup = random_setup(rng)
@@ -52,7 +53,7 @@ def test_drafts_change_no_output_of_a_long_crowded_load(seed):
     assert loop.runner.num_verified
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(4, 8))
 def test_drafts_of_the_worker_change_no_output(seed):
     rng = random.Random(seed)
     setup = random_setup(rng)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e import forced_text
 from tests.e2e.browser import Page, chromium_page
-from tests.e2e.server import KEY, Server, start_server
+from tests.e2e.server import Server, start_server
 from tests.entrypoints.openai.scripted_engine import TEMPLATE
 from tests.tiny_models import make_tiny_model
 from vllm.assets import BUNDLED_MODEL
@@ -42,13 +42,6 @@ CHAT_FLAGS = (
 def chat_server() -> Iterator[Server]:
     """A live server for the official clients, one for all modules; idle between two tests."""
     with start_server(*CHAT_FLAGS) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def guarded_server() -> Iterator[Server]:
-    """The same for clients that have the key."""
-    with start_server(*CHAT_FLAGS, "--api-key", KEY) as server:
         yield server
 
 

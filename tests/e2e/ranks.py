@@ -1,6 +1,8 @@
 """One load for engines of several ranks, and what is compared of its results."""
 
+import os
 import random
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from tests.reach import pids_of
 from tests.shared_memory import assert_no_new_files
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.errors import EngineDeadError
 
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
@@ -79,6 +82,20 @@ def random_load(
 
 def ranks_of(llm: LLM) -> list[int]:
     return pids_of(llm)
+
+
+def assert_death_of_a_rank_ends_requests(llm: LLM) -> None:
+    """Kill the other one of two ranks while a request runs."""
+    engine = llm.llm_engine
+    engine.add_request("a", {"prompt_token_ids": PROMPTS[0]}, PARAMS[0])
+    engine.step()
+    (pid,) = ranks_of(llm)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(
+        EngineDeadError, match=rf"rank 1 \(process {pid}\) has ended: killed by signal 9"
+    ):
+        while engine.has_unfinished_requests():
+            engine.step()
 
 
 def assert_nothing_left(pids: list[int], files: set[str]) -> None:

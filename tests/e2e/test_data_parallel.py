@@ -67,8 +67,8 @@ async def kill_during_load(server, core: psutil.Process) -> list[str]:
 
 
 @pytest.mark.exhaustive  # replicas that die: test_far_replicas.py; tokens: tests/engine
-def test_two_replicas_answer_as_one_and_survive_the_death_of_either(guarded_server):
-    expected = asyncio.run(complete(guarded_server))
+def test_two_replicas_answer_as_one_and_survive_the_death_of_either(chat_server):
+    expected = asyncio.run(complete(chat_server))
     dev = {"VLLM_SERVER_DEV_MODE": "1"}
     with start_server(
         "--api-key", KEY, "-dp", "2", "--restart-engine", "1", variables=dev

@@ -13,6 +13,7 @@ from tests.e2e.ranks import (
     ENGINE,
     PARAMS,
     PROMPTS,
+    assert_death_of_a_rank_ends_requests,
     assert_nothing_left,
     assert_same,
     generate,
@@ -342,16 +343,7 @@ def test_stages_read_their_weights_again_after_requests(two):
 
 
 def test_a_stage_that_is_killed_ends_all_requests_at_once(two):
-    engine = two.llm_engine
-    engine.add_request("a", {"prompt_token_ids": PROMPTS[0]}, PARAMS[0])
-    engine.step()
-    (pid,) = ranks_of(two)
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(
-        EngineDeadError, match=rf"rank 1 \(process {pid}\) has ended: killed by signal 9"
-    ):
-        while engine.has_unfinished_requests():
-            engine.step()
+    assert_death_of_a_rank_ends_requests(two)
 
 
 @pytest.mark.exhaustive  # a rank that is stopped: test_tensor_parallel.py

@@ -73,6 +73,14 @@ def test_the_key_of_the_environment_guards_the_model(server):
     assert server.request("GET", "/health")[0] == 200
 
 
+def test_a_wrong_key_is_refused_in_the_form_of_each_api(server):
+    status, _, body = server.request("GET", "/v1/models", Authorization="Bearer wrong")
+    assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_api_key")
+    message = {"model": "", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    status, _, body = server.request("POST", "/v1/messages", message, **{"x-api-key": "wrong"})
+    assert (status, json.loads(body)["error"]["type"]) == (401, "authentication_error")
+
+
 def test_a_request_keeps_its_id_and_is_a_span_of_the_callers_trace(server, collector):
     headers = {**AUTHORISED, "X-Request-Id": "job-77"}
     headers["traceparent"] = f"00-{TRACE_ID}-b7ad6b7169203331-01"

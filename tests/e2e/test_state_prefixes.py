@@ -148,6 +148,26 @@ def draft_what_was_seen(seen: dict[tuple[int, ...], list[int]], most: int) -> An
     return propose
 
 
+def guess_what_a_load_says(folder, modules, most, tmp_path, monkeypatch):
+    """Run the random load without drafts; from here on, n-grams guess what it has said.
+
+    Returns:
+        its outputs, its adapters, and the arguments of an engine with such drafts.
+    """
+    adapters = [
+        LoRARequest(f"adapter{n}", n, str(write_adapter(tmp_path / str(n), folder, n, 8, modules)))
+        for n in ((1, 2) if modules else ())
+    ]
+    seen: dict[tuple[int, ...], list[int]] = {}
+    monkeypatch.setattr(NgramDrafts, "_propose", draft_what_was_seen(seen, most))
+    asked = SETTINGS | ({"enable_lora": True, "max_loras": 2} if modules else {})
+    llm = LLM(folder, **asked, enable_prefix_caching=False)
+    want, _ = run_random_load(llm, adapters, seen)
+    executor_of(llm).shutdown()
+    drafts = {"method": "ngram", "num_speculative_tokens": most, "adaptive": False}
+    return want, adapters, asked | {"speculative_config": drafts}
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "modules"),
     [
@@ -164,19 +184,9 @@ def draft_what_was_seen(seen: dict[tuple[int, ...], list[int]], most: int) -> An
     ],
 )
 def test_drafts_change_no_token(family, settings, modules, models, tmp_path, monkeypatch):
-    folder, most = str(models(family)), 5
-    adapters = [
-        LoRARequest(f"adapter{n}", n, str(write_adapter(tmp_path / str(n), folder, n, 8, modules)))
-        for n in ((1, 2) if modules else ())
-    ]
-    seen: dict[tuple[int, ...], list[int]] = {}
-    monkeypatch.setattr(NgramDrafts, "_propose", draft_what_was_seen(seen, most))
-    asked = SETTINGS | ({"enable_lora": True, "max_loras": 2} if modules else {})
-    llm = LLM(folder, **asked, enable_prefix_caching=False)
-    want, _ = run_random_load(llm, adapters, seen)
-    executor_of(llm).shutdown()
-    drafts = {"method": "ngram", "num_speculative_tokens": most, "adaptive": False}
-    llm = LLM(folder, **asked | settings, speculative_config=drafts)
+    folder = str(models(family))
+    want, adapters, asked = guess_what_a_load_says(folder, modules, 5, tmp_path, monkeypatch)
+    llm = LLM(folder, **asked | settings)
     found, num_cached = run_random_load(llm, adapters)
     stats = stats_of(llm).drafts
     executor_of(llm).shutdown()
@@ -198,21 +208,11 @@ def test_drafts_change_no_token(family, settings, modules, models, tmp_path, mon
 def test_drafts_change_no_token_on_a_card(
     family, mode, settings, modules, models, tmp_path, monkeypatch
 ):
-    folder, most = str(models(family)), 3
-    adapters = [
-        LoRARequest(f"adapter{n}", n, str(write_adapter(tmp_path / str(n), folder, n, 8, modules)))
-        for n in ((1, 2) if modules else ())
-    ]
-    seen: dict[tuple[int, ...], list[int]] = {}
-    monkeypatch.setattr(NgramDrafts, "_propose", draft_what_was_seen(seen, most))
-    asked = SETTINGS | ({"enable_lora": True, "max_loras": 2} if modules else {})
-    llm = LLM(folder, **asked, enable_prefix_caching=False)
-    want, _ = run_random_load(llm, adapters, seen)
-    executor_of(llm).shutdown()
-    drafts = {"method": "ngram", "num_speculative_tokens": most, "adaptive": False}
+    folder = str(models(family))
+    want, adapters, asked = guess_what_a_load_says(folder, modules, 3, tmp_path, monkeypatch)
     lazy, is_eager = MODES[mode]
     with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=lazy, **FEW_BUCKETS) as bridge:
-        llm = LLM(folder, **asked | settings, speculative_config=drafts, enforce_eager=is_eager)
+        llm = LLM(folder, **asked | settings, enforce_eager=is_eager)
         before = bridge.counters().compilations
         found, num_cached = run_random_load(llm, adapters)
         assert bridge.counters().compilations == before

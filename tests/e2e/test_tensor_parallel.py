@@ -14,6 +14,7 @@ from tests.e2e.ranks import (
     ENGINE,
     PARAMS,
     PROMPTS,
+    assert_death_of_a_rank_ends_requests,
     assert_nothing_left,
     assert_same,
     generate,
@@ -100,16 +101,7 @@ def test_a_call_reaches_every_rank_and_code_is_refused(two):
 
 
 def test_a_rank_that_is_killed_ends_all_requests_at_once(two):
-    engine = two.llm_engine
-    engine.add_request("a", {"prompt_token_ids": PROMPTS[0]}, PARAMS[0])
-    engine.step()
-    (pid,) = ranks_of(two)
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(
-        EngineDeadError, match=rf"rank 1 \(process {pid}\) has ended: killed by signal 9"
-    ):
-        while engine.has_unfinished_requests():
-            engine.step()
+    assert_death_of_a_rank_ends_requests(two)
 
 
 def test_a_rank_that_cannot_load_is_one_error_that_names_it(folder):

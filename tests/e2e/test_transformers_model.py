@@ -3,6 +3,7 @@
 import json
 import random
 from importlib import import_module
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,9 @@ parameters."""
 
 
 @needs_backend
-@pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("model_type", OF_EACH_KIND)
+@pytest.mark.parametrize(
+    ("model_type", "is_tied"), list(zip(OF_EACH_KIND, cycle([False, True]), strict=False))
+)
 def test_they_run_in_every_precision_with_a_head_that_is_tied_or_not(model_type, is_tied, tmp_path):
     values = OF_EACH_KIND[model_type] | {"tie_word_embeddings": is_tied}
     folder = make(model_type, tmp_path, **values)

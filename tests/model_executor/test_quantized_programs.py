@@ -85,7 +85,12 @@ def test_a_rank_has_its_part_of_every_format(checkpoint, monkeypatch, name, rank
     assert_same_weights(name, checkpoint(name), TPGroup(rank, 2))
 
 
-@pytest.mark.parametrize("is_whole", [False, True], ids=["split", "whole"])
+@pytest.mark.parametrize(
+    "is_whole",
+    # Whole experts in every run: test_fusion_parallel.py.
+    [False, pytest.param(True, marks=pytest.mark.exhaustive)],
+    ids=["split", "whole"],
+)
 @pytest.mark.parametrize("name", each_format("fp8-channel-ignored", is_costly=True))
 def test_a_rank_has_its_part_of_quantized_experts(
     tiny_experts, tmp_path, monkeypatch, name, is_whole

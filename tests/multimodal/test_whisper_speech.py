@@ -10,7 +10,6 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGU
 from vllm.errors import ConfigError, RequestError
 from vllm.multimodal.families.whisper import WhisperSpeech
 from vllm.multimodal.interface.languages import LANGUAGE_NAMES, find_language
-from vllm.multimodal.interface.speech import seconds_read
 
 END, START, EN, DE, TRANSLATE, TRANSCRIBE, PREVIOUS, NO_SPEECH, NO_TIMES = range(100, 109)
 FIRST_TIME = NO_TIMES + 1
@@ -144,9 +143,6 @@ def test_segments_lie_between_time_stamps():
         [at(2), 3, at(4)],
         [at(4), 5, 6],
     ]
-    assert seconds_read([first, second, third], 10.0) == 4.0
-    assert seconds_read([first, second], 10.0) == 10.0
-    assert seconds_read([third], 10.0) == seconds_read([], 10.0) == 10.0
 
 
 def test_text_without_time_stamps_is_one_segment():

@@ -118,16 +118,17 @@ def resolve_in_new_process(
     return call_in_new_process("resolve_model_folder", arguments, **env)
 
 
-def call_in_new_process(function: str, arguments: tuple[object, ...], **env: str) -> str:
-    """The same for any function; huggingface_hub reads its settings once."""
+def call_in_new_process(function: str, *calls: tuple[object, ...], **env: str) -> str:
+    """The same for any function, a line for each call; huggingface_hub reads its settings once."""
     code = f"""
 from vllm.errors import ConfigError
 from vllm.transformers_utils.hub import {function}
-try:
-    folder = {function}(*{arguments!r})
-    print(*sorted(path.name for path in folder.iterdir()))
-except ConfigError as error:
-    print(error)
+for arguments in {calls!r}:
+    try:
+        folder = {function}(*arguments)
+        print(*sorted(path.name for path in folder.iterdir()))
+    except ConfigError as error:
+        print(error)
 """
     settings = {"PATH": "", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     result = subprocess.run(
@@ -167,22 +168,24 @@ def test_a_name_no_hub_accepts_is_an_error_on_one_line():
     assert "\n" not in str(failure.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "load_format", "files"),
-    [
-        ("org/both", "auto", "config.json model.safetensors tokenizer.model"),
-        ("org/both", "safetensors", "config.json model.safetensors tokenizer.model"),
-        ("org/both", "pt", "config.json pytorch_model.bin tokenizer.model"),
-        ("org/both", "dummy", "config.json tokenizer.model"),
-        ("org/pickles", "auto", "config.json pytorch_model.bin"),
-        ("short", "auto", "config.json"),
-        ("org/mistral", "auto", "consolidated.safetensors params.json"),
-        ("org/twice", "auto", "config.json model.safetensors params.json"),
-        ("org/twice", "mistral", "config.json consolidated.safetensors params.json"),
-    ],
-)
-def test_weights_are_downloaded_in_one_form(endpoint, tmp_path, name, load_format, files):
-    assert resolve_in_new_process(name, tmp_path, load_format, HF_ENDPOINT=endpoint) == files
+def test_weights_are_downloaded_in_one_form(endpoint, tmp_path):
+    cases = {
+        ("org/both", "auto"): "config.json model.safetensors tokenizer.model",
+        ("org/both", "safetensors"): "config.json model.safetensors tokenizer.model",
+        ("org/both", "pt"): "config.json pytorch_model.bin tokenizer.model",
+        ("org/both", "dummy"): "config.json tokenizer.model",
+        ("org/pickles", "auto"): "config.json pytorch_model.bin",
+        ("short", "auto"): "config.json",
+        ("org/mistral", "auto"): "consolidated.safetensors params.json",
+        ("org/twice", "auto"): "config.json model.safetensors params.json",
+        ("org/twice", "mistral"): "config.json consolidated.safetensors params.json",
+    }
+    calls = [
+        (name, None, str(tmp_path / str(index)), (), load_format, None)
+        for index, (name, load_format) in enumerate(cases)
+    ]
+    found = call_in_new_process("resolve_model_folder", *calls, HF_ENDPOINT=endpoint)
+    assert dict(zip(cases, found.splitlines(), strict=True)) == cases
 
 
 def test_a_download_is_found_again_without_a_network(endpoint, tmp_path):

@@ -468,11 +468,6 @@ class AsyncLLM:
         return sum_stats(self._core.stats)
 
     @property
-    def core_pids(self) -> list[int | None]:
-        """Process ids of the cores, replica by replica."""
-        return self._core.pids
-
-    @property
     def core_pid(self) -> int | None:
         """Process id of the first core, or None."""
         return self._core.pids[0]

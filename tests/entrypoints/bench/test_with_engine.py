@@ -1,10 +1,9 @@
-"""The benchmarks over the bundled model: offline, and a live server."""
+"""The benchmarks over the bundled model: offline. A live server: tests/e2e/test_bench_serve.py."""
 
 import json
 
 import pytest
 
-from tests.e2e.server import start_server
 from tests.tiny_images import make_tiny_images
 from vllm.entrypoints.cli.main import main
 
@@ -73,21 +72,3 @@ def test_throughput_takes_the_prompts_of_a_file(capsys, tmp_path):
 def test_a_bad_number_is_refused_before_the_model_is_loaded(capsys, args, message):
     assert main(["bench", *args]) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
-
-
-@pytest.mark.slow
-def test_a_live_server_bears_both_kinds_of_load(capsys):
-    with start_server(*SMALL) as server:
-        for backend, num_template_tokens in (("openai", 0), ("openai-chat", 1)):
-            result = bench(
-                capsys,
-                *("serve", "--base-url", server.url, "--backend", backend, "--disable-tqdm"),
-                *("--num-prompts", "6", "--max-concurrency", "3", "--ignore-eos"),
-                *("--input-len", "12", "--output-len", "5"),
-            )
-            assert (result["completed"], result["failed"]) == (6, 0)
-            assert result["total_output_tokens"] == 30
-            assert result["total_input_tokens"] >= 6 * (12 + num_template_tokens)
-            assert result["max_concurrent_requests"] == 3
-            assert result["server"]["compilations_after_warmup"] == 0
-        server.wait_until_idle()

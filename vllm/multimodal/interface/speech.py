@@ -121,18 +121,3 @@ class SpeechRules(ABC):
     @abstractmethod
     def output_rules(self, prompt_token_ids: Sequence[int]) -> OutputRules | None:
         """Return what the output after a prompt must obey; None: anything is possible."""
-
-
-def seconds_read(segments: Sequence[SpokenSegment], piece_s: float) -> float:
-    """Return where the next piece of a long sound begins, in seconds from the start of this one.
-
-    Words whose end is missing are read again with the next piece, unless they are all there is.
-    The caller leaves their segment out in that case.
-
-    Args:
-        segments: of the output for a piece.
-        piece_s: seconds of sound in the piece.
-    """
-    if len(segments) > 1 and not segments[-1].is_finished:
-        return segments[-2].end_s
-    return piece_s
