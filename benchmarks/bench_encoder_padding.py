@@ -78,6 +78,12 @@ KINDS = {
         {**_QWEN, "patch_size": 16},
         qwen("Qwen2VLImageProcessor", 256 * 256, 16_777_216) | {"patch_size": 16},
     ),
+    "GLM-4.1V": Kind(
+        "glm4v",
+        {"depth": 24, "num_heads": 12, "hidden_size": 1536, "image_size": 336, "patch_size": 14}
+        | {"spatial_merge_size": 2, "temporal_patch_size": 2},
+        qwen("Glm4vImageProcessor", 112 * 112, 9_633_792),
+    ),
     "Mistral Small 3.1": Kind(
         "mistral3",
         _PIXTRAL,

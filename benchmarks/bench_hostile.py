@@ -7,23 +7,34 @@ result, with the time of the request itself and the memory of both processes aft
 
 One JSON object on stdout, a table on stderr. Flags that are not known here go to the server. The
 bundled model needs none; --max-model-len 1024 is added for it unless given.
+
+    python benchmarks/bench_hostile.py --media
+
+sends pictures instead, to a small LLaVA with random weights that is written for it.
 """
 
 import argparse
+import base64
 import contextlib
 import http.client
+import io
 import json
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import psutil
 from bench_serving import server
+from PIL import Image
 
 from vllm.entrypoints.bench.report import machine
 
@@ -93,6 +104,52 @@ ATTACKS: dict[str, Callable[[], tuple[str, Any]]] = {
 }
 
 
+def pictures(*files: bytes) -> tuple[str, Any]:
+    """Return a conversation with pictures."""
+    urls = [f"data:;base64,{base64.b64encode(file).decode()}" for file in files]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return CHAT, {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+
+
+def picture(width: int, height: int, kind: str, *, is_noise: bool = False) -> bytes:
+    """Return a file of an image, black or of random pixels."""
+    pixels = np.zeros((height, width, 3), np.uint8)
+    if is_noise:
+        pixels = np.random.default_rng(0).integers(0, 256, pixels.shape, np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind, quality=90)
+    return file.getvalue()
+
+
+MEDIA: dict[str, Callable[[], tuple[str, Any]]] = {
+    "10 MB picture": lambda: pictures(picture(4000, 3000, "JPEG", is_noise=True)),
+    "16 pictures of 4 MB": lambda: pictures(*[picture(2500, 1900, "JPEG", is_noise=True)] * 16),
+    "picture of 169 million pixels": lambda: pictures(picture(13_000, 13_000, "PNG")),
+    "picture of 182 million pixels": lambda: pictures(picture(13_500, 13_500, "PNG")),
+    "2,000 pictures of one pixel": lambda: pictures(*[picture(1, 1, "PNG")] * 2000),
+    "half a picture": lambda: pictures(picture(4000, 3000, "JPEG", is_noise=True)[: 5 * 2**20]),
+    "60 MB that are no picture": lambda: pictures(bytes(60 * 2**20)),
+}
+TOGETHER = "10 MB picture"
+NUM_TOGETHER = 20
+"""Requests with such pictures that arrive at the same time, in addition."""
+
+
+def write_llava(folder: Path) -> list[str]:
+    """Write a small model that reads images, without weights. Returns the flags of its server."""
+    from benchmarks.bench_multimodal import write_model
+
+    sizes = {"layers": 2, "hidden_size": 256, "vocab_size": 1024}
+    write_model(folder, argparse.Namespace(**sizes, tower_layers=4, image_side=336))
+    template = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{% if p.type == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}"
+        "{% endif %}{% endfor %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    return ["--model", str(folder), "--load-format", "dummy", "--dtype", "bfloat16"]
+
+
 class Probe:
     """Asks small things again and again, in threads, and notes how long each took."""
 
@@ -145,17 +202,28 @@ def send_and_leave(address: tuple[str, int], path: str, body: bytes) -> None:
 
 
 def measure(
-    name: str, address: tuple[str, int], pid: int, path: str, body: bytes, *, is_leaving: bool
+    name: str,
+    address: tuple[str, int],
+    pid: int,
+    path: str,
+    bodies: Sequence[bytes],
+    *,
+    is_leaving: bool,
 ) -> dict[str, Any]:
-    """One request, and how others fared meanwhile."""
+    """Requests that are sent at the same time, and how others fared meanwhile."""
     status, message = 0, ""
-    with Probe(*address) as probe:
-        began = time.perf_counter()
+
+    def send(body: bytes) -> tuple[int, bytes] | None:
         if is_leaving:
-            send_and_leave(address, path, body)
-        else:
-            status, answer = ask(address, "POST", path, body)
-            message = answer[:300].decode("utf-8", "replace") if status != 200 else ""
+            return send_and_leave(address, path, body)
+        return ask(address, "POST", path, body)
+
+    with Probe(*address) as probe, ThreadPoolExecutor(len(bodies)) as threads:
+        began = time.perf_counter()
+        for answer in threads.map(send, bodies):
+            if answer is not None:
+                status = max(status, answer[0])
+                message = answer[1][:300].decode("utf-8", "replace") if status != 200 else ""
         seconds = time.perf_counter() - began
         time.sleep(AFTER_S)
         cpu_before = cpu_seconds(pid)
@@ -163,7 +231,7 @@ def measure(
         busy = (cpu_seconds(pid) - cpu_before) / AFTER_S
     return {
         "request": name + (", client leaves" if is_leaving else ""),
-        "body_bytes": len(body),
+        "body_bytes": sum(map(len, bodies)),
         "status": status,
         "message": message,
         "seconds": round(seconds, 3),
@@ -214,13 +282,26 @@ def wait_ready(address: tuple[str, int]) -> None:
     sys.exit("the server did not become ready")
 
 
+def _encoded(path: str, fields: Any) -> tuple[str, bytes]:
+    return path, json.dumps(fields).encode()
+
+
 def main() -> None:
     """Print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="requests whose name holds this text")
+    parser.add_argument("--media", action="store_true", help="send pictures")
     args, flags = parser.parse_known_args()
     if "--max-model-len" not in flags:
         flags += ["--max-model-len", "1024"]
+    with tempfile.TemporaryDirectory() as folder:
+        if args.media:
+            flags += write_llava(Path(folder))
+        run(MEDIA if args.media else ATTACKS, args.only, flags)
+
+
+def run(attacks: dict[str, Callable[[], tuple[str, Any]]], only: str, flags: list[str]) -> None:
+    """Send all requests to a server, and print the results."""
     results = []
     with server(flags, ["--disable-uvicorn-access-log"]) as (process, url):
         parts = urlsplit(url)
@@ -228,13 +309,21 @@ def main() -> None:
         wait_ready(address)
         ask(address, "POST", COMPLETION, json.dumps(completion()[1]).encode())
         before = {name: size >> 20 for name, size in memory(process.pid).items()}
-        for name, make in ATTACKS.items():
-            if args.only not in name:
+        if attacks is MEDIA:  # the processes that read pictures are started by the first one
+            ask(address, "POST", *_encoded(*pictures(picture(8, 8, "PNG"))))
+        for name, make in attacks.items():
+            if only not in name:
                 continue
-            path, fields = make()
-            body = json.dumps(fields).encode()
-            for is_leaving in (False, True):
-                row = measure(name, address, process.pid, path, body, is_leaving=is_leaving)
+            path, body = _encoded(*make())
+            cases = [(name, [body], False), (name, [body], True)]
+            if attacks is MEDIA and name == TOGETHER:
+                file = picture(4000, 3000, "JPEG", is_noise=True)
+                # Bytes after its end do not matter, and make it another picture for all caches.
+                files = [file + bytes([n]) for n in range(NUM_TOGETHER)]
+                together = [_encoded(*pictures(each))[1] for each in files]
+                cases += [(f"{NUM_TOGETHER} x {name}", together, leave) for leave in (False, True)]
+            for title, bodies, is_leaving in cases:
+                row = measure(title, address, process.pid, path, bodies, is_leaving=is_leaving)
                 results.append(row)
                 print(
                     f"{row['request']:55} {row['status']} {row['seconds']:8.2f} s  "

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from vllm.errors import RequestError
+from vllm.multimodal.fetching import base64_text
 from vllm.multimodal.fetching.base64_text import decode_base64, read_data_url
 
 BYTES = bytes(range(256))
@@ -37,6 +38,18 @@ def test_every_length_is_decoded(size):
     data = os.urandom(size)
     text = base64.b64encode(data).decode()
     assert decode(text) == decode(text.rstrip("=")) == data
+
+
+@pytest.mark.parametrize("size", [-3, -2, -1, 0, 1, 2, 3, 4])
+def test_a_large_text_is_decoded_in_pieces(size):
+    data = os.urandom(base64_text._PIECE // 4 * 3 * 2 + size)
+    text = base64.b64encode(data).decode()
+    lines = base64.encodebytes(data).decode()
+    for each in (text, text.rstrip("="), lines):
+        assert decode(each, len(data)) == data
+    for wrong in (text[:9] + "?" + text[10:], text[:9] + "=" + text[10:]):
+        with pytest.raises(RequestError):
+            decode(wrong, len(data))
 
 
 @pytest.mark.parametrize(

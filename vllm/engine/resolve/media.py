@@ -140,7 +140,7 @@ def _reason_for_text(
     """Return why a model reads text only; None: it also reads images or sounds."""
     family = family_of_architecture(arch.architecture)
     if family.media is None:
-        return "images are not implemented for its class of models"
+        return family.text_only
     if arch.media_config is None:
         return f"config.json describes no encoder of {kind.name}"
     if max_items is None:

@@ -13,6 +13,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from urllib.parse import SplitResult, urljoin, urlsplit
 
@@ -23,6 +24,7 @@ from vllm.multimodal.fetching.http_get import Budget, HTTPError, Target, get
 from vllm.multimodal.fetching.local_file import local_path, read_below
 from vllm.multimodal.interface.media_times import MediaTimes
 from vllm.multimodal.interface.source import refuse
+from vllm.utils.background_work import run_in_time_slices
 
 MAX_BYTES = 256 * 2**20
 MAX_REQUEST_BYTES = 2 * MAX_BYTES
@@ -78,6 +80,8 @@ class MediaFetcher:
         self._max_bytes = max_bytes
         self._max_redirects = max_redirects
         self._lookups = ThreadPoolExecutor(_NUM_LOOKUPS, thread_name_prefix="media-dns")
+        # One thread: the event loop waits for a turn of each that wants the interpreter.
+        self._decoding = ThreadPoolExecutor(1, thread_name_prefix="media-base64")
         self._resolve = resolve or self._look_up
         self.times = MediaTimes()
 
@@ -113,7 +117,8 @@ class MediaFetcher:
             return run.result()
 
     def close(self) -> None:
-        """Resolve no more names."""
+        """Resolve no more names, and decode nothing more."""
+        self._decoding.shutdown(wait=False, cancel_futures=True)
         self._lookups.shutdown(wait=False, cancel_futures=True)
 
     async def _fetch(self, url: str, modality: str, where: str, budget: Budget) -> bytes:
@@ -142,7 +147,9 @@ class MediaFetcher:
     async def _read_data_url(self, url: str, where: str) -> bytes:
         if len(url) <= _SMALL_CHARS:
             return read_data_url(url, where=where, max_bytes=self._max_bytes)
-        return await asyncio.to_thread(read_data_url, url, where=where, max_bytes=self._max_bytes)
+        read = partial(read_data_url, url, where=where, max_bytes=self._max_bytes)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._decoding, run_in_time_slices, read)
 
     def _read_file(self, url: str) -> bytes:
         if self._folder is None:
