@@ -648,8 +648,8 @@ _LONGCAT = {
     "moe_topk": 4,
     "routed_scaling_factor": 2.5,
 }
+_OWN |= _if_known("mimo_v2", "MiMoV2FlashConfig", _MIMO_V2)
 _WITHOUT_PROGRAM: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
-    **_if_known("mimo_v2", "MiMoV2FlashConfig", _MIMO_V2),
     **_if_known("gemma3n", "Gemma3nTextConfig", _GEMMA3N),
     **_if_known("longcat_flash", "LongcatFlashConfig", _LONGCAT),
 }

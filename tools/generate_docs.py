@@ -262,7 +262,7 @@ def supported_models() -> Iterator[str]:
     yield "Any other model is refused with one line that says so, names the nearest architecture"
     yield "and lists all of them, whatever its config.json has or lacks. Older names of an"
     yield "architecture and of keys are read (RWForCausalLM, InternLMForCausalLM, ...)."
-    yield "`python -m benchmarks.check_model_configs` starts the published configs of 241 models"
+    yield "`python -m benchmarks.check_model_configs` starts the published configs of 395 models"
     yield "with small sizes and random weights, and says which of them run."
     yield ""
     yield "Each decoder is compared with transformers on small random models, in float32: logits"

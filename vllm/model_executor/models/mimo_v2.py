@@ -72,7 +72,7 @@ class NarrowValuesAttention(SlicedModule):
         v = v.unflatten(-1, (-1, self.value_size)) * self.value_scale
         q, k = self.rotary_emb(positions, q, k)
         attended = self.attn(q, k, F.pad(v, (0, self.head_size - self.value_size)))
-        return self.o_proj(attended[..., : self.value_size].flatten(1))
+        return self.o_proj(attended[..., : self.value_size].contiguous().flatten(1))
 
 
 class MiMoV2Layer(BalancedLayer):

@@ -275,9 +275,10 @@ class Rows(Symbol):
         if isinstance(index, tuple) and isinstance(index[-1], slice):
             end = index[-1].stop
         is_first_part = isinstance(end, int) and end > 0 and index == (..., slice(None, end))
-        if not is_first_part or len(self.sizes) != 1:
+        if not is_first_part or len(self.sizes) > 2:
             raise NotFusibleError(f"the part {index} of {self.sizes} cannot be recorded")
-        return Rows(self.recorder, self.buffer, (min(end, self.width),), self.offset)
+        size = min(end, self.sizes[-1])
+        return self.split((size, self.sizes[-1] - size))[0]
 
     def __add__(self, other: Any) -> "Rows":
         return self.recorder.add(self, other)

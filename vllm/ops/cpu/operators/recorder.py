@@ -86,6 +86,7 @@ class Recorder(CPUOps):
         """Functions of torch that have the same bits here, and what records them."""
         return {
             F.embedding: self._embedding,
+            F.pad: self._pad,
             F.relu: self._relu,
             torch.relu: self._relu,
             torch.add: self.add,
@@ -330,6 +331,21 @@ class Recorder(CPUOps):
         return self._rows(
             "experts", x.sizes, x, ids, operands={"experts": experts}, top_k=ids.width
         )
+
+    def _pad(self, x: Any, pad: Any, mode: str = "constant", value: float | None = None) -> Rows:
+        """Append zeros to the last dimension, or NaN next to a NaN of x."""
+        if tuple(pad[:1]) != (0,) or len(pad) != 2 or mode != "constant" or value:
+            raise NotFusibleError(f"pad: only zeros after a dimension can be recorded, got {pad}")
+        *heads, size = x.sizes
+        out = self._new_rows((*heads, size + pad[1]))
+        zeros = self._relu(self.clip(x, 0.0))
+        place, rest = out.split((size, pad[1]))
+        self._record("copy", x, None, place)
+        for start in range(0, pad[1], size):
+            count = min(size, pad[1] - start)
+            _, place, _ = rest.split((start, count, pad[1] - start - count))
+            self._record("copy", zeros.split((count, size - count))[0], None, place)
+        return out
 
     def _relu(self, x: Any, inplace: bool = False) -> Rows:
         if inplace:
