@@ -190,6 +190,21 @@ def test_a_plan_has_the_weights_that_are_rounded_at_the_load(quantization, check
     check_case({**settings, "max_model_len": 128, "quantization": quantization}, checkpoint)
 
 
+def test_a_plan_of_quant_config_needs_no_measurement_and_writes_none(checkpoint, tmp_path):
+    path = tmp_path / "quant.json"
+    stats = {"dump_stats_path": str(tmp_path / "stats"), "scale_method": "maxabs_hw"}
+    path.write_text(json.dumps({"mode": "QUANTIZE", **stats}))
+    settings = {"model": checkpoint("llama"), "max_model_len": 128, "skip_tokenizer_init": True}
+    settings["dtype"] = "bfloat16"
+    with simulated_hpu(PT_HPU_LAZY_MODE=1, QUANT_CONFIG=path):
+        plan = make_engine_plan(EngineArgs(**settings, quantization="inc"), "gaudi2")
+        assert describe(plan, "gaudi2").as_json()["quantization"] == "inc"
+    whole = make_engine_plan(EngineArgs(**settings), "gaudi2")
+    weights = MemoryClass.WEIGHTS
+    assert plan.ledger.budget(weights) < 0.9 * whole.ledger.budget(weights)
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize("card", ["gaudi2", "gaudi3"])
 def test_a_planned_card_has_the_kernels_of_a_card(card):
     """What a kernel computes is tried although nothing else is computed."""

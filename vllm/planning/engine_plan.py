@@ -286,6 +286,9 @@ def planned_config(
     if not _is_gguf(args.model):  # the header of a GGUF file has the format of each layer
         settings["load_format"] = "dummy"
     config = EngineArgs(**settings).create_engine_config(platform)
+    if config.model.inc is not None:
+        inc = replace(config.model.inc, assumes_measurements=True)
+        config = replace(config, model=replace(config.model, inc=inc))
     # Plan all buckets, including those that a server would warm up later.
     return replace(config, hpu=replace(config.hpu, ready_when="all"))
 

@@ -77,6 +77,9 @@ class IncConfig:
     """Whether a layer that was not measured runs unquantized. False: it is an error."""
     recalculates: bool = False
     """Whether scales are computed again even if there is a file with them."""
+    assumes_measurements: bool = False
+    """Whether the files of the measurement may be missing, because no weights are read: for a plan.
+    Then no file is written either."""
 
     @property
     def is_dynamic(self) -> bool:

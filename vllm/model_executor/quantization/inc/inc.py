@@ -22,6 +22,7 @@ from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.stored.stored_experts import RoundedExperts
 from vllm.model_executor.layers.stored.stored_linear import RoundedLinear, StoredHead
 from vllm.model_executor.quantization.inc.files import (
+    AssumedMeasurements,
     Measurements,
     Node,
     file_path,
@@ -113,7 +114,9 @@ class Inc(Quantization):
         measured = next((path for place in places if (path := find_file(*place))), None)
         scales = None if config.recalculates else find_file(*own, config.scale_method)
         if measured is None and scales is None:
-            raise missing_file(config.path, *own)
+            if not config.assumes_measurements:
+                raise missing_file(config.path, *own)
+            self._measured = AssumedMeasurements(file_path(*own))
         if measured is not None:
             self._measured = read_file(measured, "DynamicRange")
         if scales is not None:
@@ -161,7 +164,7 @@ class Inc(Quantization):
             layer.set_cache_scales(*scales)
             if prompts_can_be_fp8(name, layer, self.config):
                 layer.measured_scales = self._prompt_scales(attention_name(name), scales)
-        if self._scales is None:
+        if self._scales is None and not self.config.assumes_measurements:
             self._save()
 
     # ---- single modules -------------------------------------------------------------------
