@@ -16,7 +16,7 @@ from vllm.errors import ConfigError, RequestError
 from vllm.multimodal import pool
 from vllm.multimodal.interface.source import MediaSource
 from vllm.multimodal.pool import MediaWorkers
-from vllm.utils.process.deadline_worker import WorkerDied
+from vllm.utils.process.deadline_worker import WorkerDied, WorkerError
 from vllm.utils.process.memory_file import memory_file
 
 JOB = "tests.multimodal.media_jobs:decode"
@@ -197,3 +197,16 @@ def test_a_job_that_cannot_start_is_told():
     with pytest.raises(ConfigError, match=r"cannot start: cannot start with \{'brightness': 1\}"):
         workers.start()
     workers.close()
+
+
+def test_a_start_that_is_closed_is_no_error(monkeypatch):
+    workers = make_workers("tests.multimodal.media_jobs:broken")
+
+    def fail() -> None:
+        raise WorkerError("killed by signal 9")
+
+    monkeypatch.setattr(workers._server, "start", fail)
+    with pytest.raises(ConfigError, match="cannot start: killed"):
+        workers.start()
+    workers.close()
+    workers.start()

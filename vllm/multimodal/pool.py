@@ -126,7 +126,7 @@ class MediaWorkers:
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="media")
 
     def start(self) -> None:
-        """Import the job, so that the first item does not wait for it. Blocks.
+        """Import the job, so that the first item does not wait for it. Blocks; `close` ends it.
 
         Raises:
             ConfigError: the job cannot be imported, or refuses its settings.
@@ -134,6 +134,8 @@ class MediaWorkers:
         try:
             self._server.start()
         except WorkerError as error:
+            if self._is_closed:
+                return
             raise ConfigError(f"the processes that decode media cannot start: {error}") from error
 
     async def run(self, source: MediaSource) -> EncoderInput:
