@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.core.helpers import make_request
+from tests.reach import replace_worker
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.executor.step_thread import StepThread
 from vllm.executor.uniproc import UniProcExecutor
@@ -124,7 +125,8 @@ def test_a_late_release_takes_nothing_from_a_request_that_has_the_id_now():
         scheduler=SchedulerConfig(max_model_len=16, max_num_seqs=4, max_num_batched_tokens=16),
     )
     executor = UniProcExecutor(config)
-    executor._worker, executor._thread = worker, StepThread(worker)
+    replace_worker(executor, worker)
+    executor._thread = StepThread(worker)
     requests = [make_request(name) for name in ("a", "slow")]
     assert executor.prepare(requests[0]) is None and executor.prepare(requests[1]) is not None
     executor.execute_model(make_step(0))

@@ -7,8 +7,8 @@ from vllm.core.pacing.step_time import StepTimes, StepWork
 _TARGET = 0.85
 """Fraction of the bound for which a step is planned: the rest covers errors of the estimate."""
 _LEAST_PROMPT_PART = 0.1
-"""Fraction of the bound that prompts may take where decodes take nearly all of it or more: requests
-that wait for their first token must not starve."""
+"""Fraction of the bound that prompts may take where decodes take nearly all of it: requests that wait
+for their first token must not starve."""
 _LEAST_TOKENS = 16
 """Prompt tokens that a step may always run, if one prompt has as many left."""
 _FIRST_FACTOR = 4
@@ -28,8 +28,7 @@ class PromptBudget:
 
     def __init__(self, times: StepTimes, max_seconds: float, least_tokens: int) -> None:
         self._times = times
-        decodes = times.decode_s
-        self._seconds = max(_TARGET * max_seconds - decodes, _LEAST_PROMPT_PART * max_seconds)
+        self._seconds = _prompt_seconds(times.decode_s, max_seconds)
         self._least = least_tokens if times.token_s > 0 else _FIRST_FACTOR * least_tokens
         self._most = max(self._least, _LARGEST_GROWTH * times.largest)
 
@@ -88,6 +87,19 @@ def num_pairs(start: int, num_tokens: int) -> float:
     48.0
     """
     return num_tokens * (start + num_tokens / 2)
+
+
+def _prompt_seconds(decode_s: float, max_seconds: float) -> float:
+    """Return the seconds of a step that prompts may take.
+
+    Where decodes take longer than the bound, no budget can hold it. Prompts then take up to half
+    the time of the decodes, so that their requests do not wait for minutes.
+
+    >>> [round(_prompt_seconds(decodes, 1.0), 2) for decodes in (0.1, 0.8, 1.25, 4.0)]
+    [0.75, 0.1, 0.4, 2.0]
+    """
+    left = _TARGET * max_seconds - decode_s
+    return max(left, _LEAST_PROMPT_PART * max_seconds, min(-left, decode_s / 2))
 
 
 def _most_in(seconds: float, token_s: float, pair_s: float, start: int) -> int:
