@@ -7,8 +7,8 @@ from vllm.core.pacing.step_time import StepTimes, StepWork
 _TARGET = 0.85
 """Fraction of the bound for which a step is planned: the rest covers errors of the estimate."""
 _LEAST_PROMPT_PART = 0.1
-"""Fraction of the bound that prompts may take where decodes take nearly all of it: requests that wait
-for their first token must not starve."""
+"""Fraction of the bound that prompts may take where decodes take nearly all of it: requests that
+wait for their first token must not starve."""
 _LEAST_TOKENS = 16
 """Prompt tokens that a step may always run, if one prompt has as many left."""
 _FIRST_FACTOR = 4
