@@ -18,6 +18,13 @@ _PARTS = (
 """Keys with the config of a part of a model; language models come first."""
 _TEXT_PARTS = _PARTS[:4]
 
+_WHY_NOT = {
+    "paligemma": "all tokens of its prompts see each other, so that prompts cannot be cut",
+    "granite_speech": "its feature extractor in transformers needs torchaudio, which is not used",
+    "phi4_multimodal": "its image processor in transformers needs torchvision, which is not used",
+}
+"""Model types whose images or sounds were considered and left out, and why."""
+
 
 def no_architecture(raw: Mapping[str, Any], folder: Path) -> ConfigError:
     """Return the error about a config.json that names no class.
@@ -88,6 +95,8 @@ def _kind(raw: Mapping[str, Any]) -> tuple[str, list[str]]:
         families = [family_of(kind) for kind in types]
         own = [family.architectures[0] for family in families if family.architectures]
         reason = f": it has parts for more than text ({', '.join(parts)})"
+        if why := _WHY_NOT.get(raw.get("model_type", "")):
+            reason += f" that do not run ({why})"
         if own:
             reason += (
                 f", and its language model ({own[0]}) runs only if it is saved without the others"
