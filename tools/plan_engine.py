@@ -41,7 +41,7 @@ from vllm.model_executor.quantization.inc.measure import (  # noqa: E402
 from vllm.platforms.hpu import simulated_card  # noqa: E402
 from vllm.utils import FlexibleArgumentParser  # noqa: E402
 from vllm.worker.hpu.launches.planner import launch_shapes  # noqa: E402
-from vllm.worker.hpu.memory.memory import beside_states, divide_memory  # noqa: E402
+from vllm.worker.hpu.memory.memory import divide_memory, subtract_states  # noqa: E402
 from vllm.worker.kv_cache import cache_dtype, cache_layout  # noqa: E402
 
 
@@ -73,7 +73,7 @@ def plan(config: VllmConfig, card: str, launch_bytes: int) -> dict[str, Any]:
         )
     layout = cache_layout(config, layers_with_cache(model), cache_dtype(config), keeps_all=True)
     state_bytes = layout.state_bytes * (config.scheduler.max_num_seqs + 1)
-    config, free_bytes = beside_states(config, total_bytes - weight_bytes, state_bytes)
+    config, free_bytes = subtract_states(config, total_bytes - weight_bytes, state_bytes)
     report = divide_memory(
         config,
         free_bytes=free_bytes,

@@ -15,6 +15,7 @@ from tests.reach import runner_of, worker_of
 from tests.tiny_images import FAMILIES, draw_image, make_tiny_images
 from vllm import LLM, SamplingParams
 from vllm.bucketing import MemoryClass
+from vllm.cost_model import constants
 from vllm.distributed import TPGroup
 from vllm.errors import CapacityError, RequestError
 from vllm.model_executor.loader.model_loader import load_model
@@ -208,7 +209,8 @@ def test_an_encoder_that_has_slept_encodes_as_before_and_compiles_nothing(level,
         assert bridge.counters().compilations == compilations
 
 
-def test_graphs_of_the_encoder_take_what_the_language_model_has_left(qwen):
+def test_graphs_of_the_encoder_take_what_the_language_model_has_left(qwen, monkeypatch):
+    monkeypatch.setattr(constants, "GRAPH_BYTES_PER_OP", 10_000)
     # Of what the card has for graphs, the language model takes 5 MiB, and all sizes would take 25.
     with simulated_hpu(**LAZY, pool_bytes=24 * MIB) as bridge, captured_log(logging.INFO) as log:
         llm = LLM(qwen, **ENGINE)

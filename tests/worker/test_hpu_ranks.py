@@ -14,6 +14,7 @@ from tests.executor.list_executor import ListExecutor
 from tests.hpu import captured_log, simulated_hpu
 from tests.worker.test_hpu_warmup import LARGE_BUCKETS, LAZY, LONG_PROMPTS, check_memory
 from vllm.bucketing import MemoryClass, Phase
+from vllm.cost_model import constants
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.engine_core import EngineCore
 from vllm.executor import StepHandleLike, Worker
@@ -104,7 +105,8 @@ def generate(core: EngineCore, lengths: list[int], num_tokens: int) -> int:
     return count
 
 
-def test_the_smaller_card_decides_for_both_and_all_is_still_served():
+def test_the_smaller_card_decides_for_both_and_all_is_still_served(monkeypatch):
+    monkeypatch.setattr(constants, "GRAPH_BYTES_PER_OP", 10_000)  # more than the small card has
     with two_workers(LARGE_MIB, SMALL_MIB) as workers, captured_log() as log:
         core = EngineCore(workers[0].config, TwoCards(workers))
         for worker in workers:

@@ -89,4 +89,4 @@ def test_speech_is_refused_in_words():
     answer = make_client().post("/v1/audio/speech", json={"input": "Hello"})
     assert answer.status_code == 404
     assert answer.json()["error"]["type"] == "not_found_error"
-    assert "speech is not available" in answer.json()["error"]["message"]
+    assert "cannot generate speech" in answer.json()["error"]["message"]
