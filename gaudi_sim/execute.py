@@ -191,7 +191,8 @@ class _Call:
         return HpuTensor(x, base.lease, is_view=True)
 
     def trace(self) -> Any:
-        """Shapes and types only: Dynamo asks what the operator would return."""
+        """Return results with shapes and dtypes only, for Dynamo, which asks for them while it
+        traces."""
         args, kwargs = map_leaves(_on_cpu, (self.args, self.kwargs))
         raw = self.operator.op(*args, **kwargs)
         return map_leaves(self._wrap, raw)

@@ -317,7 +317,7 @@ class SimulatedCard:
             yield capture
             self.flush()
         finally:
-            self._step = []  # operations of a capture that failed
+            self._step = []  # drops what a failed capture has recorded
             self.capture = None
         self._num_captures += 1
         self.clock.capture(capture.num_subgraphs)

@@ -91,7 +91,7 @@ def results_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Results 
         if isinstance(x, torch.device):
             return _META
         if isinstance(x, torch.Generator):
-            return None  # the device has no such kernel
+            return None  # the meta device has no random generators
         return on_meta.get(id(x), x)
 
     try:

@@ -180,7 +180,7 @@ def operator_violations(graph: fx.Graph) -> list[str]:
 
 
 def write_violations(graph: fx.Graph) -> list[str]:
-    """Which writes of a functionalised graph to its inputs copy these whole, and why."""
+    """List the writes of a functionalised graph that copy a whole input, each with the reason."""
     backs = [node for node in operators_of(graph) if node.target is _COPY_BACK]
     targets = [node.args[0] for node in backs]
     found = [f"{x} is written back more than once" for x in set(targets) if targets.count(x) > 1]

@@ -44,8 +44,8 @@ class KVTransferConfig:
     """Bytes of host memory for blocks."""
 
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the connector: folder (or shared_storage_path) and folder_bytes; or peers and
-    timeout_s."""
+    """Settings of the connector. OffloadingConnector, SharedStorageConnector: folder (or
+    shared_storage_path) and folder_bytes. TCPConnector: peers and timeout_s."""
 
     kv_connector_module_path: str | None = None
     """Module of a connector class that is not part of this package."""
@@ -144,7 +144,8 @@ class KVTransferConfig:
 
     @property
     def folder_bytes(self) -> int:
-        """Bytes of files in the folder, about; the least recently used ones are removed."""
+        """Approximate limit for the bytes of all files in the folder. Above it, the least recently
+        used files are removed."""
         size: int = self.kv_connector_extra_config.get("folder_bytes", 10 * _GIB)
         return size
 
@@ -160,7 +161,7 @@ class KVTransferConfig:
 
     @property
     def timeout_s(self) -> float:
-        """Seconds for the blocks of a prompt to come from one engine."""
+        """Maximum number of seconds to receive the blocks of a prompt from one engine."""
         limit: float = self.kv_connector_extra_config.get("timeout_s", 10.0)
         return limit
 

@@ -140,7 +140,8 @@ class ParallelConfig:
 
     @property
     def is_on_this_machine(self) -> bool:
-        """Whether all replicas and their ranks run on this machine. Ray decides that itself."""
+        """Whether all replicas and their ranks run on this machine. False with Ray, which chooses
+        the machines."""
         return (
             self.num_local_replicas == self.data_parallel_size
             and self.distributed_executor_backend != "ray"

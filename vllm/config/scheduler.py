@@ -60,9 +60,10 @@ class SchedulerConfig:
     change."""
 
     num_scheduler_steps: int = field(default=1, metadata={"aliases": ("--num-scheduler-seqs",)})
-    """Maximum number of decode steps of a steady batch that run before the host is needed. Above 1
-    it saves time if steps are short. Outputs do not change, but tokens arrive in groups, and a new
-    request waits for the group to finish. No effect with draft tokens or pipeline stages."""
+    """Maximum number of decode steps that run one after another without scheduling, while the
+    batch does not change. Above 1 it saves time if steps are short. Outputs do not change, but
+    tokens arrive in groups, and a new request waits for the group to finish. No effect with draft
+    tokens or pipeline stages."""
 
     max_draft_tokens: int = field(default=0, metadata={"cli": False})
     """Maximum number of draft tokens that a step verifies for each request; 0: none. A device with

@@ -126,7 +126,8 @@ class MultiprocExecutor(UniProcExecutor):
             raise CollectiveError(
                 "a step of the pipeline",
                 0,
-                f"rank {layout.result_rank} has no result after {limit_s} s",
+                f"the last stage (rank {layout.result_rank}) has returned no result within "
+                f"{limit_s} s (--distributed-timeout-s)",
             ) from None
         if len(output.rows):
             tokens = StepTokens.of(output)

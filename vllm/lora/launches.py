@@ -98,15 +98,15 @@ class RaggedAdapters:
         return bool(self.embeddings or self.of_experts)
 
     def adapt(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
-        """Add to the output of a linear layer; see `LaunchAdapters`."""
+        """Add what the adapters give to the output of a layer: `LaunchAdapters.adapt`."""
         return get_ops().add_low_rank(y, x, layer, self.rows)
 
     def adapt_heads(self, layer: LoRAHeads, x: Tensor, y: Tensor) -> Tensor:
-        """Add to the outputs of heads; see `LaunchAdapters`."""
+        """Add what the adapters give to the outputs of heads: `LaunchAdapters.adapt_heads`."""
         return get_ops().add_low_rank(y, x, layer, self.rows)
 
     def adapt_embeddings(self, table: AdaptedLayer, ids: Tensor, y: Tensor) -> Tensor:
-        """Add to the input embeddings; see `LaunchAdapters`."""
+        """Add embeddings of the adapters to the input: `LaunchAdapters.adapt_embeddings`."""
         for number, part in self.embeddings.items():
             chosen = (self.rows.of_rows == number).nonzero().flatten()
             added = part.a[:, ids[chosen]].T.float() @ part.b.T.float()
@@ -216,12 +216,12 @@ class SlottedAdapters:
     """[T, 1] bool: the token has an adapter."""
 
     def adapt(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
-        """Add to the output of a linear layer; see `LaunchAdapters`."""
+        """Add what the adapters give to the output of a layer: `LaunchAdapters.adapt`."""
         a, _ = self.slots.weights_of(layer)
         return self._add(layer, torch.mm(x.to(a.dtype), a.flatten(0, 1).t()), y)
 
     def adapt_heads(self, layer: LoRAHeads, x: Tensor, y: Tensor) -> Tensor:
-        """Add to the outputs of heads; see `LaunchAdapters`."""
+        """Add what the adapters give to the outputs of heads: `LaunchAdapters.adapt_heads`."""
         a, b = self.slots.heads_of(layer)
         inner = torch.bmm(x.transpose(0, 1).to(a.dtype), a.flatten(1, 2).mT)
         inner = inner.unflatten(2, a.shape[1:3]) * self.is_own
@@ -230,7 +230,7 @@ class SlottedAdapters:
         return torch.where(self.has_one.unsqueeze(1), y + added, y)
 
     def adapt_embeddings(self, table: AdaptedLayer, ids: Tensor, y: Tensor) -> Tensor:
-        """Add to the input embeddings; see `LaunchAdapters`."""
+        """Add embeddings of the adapters to the input: `LaunchAdapters.adapt_embeddings`."""
         a, _ = self.slots.weights_of(table)
         return self._add(table, a.flatten(0, 1).index_select(1, ids).t(), y)
 

@@ -117,10 +117,10 @@ class AdapterReader:
                         name = config.parameter_of(stem, is_inner=module != experts)
                         if name is None:
                             raise RequestError(
-                                f"{path}: {pair[0]} belongs to a parameter of experts that "
-                                "target_parameters of the config, "
-                                f"{shown(list(config.parameters))}, does not name. Correct the "
-                                f"config: accepted are {ACCEPTED_PARAMETERS} of {stem}"
+                                f"{path}: {pair[0]} is for a parameter of experts that is missing "
+                                "in target_parameters of the adapter's config "
+                                f"({shown(list(config.parameters))}). Add it there: {stem} accepts "
+                                f"{ACCEPTED_PARAMETERS}"
                             )
                         own = config.for_module(f"{stem}.{name}")
                         for number, a, b in self._by_expert(path, experts, name, own.rank, *given):

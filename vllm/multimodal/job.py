@@ -128,8 +128,9 @@ def make_job(
                 cost = _cost(own, source.modality, choice)
             except MemoryError as error:
                 raise RequestError(
-                    f"mm_processor_kwargs: {singular(source.modality)} could need more memory than "
-                    f"there is. Choose smaller sizes, such as the sizes of the model",
+                    f"mm_processor_kwargs: with these sizes, {singular(source.modality)} could "
+                    "need more memory than there is. Choose smaller sizes, such as the defaults "
+                    "of the model's processor",
                     param="mm_processor_kwargs",
                 ) from error
             _check_cost(source.modality, cost, most[source.modality])

@@ -148,7 +148,7 @@ def keep_from(values: Tensor, floor: Tensor, buffers: Buffers | None) -> Tensor:
 def _mass(weights: Tensor) -> Tensor:
     """Sum [n, P] to [n, 1], in an order that neither n nor padding changes.
 
-    A plain sum of a single row is split over threads, and where a vectorised one breaks off
+    torch splits a plain sum of a single row over threads, and the order of a vectorised sum
     depends on its length.
     """
     return split_blocks(weights).sum(-1).cumsum(-1)[:, -1:]

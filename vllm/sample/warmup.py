@@ -72,7 +72,7 @@ def heaviest_launch(state: SamplingState, padded_size: int) -> SamplingMetadata:
 
 
 def warmup_launches(state: SamplingState, padded_size: int) -> Iterator[SamplingMetadata]:
-    """Yield launches of `padded_size` rows that together have every stage of every class.
+    """Yield batches of `padded_size` that together run every stage of sampling in each size class.
 
     Each is made when the iterator advances. The sampled tokens have no meaning. Any finite logits
     of the model's shape and dtype can be used. User-supplied logits processors are not warmed up.

@@ -219,7 +219,7 @@ def test_pictures_have_usual_sizes_without_flags():
         ("num-mm-items-range-ratio", "2", "must be from 0 to 1, got 2.0"),
         ("limit-mm-per-prompt", "3", "must be a JSON object such as"),
         ("limit-mm-per-prompt", '{"image": 0}', "must be at least 1, got 0"),
-        ("limit-mm-per-prompt", '{"video": 2}', "only pictures are drawn, got 2 for 'video'"),
+        ("limit-mm-per-prompt", '{"video": 2}', "'video' must be 0, got 2"),
         ("bucket-config", "{", "must be a dictionary such as"),
         ("bucket-config", "{(0, 9, 1): 1}", "heights, widths and weights above 0"),
         ("bucket-config", "{(9, 9): 1}", "must be a dictionary such as"),

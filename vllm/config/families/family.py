@@ -48,8 +48,8 @@ class GGUFFacts:
     omits_head_size: bool = False
     """Whether config.json must not have `head_dim`, because it follows from other sizes."""
     fewer_norms: tuple[str, str] | None = None
-    """Key for config.json with the number of norms before attention and MLP, 1 or 2, and the tensor
-    of the first layer that makes it 2."""
+    """Key for config.json with the number of norms before attention and MLP, and the name of a
+    tensor: the number is 2 if the first layer has this tensor, else 1."""
     has_rotations: bool = True
     """Whether the model has rotary positions. False: it has a table of positions, or ALiBi."""
     yarn: Mapping[str, Any] = field(default_factory=dict)

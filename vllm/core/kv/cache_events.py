@@ -58,8 +58,8 @@ class CacheEventLog:
             first = position + 1
 
     def removed(self, hashes: Sequence[bytes]) -> None:
-        """Record that blocks cannot be found any more. Blocks of further groups of layers are
-        ignored."""
+        """Record that blocks have left the prefix cache. Only blocks of the first group of layers
+        are reported."""
         removed = [public_hash(key) for key in hashes if is_of_first_group(key)]
         if removed:
             self._events.append(BlockRemoved(block_hashes=removed))

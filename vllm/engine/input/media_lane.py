@@ -230,8 +230,8 @@ class MediaLane:
             made = await loop.run_in_executor(self._thread, MediaFile, item.given.tensors)
         except OSError as error:  # such as too many open files
             logger.warning(
-                "an image, sound or video is sent inside the message of its request, which is "
-                "slower than a shared file: %s",
+                "no shared file for an image, sound or video (%s): it is sent inside the message "
+                "of its request, which is slower",
                 error,
             )
             return None

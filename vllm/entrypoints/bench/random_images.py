@@ -148,7 +148,9 @@ def _read_limit(text: str) -> int:
         raise ConfigError(f'{_LIMIT} must be a JSON object such as {{"image": 3}}, got {text!r}')
     for kind, most in limits.items():
         if kind != "image" and most:
-            raise ConfigError(f"{_LIMIT}: only pictures are drawn, got {most} for {kind!r}: set 0")
+            raise ConfigError(
+                f"{_LIMIT}: this benchmark only makes images, so {kind!r} must be 0, got {most}"
+            )
     return int(limits.get("image", _DEFAULT_LIMIT))
 
 

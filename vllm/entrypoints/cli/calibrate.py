@@ -76,8 +76,8 @@ def add_parser(
         action="append",
         default=[],
         metavar="NAME",
-        help="regular expression for a part of the name of modules that stay as they are; may be "
-        f"repeated (default: {_blocked_by_default()}, else none)",
+        help="do not quantize modules if a part of their name matches this regular expression; "
+        f"may be repeated (default: {_blocked_by_default()}, else none)",
     )
     for names, default, text in (
         (("-l", "--num-samples"), 512, "samples to measure"),

@@ -26,8 +26,8 @@ def add_parser(
     parser.add_argument(
         "--dataset",
         metavar="FILE",
-        help="texts for awq and gptq: .jsonl or .json with texts or objects that have a text, "
-        "prompt or question; else plain text",
+        help="calibration texts for awq and gptq: a .jsonl or .json file of strings, or of objects "
+        "with text, prompt or question; any other file is read as plain text",
     )
     parser.add_argument("--out", required=True, metavar="FOLDER", help="new folder for the files")
     parser.add_argument(

@@ -45,7 +45,7 @@ class BodyRoute(APIRoute):
             data = await request.body()
             off_loop.mark_request(len(data))
             if not data:
-                return await handle(request)  # the handler's error describes the body
+                return await handle(request)  # FastAPI's handler reports the missing body
             args = get_context(request).args
             given = {body_name: await off_loop.run(partial(self.read_body, data, args))}
             if request_name is not None:
@@ -57,7 +57,8 @@ class BodyRoute(APIRoute):
 
     @property
     def is_direct(self) -> bool:
-        """Whether a POST to its path that has a body needs nothing but the handler."""
+        """Whether the server may call the handler directly, without the router: only POST, with a
+        body, and no parameters in the path."""
         return self.body_field is not None and self.methods == {"POST"} and "{" not in self.path
 
     @cached_property

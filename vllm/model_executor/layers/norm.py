@@ -105,7 +105,7 @@ class SplitRMSNorm(SlicedModule):
         return [norm._scaled(x, total) for (norm, x), total in zip(pairs, sums, strict=True)]
 
     def _scaled(self, x: Tensor, total: Tensor) -> Tensor:
-        """Scale x by the mean of squares.
+        """Divide x by its root mean square, and multiply it by the weight.
 
         Args:
             x: [..., features of this rank].

@@ -106,7 +106,8 @@ class AlternatingUpdates(nn.Module):
         return error * shares.T[:, :, None] + predicted
 
     def active_of(self, streams: Tensor) -> Tensor:
-        """Return the active stream [T, H] as the gate of the features takes it."""
+        """Return the active stream [T, H], scaled if the model does so: the input of the gate of
+        the features per layer."""
         active = streams[self.active]
         return active * self.correct_output_scale if self.scales_output else active
 

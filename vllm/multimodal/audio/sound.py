@@ -152,7 +152,9 @@ def _decode_file(
         check_complete(name, data)
         with _DECODERS.open(data, FFMPEG_NAMES[name], av) as container:
             if not container.streams.audio:
-                raise refuse(where, f"it is a {name} file without sound; accepted are {ACCEPTED}")
+                raise refuse(
+                    where, f"the {name} file has no sound. Send a file with sound in {ACCEPTED}"
+                )
             stream = container.streams.audio[0]
             _DECODERS.check(stream, where, "its sound has")
             if stream.rate:
@@ -220,8 +222,8 @@ class _Resampler:
         if form != self._form:
             yield from self.end()
             self._form = form
-            # Interleaved samples: for separate planes, PyAV reads beyond its memory from the ninth
-            # on.
+            # Interleaved samples (flt), not planar ones: with more than eight planes, PyAV reads
+            # out of bounds.
             self._resampler = import_av("sounds", "audio").AudioResampler(
                 "flt", frame.layout, self._rate
             )

@@ -38,9 +38,9 @@ def normalize_host(host: str) -> str:
     try:
         name = text.encode("idna").decode().lower().removesuffix(".")
     except UnicodeError:
-        raise ValueError("it is not the name of a host") from None
+        raise ValueError("it is not a valid host name") from None
     if not _NAME.fullmatch(name):
-        raise ValueError("it is not the name of a host")
+        raise ValueError("it is not a valid host name")
     if _NUMERIC_LABEL.fullmatch(name.rpartition(".")[2]):
         # The system's resolver also accepts 127.1, 0x7f000001 and 2130706433, so parse numbers
         # strictly.

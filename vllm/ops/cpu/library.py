@@ -170,7 +170,8 @@ _Described = tuple[str, Any, torch.dtype | None]
 
 
 def _read_kernel(description: str) -> _Described:
-    """Read a kernel from "rms_norm bf16 vpppqqqqfi 139836471"."""
+    """Read the description of a kernel, such as "rms_norm bf16 vpppqqqqfi 139836471": its name,
+    dtype, C types (one letter each) and address."""
     name, dtype, types, address = description.split()
     function = CFUNCTYPE(*(_C_TYPES[letter] for letter in types))(int(address))
     return name, function, _DTYPES.get(dtype)

@@ -224,7 +224,7 @@ def absent_of_release(release: Version, absent: Iterable[str] = ()) -> list[str]
 
 
 def log_absent(found: Found) -> None:
-    """Log what runs instead of each part that every known release has, one line each."""
+    """Warn about each missing part that all known releases have, and say what runs instead."""
     for name, part in PARTS.items():
         if name not in found and part.since == OLDEST:
             logger.warning("this build of the bridge has no %s: %s", name, part.instead)

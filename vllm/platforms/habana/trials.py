@@ -74,7 +74,8 @@ def _reproducible(trial: Trial) -> Trial:
 
 
 def _refusal(run: Callable[[], str | None]) -> str | None:
-    """Return what is wrong, also if a kernel raises an error of any type."""
+    """Run a trial, and return why the kernel cannot be used, or None. An exception of any type is
+    such a reason."""
     try:
         return run()
     except Exception as error:

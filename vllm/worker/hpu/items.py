@@ -166,8 +166,8 @@ def card_items(
     counts = sorted({1, num_items})
     num_slots = [round_up(n * model.media_encoder.max_states, _MULTIPLE) for n in counts]
     logger.info(
-        "Cross-attention reads %d slots for each request on a card, enough for %d %s "
-        "(--limit-mm-per-prompt)",
+        "Cross-attention on a card is padded to %d hidden states for each request, enough for "
+        "%d %s (--limit-mm-per-prompt)",
         *(num_slots[-1], num_items, encoder.reads),
     )
     if len(num_slots) > 1:

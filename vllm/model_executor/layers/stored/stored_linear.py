@@ -58,10 +58,9 @@ class KeepsPacked:
     """Part of a method that hands the weight of its layer over to the device.
 
     Attributes:
-        packed: as the device has it; None: the layer is not finished yet.
-        stored_as: words of the log for the format of the checkpoint; None: it says nothing of the
-            layer.
-        kept: known once the layer is finished.
+        packed: the weight in the layout of the device; None until the layer is finished.
+        stored_as: name of the checkpoint's format in the log; None: the layer is not logged.
+        kept: format and bytes on the device, for the log; None until the layer is finished.
     """
 
     packed: PreparedWeight | None = None

@@ -60,7 +60,7 @@ class GridSizes:
 
     @property
     def head_size(self) -> int:
-        """D"""
+        """Size D of an attention head."""
         return self.hidden_size // self.num_heads
 
 

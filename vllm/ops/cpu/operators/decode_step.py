@@ -205,7 +205,10 @@ class FusedDecodeStep:
         if given is None:
             return None
         if given.dtype != self._decoder.dtype or not given.is_contiguous():
-            raise ValueError(f"hidden states must be dense {self._decoder.dtype}")
+            raise ValueError(
+                f"hidden states must be contiguous and {self._decoder.dtype}, got {given.dtype} "
+                f"with strides {given.stride()}"
+            )
         return given.data_ptr()
 
     @property

@@ -137,7 +137,7 @@ def stream_layers(
     streamed = StreamedLayers(bridge, layers)
     logger.info(
         "%d of %d layers stay on the host with %s of weights; each step copies them to the card, "
-        "into %s",
+        "into a buffer of %s",
         len(layers),
         len(model.layers),
         format_bytes(streamed.host_bytes),
