@@ -184,7 +184,7 @@ def test_of_a_video_it_is_the_sound() -> None:
 
 
 def test_a_video_without_sound_and_other_codecs_are_refused() -> None:
-    assert "without sound" in refusal(_video(None))
+    assert "has no sound" in refusal(_video(None))
     assert "the codec ac3" in refusal(_video("ac3"))
 
 
