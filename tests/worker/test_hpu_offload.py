@@ -134,7 +134,7 @@ def test_how_much_stays_on_the_host_is_told_and_when_that_is_too_little():
         stream_layers(RecordingBridge(), model, list(model.layers[1:]), 3 * LAYER_BYTES)
     assert log == [
         "4 of 5 layers stay on the host with 320 B of weights; each step copies them to the card, "
-        "into 80 B"
+        "into a buffer of 80 B"
     ]
     model = Layered(*[4] * 5)
     with captured_log() as log:
