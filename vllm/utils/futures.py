@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 
@@ -38,14 +38,18 @@ def wait_all(futures: "Sequence[Future[Any] | None]") -> "Future[str | None] | N
 
 
 def join_nested(outer: "Future[Future[Any] | None]") -> "Future[str | None]":
-    """Return a future that is done when `outer` and the future that it results in are done; their
-    results and failures count as in `wait_all`."""
+    """Return a future that is done when `outer` and the future that it results in are done.
+
+    Its result is that of the inner one, as in `wait_all`, or why `outer` failed: nothing else tells
+    the request."""
     joined: Future[str | None] = Future()
 
     def note(done: "Future[Future[Any] | None]") -> None:
-        is_there = not done.cancelled() and done.exception() is None
-        inner = wait_all([done.result()]) if is_there else None
-        if inner is None:
+        error = CancelledError() if done.cancelled() else done.exception()
+        inner = wait_all([done.result()]) if error is None else None
+        if error is not None:
+            joined.set_result(f"the request could not be prepared: {error or type(error).__name__}")
+        elif inner is None:
             joined.set_result(None)
         else:
             inner.add_done_callback(lambda each: joined.set_result(each.result()))

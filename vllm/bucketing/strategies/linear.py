@@ -109,8 +109,8 @@ def linear_context(
         max_fine_len: tokens of context and prompt together.
     """
     most = _most_context(limits, batch, shorter, length)
-    beside = shorter if batch == 1 else 0  # in a batch, another request may have the context
-    most = min(most, max(0, ceil_div(max_fine_len - beside - 1, limits.block_size)))
+    least = shorter if batch == 1 else 0  # in a batch, another request may have the context
+    most = min(most, max(0, ceil_div(max_fine_len - least - 1, limits.block_size)))
     counts = [0]
     if batch == 1:
         fine = [ceil_div(tokens, limits.block_size) for tokens in _FINE_CONTEXT]

@@ -95,7 +95,7 @@ def _kind(raw: Mapping[str, Any]) -> tuple[str, list[str]]:
         families = [family_of(kind) for kind in types]
         own = [family.architectures[0] for family in families if family.architectures]
         reason = f": it has parts for more than text ({', '.join(parts)})"
-        if why := _WHY_NOT.get(raw.get("model_type", "")):
+        if why := _WHY_NOT.get(str(raw.get("model_type"))):
             reason += f" that do not run ({why})"
         if own:
             reason += (
