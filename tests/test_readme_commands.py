@@ -324,7 +324,7 @@ def test_counts_in_the_text_are_those_of_the_plans(models):
     few = buckets(planned(command_of(f"{eight} --max-num-seqs 16"), models))
     fine = buckets(planned(command_of(f"VLLM_DECODE_BS_BUCKET_STEP=8 {eight}"), models))
     assert f"with 16 instead of 128: {few} buckets instead of {usual}" in TEXT
-    assert f"8 instead of 32 makes it {fine}" in TEXT
+    assert f"8 instead of 32, the 8B recipe has {fine} buckets instead of {usual}" in TEXT
     dense, fp8 = (table_of_recipes()[title][6].split()[0] for title in ("8B", "8B, FP8"))
     assert f"{fp8} of the longest instead of {dense}" in TEXT
     long = planned(command_of(eight.replace("8192", "131072")), models)

@@ -145,7 +145,7 @@ def test_wrong_adapters_of_experts_are_refused(model, adapter, tmp_path):
             config,
             "experts.0.gate_proj.lora_A has the shape",
         ),
-        (whole, config, "that target_parameters of the config, [], does not name"),
+        (whole, config, "is missing in target_parameters of the adapter's config ([])"),
         (whole, parameters, "rank 4 of 4 experts needs [16, 64] and [352, 16]"),
     ):
         save_file(
