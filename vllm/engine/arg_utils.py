@@ -163,7 +163,7 @@ class EngineArgs:
         return resolve_early(self._settings())
 
     def without_streams(self) -> "EngineArgs":
-        """Return the arguments of an engine whose outputs are read when they are complete: nobody
+        """Return the arguments of an engine whose outputs are read when they are complete: no one
         waits for a single token, so the time of a step has a bound only if one is given."""
         if self.max_step_ms is not None:
             return self

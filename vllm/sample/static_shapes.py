@@ -12,8 +12,8 @@ few operators with shapes of their own). A stage that no row needs is skipped:
     logprobs       one for each width
 
 The recipes of a stage depend only on the padded batch and on its own class, so the number of
-recipes is a sum over the stages and not a product. All other parameters of a row are values in a
-tensor.
+recipes is a sum over the stages, not their product. All other parameters of a request are values in
+a tensor.
 
 Both roundings cost extra work. A launch filters all of its rows by min_p, top_k and top_p when one
 of them asks for any of these, with values that change nothing for the others. And widths are powers

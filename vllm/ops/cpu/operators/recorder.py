@@ -339,12 +339,12 @@ class Recorder(CPUOps):
         *heads, size = x.sizes
         out = self._new_rows((*heads, size + pad[1]))
         zeros = self._relu(self.clip(x, 0.0))
-        place, rest = out.split((size, pad[1]))
-        self._record("copy", x, None, place)
+        kept, rest = out.split((size, pad[1]))
+        self._record("copy", x, None, kept)
         for start in range(0, pad[1], size):
             count = min(size, pad[1] - start)
-            _, place, _ = rest.split((start, count, pad[1] - start - count))
-            self._record("copy", zeros.split((count, size - count))[0], None, place)
+            _, target, _ = rest.split((start, count, pad[1] - start - count))
+            self._record("copy", zeros.split((count, size - count))[0], None, target)
         return out
 
     def _relu(self, x: Any, inplace: bool = False) -> Rows:
