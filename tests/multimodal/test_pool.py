@@ -154,6 +154,8 @@ def test_items_are_processed_at_the_same_time_and_closing_ends_those_at_work():
 
     async def run():
         sleeping = asyncio.ensure_future(workers.run(source(b"sleep")))
+        while workers._idle.qsize() == 2:  # until it has taken its process
+            await asyncio.sleep(0.001)
         results = [await workers.run(source(PIXELS)) for _ in range(3)]
         waiting = asyncio.ensure_future(workers.run(source(b"sleep")))
         await asyncio.sleep(0)
