@@ -1,1 +1,1 @@
-"""Models, their layers, and how weights get into them."""
+"""Models, their layers, and the loading of weights."""

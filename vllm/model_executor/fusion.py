@@ -1,8 +1,8 @@
-"""Fuses a model: its forward pass is recorded once, and then runs in one call of the C++ kernels.
+"""Fuses a model: records its forward pass once, so that one call of the C++ kernels can run it.
 
-The model itself runs, on symbols instead of tensors (`vllm.ops.cpu.symbols`). So whatever its
-modules compute is what is recorded, whatever family it is of. What cannot be recorded, such as a
-weight that is not packed, leaves the model to its modules. Independent of launches.
+To record, the model runs on symbols instead of tensors (`vllm.ops.cpu.symbols`). So this works for
+any model family. If an operation or weight cannot be recorded (for example a weight that is not
+packed), the model runs layer by layer instead. Independent of batches.
 """
 
 import threading
@@ -30,19 +30,20 @@ _lock = threading.Lock()
 def fuse(
     model: CausalLM | PoolingModel, inner_layers: Sequence[int] = (), *, reads_items: bool = False
 ) -> Program | None:
-    """Record the forward pass of a model whose weights are packed and whose caches are bound.
+    """Record the forward pass of a model as a program; the weights must be packed, the caches
+    bound.
 
-    A stage of a pipeline is a program of its own: one after the first takes hidden states in place
+    With pipeline parallelism each stage is a program; all but the first take hidden states instead
     of token ids.
 
     Args:
-        model: to run.
-        inner_layers: layers whose inputs a launch also returns; see `CausalLM.forward_and_inputs`.
-        reads_items: for forward passes whose tokens see items by cross-attention.
+        model: the model to record.
+        inner_layers: layers whose inputs the program also returns (`CausalLM.forward_and_inputs`).
+        reads_items: whether tokens may see images or sounds by cross-attention.
 
     Returns:
-        None when modules have to run it. Otherwise results have the same bits as those of
-        `model.forward`.
+        The program, whose results are bit-identical to `model.forward`. None if the model cannot be
+        recorded and has to run layer by layer.
     """
 
     def record() -> Program:
@@ -78,8 +79,10 @@ def fuse(
 
 
 def fuse_head(model: CausalLM, forward: Program) -> Program | None:
-    """Record `model.compute_logits`, for the hidden states that `forward` returns. A stage of a
-    pipeline that is not the last one has no head."""
+    """Record `model.compute_logits` for the hidden states that `forward` returns.
+
+    None if it cannot be recorded, or if this pipeline stage is not the last and has no head.
+    """
     if not model.stage.is_last:
         return None
 
@@ -107,7 +110,7 @@ def _fused(name: str, record: Callable[[], Program]) -> Program | None:
 
 @contextmanager
 def _recording(recorder: Recorder) -> Iterator[None]:
-    """Record the operators that are given symbols."""
+    """Let the operators record the calls that get symbols, while the context is open."""
     with _lock, torch.inference_mode():
         before = get_ops()
         if type(before) is not CPUOps:

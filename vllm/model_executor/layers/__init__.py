@@ -1,1 +1,1 @@
-"""Layers that models are made of; parallel over a group of ranks, one rank being ordinary."""
+"""Layers that models are made of. Each can be split over a group of tensor-parallel ranks."""

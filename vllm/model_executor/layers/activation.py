@@ -1,4 +1,4 @@
-"""Activation functions by their Hugging Face names."""
+"""Activation functions by their names in Hugging Face configs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,8 +28,7 @@ def _squared_relu(x: Tensor) -> Tensor:
 
 
 class XIELU(nn.Module):
-    """The activation xIELU (Huang and Schlag 2024, arXiv 2411.13010), with parameters of the layer
-    as `Ops.xielu` has them.
+    """The activation xIELU (Huang and Schlag 2024, arXiv 2411.13010), with learned parameters.
 
     Shape: [...] -> [...]
     """
@@ -64,7 +63,7 @@ _LEARNED: dict[str, type[nn.Module]] = {"xielu": XIELU}
 
 
 def get_activation(name: str) -> Callable[[Tensor], Tensor]:
-    """Return the elementwise function of this name; a module if it has parameters.
+    """Return the elementwise function with this Hugging Face name; a module if it has parameters.
 
     Raises:
         ConfigError: unknown name; the message lists the known ones.
@@ -80,7 +79,7 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def get_gated_activation(name: str) -> nn.Module:
-    """Return `act(gate) * up` for the elementwise function of this name.
+    """Return the module that computes `act(gate) * up` for the activation with this name.
 
     Raises:
         ConfigError: no gated MLP has it; the message lists the known ones.
@@ -93,7 +92,7 @@ def get_gated_activation(name: str) -> nn.Module:
 
 
 class SiluAndMul(nn.Module):
-    """silu(gate) * up, the middle of a gated MLP.
+    """Compute silu(gate) * up, the activation of a gated MLP.
 
     Shape: gate then up, [..., 2 * I] -> [..., I]
     """
@@ -103,10 +102,10 @@ class SiluAndMul(nn.Module):
 
 
 class GeluAndMul(nn.Module):
-    """gelu(gate) * up (GEGLU, Shazeer 2020, arXiv 2002.05202).
+    """Compute gelu(gate) * up (GEGLU, Shazeer 2020, arXiv 2002.05202).
 
     Args:
-        is_tanh: the approximation of gelu by tanh.
+        is_tanh: use the tanh approximation of gelu.
 
     Shape: gate then up, [..., 2 * I] -> [..., I]
     """

@@ -1,8 +1,7 @@
-"""Weights in the layout of the CPU kernels: dense while they are loaded, packed once a layer is
-complete.
+"""Weights for the CPU kernels: dense while they are loaded, packed once a layer is complete.
 
-Packing is in place, or layer by layer, so that the model is never in memory twice.
-Independent of files and model families.
+Packing happens in place or layer by layer, so the model is never in memory twice. Independent of
+file formats and model families.
 """
 
 from typing import Literal
@@ -31,9 +30,9 @@ _FORMATS: dict[StoredAs, tuple[WeightFormat | None, ...]] = {
 
 
 class CPULinear(UnquantizedLinear):
-    """A weight [output_size, input_size] that is rearranged or quantized once it is loaded.
+    """A linear weight [output_size, input_size] that is packed or quantized once it is loaded.
 
-    Until then, and where the kernels cannot take it, the layer works as an unquantized one.
+    Until then, and if the kernels do not support it, the layer computes with the dense weight.
     """
 
     def __init__(self, stored_as: StoredAs = "dense") -> None:
@@ -60,9 +59,9 @@ class CPULinear(UnquantizedLinear):
 
 
 class CPUExperts(DenseExperts):
-    """Experts whose weights are rearranged or quantized once they are loaded.
+    """Experts whose weights are packed or quantized once they are loaded.
 
-    Until then, and where the kernels cannot take them, they work as dense ones.
+    Until then, and if the kernels do not support them, they compute with dense weights.
     """
 
     def __init__(self, stored_as: StoredAs = "dense") -> None:
@@ -107,9 +106,9 @@ class CPUExperts(DenseExperts):
 
 
 class PackedTable(DenseTable):
-    """The table of an output head, and of the input embedding if they share one.
+    """The table of an output head, shared with the input embedding if the two are tied.
 
-    Until it is packed, and where the kernels cannot take it, it works as a dense one.
+    Until it is packed, and if the kernels do not support it, it is used as a dense table.
     """
 
     def __init__(self, stored_as: StoredAs = "dense") -> None:
@@ -147,7 +146,7 @@ class PackedTable(DenseTable):
 
 @torch.no_grad()
 def _pack(weight: Tensor, stored_as: StoredAs) -> PackedWeight | None:
-    """Pack the weight in the first format that it fits; None: in none."""
+    """Pack the weight in the first format that supports it; None if no format does."""
     for weight_format in _FORMATS[stored_as]:
         if can_pack(weight, weight_format):
             if weight_format is None:
@@ -157,7 +156,7 @@ def _pack(weight: Tensor, stored_as: StoredAs) -> PackedWeight | None:
 
 
 def _pack_shape(weight: Tensor, stored_as: StoredAs) -> PackedWeight | None:
-    """Return what `_pack` would return, without values; None: the weight fits no format."""
+    """Return an empty weight with the packed shape of `_pack`; None if no format supports it."""
     for weight_format in _FORMATS[stored_as]:
         if can_pack(weight, weight_format):
             return _without_values(weight, weight_format)

@@ -1,7 +1,7 @@
 """Cross-attention: tokens read the hidden states of the images, sounds or videos of their requests.
 
-Keys and values of an item are computed once, when it has been encoded. A pool of the layer holds
-them while requests need them. Knows no requests and no families.
+The keys and values of an item are computed once, after the item has been encoded. They stay in a
+pool of the layer while requests need them. Independent of requests and model families.
 """
 
 from collections.abc import Callable
@@ -20,21 +20,22 @@ HeadNorm = Callable[[], nn.Module]
 
 
 class CrossAttention(nn.Module, ReadsContext):
-    """Attention of tokens to items, with projections. There are no rotations and no masks but which
-    items a token sees.
+    """Cross-attention of text tokens to media items, with its projections.
+
+    It uses no rotary embedding; the only mask is which items a token may see.
 
     Its parameters are `q_proj`, `k_proj`, `v_proj` and `o_proj`.
 
     Args:
         hidden_size: of the decoder.
-        num_heads: of all ranks.
-        num_kv_heads: of all ranks.
+        num_heads: query heads over all ranks.
+        num_kv_heads: key and value heads over all ranks.
         head_size: D.
-        tp: the ranks that share it.
-        state_size: of the encoder's hidden states; None: hidden_size.
-        head_norm: of every query and key head; None: there is none.
+        tp: the ranks that share the layer.
+        state_size: size of the encoder's hidden states; None: hidden_size.
+        head_norm: norm of each query and key head; None: no norm.
         qvo_bias: whether queries, values and outputs have biases.
-        k_bias: whether keys have one.
+        k_bias: whether keys have a bias.
 
     Shape: hidden_states [T, hidden] -> [T, hidden]
     """
@@ -79,12 +80,14 @@ class CrossAttention(nn.Module, ReadsContext):
 
     @property
     def is_read(self) -> bool:
-        """Whether any token of the launch may see an item. False: the layer adds nothing."""
+        """Whether any token of the batch may see an item. If False, the layer adds nothing."""
         context = self.launch.context
         return context is not None and context.items is not None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return what tokens read; zeros, and a bias if there is one, where they see no item."""
+        """Return the attention output; tokens that see no item get zeros, plus the output bias if
+        any.
+        """
         context = self.launch.context
         assert context is not None and context.items is not None
         query = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_size))
@@ -107,22 +110,23 @@ class CrossAttention(nn.Module, ReadsContext):
         return (key if self.k_norm is None else self.k_norm(key)), value
 
     def bind_pool(self, keys: Tensor, values: Tensor) -> None:
-        """Use these tensors [slots, G, D] from now on."""
+        """Use these tensors [slots, G, D] as the pool of item keys and values."""
         self.item_keys, self.item_values = keys, values
 
     def release_pool(self) -> None:
-        """Let go of the tensors, until others are bound."""
+        """Drop the tensors of the pool, until `bind_pool` sets others."""
         self.item_keys = self.item_values = None
 
     @property
     def pool_tensors(self) -> list[Tensor]:
-        """The pool; empty until the worker has bound it."""
+        """Return the key and value tensors of the pool; empty before the worker has bound them."""
         pool = (self.item_keys, self.item_values)
         return [tensor for tensor in pool if tensor is not None]
 
     def store(self, states: Tensor, slots: Tensor) -> None:
-        """Write the keys and values of the hidden states [n, state_size] of an item into slots
-        [n]."""
+        """Compute keys and values from an item's hidden states [n, state_size], and store them in
+        slots [n].
+        """
         assert self.item_keys is not None and self.item_values is not None
         keys, values = self.keys_values(states)
         self.item_keys.index_copy_(0, slots.long(), keys)
@@ -130,11 +134,11 @@ class CrossAttention(nn.Module, ReadsContext):
 
 
 def cross_attention_layers(model: nn.Module) -> list[CrossAttention]:
-    """Return the cross-attention layers of a model, in its order."""
+    """Return the cross-attention layers of a model, in the order of the model."""
     return [module for module in model.modules() if isinstance(module, CrossAttention)]
 
 
 def slot_bytes(model: nn.Module, dtype: torch.dtype) -> int:
-    """Return the bytes of a hidden state of an item in all cross-attention layers of a model."""
+    """Return the bytes that one hidden state of an item takes in the pools of all layers."""
     layers = cross_attention_layers(model)
     return sum(2 * layer.num_kv_heads * layer.head_size * dtype.itemsize for layer in layers)

@@ -1,9 +1,9 @@
-"""Gated DeltaNet and Kimi Delta Attention, layers that models have instead of attention.
+"""Gated DeltaNet and Kimi Delta Attention: linear-attention layers with a recurrent state.
 
-A convolution over the last tokens, and a state that maps keys to values and is corrected by each
-token.
+Each is a convolution over the last tokens, followed by a state that maps keys to values and that
+each token corrects.
 
-Independent of launches: `StateLayer` knows whose tokens they are.
+Independent of batches: `StateLayer` knows which tokens belong to which request.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,12 +35,12 @@ _LENGTH_EPS = 1e-6
 
 
 class HeadGatedNorm(nn.Module):
-    """norm(x) * weight * act(gate), with a mean of squares of each head.
+    """Compute norm(x) * weight * act(gate), with one RMS norm for each head.
 
     Args:
         head_size: D.
         eps: added to the mean of squares.
-        act: of the gate.
+        act: activation of the gate.
 
     Shape: x [T, H, D] float32, gate [T, H * D] -> [T, H, D] of the dtype of the gate
     """
@@ -85,35 +85,34 @@ class DeltaNetSizes:
 
     @property
     def heads_per_key(self) -> int:
-        """Heads of values that a head of keys serves."""
+        """Number of value heads that share one key head."""
         return self.num_value_heads // self.num_key_heads
 
     @property
     def features(self) -> tuple[int, int, int]:
-        """Output features of the queries, keys and values of all heads."""
+        """Output features of the queries, keys and values, over all heads and ranks."""
         keys = self.num_key_heads * self.key_size
         return keys, keys, self.num_value_heads * self.value_size
 
     def mixed_parts(self, prefix: str) -> dict[str, int]:
-        """Return the features of queries, keys and values, by names with a prefix, in the order of
-        the checkpoint."""
+        """Return name -> features for queries, keys and values, in the order of the checkpoint."""
         return dict(zip((f"{prefix}{part}" for part in "qkv"), self.features, strict=True))
 
 
 def _fits(sizes: DeltaNetSizes, num_ranks: int) -> bool:
-    """Return whether heads can be divided over so many ranks."""
+    """Return whether the heads can be divided evenly over this number of ranks."""
     keys = sizes.num_key_heads
     keys_fit = keys % num_ranks == 0 or num_ranks % keys == 0
     return keys_fit and sizes.num_value_heads % num_ranks == 0
 
 
 class DeltaLayer(SlicedModule, StateLayer):
-    """Base of layers with the gated delta rule; subclasses have the projections.
+    """Base class of layers with the gated delta rule; subclasses define the projections.
 
     Args:
-        sizes: over all ranks.
-        conv_parts: names of queries, keys and values in the convolution of the checkpoint.
-        is_by_key: each element of keys fades by a number of its own.
+        sizes: dimensions over all ranks.
+        conv_parts: checkpoint names of the convolution of queries, of keys and of values.
+        is_by_key: the decay is a vector over the key elements; False: one scalar for each head.
         tp: the ranks that share the heads. A key head is on one rank, or on several that share its
             value heads.
 
@@ -177,12 +176,13 @@ class DeltaLayer(SlicedModule, StateLayer):
     def advance(
         self, inputs: tuple[Tensor, ...], lengths: Tensor | None, states: States
     ) -> tuple[Tensor, States]:
-        """Run sequences by chunks, as `StateLayer` says.
+        """Run whole sequences with the chunked algorithm.
 
         Args:
-            inputs: of the convolution [B, L, channels], of beta [B, L, H], and of what is left of a
-                state, as `dt_bias`.
-            lengths, states: as there.
+            inputs: of the convolution [B, L, channels], of beta [B, L, H], and of the decay, in the
+                shape of `dt_bias`.
+            lengths: tokens of each sequence; see `StateLayer.advance`.
+            states: convolution windows and recurrent states; see `StateLayer.advance`.
         """
         (mixed, b, a), (window, state) = inputs, states
         mixed, window = self.conv1d(mixed, window, lengths)
@@ -191,15 +191,20 @@ class DeltaLayer(SlicedModule, StateLayer):
         return y, (window, state)
 
     def advance_rows(self, inputs: tuple[Tensor, ...], rows: StateRows, caches: States) -> Tensor:
-        """Run few tokens of each sequence; the operator replaces the states in memory."""
+        """Run a few tokens of each sequence, and update the recurrent states in the cache
+        in place.
+        """
         (mixed, b, a), (windows, states) = inputs, caches
         mixed = advance_windows(self.conv1d, mixed, rows, windows)
         run = partial(get_ops().delta_tokens, states)
         return rows.by_token(run, *self._split(mixed), *self._gates(a, b, rows.lengths))
 
     def _gates(self, a: Tensor, b: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the logarithm of the part of a state that is left, and how far a token corrects
-        it, [B, L, H]; the first maybe [B, L, H, K]."""
+        """Compute the log of the decay of the state, and beta, the rate at which a token corrects
+        it.
+
+        Both are [B, L, H]; the decay is [B, L, H, K] if each key element has its own.
+        """
         steps, rate = time_steps(a, self.dt_bias, lengths), -self.A_log.exp()
         if self.is_by_key:
             steps, rate = steps.unflatten(-1, (self.num_heads, self.key_size)), rate[:, None]
@@ -210,8 +215,11 @@ class DeltaLayer(SlicedModule, StateLayer):
         return steps * rate, beta
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the output of the convolution: queries and keys [..., G, K], scaled to length 1,
-        queries also divided by the root of K, and values [..., H, V]."""
+        """Split the output of the convolution into queries, keys and values of heads.
+
+        Queries and keys [..., G, K] are scaled to length 1, queries also divided by sqrt(K). Values
+        are [..., H, V].
+        """
         keys = self.num_key_heads * self.key_size
         q, k, v = mixed.split((keys, keys, self.num_heads * self.value_size), dim=-1)
         q, k = (_unit(x.unflatten(-1, (self.num_key_heads, self.key_size))) for x in (q, k))
@@ -258,11 +266,13 @@ class GatedDeltaNet(DeltaLayer):
 
 
 class KimiDeltaAttention(DeltaLayer):
-    """Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692, section 3), with its heads split over
-    ranks: Gated DeltaNet whose keys fade by element, with gates of low rank.
+    """Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692, section 3), heads split over ranks.
+
+    It is a Gated DeltaNet in which each key element has its own decay, and whose gates are low-rank
+    projections.
 
     Args:
-        sizes: over all ranks.
+        sizes: dimensions over all ranks.
         tp: the ranks that share the heads.
 
     Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]

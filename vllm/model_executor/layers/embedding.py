@@ -18,12 +18,12 @@ from vllm.ops.lora_weights import AdaptedLayer
 class EmbeddingMethod(WeightMethod["VocabParallelEmbedding"]):
     """Storage format of an embedding table, and the operations with it.
 
-    `layer` states what to hold: `local_size` rows of `embedding_dim` elements.
+    `layer` gives the size: `local_size` rows of `embedding_dim` elements.
     """
 
     @abstractmethod
     def embed(self, layer: "VocabParallelEmbedding", ids: Tensor) -> Tensor:
-        """Look up rows of this rank, [T] int64 -> [T, embedding_dim]."""
+        """Look up embeddings in this rank's part of the table, [T] int64 -> [T, embedding_dim]."""
 
     @abstractmethod
     def multiply(self, layer: "VocabParallelEmbedding", hidden_states: Tensor) -> Tensor:
@@ -46,15 +46,16 @@ class DenseTable(EmbeddingMethod):
 
 
 class VocabParallelEmbedding(MethodLayer, ReadsContext):
-    """A table of rows, split over ranks; padded with zero rows to a multiple of their number.
+    """An embedding table split over ranks, padded with zero rows to a multiple of the rank count.
 
-    A launch may bring embeddings that take the place of those of some tokens, behind the scale.
+    A batch may bring embeddings (of images, for example) that replace those of some tokens; they
+    are not scaled.
 
     Args:
-        num_embeddings: rows of the checkpoint.
-        embedding_dim: size of a row.
+        num_embeddings: rows of the table in the checkpoint.
+        embedding_dim: size of one embedding.
         tp: the ranks that share the table.
-        scale: multiplies the rows of tokens, and no embeddings that a launch brings.
+        scale: factor on the embeddings of tokens, not on the embeddings that a batch brings.
 
     Shape: ids [T] int64 -> [T, embedding_dim]
     """
@@ -94,8 +95,7 @@ class VocabParallelEmbedding(MethodLayer, ReadsContext):
         return context.replaced.put_into(rows)
 
     def look_up(self, input_ids: Tensor) -> Tensor:
-        """Return the rows of the table as the checkpoint has them, [T] int64 ->
-        [T, embedding_dim]."""
+        """Return unscaled embeddings, as in the checkpoint, [T] int64 -> [T, embedding_dim]."""
         if self.tp.size == 1:
             return self.method.embed(self, input_ids)
         rows = get_ops().rows_of_part(
@@ -130,16 +130,16 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     @property
     def is_tied(self) -> bool:
-        """Whether the input embedding has the same parameters."""
+        """Whether the head shares its parameters with the input embedding."""
         return bool(self._tied)
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
-        """Use the very parameters of the input embedding, and its method."""
+        """Share the parameters and the weight method of the input embedding."""
         self._tied = (embedding,)
         self._share()
 
     def use_method(self, method: WeightMethod[Any]) -> None:
-        """Use a method for the weights; the input embedding follows if it is tied."""
+        """Store the weights with this method; a tied input embedding gets the same method."""
         if not self._tied:
             super().use_method(method)
             return
@@ -163,7 +163,7 @@ class ParallelLMHead(VocabParallelEmbedding):
 
 
 class LearnedPositionalEmbedding(nn.Module):
-    """One learned row per position, starting at row `offset` (OPT keeps two rows unused).
+    """One learned embedding per position; position p uses row p + `offset` (2 in OPT).
 
     Shape: positions [T] or [1, T] int64 -> [T, embedding_dim]
     """

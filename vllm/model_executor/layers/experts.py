@@ -1,7 +1,7 @@
 """A mixture of experts: gated MLPs of which each token uses a few, and the router that chooses.
 
-Shazeer et al. 2017 (arXiv 1701.06538). How the weights are stored is the method's; what is computed
-is `Ops.moe`.
+Shazeer et al. 2017 (arXiv 1701.06538). The weight method decides how weights are stored; `Ops.moe`
+computes.
 """
 
 from abc import abstractmethod
@@ -37,12 +37,14 @@ class ExpertsMethod(WeightMethod["Experts"]):
 
     @abstractmethod
     def products(self, layer: "Experts") -> ExpertProducts | None:
-        """Return the matmuls of single experts, without biases; None: the loaded weights are only
-        for all experts at once."""
+        """Return the matmuls of single experts, without biases.
+
+        None if the loaded weights can only run all experts at once.
+        """
 
 
 class _DenseProducts:
-    """The `ExpertProducts` of dense parameters."""
+    """Computes single experts with dense parameters (implements `ExpertProducts`)."""
 
     def __init__(self, layer: "Experts") -> None:
         self._gate_up, self._down = layer.gate_up, layer.down
@@ -55,8 +57,10 @@ class _DenseProducts:
 
 
 class DenseExperts(ExpertsMethod):
-    """Two dense parameters of the model's dtype, [E, 2 * I, hidden] and [E, hidden, I]; without
-    gates [E, I, hidden] and [E, hidden, I]."""
+    """Experts as two dense parameters in the model's dtype.
+
+    Gated: [E, 2 * I, hidden] and [E, hidden, I]. Without gates: [E, I, hidden] and [E, hidden, I].
+    """
 
     def create_weights(self, layer: "Experts") -> None:
         ids, size, hidden = layer.expert_ids, layer.intermediate_size, layer.hidden_size
@@ -89,10 +93,10 @@ class DenseExperts(ExpertsMethod):
 
 
 class Experts(MethodLayer):
-    """E MLPs, gated unless the options say otherwise; a module of this name, `experts`, is in the
-    checkpoint.
+    """E expert MLPs, gated unless the options say otherwise; the module is named `experts`.
 
-    Each is split over the ranks, or every rank has some of them (`TPGroup.has_whole_experts`).
+    Each expert is split over the ranks, or each rank has some whole experts
+    (`TPGroup.has_whole_experts`).
 
     Args:
         num_experts: E.
@@ -100,13 +104,13 @@ class Experts(MethodLayer):
         intermediate_size: of one expert, over all ranks.
         tp: the ranks that share the layer.
         options: what an expert computes between its matmuls.
-        has_bias: both matmuls of an expert have one; gated experts only.
+        has_bias: both matmuls of an expert have a bias; gated experts only.
 
     Shape: x [T, hidden], ids [T, k] int64, weights [T, k] float32 -> [T, hidden]
 
     Raises:
         ConfigError: intermediate_size cannot be split evenly, or there are fewer experts than ranks
-            that are to have whole ones.
+            although each rank must have whole experts.
     """
 
     own_parameters = ("gate_up_bias", "down_bias")
@@ -176,7 +180,9 @@ class Experts(MethodLayer):
 
     @property
     def biases(self) -> ExpertBiases:
-        """Return the biases that this rank adds: a sum over ranks contains `down_bias` once."""
+        """Return the biases that this rank adds; only rank 0 adds `down_bias`, since ranks are
+        summed.
+        """
         return ExpertBiases(self.gate_up_bias, self.down_bias if self.tp.rank == 0 else None)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -184,7 +190,7 @@ class Experts(MethodLayer):
 
 
 def _ids_of_rank(num_experts: int, tp: TPGroup) -> range:
-    """Return the experts of a rank: all, or as many as others have, or one more."""
+    """Return the ids of the experts of this rank; ranks differ by at most one expert."""
     if not tp.has_whole_experts:
         return range(num_experts)
     if num_experts < tp.size:
@@ -197,7 +203,7 @@ def _ids_of_rank(num_experts: int, tp: TPGroup) -> range:
 
 
 def check_top_k(num_experts: int, top_k: int) -> None:
-    """Refuse a number of experts for each token that a layer does not have.
+    """Check that a layer has at least `top_k` experts.
 
     Raises:
         ConfigError: `top_k` is not from 1 to `num_experts`.
@@ -216,9 +222,9 @@ class Router(ColumnParallelLinear):
     Args:
         hidden_size: features of x.
         num_experts: E.
-        top_k: k.
-        routing: how much a chosen expert counts.
-        bias: whether there is one, added to the logits.
+        top_k: k, experts of each token.
+        routing: how the weights of the chosen experts are computed.
+        bias: whether a bias is added to the logits.
         tolerance: see `RoutingOptions`.
 
     Shape: x [T, hidden] -> (ids [T, k] int64, weights [T, k] float32)
@@ -243,7 +249,7 @@ class Router(ColumnParallelLinear):
         self.options = RoutingOptions(top_k=top_k, weights=routing, tolerance=tolerance)
 
     def choose(self, x: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the experts of each token, and how much each of them counts.
+        """Return the ids of the experts of each token, and their weights.
 
         Args:
             x: [T, hidden]

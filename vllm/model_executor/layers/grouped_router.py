@@ -1,4 +1,4 @@
-"""A router that chooses groups of experts, and then experts of these groups."""
+"""A router that first chooses groups of experts, and then experts in these groups."""
 
 from dataclasses import dataclass
 
@@ -23,14 +23,14 @@ class Routing:
 
 
 class GroupedRouter(ColumnParallelLinear):
-    """Chooses the experts of each token, in float32.
+    """Chooses the experts of each token by groups, computed in float32.
 
     DeepSeek-V2 (arXiv 2405.04434, section 2.1.3) and DeepSeek-V3 (arXiv 2412.19437, section 2.1.2:
-    load is balanced by a bias instead of a loss).
+    a bias balances the load instead of a loss).
 
     Args:
         hidden_size: features of x.
-        routing: how.
+        routing: rules by which experts are chosen.
 
     Raises:
         ConfigError: k is not from 1 to the number of experts.
@@ -54,5 +54,5 @@ class GroupedRouter(ColumnParallelLinear):
         )
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose the experts of x [T, hidden]: (ids [T, k] int64, weights [T, k] float32)."""
+        """Choose experts for x [T, hidden]: (ids [T, k] int64, weights [T, k] float32)."""
         return get_ops().route(self.forward(x.float()), self.options, self.e_score_correction_bias)

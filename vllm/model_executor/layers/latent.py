@@ -1,8 +1,8 @@
-"""The projection from a latent vector to the keys and values of all heads, absorbed.
+"""The absorbed projection from latent vectors to the keys and values of all heads (MLA).
 
-DeepSeek-AI 2024 (arXiv 2405.04434, section 2.1.2): a score is q . (U c) = (U^T q) . c, so a query
-is projected down to the latent space instead of every key up, and what attention puts out there is
-projected up to values afterwards.
+DeepSeek-AI 2024 (arXiv 2405.04434, section 2.1.2): a score is q . (U c) = (U^T q) . c. So the query
+is projected down to the latent space, instead of every key up. The attention output, still a latent
+vector, is projected up to values afterwards.
 """
 
 import torch
@@ -18,17 +18,17 @@ from vllm.ops.prepared import PreparedHeads
 
 
 class LatentUpProjection(ColumnParallelLinear, ReadsContext):
-    """`kv_b_proj`: for each head the rows of its key, then the rows of its values.
+    """The layer `kv_b_proj`: for each head the weights of its key, then the weights of its value.
 
-    While weights are loaded it is a linear layer like any other, in whatever format the checkpoint
-    has. When they are complete it becomes two batches of matrices of the model's dtype, one matrix
-    for each head, in the layout of the device.
+    While weights are loaded it is an ordinary linear layer in the format of the checkpoint. When
+    they are complete it becomes two batches of matrices in the model's dtype, one matrix for each
+    head, in the layout of the device.
 
     H heads of this rank, N key size, M value size, V latent size.
 
     Args:
         latent_size: V.
-        num_heads: of all ranks.
+        num_heads: over all ranks.
         key_size: N, without the rotated part.
         value_size: M.
         tp: the ranks that share the heads.
@@ -64,13 +64,11 @@ class LatentUpProjection(ColumnParallelLinear, ReadsContext):
         self.value_up = get_ops().prepare_heads(value_up.mT)
 
     def absorb(self, query: Tensor, rotated: Tensor) -> Tensor:
-        """Project queries [T, H, N] -> [T, H, V]: their dot products with latents equal the dot
-        products with keys. The rotated parts [T, H, R] of the queries are appended: [T, H, V +
-        R]."""
+        """Project queries [T, H, N] to latents, and append their rotated parts: [T, H, V + R]."""
         return self._adapt(0, query, self.key_up.multiply(query, rotated))
 
     def expand(self, attended: Tensor) -> Tensor:
-        """Project weighted latents [T, H, V] -> weighted values [T, H, M]."""
+        """Project the attention output from the latent space [T, H, V] to values [T, H, M]."""
         return self._adapt(1, attended, self.value_up.multiply(attended))
 
     def _adapt(self, which: int, x: Tensor, y: Tensor) -> Tensor:
@@ -81,7 +79,9 @@ class LatentUpProjection(ColumnParallelLinear, ReadsContext):
 
 
 class _Halves(LinearMethod):
-    """The weights of a `LatentUpProjection` that is finished."""
+    """The weights of a `LatentUpProjection` after loading: one matrix per head, for keys and
+    values.
+    """
 
     def create_weights(self, layer: ParallelLinear) -> None:
         pass

@@ -1,7 +1,7 @@
-"""Linear layers split over the ranks of a group, and the seam for weight formats.
+"""Linear layers that are split over the ranks of a group.
 
-A layer knows how its features are packed and split. How a weight is stored and multiplied is
-its `LinearMethod`: plain here, and one per quantization format.
+A layer knows how its features are packed and split. Its `LinearMethod` knows how the weight is
+stored and multiplied: dense, or one of the quantization formats.
 """
 
 from abc import abstractmethod
@@ -19,7 +19,7 @@ from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
 class LinearMethod(WeightMethod["ParallelLinear"]):
     """Storage format of the weight of a linear layer, and its matmul.
 
-    `layer` states what to hold: `input_size` and `output_size` of this rank, and `feature_slices`,
+    `layer` gives the sizes: `input_size` and `output_size` of this rank, and `feature_slices`,
     whose dim says which of the two is split (0: output, 1: input).
     """
 
@@ -28,9 +28,11 @@ class LinearMethod(WeightMethod["ParallelLinear"]):
         """Compute x [..., input_size] @ weight.T + bias -> [..., output_size]."""
 
     def dense_weight(self, layer: "ParallelLinear", dtype: torch.dtype) -> Tensor:
-        """Return the weight [output_size, input_size], once all parameters are filled; called
-        instead of `finish`. The default multiplies the identity in `dtype`, so inputs must not be
-        rounded."""
+        """Return the dense weight [output_size, input_size]; called instead of `finish`.
+
+        All parameters must be filled. The default multiplies the identity matrix in `dtype`, so it
+        is only right for formats that do not round inputs.
+        """
         device = next(layer.parameters()).device
         self.finish(layer)
         identity = torch.eye(layer.input_size, dtype=dtype).to(device)
@@ -53,7 +55,7 @@ class UnquantizedLinear(LinearMethod):
 
 
 class ParallelLinear(MethodLayer):
-    """The base of column- and row-parallel layers: sizes, the method, the bias."""
+    """Base class of column- and row-parallel layers: sizes, weight method, bias."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -140,7 +142,7 @@ class ColumnParallelLinear(ParallelLinear):
 def whole_linear(
     input_size: int, size: int, tp: TPGroup, bias: bool = False
 ) -> ColumnParallelLinear:
-    """Make a linear layer that every rank has whole."""
+    """Make a linear layer that is not split: every rank has all of its weight."""
     return ColumnParallelLinear(input_size, {"": size}, tp, {"": tp.size}, bias)
 
 

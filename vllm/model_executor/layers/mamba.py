@@ -1,7 +1,9 @@
-"""Mixers of Mamba and Mamba-2, which replace attention: a convolution over the last tokens, and a
-state-space model with parameters that depend on the token.
+"""Mixers of Mamba and Mamba-2, which replace attention.
 
-Independent of launches: `StateLayer` knows whose tokens they are.
+Each is a convolution over the last tokens, and a state-space model whose parameters depend on the
+token.
+
+Independent of batches: `StateLayer` knows which tokens belong to which request.
 """
 
 from collections.abc import Mapping
@@ -41,15 +43,15 @@ def check_activation(name: str) -> None:
 
 
 class Convolution(SlicedModule):
-    """The weights of a causal convolution of each channel by itself.
+    """A depthwise causal convolution: each channel has its own kernel.
 
     Args:
         parts: name in the checkpoint -> channels over all ranks.
-        kernel: K, tokens that it sees.
+        kernel: K, the number of tokens that it sees.
         has_bias: whether there is a bias.
         tp: the ranks that share the channels.
         num_replicas: name -> ranks that have the same channels, when not 1.
-        has_silu: whether silu follows.
+        has_silu: whether silu is applied to the output.
     """
 
     weight: nn.Parameter
@@ -83,19 +85,22 @@ class Convolution(SlicedModule):
             self.slices["bias"] = slices
 
     def forward(self, x: Tensor, window: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Convolve x with the last inputs of its sequence; see
-        `vllm.ops.native.state_space.convolve`."""
+        """Convolve x, continuing from the window of last inputs; return the output and the new
+        window.
+
+        See `vllm.ops.native.state_space.convolve`.
+        """
         return convolve(x, window, self.weight[:, 0], self.bias, lengths, self.has_silu)
 
 
 def advance_windows(conv: Convolution, x: Tensor, rows: StateRows, windows: Tensor) -> Tensor:
-    """Run a convolution over a few tokens [B, L, D] of sequences, and replace their windows.
+    """Run a convolution over a few tokens of each sequence, and update their windows in the cache.
 
     Args:
         conv: the convolution.
-        x: its inputs.
-        rows: of the sequences.
-        windows: [rows, K - 1, D]
+        x: its inputs [B, L, D].
+        rows: the cache rows of the sequences.
+        windows: [rows, K - 1, D], the last inputs of each sequence.
     """
     before = load_states((windows,), rows.indices, rows.is_new)
     out, after = conv(x, *before, rows.lengths)
@@ -104,14 +109,14 @@ def advance_windows(conv: Convolution, x: Tensor, rows: StateRows, windows: Tens
 
 
 class GatedRMSNorm(SlicedModule):
-    """norm(x * silu(gate)) * weight, with a mean of squares of each group of features.
+    """Compute norm(x * silu(gate)) * weight, with one RMS norm for each group of features.
 
     Args:
         size: features over all ranks.
-        num_groups: of the features, over all ranks.
+        num_groups: groups of features over all ranks.
         eps: added to the mean of squares.
         tp: the ranks that share the features.
-        is_gated_last: it is norm(x) * weight * silu(gate) instead.
+        is_gated_last: compute norm(x) * weight * silu(gate) instead.
 
     Shape: x, gate [T, size / ranks] -> [T, size / ranks]
     """
@@ -188,18 +193,20 @@ class Mamba2Sizes:
 
     @property
     def inner_size(self) -> int:
-        """Features of all heads."""
+        """Number of features of all heads together."""
         return self.num_heads * self.head_size
 
     @property
     def conv_parts(self) -> dict[str, int]:
-        """Part of what the convolution gets -> channels."""
+        """Return name -> channels of each part of the convolution's input."""
         shared = self.num_groups * self.state_size
         return {"conv_x": self.inner_size, "conv_b": shared, "conv_c": shared}
 
     @property
     def in_parts(self) -> dict[str, int]:
-        """Part of what the projection puts out -> features, in the order of the checkpoint."""
+        """Return name -> features of each part of the input projection, in the order of the
+        checkpoint.
+        """
         shared = self.num_groups * self.state_size
         inner = self.inner_size
         return {
@@ -212,17 +219,18 @@ class Mamba2Sizes:
 
 
 def _fits(sizes: Mamba2Sizes, num_ranks: int) -> bool:
-    """Return whether heads and their groups can be divided over so many ranks."""
+    """Return whether heads and groups can be divided evenly over this number of ranks."""
     groups_fit = sizes.num_groups % num_ranks == 0 or num_ranks % sizes.num_groups == 0
     return groups_fit and sizes.num_heads % num_ranks == 0
 
 
 class Mamba2Mixer(SlicedModule, StateLayer):
-    """The mixer of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060, section 7), with its heads split
-    over ranks. Each group of heads is on one rank; one group may be on all of them.
+    """The mixer of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060, section 7), heads split over ranks.
+
+    A group of heads is on one rank; if there is only one group, all ranks may share it.
 
     Args:
-        sizes: over all ranks.
+        sizes: dimensions over all ranks.
         tp: the ranks that share the heads.
 
     Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]
@@ -327,7 +335,9 @@ class Mamba2Mixer(SlicedModule, StateLayer):
         return (y + x * self.D[:, None]).flatten(-2), (window, state)
 
     def advance_rows(self, inputs: tuple[Tensor, ...], rows: StateRows, caches: States) -> Tensor:
-        """Run few tokens of each sequence; the operator replaces the states in memory."""
+        """Run a few tokens of each sequence, and update the recurrent states in the cache
+        in place.
+        """
         (mixed, dt), (windows, states) = inputs, caches
         mixed = advance_windows(self.conv1d, mixed, rows, windows)
         x, b, c = self._split(mixed)
@@ -376,16 +386,17 @@ class MambaSizes:
 
     @property
     def in_parts(self) -> dict[str, int]:
-        """Part of what the projection puts out -> features, in the order of the checkpoint."""
+        """Return name -> features of each part of the input projection, in the order of the
+        checkpoint.
+        """
         return {"in_x": self.inner_size, "in_gate": self.inner_size}
 
 
 class MambaMixer(SlicedModule, StateLayer):
-    """The mixer of Mamba (Gu and Dao 2023, arXiv 2312.00752, section 3), with its channels split
-    over ranks.
+    """The mixer of Mamba (Gu and Dao 2023, arXiv 2312.00752, section 3), channels split over ranks.
 
     Args:
-        sizes: over all ranks.
+        sizes: dimensions over all ranks.
         tp: the ranks that share the channels.
 
     Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]

@@ -1,4 +1,4 @@
-"""Norms: root-mean-square with the residual addition fused in, and layer norm."""
+"""Norms: RMS norm, which can also add a residual, and layer norm."""
 
 from collections.abc import Sequence
 from typing import overload
@@ -12,15 +12,16 @@ from vllm.ops import get_ops
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * (weight + offset) (Zhang and Sennrich 2019, arXiv 1910.07467).
+    """Compute x / sqrt(mean(x^2) + eps) * (weight + offset) (Zhang and Sennrich, arXiv 1910.07467).
 
     Args:
-        size: of the last dimension: the hidden size, or the head size for a head norm.
+        size: of the last dimension: the hidden size, or the head size for a norm of heads.
         eps: added to the mean of squares.
-        offset: 1 where weights are stored less one, which has more digits than their rounded sum.
+        offset: 1 if the checkpoint stores the weight minus 1, which keeps more digits than the
+            rounded sum; else 0.
 
-    Shape: [..., size] -> [..., size]. With a residual [T, size] the sum of both is normed, and
-    the result is (normed, sum); x and residual may be overwritten.
+    Shape: [..., size] -> [..., size]. With a residual [T, size] the sum of both is normed, and the
+    result is (normed, sum); x and residual may be overwritten.
     """
 
     weight: nn.Parameter
@@ -64,15 +65,15 @@ class PlainRMSNorm(nn.Module):
 
 
 class SplitRMSNorm(SlicedModule):
-    """An `RMSNorm` of features that are divided over ranks; the mean of squares is over all ranks.
+    """An `RMSNorm` of features that are split over ranks; the mean is taken over all ranks.
 
     Args:
         size: features over all ranks.
         eps: added to the mean of squares.
         tp: the ranks that share the features.
-        num_replicas: ranks that have the same features.
+        num_replicas: number of ranks that have the same features.
 
-    Shape: [..., features of this rank] -> the same
+    Shape: [..., features of this rank] -> [..., features of this rank]
     """
 
     weight: nn.Parameter
@@ -90,11 +91,11 @@ class SplitRMSNorm(SlicedModule):
 
     @staticmethod
     def of_each(norms: "Sequence[SplitRMSNorm]", xs: Sequence[Tensor]) -> list[Tensor]:
-        """Apply each norm to its tensor, with one exchange between the ranks for all of them.
+        """Apply each norm to its tensor, with a single all-reduce for all of them.
 
         Args:
-            norms: of the same ranks.
-            xs: one for each norm, [..., features of this rank].
+            norms: split over the same ranks.
+            xs: one tensor for each norm, [..., features of this rank].
         """
         pairs = list(zip(norms, xs, strict=True))
         tp = norms[0].tp
@@ -109,7 +110,7 @@ class SplitRMSNorm(SlicedModule):
 
         Args:
             x: [..., features of this rank].
-            total: [..., 1] float32, sum of the squares of all ranks.
+            total: [..., 1] float32, sum of the squares over all ranks.
         """
         normed = x.float() * torch.rsqrt(total / self._num_summed + self.eps)
         return (normed * self.weight.float()).to(x.dtype)
@@ -145,16 +146,16 @@ class LayerNorm(nn.Module):
 
 
 class HeadLayerNorm(SlicedModule):
-    """A layer norm without bias for each head, with weights of its own.
+    """A layer norm of each head, with separate weights for each head and no bias.
 
     Args:
         total_heads: over all ranks.
         head_size: D.
         eps: added to the variance.
         tp: the ranks that share the heads.
-        num_replicas: ranks that have the same heads.
+        num_replicas: number of ranks that have the same heads.
 
-    Shape: [T, H, D] -> [T, H, D], of the H heads of this rank
+    Shape: [T, H, D] -> [T, H, D], H heads of this rank
     """
 
     weight: nn.Parameter

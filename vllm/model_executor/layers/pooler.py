@@ -1,7 +1,7 @@
-"""From the hidden states of prompts to their results: which tokens count, and the last function.
+"""Turns the hidden states of prompts into embeddings, scores or classes.
 
-Tokens are chosen on the device; the last function runs on the host, in float32, since it depends
-on what each request asks for.
+The device selects the tokens. The final steps, such as the activation, run on the host in float32,
+since they depend on the parameters of each request.
 """
 
 import numpy as np
@@ -16,16 +16,16 @@ from vllm.pooling_params import PoolingParams
 def pool_tokens(
     hidden_states: Tensor, config: PoolerConfig, starts: IntArray, counts: IntArray
 ) -> Tensor:
-    """Pool to one row per prompt, or one per token if each counts on its own.
+    """Pool hidden states to one vector per prompt, or one per token (ALL, STEP).
 
     Args:
-        hidden_states: [T, hidden] of a launch.
-        config: of the model.
-        starts: [n] first of the T tokens of each prompt.
-        counts: [n] tokens of each; LAST: of its last chunk.
+        hidden_states: [T, hidden] of a batch.
+        config: pooling of the model.
+        starts: [n], index among the T tokens of the first token of each prompt.
+        counts: [n], tokens of each prompt; for LAST, of its last chunk.
 
     Returns:
-        [n, hidden] in the dtype of the hidden states; ALL and STEP: [sum(counts), hidden].
+        [n, hidden] in the dtype of the hidden states; for ALL and STEP [sum(counts), hidden].
     """
     if config.pooling_type == "LAST":
         return _rows(hidden_states, starts + counts - 1)
@@ -44,12 +44,12 @@ def pool_tokens(
 
 
 def split_results(numbers: FloatArray, config: PoolerConfig, counts: IntArray) -> list[FloatArray]:
-    """Split a result of `pool_tokens` that went through the head by prompts.
+    """Split a result of `pool_tokens`, after the head, into one array per prompt.
 
     Args:
-        numbers: [n or sum(counts), size].
-        config: of the model.
-        counts: [n] tokens of each prompt.
+        numbers: [n or sum(counts), size], the values.
+        config: pooling of the model.
+        counts: [n], tokens of each prompt.
 
     Returns:
         n arrays, [size] or [tokens, size].
@@ -62,16 +62,16 @@ def split_results(numbers: FloatArray, config: PoolerConfig, counts: IntArray) -
 def finish(
     numbers: FloatArray, config: PoolerConfig, params: PoolingParams, token_ids: IntArray
 ) -> FloatArray:
-    """Select steps and values, shorten them, and apply the activation.
+    """Apply a request's pooling parameters: select steps and values, shorten, activate.
 
     Args:
-        numbers: [size] or [tokens, size].
-        config: of the model.
-        params: of the request.
+        numbers: [size] or [tokens, size], the values.
+        config: pooling of the model.
+        params: pooling parameters of the request.
         token_ids: [tokens] of the prompt.
 
     Returns:
-        [size] or [tokens, size], with fewer of them where asked for.
+        [size] or [tokens, size]; smaller if the request selects steps or fewer dimensions.
     """
     if config.pooling_type == "STEP":
         numbers = numbers[token_ids == config.step_tag_id]
@@ -83,7 +83,7 @@ def finish(
 
 
 def activate(numbers: FloatArray, activation: str) -> FloatArray:
-    """Apply the activation over the last dimension; see `vllm.config.pooler.Activation`."""
+    """Apply the activation over the last dimension; `vllm.config.pooler.Activation` lists them."""
     if activation == "normalize":
         length = np.sqrt(np.square(numbers).sum(-1, keepdims=True))
         return numbers / np.maximum(length, np.float32(1e-12))

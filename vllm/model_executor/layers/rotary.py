@@ -1,9 +1,9 @@
 """Rotary position embedding: tables of cosines and sines for every position a model allows.
 
 Su et al. 2021 (arXiv 2104.09864). The types differ only in the frequencies of the pairs of
-elements, and how they are stretched to contexts longer than the model was trained on. All
-arithmetic is float32 in the order of operations of Hugging Face models: at position 100,000 an
-error in the last bit of a frequency is an angle that can be seen in the output.
+elements, and in how they are scaled to contexts longer than in training. All arithmetic is float32
+in the order of operations of Hugging Face models: at position 100,000 an error in the last bit of a
+frequency gives an angle that visibly changes the output.
 """
 
 import math
@@ -20,7 +20,7 @@ from vllm.ops import get_ops
 
 
 class RotaryEmbedding(nn.Module, ReadsContext):
-    """Rotates query and key by their positions; one instance serves all layers of a model.
+    """Rotates queries and keys by their positions; all layers of a model share one instance.
 
     Args:
         rope: type and parameters.
@@ -29,8 +29,8 @@ class RotaryEmbedding(nn.Module, ReadsContext):
             with 2 i + 1 (GPT-J).
 
     Shape: positions [P, T] or [T], query [T, H, D], key [T, G, D] -> (query, key), which may share
-    memory with what was given. P is 1, or with sections (M-RoPE) their number; P of 1 then means
-    that all positions of a token are the same.
+    memory with the inputs. P is 1, or with sections (M-RoPE) the number of sections; then P = 1
+    means that all positions of a token are the same.
 
     Raises:
         ConfigError: the type is unknown, or a parameter of it is missing.
@@ -59,8 +59,10 @@ class RotaryEmbedding(nn.Module, ReadsContext):
         self.register_buffer("cos_sin_cache", table, persistent=False)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the angles of tokens at positions [P, T] or [T], for queries of this dtype: a part
-        of `LaunchContext`."""
+        """Return the angles of tokens at positions [P, T] or [T], for queries of this dtype.
+
+        They are computed once per batch and stored in `LaunchContext`.
+        """
         return get_ops().rotary_angles(
             self._fit(positions), self.cos_sin_cache, dtype, self.is_neox, self.sections
         )
@@ -69,7 +71,7 @@ class RotaryEmbedding(nn.Module, ReadsContext):
         return self._rotate(positions, query, key)
 
     def rotate_query(self, positions: Tensor, query: Tensor) -> Tensor:
-        """Return the rotated query of a layer that has no keys of its own."""
+        """Return the rotated query, for a layer that reuses the keys of another layer."""
         return self._rotate(positions, query, None)[0]
 
     def _rotate(self, positions: Tensor, query: Tensor, key: Tensor | None) -> tuple[Tensor, Any]:
@@ -82,12 +84,14 @@ class RotaryEmbedding(nn.Module, ReadsContext):
         )
 
     def _fit(self, positions: Tensor) -> Tensor:
-        """Return positions as operators take them."""
+        """Return the positions in the shape that the operators need."""
         return text_positions(positions) if self.sections is None else positions
 
 
 def number_rotary_tables(model: nn.Module) -> list[RotaryEmbedding]:
-    """Return the tables of a model, and give each its index in this list."""
+    """Return the rotary tables of a model, and set the index of each one to its index in
+    the list.
+    """
     tables = [module for module in model.modules() if isinstance(module, RotaryEmbedding)]
     for index, table in enumerate(tables):
         table.index = index
@@ -95,10 +99,11 @@ def number_rotary_tables(model: nn.Module) -> list[RotaryEmbedding]:
 
 
 def rotary_sections(rope: RopeConfig) -> Tensor:
-    """Return which of its positions rotates each pair of a token, [rotary_dim / 2] int32.
+    """Return which of its P positions rotates each pair of a token (M-RoPE), [rotary_dim / 2]
+    int32.
 
-    In Qwen2-VL the pairs of a position are neighbours. In Qwen3-VL neighbouring pairs rotate by
-    different positions, and the first position has the pairs that are left.
+    In Qwen2-VL the pairs that one position rotates are neighbours. In Qwen3-VL the positions
+    alternate, and the first position also rotates the remaining pairs.
     """
     sections = torch.tensor(rope.sections)
     places = torch.arange(len(sections), dtype=torch.int32)
@@ -110,8 +115,9 @@ def rotary_sections(rope: RopeConfig) -> Tensor:
 
 
 def rotary_frequencies(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
-    """Return the angle per position of each pair of elements, [rotary_dim / 2] float32, and the
-    factor on cosines and sines.
+    """Return the rotation frequencies, and the factor on cosines and sines.
+
+    The frequencies, [rotary_dim / 2] float32, are the angle per position of each pair of elements.
 
     Raises:
         ConfigError: the type is unknown, or a parameter of it is missing.
@@ -141,15 +147,15 @@ def _default(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
 
 
 def _linear(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
-    """Divide positions by the factor (Chen et al. 2023, arXiv 2306.15595)."""
+    """Divide all frequencies, and so the positions, by the factor (arXiv 2306.15595)."""
     return 1.0 / _powers(rope.theta, rope.rotary_dim) / _parameter(rope, "factor"), 1.0
 
 
 def _dynamic(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
-    """Increase the base with the longest sequence ("NTK-aware", in appendix A of arXiv 2309.00071).
+    """Increase the base for long contexts ("NTK-aware", in appendix A of arXiv 2309.00071).
 
-    The longest sequence is `max_positions`, so a token's angles do not depend on what else is
-    in the batch, and a key in the cache stays right when its request grows.
+    The base depends on `max_positions`, not on the sequences of the batch. So a token's angles
+    never depend on the batch, and cached keys stay valid while their request grows.
     """
     factor, dim = _parameter(rope, "factor"), rope.rotary_dim
     original = _parameter(rope, "original_max_position_embeddings")
@@ -159,7 +165,7 @@ def _dynamic(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
 
 
 def _proportional(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
-    """Return frequencies of the whole head, of which only the first are not zero (Gemma 4)."""
+    """Return frequencies of the whole head, all zero except the first ones (Gemma 4)."""
     num_pairs = rope.rotary_dim // 2
     num_turned = int(float(rope.scaling.get("rotated_part") or 1.0) * rope.rotary_dim // 2)
     inv_freq = 1.0 / _powers(rope.theta, rope.rotary_dim)
@@ -168,10 +174,10 @@ def _proportional(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
 
 
 def _llama3(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
-    """Divide low frequencies by the factor, keep high ones, with a ramp between.
+    """Divide low frequencies by the factor, keep high ones, and interpolate between (Llama 3.1).
 
-    Llama 3.1 (Grattafiori et al. 2024, arXiv 2407.21783). A frequency is low when its period
-    fits less than `low_freq_factor` times into the original context.
+    Grattafiori et al. 2024, arXiv 2407.21783. A frequency is low when its period fits less than
+    `low_freq_factor` times into the original context.
     """
     factor = _parameter(rope, "factor")
     low, high = _parameter(rope, "low_freq_factor"), _parameter(rope, "high_freq_factor")
@@ -185,10 +191,10 @@ def _llama3(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
 
 
 def _yarn(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
-    """Keep fast pairs, divide slow ones by the factor, with a ramp over the pairs between.
+    """Keep fast pairs, divide slow ones by the factor, and interpolate between (YaRN).
 
-    YaRN (Peng et al. 2023, arXiv 2309.00071); pairs are told apart by how often they rotate
-    within the original context: `beta_fast` times and more is kept, up to `beta_slow` divided.
+    Peng et al. 2023, arXiv 2309.00071. Pairs that rotate at least `beta_fast` times within the
+    original context are kept; pairs that rotate at most `beta_slow` times are divided.
     """
     scaling, dim = rope.scaling, rope.rotary_dim
     original = _parameter(rope, "original_max_position_embeddings")
@@ -212,11 +218,11 @@ def _yarn(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
 
 
 def _longrope(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
-    """Slow each pair down by a factor of its own (LongRoPE; Ding et al. 2024, arXiv 2402.13753).
+    """Divide the frequency of each pair by its own factor (LongRoPE; arXiv 2402.13753).
 
-    There are factors for contexts up to the original length, and others for longer ones. Which
-    are used depends on `uses_long_factor`, thus on the longest request that is served, so that a
-    key in the cache stays right when its request grows.
+    The checkpoint has one list of factors for contexts up to the original length, and one for
+    longer contexts. `uses_long_factor` decides by the longest request that is served, so that
+    cached keys stay valid while their request grows.
     """
     original = _parameter(rope, "original_max_position_embeddings")
     length = "long" if rope.scaling.get("uses_long_factor", True) else "short"
@@ -236,7 +242,9 @@ def _longrope(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
 
 
 def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
-    """Return the factor on query and key with which attention stays as sharp as it was."""
+    """Return the factor on query and key that keeps attention scores as sharp as without
+    scaling.
+    """
     given = rope.scaling.get("attention_factor")
     if given is not None:
         return float(given)
@@ -248,8 +256,10 @@ def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
 
 
 def yarn_sharpness(factor: float, mscale: float) -> float:
-    """Return the factor that keeps attention as sharp as it was when contexts grow by a factor
-    (arXiv 2309.00071, section 3.4), with a weight on its growth."""
+    """Return the factor that keeps attention sharp when contexts grow `factor` times.
+
+    `mscale` weights its growth (arXiv 2309.00071, section 3.4).
+    """
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -1,7 +1,7 @@
 """Describes, as data, which part of a parameter a checkpoint tensor fills.
 
-A layer states it once, per parameter and checkpoint name; one loader reads it for every model.
-Independent of files and names of models.
+A layer declares it once for each parameter and checkpoint name; one loader reads the declarations
+of all models. Independent of files and module names of models.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,10 @@ WORD_BITS = 32
 
 @dataclass(frozen=True)
 class Features:
-    """The output features of one part of a layer that a checkpoint stores as one: in each group of
-    neighbours, some that follow each other."""
+    """Selects the output features of one part of a layer, when a checkpoint stores several as one.
+
+    In each group of features the part has `count` consecutive ones.
+    """
 
     total: int
     """Of the whole layer."""
@@ -41,11 +43,13 @@ class Features:
 
     @property
     def size(self) -> int:
-        """Features of the part."""
+        """Number of features of the part."""
         return self.total // self.group * self.count
 
     def in_words(self, bits: int) -> "Features | None":
-        """Return the features in words of values of so many bits; None: they do not fill words."""
+        """Return the same selection counted in 32-bit words; None if the values do not fill whole
+        words.
+        """
         sizes = [n * bits for n in (self.total, self.group, self.start, self.count)]
         if any(size % WORD_BITS for size in sizes):
             return None
@@ -72,7 +76,7 @@ class CheckpointTensor:
     """Name and layout are as in the model, not as in a checkpoint of the family."""
 
     def narrow(self, dim: int, start: int, count: int) -> "CheckpointTensor":
-        """Return the indices [start, start + count) of a dimension, as a tensor of their own."""
+        """Return the part [start, start + count) of a dimension, as a tensor."""
 
         def read(index: Index) -> Tensor:
             inner = [*index, *(slice(None) for _ in range(dim + 1 - len(index)))]
@@ -86,7 +90,7 @@ class CheckpointTensor:
         )
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "CheckpointTensor":
-        """Return what `function` makes of the tensor, which is read whole for every part."""
+        """Return a tensor that reads the whole tensor and applies `function` to it."""
         made = function(torch.empty(self.shape, dtype=self.dtype, device="meta"))
         return CheckpointTensor(
             made.shape,
@@ -99,7 +103,9 @@ class CheckpointTensor:
     def made(
         self, shape: torch.Size, dtype: torch.dtype, function: Callable[[Tensor], Tensor]
     ) -> "CheckpointTensor":
-        """Return the tensor of this shape that a function makes, which needs the values."""
+        """Return a tensor of this shape and dtype that applies `function` to the values when it is
+        read.
+        """
         return CheckpointTensor(
             shape,
             lambda index: function(self.read(()))[index],
@@ -109,12 +115,13 @@ class CheckpointTensor:
         )
 
     def picked(self, name: str, dim: int | None = 0, bits: int = WORD_BITS) -> "CheckpointTensor":
-        """Return the selected output features, as a tensor of their own.
+        """Return only the selected output features, as a tensor.
 
         Args:
             name: of the tensor, for errors.
-            dim: with the output features; None: the tensor is the same for all of them.
-            bits: of a feature in words along that dimension; 32: it is an index by itself.
+            dim: the dimension of the output features; None: the tensor is the same for all of them.
+            bits: of one feature, if features are packed into words along that dimension; 32: not
+                packed.
 
         Raises:
             WeightLoadError: the tensor has another number of features, or they do not fill words.
@@ -144,7 +151,7 @@ class CheckpointTensor:
         return whole.mapped(partial(_pick, dim=dim, places=places))
 
     def fill(self, target: Tensor, index: Index = ()) -> None:
-        """Copy that part into `target`, of its shape, converting to its dtype."""
+        """Copy the part `index` into `target`, which has its shape, and convert to its dtype."""
         if self.copy_to is None:
             target.copy_(self.read(index))
         else:
@@ -173,20 +180,22 @@ class Slice:
     """Last part of the name in the checkpoint; None: the name of the parameter."""
 
     def checkpoint_shape(self, param: Tensor) -> torch.Size:
-        """Shape the checkpoint tensor must have."""
+        """Return the shape that the checkpoint tensor must have."""
         shape = list(param.shape)
         shape[self.dim] = self.total
         return torch.Size(shape)
 
     def in_groups(self, group: int) -> "Slice":
-        """Return the same part of a parameter with one column for each `group` columns."""
+        """Return the slice for a parameter that has one column per `group` columns, such
+        as scales.
+        """
         if self.dim == 0:
             return self
         offset, size, total = (n // group for n in (self.offset, self.size, self.total))
         return replace(self, offset=offset, size=size, total=total)
 
     def copy(self, param: Tensor, source: CheckpointTensor, tp: TPGroup) -> None:
-        """Fill this rank's part of `param`, converting to its dtype; padding becomes zero."""
+        """Fill this rank's part of `param`, converting to its dtype; padding is set to zero."""
         start = min(tp.rank // self.num_replicas * self.size, self.total)
         num_real = min(self.size, self.total - start)
         shard = param.narrow(self.dim, self.offset, self.size)
@@ -198,7 +207,7 @@ class Slice:
 
 
 def whole(dim: int, offset: int, size: int, tp: TPGroup) -> Slice:
-    """Return rows or columns of a parameter that a checkpoint tensor fills alike on every rank."""
+    """Return a slice that is filled in the same way on every rank."""
     return Slice(dim, offset, size, size, num_replicas=tp.size)
 
 
@@ -251,7 +260,7 @@ class ParamTarget:
 
     @property
     def param(self) -> Tensor:
-        """The whole parameter."""
+        """The whole parameter, not only the part that the tensor fills."""
         param: Tensor = getattr(self.module, self.param_name)
         return param
 
@@ -259,7 +268,7 @@ class ParamTarget:
         """Copy this rank's part of a tensor, converting to the dtype of the parameter.
 
         Raises:
-            WeightLoadError: it has another shape, or numbers of few bits for dense weights.
+            WeightLoadError: it has another shape, or contains quantized values for dense weights.
         """
         source = source.picked(name)
         param = self.param

@@ -1,8 +1,8 @@
 """Storage of a layer's weights, as an object that a quantization format can replace.
 
 A layer knows the sizes of its features and how they are split over ranks. Its method knows which
-parameters hold them, how checkpoint tensors fill these, what becomes of them once they are filled,
-and how to compute with them. Independent of formats and files.
+parameters hold them, how checkpoint tensors fill these parameters, how filled parameters are
+converted, and how to compute with them. Independent of formats and files.
 """
 
 from abc import ABC, abstractmethod
@@ -17,15 +17,15 @@ Layer = TypeVar("Layer", bound="MethodLayer")
 
 
 class WeightMethod(ABC, Generic[Layer]):
-    """Storage of the weights of one kind of layer. One object serves one layer, or layers that
-    share their parameters.
+    """Storage of the weights of one kind of layer.
 
-    The steps of its life are `create_weights`, `load` for each checkpoint tensor, and `finish`.
+    One object belongs to one layer, or to layers that share their parameters. It is called in this
+    order: `create_weights`, `load` for each checkpoint tensor, `finish`.
     """
 
     @abstractmethod
     def create_weights(self, layer: Layer) -> None:
-        """Register the parameters, uninitialised, and their slices in `layer.slices`.
+        """Register the uninitialised parameters, and their slices in `layer.slices`.
 
         Called under the model's dtype and, while a model is built, on the meta device.
         """
@@ -51,36 +51,40 @@ class WeightMethod(ABC, Generic[Layer]):
     """Ends of the names of tensors that a checkpoint may have of the layer and nothing reads."""
 
     def fill_missing(self, place: ParamTarget) -> None:
-        """Fill a part of an optional parameter for which the checkpoint has no tensor."""
+        """Fill a part of an optional parameter if the checkpoint has no tensor for it."""
         raise AssertionError(f"{place.param_name} is not optional")
 
     @property
     def is_dequantized(self) -> bool:
-        """Whether quantized weights have become dense, as the device has nothing for them. Known
-        once the layer is finished."""
+        """Whether quantized weights were dequantized, because the device has no kernel for them.
+
+        Valid after the layer is finished.
+        """
         return False
 
     def fill_indices(self, layer: Layer) -> None:
-        """Give the parameters that are indices or shapes values that fit the layer.
+        """Give parameters that are indices or shapes valid values.
 
-        For dummy weights, which are random numbers everywhere else.
+        Used with dummy weights, where all other parameters are random.
         """
 
     def finish(self, layer: Layer) -> None:
-        """Bring the weights of a layer into the layout that runs, once all parameters are filled.
+        """Convert the weights of a layer to the layout that runs, once all parameters are filled.
 
         Parameters may be replaced or removed. Called once per layer, as soon as it is complete and
         before other layers get memory, so that a model is never in memory twice.
         """
 
     def finish_on_shapes(self, layer: Layer) -> bool:
-        """Give a layer that has no values the memory that `finish` would leave it, without
-        computing, if the method can. Return whether it has."""
+        """Give a layer without values the memory that `finish` would leave it, without computing.
+
+        Return whether the method supports this.
+        """
         return False
 
 
 class MethodLayer(SlicedModule):
-    """A layer whose weights are its method's. Its bias, if any, is its own."""
+    """A layer whose weights are managed by its `method`; a bias belongs to the layer itself."""
 
     own_parameters: ClassVar[tuple[str, ...]] = ("bias",)
     """Names of parameters that are not the method's."""
@@ -100,7 +104,7 @@ class MethodLayer(SlicedModule):
     """The ranks that share the layer: all ranks of the model, or only this one."""
 
     def use_method(self, method: WeightMethod[Any]) -> None:
-        """Store the weights in another way. Before they are loaded only."""
+        """Store the weights with another method. Must be called before they are loaded."""
         self.remove_weights()
         self.method = method
         method.create_weights(self)
@@ -116,7 +120,7 @@ class MethodLayer(SlicedModule):
     def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
         """Fill one of the layer's parameters; see `WeightMethod.load`.
 
-        A layer that is whole on every rank is filled whole, whatever ranks share the model.
+        The layer's own `tp` is used: a layer that is not split is filled whole on every rank.
         """
         tp = self.tp
         if place.param_name in self.own_parameters:
@@ -125,5 +129,5 @@ class MethodLayer(SlicedModule):
             self.method.load(place, name, source, tp)
 
     def finish(self) -> None:
-        """Bring the weights into the layout that runs; see `WeightMethod.finish`."""
+        """Convert the weights to the layout that runs; see `WeightMethod.finish`."""
         self.method.finish(self)

@@ -1,8 +1,7 @@
-"""The tensors of a checkpoint folder, one at a time, read from disk only as far as needed.
+"""Reads the tensors of a checkpoint folder one at a time, only as far as needed.
 
-Reads safetensors (including Mistral AI's files), GGUF and PyTorch `.bin` files. Independent of
-models. Nothing here can run code from a checkpoint: `.bin` files are unpickled with
-`weights_only=True`.
+Supports safetensors (including Mistral AI's files), GGUF and PyTorch `.bin` files. Independent of
+models. Cannot run code from a checkpoint: `.bin` files are unpickled with `weights_only=True`.
 """
 
 import pickle
@@ -26,15 +25,17 @@ from vllm.transformers_utils.weight_files import CONSOLIDATED
 def iterate_tensors(
     files: list[Path], show_progress: bool, on_file: Callable[[int], None] | None = None
 ) -> Generator[tuple[str, CheckpointTensor], None, None]:
-    """Yield every tensor of the files with its name. A source is valid until the next one.
+    """Yield the name and tensor of every tensor of the files.
+
+    A tensor can be read only until the next one is yielded.
 
     Args:
         files: from `find_files`.
-        show_progress: show a bar.
+        show_progress: show a progress bar.
         on_file: called before each file with the number of files that are done.
 
     Raises:
-        WeightLoadError: a file is damaged or is not what its name says.
+        WeightLoadError: a file is damaged or its content does not match its name.
     """
     if files and files[0].suffix == ".gguf":
         yield from _read_gguf(files, show_progress)
@@ -56,7 +57,7 @@ def _read_files(
 
 
 def _read_gguf(files: list[Path], show_progress: bool) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Yield the tensors of all files of a model, whose metadata is in the first."""
+    """Yield the tensors of a GGUF model of one or more files; the first file has the metadata."""
     bar = tqdm(desc="Loading tensors of the GGUF file", disable=not show_progress)
     with bar:
         for entry in read_gguf(files):
@@ -65,10 +66,10 @@ def _read_gguf(files: list[Path], show_progress: bool) -> Iterator[tuple[str, Ch
 
 
 def read_bin(path: Path) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Yield every tensor of a file of torch.save with its name; nothing else in it is loaded.
+    """Yield the name and tensor of every tensor of a file written by torch.save.
 
     Raises:
-        WeightLoadError: the file is damaged, or holds more than tensors.
+        WeightLoadError: the file is damaged, or contains other objects than tensors.
     """
     try:
         # Files written before torch 1.6 are not zip archives, so they cannot be mapped.

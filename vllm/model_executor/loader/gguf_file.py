@@ -1,8 +1,7 @@
-"""Reads the tensors of a GGUF model in the form of this package's modules: names, the order of
-rows, and values.
+"""Reads the tensors of a GGUF model with the names, row order and values of this package's modules.
 
-A tensor is read and dequantized a few rows at a time, straight into its parameter. A method that
-keeps its blocks as they are reads their parts (`BlockSource`).
+A tensor is read and dequantized a few rows at a time, directly into its parameter. A weight method
+that keeps the quantized blocks reads their parts (`BlockSource`).
 """
 
 import os
@@ -38,7 +37,7 @@ _PART_NUMBERS = 1 << 21
 
 
 def stored_format(files: list[Path]) -> GGUFBlocks | None:
-    """Return the format of the layers of a GGUF model; None: the files have another format.
+    """Return the quantization format of a GGUF model; None if the files are not GGUF.
 
     Raises:
         WeightLoadError: a file is damaged.
@@ -53,13 +52,15 @@ def stored_format(files: list[Path]) -> GGUFBlocks | None:
 
 
 def read_gguf(files: list[Path]) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Yield every tensor of a model by the name of its parameter; valid until the next.
+    """Yield the parameter name and tensor of every tensor of a GGUF model.
+
+    A tensor can be read only until the next one is yielded.
 
     Args:
-        files: all of the model, the first one first.
+        files: all files of the model, the first one first.
 
     Raises:
-        WeightLoadError: a file is damaged, or has tensors that are unknown.
+        WeightLoadError: a file is damaged, or has unknown tensors.
     """
     model = open_model(files)
     names = model.module_names()
@@ -82,7 +83,7 @@ def read_gguf(files: list[Path]) -> Iterator[tuple[str, CheckpointTensor]]:
 
 
 def _read(model: GGUFModel, name: str, stored: StoredTensor, fd: int) -> CheckpointTensor:
-    """Return one tensor of an open file, with the rows in the order of our modules."""
+    """Return one tensor of an open file, with its rows in the order of our modules."""
     order = _order(model, name, stored)
     if len(stored.shape) > 1:
         return _source(_Rows(fd, name, stored, order))
@@ -93,7 +94,7 @@ def _read(model: GGUFModel, name: str, stored: StoredTensor, fd: int) -> Checkpo
 
 
 def _joined(keys: CheckpointTensor, values: CheckpointTensor, num_heads: int) -> CheckpointTensor:
-    """Return the projection of latent vectors to keys and values.
+    """Interleave the key and value projections of latent vectors by head, as in `kv_b_proj`.
 
     H heads, N key size, M value size, V latent size.
 
@@ -117,9 +118,10 @@ def _joined(keys: CheckpointTensor, values: CheckpointTensor, num_heads: int) ->
 
 
 def _order(model: GGUFModel, name: str, stored: StoredTensor) -> Tensor | None:
-    """Return the row of the file for each row; None: the order does not change.
+    """Return, for each row of our tensor, its row in the file; None if the order is the same.
 
-    Llama's GGUF files rotate neighbouring elements of a head, i.e. rows 0, D / 2, 1, D / 2 + 1...
+    Llama's GGUF files rotate neighbouring elements of a head, so the order is 0, D / 2, 1, D / 2 +
+    1...
     """
     is_rotated = ".q_proj." in name or ".k_proj." in name
     if not model.facts.has_neighbour_rotations or not is_rotated:
@@ -131,7 +133,7 @@ def _order(model: GGUFModel, name: str, stored: StoredTensor) -> Tensor | None:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of a tensor in a file; a tensor of one dimension is one row."""
+    """Reads rows of a tensor in a file; a one-dimensional tensor is one row."""
 
     fd: int
     name: str
@@ -149,7 +151,7 @@ class _Rows:
         return self._read(first, last + 1)[wanted - first]
 
     def finite(self, numbers: Tensor) -> Tensor:
-        """Return the dequantized values of some rows, after checking that they are finite."""
+        """Check that dequantized values are finite, and return them."""
         if not bool(numbers.isfinite().all()):
             raise WeightLoadError(
                 f"tensor {self.name} has the type {self.stored.type.name}, and scales that are NaN "
@@ -197,12 +199,12 @@ def _source(rows: _Rows) -> CheckpointTensor:
 def _in_parts(
     shape: torch.Size, dtype: torch.dtype, read_rows: Callable[[int, int], Tensor]
 ) -> CheckpointTensor:
-    """Return a tensor of which a few rows are made at a time.
+    """Return a tensor that is produced a few rows at a time.
 
     Args:
         shape: of the tensor.
-        dtype: of its numbers.
-        read_rows: makes rows [start, end) of it, as a matrix.
+        dtype: of its elements.
+        read_rows: returns the rows [start, end) as a matrix.
     """
     num_rows = 1 if len(shape) == 1 else shape[:-1].numel()
 

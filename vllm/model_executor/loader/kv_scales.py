@@ -1,8 +1,8 @@
-"""Scales of an fp8 KV cache that a checkpoint brings along, in the names that tools give them.
+"""Reads the scales of an FP8 KV cache from a checkpoint, under the names that tools use.
 
-A checkpoint may say `layers.0.self_attn.k_scale`, `...self_attn.k_proj.k_scale`,
-`...self_attn.attn.k_scale`, the same for v, or `...self_attn.kv_scale` for both: one number for the
-layer, or one for each key/value head.
+The names are `layers.0.self_attn.k_scale`, `...self_attn.k_proj.k_scale`,
+`...self_attn.attn.k_scale`, the same with v, or `...self_attn.kv_scale` for both. Each has one
+value for the layer, or one for each key/value head.
 """
 
 import re
@@ -24,19 +24,19 @@ _NAME = re.compile(
 
 
 def load_kv_scale(model: nn.Module, name: str, source: CheckpointTensor, tp: TPGroup) -> bool:
-    """Set the scales of the attention layer that a checkpoint tensor is for.
+    """Set the KV-cache scales of an attention layer, if the checkpoint tensor contains such scales.
 
     Args:
         model: has an `Attention` named attn in each attention block.
-        name: of the tensor, renamed as the model's are.
-        source: one number, or one for each key/value head of the model.
+        name: of the tensor, after the renames of the model class.
+        source: one value, or one for each key/value head of the model.
         tp: the ranks that share the layer.
 
     Returns:
-        False, and nothing done, when the tensor is something else.
+        Whether the tensor was such a scale; if False, nothing was done.
 
     Raises:
-        WeightLoadError: there are too many or too few numbers, or one is not above 0.
+        WeightLoadError: the number of values is wrong, or a value is not above 0.
     """
     match = _NAME.fullmatch(name)
     if match is None:
@@ -58,14 +58,19 @@ def load_kv_scale(model: nn.Module, name: str, source: CheckpointTensor, tp: TPG
 
 
 def cache_scale_factor() -> int:
-    """Return the factor on scales of checkpoints, whose e4m3 range is 448: values are halved on
-    devices whose e4m3 ends at 240."""
+    """Return the factor by which scales of checkpoints are multiplied on this device.
+
+    Checkpoints assume an e4m3 range up to 448. On devices whose range ends at 240 scales are
+    doubled, so that values are halved.
+    """
     return 2 if get_ops().fp8_max < _LARGEST else 1
 
 
 def _of_rank(name: str, numbers: Tensor, num_kv_heads: int, tp: TPGroup) -> Tensor:
-    """Select the scales of the heads that this rank has, from one for each head of the model. With
-    fewer heads than ranks, several ranks have the same."""
+    """Select the scales of this rank's heads from the scales of all heads.
+
+    With fewer heads than ranks, several ranks have the same heads.
+    """
     total = num_kv_heads * tp.size
     num_replicas = total // len(numbers) if len(numbers) else 0
     if num_replicas * len(numbers) != total or (num_replicas > 1 and num_kv_heads > 1):

@@ -1,4 +1,4 @@
-"""Tensors of `consolidated*.safetensors`, by the names and in the order of rows of transformers."""
+"""Yields tensors of `consolidated*.safetensors` with the names and row order of transformers."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -29,11 +29,11 @@ _NAMES = {
 def in_the_order_of_transformers(
     folder: Path, tensors: Iterable[tuple[str, CheckpointTensor]]
 ) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Yield names and tensors of a folder with a `params.json`, as transformers has them.
+    """Yield names and tensors of a folder with a `params.json`, converted to those of transformers.
 
     Args:
         folder: of the files.
-        tensors: of the files, by their names there.
+        tensors: of the files, by their names in the files.
     """
     config = read_params(folder)
     heads = {

@@ -1,8 +1,8 @@
-"""Build a model and load its weights: meta device, formats, memory, files.
+"""Builds a model and loads its weights.
 
-The order keeps the peak at one copy of the model: nothing is allocated before the format of
-every weight is known, a checkpoint tensor is read straight into its parameter, and a layer is
-finished by its method as soon as it is complete, before the next one gets memory.
+The order keeps the peak at one copy of the model: nothing is allocated before the format of every
+weight is known, a checkpoint tensor is read directly into its parameter, and a layer is finished by
+its method as soon as it is complete, before the next one gets memory.
 """
 
 import time
@@ -60,19 +60,19 @@ def load_model(
 ) -> CausalLM | PoolingModel:
     """Load the model of `config` with its weights on `device`, ready to run.
 
-    A `PoolingModel` where `config.model.pooler` is set.
+    The result is a `PoolingModel` if `config.model.pooler` is set.
 
     Args:
         config: `model.resolved_arch` and, unless the format is dummy, `model.resolved_path`
             are set.
         tp: the ranks that share the model; only this rank's part is read.
         device: where the parameters go.
-        dense_format: of the layers that the format of the checkpoint, or the one that was asked
-            for, leaves dense; None: as torch takes them.
-        choose_host_layers: called with the model, still without memory; gives the modules whose
-            parameters go to the memory of the host.
+        dense_format: storage format for the layers that other formats leave dense; None: dense
+            torch weights.
+        choose_host_layers: called with the model, still without memory; returns the modules whose
+            parameters go to host memory.
         stage: of the pipeline; only its layers are read. None: all layers.
-        has_values: False: parameters get memory, and no weights are read or made up.
+        has_values: False: parameters get uninitialised memory only.
 
     Raises:
         ConfigError: the architecture or format is not supported, or cannot be split over tp.
@@ -120,14 +120,15 @@ def load_speculator(
     *,
     has_values: bool = True,
 ) -> Speculator:
-    """Load the speculator of `config` with its weights on `device`, ready to run.
+    """Load the speculator (draft model) of `config` with its weights on `device`, ready to run.
 
     Args:
         class_path: module:Class of the network.
         config: of the speculator: `VllmConfig.of_draft_model`.
-        target: the model that it guesses for, with weights.
+        target: the loaded model whose tokens it predicts.
         device: where the parameters go.
-        dense_format, has_values: see `load_model`.
+        dense_format: see `load_model`.
+        has_values: see `load_model`.
 
     Raises:
         WeightLoadError: the checkpoint is missing, damaged or does not fit the config.
@@ -164,7 +165,9 @@ def load_speculator(
 def _formats(
     model: ModelConfig, files: list[Path], device: torch.device, dense_format: Quantization | None
 ) -> list[Quantization]:
-    """Return the formats that are asked for the method of each layer, in this order."""
+    """Return the formats that may provide the method of a layer, in the order of their
+    precedence.
+    """
     asked = quantization_of(model, device.type)
     found = (asked, stored_format(files), head_quantization_of(model), dense_format)
     return [each for each in found if each is not None]
@@ -181,7 +184,7 @@ def _read(
     *,
     has_values: bool = True,
 ) -> None:
-    """Give a model on the meta device memory and weights; see `load_model`."""
+    """Allocate the parameters of a model on the meta device, and load them; see `load_model`."""
     started = time.perf_counter()
     num_bytes = _parameter_bytes(model)
     phase = f"loading {num_bytes / 2**30:.2f} GiB of weights"
@@ -224,7 +227,9 @@ def _read(
 
 
 def log_dequantized(model: nn.Module) -> None:
-    """Say which quantized layers take as much memory as dense ones, in one line."""
+    """Log in one line which quantized layers were dequantized and take as much memory as dense
+    ones.
+    """
     names = [
         name
         for name, layer in model.named_modules()
@@ -246,7 +251,7 @@ _SMALL_BYTES = 256 << 20
 
 
 def _check_size(num_bytes: int, files: Sequence[Path]) -> None:
-    """Refuse a config.json with wrong sizes before memory is taken for them."""
+    """Check that the sizes of config.json fit the checkpoint, before memory is allocated."""
     in_files = sum(path.stat().st_size for path in files)
     if num_bytes > max(_SMALL_BYTES, _LARGEST_RATIO * in_files):
         raise WeightLoadError(
@@ -273,11 +278,11 @@ def build_model(
         arch: of the model.
         tp: the ranks that share it.
         dtype: of parameters.
-        is_pooling: a `PoolingModel` is wanted; a generative model becomes one of embeddings.
-        formats: asked for the method of each layer, in this order; a layer that none of them
-            takes has dense weights.
-        files: of the checkpoint, for formats that depend on which tensors there are.
-        stage: of the pipeline, which the model is a part of; None: it is whole.
+        is_pooling: build a `PoolingModel`; a generative model becomes an embedding model.
+        formats: asked for the method of each layer, in this order; a layer that no format supports
+            has dense weights.
+        files: of the checkpoint, for formats that depend on which tensors exist.
+        stage: the pipeline stage to build; None: the whole model.
         last_embeds: see `keep_stage`.
 
     Raises:
@@ -294,7 +299,7 @@ def build_model(
 
 
 def _use_formats(model: LoadableModel, formats: Sequence[Quantization], files: list[Path]) -> None:
-    """Give each layer the method of the first format that takes it."""
+    """Give each layer the weight method of the first format that supports it."""
 
     @cache
     def tensor_names() -> frozenset[str]:
@@ -314,10 +319,10 @@ def _use_formats(model: LoadableModel, formats: Sequence[Quantization], files: l
 
 
 class _LayerFinisher:
-    """Finishes each layer once.
+    """Finishes each layer of a model exactly once.
 
     Args:
-        model: of the layers.
+        model: whose layers to finish.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -335,8 +340,10 @@ class _LayerFinisher:
                 self._waiting[layer] = {*held, layer} if has_own else set(held)
 
     def finish_filled(self, module: nn.Module) -> None:
-        """Note that the module's own parameters are filled; a module that takes over others waits
-        for them."""
+        """Note that the module's own parameters are filled, and finish it.
+
+        A module that takes over other modules is finished when those are filled as well.
+        """
         owner = self._owners.get(module, module)
         waiting = self._waiting.get(owner, set())
         waiting.discard(module)
@@ -344,19 +351,20 @@ class _LayerFinisher:
             self.finish(owner)
 
     def finish(self, module: nn.Module) -> None:
-        """Finish a module whose parameters, including the ones of its submodules, are all
-        filled."""
+        """Finish a module after its parameters and the parameters of its submodules are filled."""
         if isinstance(module, MethodLayer) and module not in self._finished:
             self._finished.add(module)
             module.finish()
 
 
 class _FinisherWithoutValues(_LayerFinisher):
-    """Finishes layers that have no values. Of quantized layers with the same shapes, which are
-    finished on the host, the first one is finished, and the others get the same memory.
+    """Finishes layers that have memory but no values.
+
+    Of the quantized layers with the same shapes, which are finished on the host, only the first one
+    is computed; the others get memory of the same shapes.
 
     Args:
-        model: of the layers.
+        model: whose layers to finish.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -364,7 +372,7 @@ class _FinisherWithoutValues(_LayerFinisher):
         self._first: dict[Hashable, KeepsPacked] = {}
 
     def finish(self, module: nn.Module) -> None:
-        """Finish the module, unless another one is like it."""
+        """Finish the module, or copy the memory layout of a finished one with the same shapes."""
         if not isinstance(module, MethodLayer) or module in self._finished:
             return
         method = module.method
@@ -418,9 +426,9 @@ def _model_class(arch: ModelArch, is_pooling: bool) -> type[CausalLM] | type[Poo
 
 
 def materialize(model: nn.Module, device: torch.device, on_host: Iterable[nn.Module] = ()) -> None:
-    """Give every meta parameter uninitialised memory on `device`; move the buffers there.
+    """Give every meta parameter uninitialised memory on `device`, and move the buffers there.
 
-    Tied parameters stay one. Parameters of the modules `on_host` get memory of the host.
+    Tied parameters stay tied. Parameters of the modules `on_host` get host memory.
     """
     memory = ParameterMemory(model, device, on_host)
     for module in model.modules():
@@ -429,7 +437,7 @@ def materialize(model: nn.Module, device: torch.device, on_host: Iterable[nn.Mod
 
 
 def materialize_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move the buffers to `device`: tables that no checkpoint fills, real from the start."""
+    """Move the buffers to `device`. They are tables that no checkpoint fills."""
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             assert not buffer.is_meta, f"buffer {name} has no memory"
@@ -442,7 +450,7 @@ class ParameterMemory:
     Args:
         model: built on the meta device.
         device: where the parameters go.
-        on_host: modules whose parameters, with the ones of their submodules, are kept on the host.
+        on_host: modules whose parameters stay on the host, submodules included.
     """
 
     def __init__(
@@ -456,9 +464,8 @@ class ParameterMemory:
                 self._places.setdefault(id(param), []).append((module, name))
 
     def allocate(self, module: nn.Module) -> None:
-        """Give the module's own parameters memory, even if others share them.
-
-        Those that have it already stay as they are.
+        """Allocate the parameters of a module itself; parameters that have memory are not
+        changed.
         """
         for param in list(module.parameters(recurse=False)):
             if param.is_meta:
@@ -473,7 +480,7 @@ class ParameterMemory:
 def _allocate(
     model: LoadableModel, device: torch.device, on_host: Sequence[nn.Module] = ()
 ) -> "_FinisherWithoutValues":
-    """Give a model the memory that it has when it is loaded, a layer at a time, and no values."""
+    """Allocate a model layer by layer as if it were loaded, but without values."""
     memory, finisher = ParameterMemory(model, device, on_host), _FinisherWithoutValues(model)
     for module in list(model.modules()):
         memory.allocate(module)
@@ -489,11 +496,11 @@ def _parameter_bytes(model: LoadableModel) -> int:
 def _check_memory(
     model: LoadableModel, build: Callable[[], LoadableModel], is_quantized_here: bool
 ) -> None:
-    """Refuse weights that cannot be in the machine's memory, before any of it is taken.
+    """Check that the weights fit the machine's memory, before any of it is allocated.
 
     Args:
         model: on the meta device.
-        build: makes another one.
+        build: builds another model like it.
         is_quantized_here: weights are quantized as they are loaded, a layer at a time.
     """
     num_bytes, total = _parameter_bytes(model), machine_memory_bytes()
@@ -535,11 +542,11 @@ _NUM_DUMMY_VALUES = 1_000_003
 
 @torch.no_grad()
 def _fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
-    """Give every parameter seeded values under which activations stay finite.
+    """Fill every parameter with seeded values that keep activations finite.
 
-    Matrices are uniform with the spread of a trained model (1 / sqrt of the inputs), norm
-    weights are one, biases zero. One block of random values is repeated: drawing each weight
-    of a large model on its own would take longer than reading a checkpoint.
+    Matrices are uniform with the spread of a trained model (1 / sqrt of the inputs), norm weights
+    are one, biases zero. One block of random values is repeated: drawing each weight of a large
+    model separately would take longer than reading a checkpoint.
     """
     generator = torch.Generator().manual_seed(seed)
     block = torch.rand(_NUM_DUMMY_VALUES, generator=generator) * 2 - 1

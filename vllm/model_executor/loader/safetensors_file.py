@@ -1,8 +1,8 @@
 """Reads a safetensors file directly into the memory of its tensors.
 
-The file is not mapped: pages of a mapping would count as memory of the process beside the copies
-that are made of them. Large tensors are read in parts by several threads, as what takes time is
-less the copy than the first touch of new memory.
+The file is not mapped: its pages would count as memory of the process in addition to the tensors.
+Large tensors are read in parts by several threads, because most of the time is spent on the first
+access to new memory, not on the copy.
 """
 
 import json
@@ -47,12 +47,13 @@ _PART_BYTES = 8 << 20
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Yield every tensor of a file with its name, in the order of the file; valid until the next
-    one.
+    """Yield the name and tensor of every tensor of a file, in the order of the file.
+
+    A tensor can be read only until the next one is yielded.
 
     Raises:
         WeightLoadError: the file is damaged, is not a safetensors file, or has a dtype that
-            torch has not.
+            torch does not have.
     """
     with open_safetensors(path, torch.get_num_threads()) as tensors:
         yield from tensors
@@ -62,11 +63,11 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, CheckpointTensor]]:
 def open_safetensors(
     path: Path, num_threads: int
 ) -> Iterator[Iterator[tuple[str, CheckpointTensor]]]:
-    """Open a file and return its tensors, which are valid until it is closed.
+    """Open a file and return an iterator over its tensors, which can be read until it is closed.
 
     Args:
         path: of the file.
-        num_threads: that read one tensor.
+        num_threads: threads that read one tensor.
     """
     try:
         with safe_open(path, framework="pt"):  # checks the whole header
@@ -93,7 +94,7 @@ _Place = tuple[int, torch.dtype, torch.Size]
 
 
 def _read_header(path: Path, fd: int) -> dict[str, _Place]:
-    """Name -> first byte in the file, dtype and shape."""
+    """Read the header: tensor name -> first byte in the file, dtype and shape."""
     (length,) = _LENGTH.unpack(os.pread(fd, _LENGTH.size, 0))
     header = json.loads(os.pread(fd, length, _LENGTH.size))
     header.pop("__metadata__", None)
@@ -107,14 +108,16 @@ def _read_header(path: Path, fd: int) -> dict[str, _Place]:
 
 
 class _Buffers(threading.local):
-    """One buffer for each thread that reads, with the lifetime of the thread. Memory that is
-    allocated and freed for each part would not be returned to the system."""
+    """One read buffer per thread, kept as long as the thread.
+
+    Memory that is allocated and freed for each part would not be returned to the system.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def of_bytes(self, num_bytes: int) -> Tensor:
-        """Return uninitialised memory, valid until the same thread asks again."""
+        """Return uninitialised memory, valid until the same thread calls again."""
         if len(self._memory) < num_bytes:
             self._memory = torch.empty(max(num_bytes, _PART_BYTES), dtype=torch.uint8)
         return self._memory[:num_bytes]
@@ -133,7 +136,7 @@ class _TensorInFile:
     shape: torch.Size
 
     def read(self, index: Index) -> Tensor:
-        """Read a part into new memory."""
+        """Read a part of the tensor into new memory."""
         shape = list(self.shape)
         for dim, part_of_dim in enumerate(index):
             shape[dim] = len(range(*part_of_dim.indices(shape[dim])))
@@ -142,7 +145,7 @@ class _TensorInFile:
         return part
 
     def copy_to(self, target: Tensor, index: Index) -> None:
-        """Fill `target`, of the shape of that part, converting to its dtype."""
+        """Read a part of the tensor into `target` of the same shape, converting to its dtype."""
         if target.device.type != "cpu":
             target.copy_(self.read(index))
             return

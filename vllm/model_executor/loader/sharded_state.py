@@ -1,8 +1,8 @@
-"""Weights that were split over ranks beforehand: each rank reads its own file, and nothing else.
+"""Weights that were split over ranks beforehand: each rank reads only its own file.
 
-A file has the parameters of one rank by their names in the model, as they are before a layer brings
-them into the layout that runs. So it does not depend on the device. Its metadata says which part of
-the model that is.
+A file contains the parameters of one rank by their names in the model, before they are converted to
+the layout that runs. So it does not depend on the device. Its metadata says which rank and stage it
+is for.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,16 +28,16 @@ from vllm.transformers_utils.weight_files import find_files, shard_name
 def shards_of(
     files: list[Path], tp: TPGroup, stage: Stage, *, last_embeds: bool = False
 ) -> list[Path]:
-    """Return the files that this rank reads, of all files of a folder: its own, and the one with
-    the embedding if it needs that as well.
+    """Return the files that this rank reads: its own, and the one with the embedding if needed.
 
     Args:
         files: of all ranks.
-        tp, stage: position of this rank.
+        tp: tensor-parallel position of this rank.
+        stage: pipeline stage of this rank.
         last_embeds: see `keep_stage`.
 
     Raises:
-        WeightLoadError: they are for another number of ranks, or for other parts of the model.
+        WeightLoadError: the files are for another number of ranks or stages.
     """
     layout = RankLayout(tensor_size=tp.size, pipeline_size=stage.count)
     names = [path.name for path in files]
@@ -64,8 +64,10 @@ def shards_of(
 def tensors_once(
     tensors: Iterable[tuple[str, CheckpointTensor]],
 ) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Yield the first tensor of each name: two files may both have an embedding that is also the
-    output head."""
+    """Yield only the first tensor of each name.
+
+    Two files may both contain an embedding that is also the output head.
+    """
     seen: set[str] = set()
     for name, source in tensors:
         if name not in seen:
@@ -78,7 +80,7 @@ def _file_name(tp: TPGroup, stage: Stage) -> str:
 
 
 def _part(tp: TPGroup, stage: Stage) -> dict[str, str]:
-    """Describe which part of a model a rank has, as the metadata of a file."""
+    """Return the metadata of a rank's file: which part of the model it contains."""
     return {
         "tensor_parallel_size": str(tp.size),
         "tensor_parallel_rank": str(tp.rank),
@@ -88,7 +90,7 @@ def _part(tp: TPGroup, stage: Stage) -> dict[str, str]:
 
 
 def _read_part(file: Path) -> dict[str, str]:
-    """Read the description by `_part` from a file; empty if it has none."""
+    """Read the metadata that `_part` wrote to a file; empty if the file has none."""
     try:
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata() or {}
@@ -114,11 +116,11 @@ def save_shard(
 
     Args:
         model: of this rank, with only the layers of its stage, on the meta device.
-        tp: the rank among the ranks that share its layers; needs no process group.
+        tp: the rank in its tensor-parallel group; needs no process group.
         stage: of the rank.
         source: folder of the checkpoint.
         target: folder for the file.
-        prepare: gives the parameters of a module memory.
+        prepare: allocates the parameters of a module.
 
     Returns:
         The path of the file.

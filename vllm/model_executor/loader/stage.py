@@ -1,5 +1,7 @@
-"""The part of a model that one stage of a pipeline has. The other modules are absent: they take no
-memory, and their tensors in the checkpoint are not read."""
+"""Removes from a model the modules that other pipeline stages run.
+
+They take no memory, and their tensors in the checkpoint are not read.
+"""
 
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -12,19 +14,21 @@ from vllm.model_executor.models.interface import LayeredModel, LoadableModel
 
 
 class PPMissingLayer(nn.Module):
-    """Stands where another stage has a module, so that names and indices stay."""
+    """Replaces a module that another pipeline stage runs, so that names and indices stay
+    the same.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise AssertionError("this module is on another stage of the pipeline")
 
 
 def keep_stage(model: LayeredModel, stage: Stage, *, last_embeds: bool = False) -> None:
-    """Drop the modules that the stage does not run.
+    """Replace the modules that the stage does not run by `PPMissingLayer`.
 
     Args:
-        model: without memory.
-        stage: that remains.
-        last_embeds: the last stage also has the embedding, for a speculator.
+        model: on the meta device, without memory.
+        stage: the stage to keep.
+        last_embeds: the last stage keeps the embedding as well, for a speculator.
     """
     model.stage = stage
     if stage.count == 1:
@@ -53,12 +57,12 @@ def keep_stage(model: LayeredModel, stage: Stage, *, last_embeds: bool = False) 
 
 
 def present_layers(model: LoadableModel) -> list[nn.Module]:
-    """Return the layers of a model that this rank has, in the order they run."""
+    """Return the layers that this rank runs, in their order."""
     return [layer for layer in model.layers if not isinstance(layer, PPMissingLayer)]
 
 
 def absent_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """Return the beginnings of the names of all parameters that other stages have."""
+    """Return the name prefixes of all modules that other stages run."""
     return tuple(
         f"{path}." for path, module in model.named_modules() if isinstance(module, PPMissingLayer)
     )

@@ -1,6 +1,6 @@
-"""The only loader: fill every parameter of a model from checkpoint tensors, exactly once.
+"""Fills every parameter of a model from checkpoint tensors, exactly once. It is the only loader.
 
-Where a tensor belongs is data: module names, the layers' slices, and the renames of the model
+Data decide where a tensor belongs: module names, the layers' slices, and the renames of the model
 class. Independent of files.
 """
 
@@ -31,7 +31,7 @@ package."""
 
 @dataclass
 class _Targets:
-    """The tensors that a checkpoint must have."""
+    """The tensors that a checkpoint must have, and the parameters that they fill."""
 
     by_name: dict[str, ParamTarget] = field(default_factory=dict)
     aliases: set[str] = field(default_factory=set)
@@ -41,7 +41,7 @@ class _Targets:
     """Beginnings of the names of tensors that only other ranks have, up to a dot."""
 
     def is_elsewhere(self, name: str) -> bool:
-        """Whether only other ranks have the tensor."""
+        """Return whether only other ranks need the tensor."""
         parts = name.split(".") if self.elsewhere else []
         return any(".".join(parts[:end]) in self.elsewhere for end in range(len(parts)))
 
@@ -66,11 +66,11 @@ def load_weights(
         tp: the ranks that share the model.
         prepare: called before each tensor with the module whose parameter it fills.
         finish: called with each module that has parameters of its own, once they are filled; it
-            may put others in their place. A parameter that two modules share belongs to the first.
+            may replace them. A parameter that two modules share belongs to the first.
 
     Raises:
-        WeightLoadError: a tensor has the wrong shape, comes twice or has no place, or a
-            parameter stays empty. Names the tensors, and the file of one that is wrong.
+        WeightLoadError: a tensor has the wrong shape, occurs twice or is unknown, or a parameter
+            has no tensor. The message names them.
     """
     _fill(model, _converted(tensors, model), _find_targets(model), tp, prepare, finish)
 
@@ -83,9 +83,9 @@ def load_parameters(
     prepare: ModuleHook = lambda module: None,
     finish: ModuleHook = lambda module: None,
 ) -> None:
-    """Fill every parameter of one rank's `model` from a tensor of its own name and shape.
+    """Fill every parameter of one rank's `model` from a tensor of the same name and shape.
 
-    Args and errors as of `load_weights`.
+    For the arguments and errors see `load_weights`.
     """
     entries = ((name, name, source, source.path) for name, source in tensors)
     targets = _Targets(
@@ -95,7 +95,7 @@ def load_parameters(
 
 
 def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield full name, module and name in it of every parameter; a shared one once."""
+    """Yield (full name, module, name in the module) of every parameter; shared parameters once."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
@@ -112,7 +112,7 @@ def _fill(
     prepare: ModuleHook,
     finish: ModuleHook,
 ) -> None:
-    """Fill the targets from (name in the checkpoint, name in the model, tensor, its file)."""
+    """Fill the targets from entries (name in the checkpoint, name in the model, tensor, file)."""
     todo, absent = dict(targets.by_name), absent_prefixes(model)
     unexpected = []
     paths = set()
@@ -174,7 +174,10 @@ def _fill(
 
 @contextmanager
 def _naming(path: Path | None) -> Iterator[None]:
-    """Put the file of a tensor before what is wrong with the tensor; None: no file."""
+    """Add the name of the file to errors about a tensor while the context is open.
+
+    None: no file.
+    """
     try:
         yield
     except WeightLoadError as error:
@@ -184,8 +187,10 @@ def _naming(path: Path | None) -> Iterator[None]:
 
 
 def _is_zero_bias(name: str, targets: _Targets, source: CheckpointTensor) -> bool:
-    """Whether it is a bias that is not one: AutoGPTQ gave all quantized layers a bias, of zeros
-    where the model has none."""
+    """Return whether the tensor is an all-zero bias of a layer that has no bias.
+
+    AutoGPTQ writes such a bias for all quantized layers.
+    """
     stem, _, kind = name.rpartition(".")
     scales = targets.by_name.get(f"{stem}.scales")
     if kind != "bias" or scales is None or scales.slice is None:
@@ -197,7 +202,7 @@ def _is_zero_bias(name: str, targets: _Targets, source: CheckpointTensor) -> boo
 def _converted(
     tensors: Iterable[tuple[str, CheckpointTensor]], model: LoadableModel
 ) -> Iterator[tuple[str, str, CheckpointTensor, Path | None]]:
-    """Name in the checkpoint, name in the model, tensor, its file; without what is ignored."""
+    """Yield (name in the checkpoint, name in the model, tensor, file), without ignored tensors."""
     for checkpoint_name, whole in tensors:
         if whole.is_converted:
             yield checkpoint_name, checkpoint_name, whole, whole.path
@@ -210,8 +215,7 @@ def _converted(
 
 
 def names_in_checkpoint(name: str, model: LoadableModel) -> list[str]:
-    """Return the names that a module may have in a checkpoint, where they differ from its name in
-    the model.
+    """Return the names that a module may have in a checkpoint, if they differ from its name here.
 
     Args:
         name: of the module in the model.
@@ -232,7 +236,7 @@ def names_in_checkpoint(name: str, model: LoadableModel) -> list[str]:
 
 
 def find_places(model: LoadableModel) -> dict[str, ParamTarget]:
-    """Return the parameter of each tensor that a checkpoint must have, by its name in the model."""
+    """Return name in the model -> parameter, for each tensor that a checkpoint must have."""
     return _find_targets(model).by_name
 
 
@@ -264,8 +268,10 @@ def _find_targets(model: LoadableModel) -> _Targets:
 
 
 def checkpoint_name(path: str, part_name: str, tensor: str) -> str:
-    """Return the name in the checkpoint. Packed parts are siblings: qkv_proj of a.b packs
-    a.b.q_proj, a.b.k_proj, a.b.v_proj."""
+    """Return the checkpoint name of a tensor of a module, or of one packed part of it.
+
+    Packed parts are siblings: qkv_proj of a.b packs a.b.q_proj, a.b.k_proj, a.b.v_proj.
+    """
     if part_name:
         parent = path.rpartition(".")[0]
         path = f"{parent}.{part_name}" if parent else part_name

@@ -1,1 +1,1 @@
-"""The encoders of images, sound and video. Their parts know no families."""
+"""The encoders of images, sound and video. Their layers are independent of model families."""

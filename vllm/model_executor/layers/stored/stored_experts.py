@@ -1,7 +1,7 @@
-"""Experts with weights of quantized checkpoints.
+"""Experts with the weights of quantized checkpoints.
 
-While they are loaded, each expert is three linear layers, which have the methods of the format;
-then their weights become those of one layer, in the layout of the device.
+While they are loaded, each expert is three linear layers in the format of the checkpoint. Then the
+weights of all experts become one layer in the layout of the device.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,13 +28,17 @@ EXPERT_PARTS = SILU_EXPERTS.parts
 
 
 def are_plain(layer: Experts) -> bool:
-    """Whether these are gated with silu and have no biases. No others take part in measuring, or
-    are written by `vllm quantize`."""
+    """Return whether the experts are gated with silu and have no biases.
+
+    Only these can be calibrated, or be written by `vllm quantize`.
+    """
     return layer.options.is_silu and layer.gate_up_bias is None
 
 
 class DeviceExperts(DenseExperts):
-    """Experts in the layout of the device once they are loaded, or dense where it has none.
+    """Experts that are converted to the layout of the device after loading.
+
+    They stay dense if the device has no layout for them.
 
     Args:
         name: of the module, for errors.
@@ -53,11 +57,12 @@ class DeviceExperts(DenseExperts):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Set `packed` where the device takes the weights, one of each for every expert; without
-        gates there are none in `gate`.
+        """Set `packed` to the weights in the layout of the device, if the device supports them.
+
+        Each list has one weight per expert; `gate` is empty for experts without gates.
 
         Raises:
-            WeightLoadError: they cannot be used.
+            WeightLoadError: the weights cannot be used.
         """
         try:
             self.packed = get_ops().prepare_experts(
@@ -84,15 +89,15 @@ class DeviceExperts(DenseExperts):
 
 
 class RoundedExperts(DeviceExperts):
-    """Dense experts that are stored in fewer bits once they are loaded; their inputs are not
-    rounded.
+    """Dense experts that are quantized once they are loaded; their inputs are not quantized.
 
-    Where the device has no kernel for them, they stay as they are.
+    They stay dense if the device has no kernel for them.
 
     Args:
         name: of the module, for errors.
-        round_weights: makes the parts of an expert (`ExpertOptions.parts`) of its number on this
-            rank, its gate and up [2 * I, hidden], or up [I, hidden], and its down [hidden, I].
+        round_weights: given the index of an expert on this rank, its gate and up [2 * I, hidden]
+            (or up [I, hidden]) and its down [hidden, I], returns its quantized parts in the order
+            of `ExpertOptions.parts`.
     """
 
     def __init__(
@@ -123,7 +128,7 @@ class RoundedExperts(DeviceExperts):
 
 
 class StoredExperts(DeviceExperts):
-    """Experts in the layout of a checkpoint until they are loaded.
+    """Experts in the format of the checkpoint until they are loaded, then in the device layout.
 
     Args:
         name: of the module, for errors.
@@ -177,8 +182,11 @@ class StoredExperts(DeviceExperts):
         self.kept = Kept(dtype_name(self.dtype), gate_up.nbytes + downs.nbytes)
 
     def read(self, layer: Experts) -> tuple[list[StoredWeight], ...]:
-        """Return the weights of gate, up and down, one of each for every expert of this rank; no
-        gates if the experts have none."""
+        """Return the gate, up and down weights, each a list with one weight per expert of this
+        rank.
+
+        The list of gates is empty for experts without gates.
+        """
         parts = layer.options.parts
         return tuple(
             list(self._weights(layer, part)) if part in parts else [] for part in EXPERT_PARTS

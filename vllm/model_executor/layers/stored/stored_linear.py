@@ -1,7 +1,7 @@
-"""Linear layers with weights of quantized checkpoints, which the operators of the device multiply.
+"""Linear layers with weights of quantized checkpoints, multiplied by the device's kernels.
 
-A format says which checkpoint tensors there are and what they mean (`StoredWeight`); the device
-says how it multiplies (`Ops.prepare_weight`). Independent of files, formats and model families.
+A format defines the checkpoint tensors and their meaning (`StoredWeight`); the device defines how
+to multiply (`Ops.prepare_weight`). Independent of files, formats and model families.
 """
 
 from abc import abstractmethod
@@ -35,7 +35,7 @@ SCALES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Storage of one tensor of a layer in a format."""
+    """How a quantization format stores one tensor of a layer."""
 
     dtypes: tuple[torch.dtype, ...]
     """That it may have."""
@@ -47,7 +47,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Kept:
-    """Weights on the device, as a line of the log describes them."""
+    """Format and size of weights on the device, as shown in the log."""
 
     kind: str
     """Words of the log for the format in memory."""
@@ -55,7 +55,7 @@ class Kept:
 
 
 class KeepsPacked:
-    """Part of a method that hands the weight of its layer over to the device.
+    """Part of a method that converts the weight of its layer to the layout of the device.
 
     Attributes:
         packed: the weight in the layout of the device; None until the layer is finished.
@@ -70,7 +70,7 @@ class KeepsPacked:
     """Memory of a weight without values; several layers share it."""
 
     def finish_like(self, layer: ParallelLinear, other: "KeepsPacked") -> None:
-        """Give the layer the memory of one with the same shapes that is finished, and no values."""
+        """Give the layer uninitialised memory like a finished layer with the same shapes."""
         packed, device = other.packed, next(layer.parameters()).device
         layer.remove_weights()
         if isinstance(packed, nn.Module):
@@ -83,7 +83,7 @@ class KeepsPacked:
 
 
 def without_values(module: nn.Module, device: torch.device) -> Any:
-    """Return a copy of a module whose parameters and buffers have memory, and no values."""
+    """Return a copy of a module with uninitialised parameters and buffers on `device`."""
     new: Any = copy(module)
     new._modules = {name: without_values(part, device) for name, part in module.named_children()}
 
@@ -99,8 +99,8 @@ def without_values(module: nn.Module, device: torch.device) -> Any:
 
 
 class StoredLinear(KeepsPacked, LinearMethod):
-    """A weight in the layout of the checkpoint until it is loaded, then in the layout of the
-    device.
+    """A linear weight in the format of the checkpoint until it is loaded, then in the device
+    layout.
 
     Args:
         name: of the module, for errors.
@@ -110,17 +110,16 @@ class StoredLinear(KeepsPacked, LinearMethod):
         self.name = name
 
     def stored_tensors(self) -> dict[str, StoredTensor]:
-        """Return how the checkpoint stores the parameters, by their names."""
+        """Return parameter name -> how the checkpoint stores it."""
         raise NotImplementedError(f"{type(self).__name__} must define how its tensors are loaded")
 
     def arranged(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
-        """Return a checkpoint tensor in the dimensions of its parameter, before a part of it is
-        picked.
+        """Return a checkpoint tensor with its dimensions in the order of the parameter.
 
-        Args as of `load`.
+        It is called before this rank's part is selected; for the arguments see `load`.
 
         Raises:
-            WeightLoadError: it has the wrong shape, or wrong numbers.
+            WeightLoadError: the tensor has the wrong shape or wrong values.
         """
         return source
 
@@ -143,7 +142,7 @@ class StoredLinear(KeepsPacked, LinearMethod):
 
     @abstractmethod
     def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
-        """Return the filled parameters of a layer as a weight on the host.
+        """Return the filled parameters of a layer as one quantized weight on the host.
 
         Raises:
             WeightLoadError: their values are wrong.
@@ -155,7 +154,7 @@ class StoredLinear(KeepsPacked, LinearMethod):
 
     @abstractmethod
     def create_parameters(self, layer: ParallelLinear) -> None:
-        """Register the parameters, as `create_weights` does."""
+        """Register the parameters of the format; `create_weights` calls it."""
 
     @torch.no_grad()
     def finish(self, layer: ParallelLinear) -> None:
@@ -179,10 +178,10 @@ class StoredLinear(KeepsPacked, LinearMethod):
 
 
 class StoredHead(EmbeddingMethod):
-    """An output head that is stored as a linear layer: its table is the weight of one.
+    """An output head that is stored like a linear layer, whose weight is the table.
 
     Args:
-        linear: the method of that layer.
+        linear: the weight method of that linear layer.
     """
 
     def __init__(self, linear: LinearMethod) -> None:
@@ -223,12 +222,12 @@ class StoredHead(EmbeddingMethod):
 
 
 class StoredTable(DenseTable):
-    """A table of embeddings that is stored as a linear layer, and the head that shares it.
+    """An embedding table that is stored like a linear layer, and the output head that shares it.
 
-    Where the device has no kernel for it, it is dense once it is loaded.
+    It becomes dense after loading if the device has no kernel for it.
 
     Args:
-        linear: the method of that layer.
+        linear: the weight method of that linear layer.
     """
 
     def __init__(self, linear: StoredLinear) -> None:
@@ -273,11 +272,11 @@ class StoredTable(DenseTable):
 
 
 class RoundedLinear(KeepsPacked, UnquantizedLinear):
-    """A dense weight that is stored in fewer bits once it is loaded.
+    """A dense linear weight that is quantized once it is loaded.
 
     Args:
         name: of the module, for errors.
-        round_weight: makes the stored weight of a dense one [output_size, input_size].
+        round_weight: quantizes a dense weight [output_size, input_size].
     """
 
     def __init__(self, name: str, round_weight: Callable[[Tensor], StoredWeight]) -> None:
@@ -340,7 +339,7 @@ def to_device_layout(
     Args:
         layer: whose parameters are filled.
         name: of the layer, for errors.
-        weight: what they mean.
+        weight: the quantized weight that the parameters hold.
         dtype: of the layer's inputs.
 
     Raises:
@@ -358,7 +357,7 @@ def to_device_layout(
 
 
 def bytes_of(packed: Any) -> int:
-    """Return the memory of a prepared weight, or of prepared experts."""
+    """Return the bytes that a prepared weight, or prepared experts, take."""
     if isinstance(packed, RoundedInputs):
         return bytes_of(packed.weight)
     if isinstance(packed, nn.Module):
@@ -368,17 +367,17 @@ def bytes_of(packed: Any) -> int:
 
 
 def apply_prepared(packed: PreparedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute x @ weight.T + bias, as `LinearMethod.apply` does."""
+    """Compute x @ weight.T + bias for a prepared weight."""
     if not x.is_contiguous() and x.dim() != 2:
         x = x.contiguous()
     return packed.linear(x, bias)
 
 
 def add_parameter(layer: ParallelLinear, name: str, values: Tensor) -> None:
-    """Register a parameter of any dtype that is not trained."""
+    """Register a parameter of any dtype, without gradient."""
     layer.register_parameter(name, nn.Parameter(values, requires_grad=False))
 
 
 def on_host(layer: ParallelLinear, name: str) -> Tensor:
-    """Return a parameter of the layer, in the memory of the host."""
+    """Return a parameter of the layer, copied to the host if it is on a device."""
     return layer.get_parameter(name).data.cpu()

@@ -1,4 +1,4 @@
-"""Checks of the scales of quantized weights. Independent of single formats."""
+"""Checks of the scales of quantized weights, for all formats."""
 
 from dataclasses import replace
 from typing import TypeVar
@@ -21,12 +21,12 @@ larger ones make."""
 def checked_scales(
     name: str, source: CheckpointTensor, zero_is_fine: bool = False
 ) -> CheckpointTensor:
-    """Return the source as float32; reading it checks what is read.
+    """Return the scales as float32; every part is checked when it is read.
 
     Args:
         name: of the tensor, for errors.
-        source: scales.
-        zero_is_fine: for now; `without_zero_scales` checks what they are for.
+        source: the scales.
+        zero_is_fine: accept zeros; `without_zero_scales` checks later what they multiply.
 
     Reading raises:
         WeightLoadError: a scale is not positive, or too large.
@@ -48,10 +48,10 @@ def checked_scales(
 
 
 def one_scale(name: str, source: CheckpointTensor) -> CheckpointTensor:
-    """Return a scale that is one number, as a tensor of one dimension.
+    """Return a scale of a single value, as a tensor of shape [1].
 
     Raises:
-        WeightLoadError: it is not one number.
+        WeightLoadError: it has more than one value.
     """
     if source.shape.numel() != 1:
         raise WeightLoadError(f"tensor {name} has shape {list(source.shape)}, not one number")
@@ -59,14 +59,14 @@ def one_scale(name: str, source: CheckpointTensor) -> CheckpointTensor:
 
 
 def without_nan(name: str, numbers: Tensor) -> Tensor:
-    """Return elements in e4m3, which has no infinity, as they are.
+    """Check that e4m3 values contain no NaN, and return them. The format has no infinity.
 
     Args:
         name: of the layer, for errors.
         numbers: float8_e4m3fn, of any shape.
 
     Raises:
-        WeightLoadError: one is NaN.
+        WeightLoadError: a value is NaN.
     """
     if bool((numbers.view(torch.uint8) & 0x7F == 0x7F).any()):
         raise WeightLoadError(f"the weight of {name} in the checkpoint contains NaN")
@@ -74,10 +74,10 @@ def without_nan(name: str, numbers: Tensor) -> Tensor:
 
 
 def without_zero_scales(name: str, weight: Scaled) -> Scaled:
-    """Return the weight with the scale 1 where it is 0.
+    """Replace scales of 0 by 1, where all values that they multiply are 0.
 
-    A quantizer may write 0 as the scale of values that are all 0. With other values it is a
-    mistake, which would make the weights 0 without a word.
+    A quantizer may write 0 as the scale of such values. With other values a scale of 0 is a
+    mistake, which would silently make the weights 0.
 
     Args:
         name: of the layer, for errors.
