@@ -1,6 +1,6 @@
-"""The memory that a loaded model reads: finding all of it, and putting tensors into other memory.
+"""Finds all memory that a loaded model reads, and moves its tensors to other memory.
 
-Independent of files, launches and sleep mode.
+Independent of files, batches and sleep mode.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,12 +19,12 @@ _FINGERPRINT_COLUMNS = 1024
 
 
 def model_storages(model: nn.Module) -> list[Tensor]:
-    """Return all memory that a model reads, except its KV caches with their scales and pools of
-    items, and for a speculator except what its target has: each storage once, as its bytes.
+    """Return all memory that a model reads, each storage once, as bytes.
 
-    Besides parameters and buffers there are tensors in objects that modules hold, such as packed
-    weights. The order depends on how the model was built alone, so that two models of one config
-    have the same list.
+    KV caches with their scales and the pools of items are left out, and for a speculator also what
+    it shares with its target. In addition to parameters and buffers there are tensors in objects
+    that modules hold, such as packed weights. The order depends only on how the model was built, so
+    two models of one config have the same list.
 
     Returns:
         [num_bytes] uint8 each, sharing the memory.
@@ -38,9 +38,11 @@ def model_storages(model: nn.Module) -> list[Tensor]:
 
 
 def model_tensors(model: nn.Module) -> list[Tensor]:
-    """Return every tensor that a model reads, except its KV caches and pools of items, and for a
-    speculator except what its target has, each once, in an order as above. Several may be views of
-    one storage."""
+    """Return every tensor that a model reads, each once, in the order of `model_storages`.
+
+    KV caches and pools of items are left out, and for a speculator also what it shares with its
+    target. Several tensors may be views of one storage.
+    """
     found = {id(tensor): tensor for tensor in _tensors(model, set())}
     if isinstance(model, Speculator):
         for tensor in _tensors(model.target, set()):
@@ -49,8 +51,10 @@ def model_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield all tensors below a value: through modules, containers, and objects of this package,
-    except connections to other ranks, which keep hidden states that are being sent."""
+    """Yield all tensors in a value: in modules, containers, and objects of this package.
+
+    Connections to other ranks are skipped, since they hold hidden states that are being sent.
+    """
     if isinstance(value, Tensor):
         yield value
         return
@@ -78,10 +82,10 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def fingerprint(data: Tensor) -> bytes:
-    """Return a short value that differs when the bytes do, with negligible exceptions.
+    """Return a short checksum of a tensor's bytes; equal values mean almost certainly equal bytes.
 
-    Sums over rows and over columns, which run at the speed of memory. This is no protection
-    against data that was made to have the same value.
+    It sums over rows and columns, at the speed of memory. It is not cryptographic: data can be
+    constructed to have the same value.
 
     Args:
         data: [num_bytes] uint8 on the CPU, at an address that is a multiple of 8.
@@ -102,11 +106,11 @@ def fingerprint(data: Tensor) -> bytes:
 
 
 def replace_tensors(model: nn.Module, replacement: Callable[[str, Tensor], Tensor]) -> None:
-    """Replace all parameters and buffers by other tensors.
+    """Replace all parameters and buffers of a model by other tensors.
 
     Args:
-        model: any. What two modules share is replaced once and stays shared.
-        replacement: called with the tensor's first name, and the tensor.
+        model: any module. A tensor that two modules share is replaced once and stays shared.
+        replacement: called with the first name of a tensor and the tensor; returns the new one.
     """
     places: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
@@ -126,7 +130,7 @@ def replace_tensors(model: nn.Module, replacement: Callable[[str, Tensor], Tenso
 
 
 def copy_cache_scales(source: nn.Module, target: nn.Module) -> None:
-    """Copy the scales of fp8 caches from the attention layers of `source` to those of `target`."""
+    """Copy the scales of FP8 KV caches from the attention layers of `source` to `target`."""
     layers = [
         [m for m in model.modules() if isinstance(m, Attention)] for model in (source, target)
     ]

@@ -1,4 +1,4 @@
-"""The interface of encoders of images and sounds. Independent of families."""
+"""The interface of encoders of images and sounds. Independent of model families."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 class MediaEncoder(nn.Module, ABC):
     """A vision tower and its projector: images to embeddings of the language model.
 
-    Its parameters have the names of the checkpoint. An encoder runs in three parts, so that a card
-    compiles few shapes. `prepare` pads on the host. `run` has only operators, and their shapes
-    follow from the shapes of its arguments, never from values. `split` cuts the result. The result
-    of an image depends neither on the other images nor on padding.
+    Its parameters have the names of the checkpoint. An encoder runs in three parts, so that an
+    accelerator compiles few shapes. `prepare` pads on the host. `run` has only operators whose
+    shapes depend on the shapes of its arguments, never on values. `split` cuts the result. The
+    result of an image depends neither on the other images nor on padding.
 
     Args:
         config: config.json of the whole model.
@@ -50,7 +50,7 @@ class MediaEncoder(nn.Module, ABC):
         self.dtype = torch.get_default_dtype()
 
     def parameter_name(self, name: str) -> str | None:
-        """Return the name here of a tensor in the checkpoint; None: the encoder does not need it.
+        """Return the parameter name of a checkpoint tensor; None if the encoder does not need it.
 
         Args:
             name: in the checkpoint, without the prefix `model.`; begins with one of `prefixes`.
@@ -58,52 +58,53 @@ class MediaEncoder(nn.Module, ABC):
         return name
 
     def divide(self, item: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
-        """Return parts of an item that are encoded by themselves, whose embeddings follow each
-        other. All other methods take them for items."""
+        """Divide an item into parts that are encoded separately; their embeddings are concatenated.
+
+        All other methods get these parts as items.
+        """
         return [item]
 
     @abstractmethod
     def size_of(self, item: Mapping[str, Tensor]) -> int:
-        """Return how many units of a forward pass an image takes."""
+        """Return the size of an image, in the units in which forward passes are padded."""
 
     def most_units(self, num_embeddings: int) -> int | None:
-        """Return the units of an image that becomes so many embeddings; None: they do not follow
-        from its embeddings."""
+        """Return the maximum size of an image with this number of embeddings, in units of
+        `size_of`.
+
+        None if the size cannot be computed from the number of embeddings.
+        """
         return None
 
     @abstractmethod
     def prepare(
         self, items: Sequence[Mapping[str, Tensor]], size: int | None = None
     ) -> dict[str, Tensor]:
-        """Return the arguments of `run` for some images, on the host.
+        """Build the arguments of `run` for some images, on the host.
 
         Args:
             items: `EncoderInput.tensors` of each image.
-            size: units to pad to; None: no padding.
+            size: pad to this number of units; None: no padding.
         """
 
     @abstractmethod
     def run(self, **tensors: Tensor) -> Tensor:
-        """Encode, on the device of the weights.
-
-        Returns:
-            [N, hidden_size * (1 + num_added)]: embeddings of all images, padding included.
-        """
+        """Encode the prepared tensors, on the device of the weights."""
 
     @abstractmethod
     def split(self, embeddings: Tensor, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Cut the result of `run` into the embeddings of each image, [n, width] each."""
+        """Split the result of `run` into the embeddings of each image, [n, width] each."""
 
     def encode_parts(
         self,
         items: Sequence[Mapping[str, Tensor]],
         encode: Callable[[list[Mapping[str, Tensor]]], list[Tensor]],
     ) -> list[Tensor]:
-        """Return the embeddings [n, width] of each item.
+        """Divide items into parts, encode these, and return the embeddings [n, width] of each item.
 
         Args:
-            items: as `divide` takes them.
-            encode: returns the embeddings of each of some parts.
+            items: items in the format that `divide` expects.
+            encode: returns the embeddings of each of the parts it is given.
         """
         divided = [self.divide(item) for item in items]
         found = iter(encode([part for parts in divided for part in parts]))
@@ -111,5 +112,5 @@ class MediaEncoder(nn.Module, ABC):
         return [each[0] if len(each) == 1 else torch.cat(each) for each in several]
 
     def forward(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Encode images without padding: the embeddings [n, width] of each."""
+        """Encode images without padding; return the embeddings [n, width] of each."""
         return self.split(self.run(**self.prepare(items)), items)

@@ -15,8 +15,11 @@ _VOCAB_SIZE_OF_1 = 64000
 
 
 class BaichuanForCausalLM(DecoderForCausalLM):
-    """Baichuan 1 and 2 (Yang et al. 2023, arXiv 2309.10305): a Llama; the models of 13B have ALiBi
-    instead of rotary positions. The rows of the output head of Baichuan 2 have the length 1."""
+    """Baichuan 1 and 2 (Yang et al. 2023, arXiv 2309.10305): a Llama.
+
+    The 13B models have ALiBi instead of rotary positions. The rows of the output head of Baichuan 2
+    are normalized to length 1.
+    """
 
     checkpoint_names: ClassVar[dict[str, str]] = {".W_pack.": ".qkv_proj."}
 
@@ -27,8 +30,9 @@ class BaichuanForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split the fused query, key and value, and normalize a head, which is stored as it was
-        trained."""
+        """Split fused query, key and value tensors, and normalize the rows of Baichuan 2's output
+        head.
+        """
         if name == "lm_head.weight" and self.has_normed_head:
             return ((name, source.mapped(F.normalize)),)
         if ".qkv_proj." not in name:

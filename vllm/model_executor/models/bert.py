@@ -36,7 +36,7 @@ class EncoderEmbeddings(nn.Module):
     Args:
         arch: of the model.
         tp: the ranks that share the token table.
-        position_offset: rows of the position table before the row of the first token.
+        position_offset: index in the position table of the first token.
 
     Shape: embeddings of tokens [T, hidden], positions and token_type_ids [T] -> [T, hidden]
     """
@@ -89,7 +89,7 @@ class EncoderSelfAttention(nn.Module):
 
 
 class EncoderResidual(nn.Module):
-    """norm(dense(x) + residual), the end of both blocks of a layer.
+    """norm(dense(x) + residual), the last step of the attention block and of the MLP.
 
     Shape: x [T, input_size / tp.size], residual [T, hidden] -> [T, hidden]
     """
@@ -105,7 +105,7 @@ class EncoderResidual(nn.Module):
 
 
 class EncoderAttentionBlock(nn.Module):
-    """The level `attention` of the checkpoint's names."""
+    """The attention of a layer; the level `attention` of the checkpoint's names."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class EncoderAttentionBlock(nn.Module):
 
 
 class EncoderIntermediate(nn.Module):
-    """The first half of the MLP.
+    """The first half of the MLP: a matmul and the activation.
 
     Shape: [T, hidden] -> [T, intermediate / tp.size]
     """
@@ -135,7 +135,7 @@ class EncoderIntermediate(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention and MLP, each normed after its addition."""
+    """Attention and MLP, each normed after the residual is added (post-norm)."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class EncoderLayer(nn.Module):
 
 
 class EncoderStack(nn.Module):
-    """The level `encoder` of the checkpoint's names."""
+    """The layers; the level `encoder` of the checkpoint's names."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class EncoderStack(nn.Module):
 
 
 class Encoder(nn.Module):
-    """The level `model` of the checkpoint's names: embeddings and layers."""
+    """Embeddings and layers; the level `model` of the checkpoint's names."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup, position_offset: int = 0) -> None:
         super().__init__()
@@ -172,7 +172,9 @@ class Encoder(nn.Module):
 
 
 class EncoderModel(PoolingModel):
-    """An `Encoder` whose hidden states are the result; a family says where positions begin."""
+    """Base class of encoder-only models, which return hidden states; families set the first
+    position.
+    """
 
     ignored_tensors: ClassVar[tuple[str, ...]] = (
         *("pooler.dense.weight", "pooler.dense.bias"),
@@ -211,7 +213,7 @@ class EncoderModel(PoolingModel):
 
 
 class BertModel(EncoderModel):
-    """Devlin et al. 2019 (arXiv 1810.04805)."""
+    """BERT (Devlin et al. 2019, arXiv 1810.04805)."""
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
         "bert.": "model.",
@@ -221,7 +223,7 @@ class BertModel(EncoderModel):
 
 
 class BertForSequenceClassification(EncoderModel):
-    """A dense layer with tanh on the first token, and a linear classifier."""
+    """Classifies with a dense layer and tanh on the first token, and a linear classifier."""
 
     ignored_tensors: ClassVar[tuple[str, ...]] = PRETRAINING_TENSORS
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
@@ -235,7 +237,7 @@ class BertForSequenceClassification(EncoderModel):
         self.classifier = nn.Linear(arch.hidden_size, num_labels(arch))
 
     def head(self, pooled: Tensor) -> Tensor:
-        """Compute the labels [N, labels] from the first tokens [N, hidden]."""
+        """Compute the logits of the labels [N, labels] from the first tokens [N, hidden]."""
         out: Tensor = self.classifier(self.pooler(pooled).tanh())
         return out
 

@@ -1,4 +1,4 @@
-"""BLOOM and MPT: ALiBi instead of positions."""
+"""BLOOM and MPT: ALiBi instead of position embeddings."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -61,7 +61,7 @@ class BloomForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split query, key and value, which are stored as one, head by head."""
+        """Split a fused query, key and value tensor, which is stored head by head."""
         return split_qkv_groups(self.arch, name, source)
 
 
@@ -101,7 +101,7 @@ class MptForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split query, key and value, which are stored as one."""
+        """Split a fused query, key and value tensor."""
         if ".qkv_proj." not in name:
             return ((name, source),)
         return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))

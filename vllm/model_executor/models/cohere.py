@@ -13,7 +13,9 @@ from vllm.model_executor.models.llama import llama_options
 
 
 class CohereForCausalLM(DecoderForCausalLM):
-    """Command R: parallel attention and MLP, rotations of neighbouring elements, scaled logits."""
+    """Command R: parallel attention and MLP, rotary pairs of neighbouring elements, scaled
+    logits.
+    """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         config = arch.hf_config

@@ -1,4 +1,4 @@
-"""DBRX: a decoder with layer norms, limited queries, keys and values, and experts in all layers."""
+"""DBRX: a decoder with layer norms, clipped queries, keys and values, and experts in all layers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -74,7 +74,9 @@ class DbrxForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split query, key and value, and the matrices of all experts, which are stored as one."""
+        """Split fused query, key and value tensors, and tensors with the matrices of all
+        experts.
+        """
         if ".qkv_proj." in name:
             return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
         parent, _, kind = name.rpartition("experts.")

@@ -1,4 +1,4 @@
-"""DeciLM and Llama Nemotron: Llamas in which a search chose the parts of each layer."""
+"""DeciLM and Llama Nemotron: Llamas whose layers have different parts, chosen by a search."""
 
 from dataclasses import replace
 
@@ -16,8 +16,9 @@ from vllm.model_executor.models.llama import llama_options
 
 
 class DeciLMLayer(DecoderLayer):
-    """A layer of Llama that may have no attention, no MLP, or neither. The norm before a part is
-    left out with it."""
+    """A Llama layer that may lack attention, the MLP, or both, together with the norms
+    before them.
+    """
 
     def __init__(self, spec: LayerSpec) -> None:
         config, index = spec.arch.hf_config, spec.index

@@ -1,8 +1,8 @@
 """The decoder that Llama, GPT and many others share, with the differences as options.
 
-Layers of attention and an MLP between embeddings and an output head. A family gives options; one
-that has norms and residuals in other places gives a `Layer` of its own. Knows no device, no KV
-cache, no phase and no checkpoint file.
+Layers of attention and an MLP between embeddings and an output head. A family defines options, and
+its own `Layer` class if norms and residuals are at other positions. Independent of devices, KV
+caches, prefill or decode, and checkpoint files.
 """
 
 from abc import ABC, abstractmethod
@@ -39,29 +39,31 @@ NormFactory = Callable[[ModelArch, int], nn.Module]
 
 
 def rms_norm(arch: ModelArch, size: int) -> RMSNorm:
-    """Make the norm of Llama."""
+    """Make the RMS norm of Llama."""
     return RMSNorm(size, arch.norm_eps)
 
 
 def rms_norm_from_one(arch: ModelArch, size: int) -> RMSNorm:
-    """Return the norm of Qwen3-Next, whose weights are stored less one."""
+    """Make the RMS norm of Qwen3-Next, whose checkpoints store the weights minus 1."""
     return RMSNorm(size, arch.norm_eps, offset=1)
 
 
 def layer_norm(arch: ModelArch, size: int) -> LayerNorm:
-    """Make the norm of GPT."""
+    """Make the layer norm of GPT."""
     return LayerNorm(size, arch.norm_eps)
 
 
 def layer_norm_without_bias(arch: ModelArch, size: int) -> LayerNorm:
-    """Make a layer norm with weights only."""
+    """Make a layer norm with weights and without bias."""
     return LayerNorm(size, arch.norm_eps, has_bias=False)
 
 
 @dataclass(frozen=True)
 class QueryTemperature:
-    """Makes attention sharper the longer the text is: a query is multiplied by
-    1 + scale * log(1 + floor((position + offset) / step)) (arXiv 2501.19399)."""
+    """Makes attention sharper in longer texts, by a factor on queries that depends on the position.
+
+    The factor is 1 + scale * log(1 + floor((position + offset) / step)) (arXiv 2501.19399).
+    """
 
     scale: float
     step: float
@@ -76,7 +78,7 @@ class QueryTemperature:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderOptions:
-    """Differences between the families."""
+    """The options in which decoder families differ."""
 
     norm: NormFactory = rms_norm
     """Of the hidden states."""
@@ -205,18 +207,20 @@ class DecoderAttention(SlicedModule):
         return self.o_proj(attended.flatten(1))
 
     def project(self, hidden_states: Tensor) -> list[Tensor]:
-        """Project to query, key, value and maybe the gate, [T, heads, head_size] each."""
+        """Project to query, key, value and, if the model has one, the gate: [T, heads, head_size]
+        each.
+        """
         packed = self.qkv_proj(hidden_states).split(self.qkv_proj.split_sizes, dim=-1)
         return [part.unflatten(-1, (-1, self.head_size)) for part in packed]
 
     def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return query and key normalized, before they are rotated."""
+        """Normalize query and key before they are rotated, if the model has norms of heads."""
         if self.q_norm is None or self.k_norm is None:
             return query, key
         return self.q_norm(query), self.k_norm(key)
 
     def tempered(self, query: Tensor, positions: Tensor) -> Tensor:
-        """Return the query times the factor of its position, if there is one."""
+        """Multiply the query by the factor of its position, if the model has such factors."""
         if self.temperatures is None:
             return query
         factor = F.embedding(text_positions(positions), self.temperatures)
@@ -224,7 +228,7 @@ class DecoderAttention(SlicedModule):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)) (SwiGLU and GEGLU, Shazeer 2020, arXiv 2002.05202).
+    """Computes down(act(gate(x)) * up(x)) (SwiGLU and GEGLU, Shazeer 2020, arXiv 2002.05202).
 
     Shape: [T, hidden] -> [T, hidden]
     """
@@ -243,7 +247,7 @@ class GatedMLP(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """down(act(up(x))).
+    """Computes down(act(up(x))).
 
     Shape: [T, hidden] -> [T, hidden]
     """
@@ -261,13 +265,13 @@ class PlainMLP(nn.Module):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Parameters from which a layer of a decoder is made.
+    """Parameters for building a decoder layer.
 
     Args:
         arch: of the model.
         options: of the family.
         index: of the layer.
-        rotary_emb: of the layer; None: it has no rotations.
+        rotary_emb: of the layer; None: it has no rotary embedding.
         tp: the ranks that share it.
         source: the earlier layer whose keys and values it reads; None: it has its own.
     """
@@ -281,13 +285,15 @@ class LayerSpec:
 
     @property
     def window(self) -> int | None:
-        """Number of the newest tokens that the layer attends to, its own included; None: all, as
-        for a layer after the last one."""
+        """Size of the sliding window in tokens, the current token included; None: no window.
+
+        Extra layers after the last one of the model have no window.
+        """
         windows = self.arch.layer_windows
         return windows[self.index] if self.index < len(windows) else None
 
     def new_norm(self) -> nn.Module:
-        """Make a norm of hidden states."""
+        """Make a norm over hidden states."""
         return self.options.norm(self.arch, self.arch.hidden_size)
 
 
@@ -296,11 +302,11 @@ LayerFactory = Callable[[LayerSpec], nn.Module]
 
 
 class Layer(nn.Module, ABC):
-    """One layer of a decoder. Subclasses say where norms and residuals are.
+    """One layer of a decoder. Subclasses define the positions of norms and residuals.
 
-    The addition at the end of a block may be left to the norm at the start of the next, which does
-    both in one pass. So a layer takes and returns the stream in two parts: what the last block
-    put out, and the residual it is to be added to (None: nothing is to be added).
+    The norm at the start of the next layer may do the residual addition at the end of this one, in
+    one pass. So a layer takes and returns two tensors: the output of the last block, and the
+    residual to which it is still to be added (None: nothing is to be added).
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -311,7 +317,7 @@ class Layer(nn.Module, ABC):
         self.mlp = self.make_mlp(spec)
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
-        """Make attention: positions [T], hidden_states [T, hidden] -> [T, hidden]."""
+        """Make the attention: positions [T], hidden_states [T, hidden] -> [T, hidden]."""
         return DecoderAttention(spec.arch, spec.options, spec.window, spec.rotary_emb, spec.tp)
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
@@ -342,7 +348,9 @@ class DecoderLayer(Layer):
 
 
 class PrePostNormLayer(Layer):
-    """One norm before attention and MLP each, and one after, as in Gemma 2."""
+    """A layer with norms before and after attention, and before and after the MLP, as in
+    Gemma 2.
+    """
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
@@ -362,8 +370,8 @@ class PrePostNormLayer(Layer):
 class ParallelLayer(Layer):
     """Parallel attention and MLP: x + attention(norm(x)) + mlp(norm(x)), as in GPT-J.
 
-    Added from left to right: in bf16 the error is up to 3 % larger where both outputs are added
-    first. With `num_norms` 2 the MLP has a norm of its own, as in GPT-NeoX.
+    The sum is computed from left to right: if both outputs were added first, the error in bf16
+    would be up to 3 % larger. With `num_norms` 2 the MLP has its own norm, as in GPT-NeoX.
     """
 
     num_norms: ClassVar[int] = 1
@@ -385,7 +393,7 @@ class ParallelLayer(Layer):
 
 
 class ParallelLayerOfTwoNorms(ParallelLayer):
-    """A `ParallelLayer` whose MLP has a norm of its own."""
+    """A `ParallelLayer` whose MLP has its own norm."""
 
     num_norms = 2
 
@@ -393,8 +401,9 @@ class ParallelLayerOfTwoNorms(ParallelLayer):
 def add_norm(
     norm: nn.Module, hidden_states: Tensor, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of both parts of the stream, normed, and the sum; in one pass if the norm
-    can."""
+    """Add the residual, and return the sum normed and the sum; in one pass if the norm
+    supports it.
+    """
     if residual is None:
         return norm(hidden_states), hidden_states
     if isinstance(norm, RMSNorm):
@@ -404,7 +413,7 @@ def add_norm(
 
 
 class Decoder(nn.Module):
-    """The level `model` of the checkpoint's names: embedding, layers and final norm."""
+    """Embedding, layers and final norm; the level `model` of the checkpoint's names."""
 
     def __init__(
         self, arch: ModelArch, options: DecoderOptions, layer_type: LayerFactory, tp: TPGroup
@@ -446,10 +455,10 @@ class Decoder(nn.Module):
         self.is_one_stage = arch.is_one_stage
 
     def check_whole(self, first: int, end: int) -> None:
-        """Refuse to run some layers of a model whose layers depend on others.
+        """Check that the layers [first, end) can run without the others.
 
         Raises:
-            ConfigError: the model is one, and not all layers are to run.
+            ConfigError: the layers of this model depend on others, and not all are to run.
         """
         if self.is_one_stage and (first, end) != (0, len(self.layers)):
             raise ConfigError(
@@ -460,8 +469,8 @@ class Decoder(nn.Module):
     def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
         """Run consecutive layers; see `CausalLM.run_layers`.
 
-        Between two calls the stream is the sum of its two parts: the next norm would round that
-        sum to the same dtype before it does anything else.
+        The hidden states between two calls are the sum of output and residual. No precision is
+        lost: the next norm would round this sum to the same dtype anyway.
         """
         if first == 0:
             hidden_states = self._embedded(hidden_states, positions)
@@ -481,7 +490,7 @@ class Decoder(nn.Module):
 
 
 class DecoderForCausalLM(CausalLM):
-    """A `Decoder` with an output head; a family is a subclass that gives the options."""
+    """A `Decoder` with an output head. Families are subclasses that set its options."""
 
     decoder_type: ClassVar[type[Decoder]] = Decoder
     model: Any

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: latent attention, and a mixture of many small experts with shared ones."""
+"""DeepSeek V2 and V3: latent attention, and many small experts plus shared ones."""
 
 import re
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ _LATENT_NORM_EPS = 1e-6
 
 
 class LatentScales(NamedTuple):
-    """Factors of compressed vectors (LongCat-Flash, arXiv 2509.01322)."""
+    """Factors on the compressed vectors of latent attention (LongCat-Flash, arXiv 2509.01322)."""
 
     query: float = 1.0
     """Factor of queries."""
@@ -52,9 +52,9 @@ _NO_SCALES = LatentScales()
 class LatentSelfAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
 
-    Keys and values of all heads are projections of one latent vector, which is what is cached,
-    with one key behind it that all heads share, rotated unless there are no positions. Queries may
-    also be projected from a compressed vector.
+    Keys and values of all heads are projections of one latent vector. The cache stores this vector,
+    followed by one rotated key that all heads share (not rotated in models without positions).
+    Queries may also be projected from a compressed vector.
 
     Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]
     """
@@ -113,10 +113,10 @@ class LatentSelfAttention(nn.Module):
 
 
 def latent_attention(spec: LayerSpec, scales: LatentScales = _NO_SCALES) -> LatentSelfAttention:
-    """Return latent attention for a layer.
+    """Make latent attention for a layer.
 
     Raises:
-        ConfigError: the config has no rotations.
+        ConfigError: the config has no rotary embedding.
     """
     if spec.rotary_emb is None:
         raise ConfigError(f"{spec.arch.architecture} needs rope_theta in config.json")
@@ -124,8 +124,11 @@ def latent_attention(spec: LayerSpec, scales: LatentScales = _NO_SCALES) -> Late
 
 
 def _attention_scale(arch: ModelArch) -> float:
-    """Return 1 / sqrt(head size), and with YaRN the square of the weight `mscale_all_dim`, which
-    other families put into the cosines and sines of queries and keys."""
+    """Return the factor on attention scores: 1 / sqrt(head size), times a YaRN factor if used.
+
+    The YaRN factor is the square of the weight `mscale_all_dim`. Other families multiply the
+    cosines and sines of queries and keys by it instead.
+    """
     head_size = arch.config_size("qk_nope_head_dim") + arch.config_size("qk_rope_head_dim")
     scale = float(head_size) ** -0.5
     rope = arch.rope
@@ -136,15 +139,15 @@ def _attention_scale(arch: ModelArch) -> float:
 
 
 class DeepseekMixture(nn.Module):
-    """Experts of which each token uses a few, and shared ones that all tokens use.
+    """Experts of which each token uses a few, and shared experts that all tokens use.
 
     Args:
         arch: of the model.
-        routing: how tokens choose experts.
+        routing: rules by which tokens choose experts.
         size: intermediate size of an expert.
-        shared_size: of the shared experts together; 0: there are none.
+        shared_size: intermediate size of the shared experts together; 0: there are none.
         tp: the ranks that share them.
-        has_bias: of the shared experts.
+        has_bias: whether the shared experts have biases.
 
     Shape: [T, hidden] -> [T, hidden]
     """
@@ -181,11 +184,11 @@ _WEIGHTS: dict[tuple[str, bool], WeightsOfChosen] = {
 
 
 def deepseek_routing(arch: ModelArch, default_method: str = "greedy") -> Routing:
-    """Read the routing from config.json.
+    """Read the routing rules from config.json.
 
     Args:
         arch: of the model.
-        default_method: where config.json has no topk_method.
+        default_method: used if config.json has no topk_method.
 
     Raises:
         ConfigError: the method or the score is unknown, or the groups do not divide the experts.
@@ -216,11 +219,11 @@ def deepseek_routing(arch: ModelArch, default_method: str = "greedy") -> Routing
 
 
 def expert_groups(arch: ModelArch, key: str) -> ExpertGroups:
-    """Return the groups of experts in config.json.
+    """Read the groups of experts from config.json.
 
     Args:
         arch: of the model.
-        key: of config.json, with the number of experts.
+        key: the key in config.json with the number of experts.
 
     Raises:
         ConfigError: the groups do not divide the experts.
@@ -234,7 +237,9 @@ def expert_groups(arch: ModelArch, key: str) -> ExpertGroups:
 
 
 class RoutedLayer(DecoderLayer):
-    """A `DecoderLayer` with experts as in DeepSeek. The first layers have an MLP."""
+    """A `DecoderLayer` with DeepSeek's experts; the first layers of the model have an MLP
+    instead.
+    """
 
     default_method: ClassVar[str] = "greedy"
     """Method by which tokens choose experts, if config.json has no topk_method."""
@@ -243,10 +248,10 @@ class RoutedLayer(DecoderLayer):
         return self.make_mixture(spec) if self.has_experts(spec) else super().make_mlp(spec)
 
     def has_experts(self, spec: LayerSpec) -> bool:
-        """Whether config.json gives the layer experts.
+        """Return whether the layer has experts according to config.json.
 
         Raises:
-            ConfigError: it says so for too few layers, or in a way that is not known.
+            ConfigError: the setting covers too few layers, or has an unknown format.
         """
         config, num_layers = spec.arch.hf_config, spec.arch.num_layers
         kinds = config.get("mlp_layer_types")
@@ -268,16 +273,18 @@ class RoutedLayer(DecoderLayer):
         return DeepseekMixture(arch, self.routing(arch), size, shared_size, spec.tp)
 
     def routing(self, arch: ModelArch) -> Routing:
-        """Return how tokens choose experts."""
+        """Return the rules by which tokens choose experts."""
         return deepseek_routing(arch, self.default_method)
 
 
 def is_behind_first_layers(spec: LayerSpec) -> bool:
-    """Return whether a layer has experts by its index: the first ones, and some in between, may
-    have none.
+    """Return whether the layer's index is one with experts.
+
+    The first `first_k_dense_replace` layers have none, and of the others every `moe_layer_freq`th
+    has experts.
 
     Raises:
-        ConfigError: the step between layers with experts is no number.
+        ConfigError: moe_layer_freq is not an integer.
     """
     config = spec.arch.hf_config
     first = spec.arch.config_count("first_k_dense_replace")
@@ -304,13 +311,16 @@ class DeepseekV3Layer(DeepseekLayer):
 
 
 def deepseek_options(arch: ModelArch) -> DecoderOptions:
-    """Return the options, with the pairs of elements that are rotated together."""
+    """Return the decoder options, including which elements of a head are rotated together."""
     return DecoderOptions(is_neox=not arch.hf_config.get("rope_interleave", True))
 
 
 class RoutedForCausalLM(DecoderForCausalLM):
-    """A decoder of `RoutedLayer`s. Further layers in the checkpoint predict drafts (multi-token
-    prediction, `vllm.model_executor.speculators.mtp`), and are not loaded."""
+    """A decoder of `RoutedLayer`s.
+
+    Extra layers in the checkpoint predict draft tokens (multi-token prediction,
+    `vllm.model_executor.speculators.mtp`); they are not loaded here.
+    """
 
     def convert(
         self, name: str, source: CheckpointTensor
@@ -338,20 +348,25 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
 
 
 class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
-    """DeepSeek-V3.2 (DeepSeek-AI 2025, arXiv 2512.02556). Each token attends to all tokens before
-    it. The original does so up to `index_topk` (2,048) tokens; in longer texts an indexer chooses
-    to which of them, and outputs differ."""
+    """DeepSeek-V3.2 (DeepSeek-AI 2025, arXiv 2512.02556), with full instead of sparse attention.
+
+    The original attends to all tokens only up to `index_topk` (2,048) tokens; in longer texts an
+    indexer chooses tokens, so outputs differ.
+    """
 
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Leave out the weights of the indexer."""
+        """Skip the weights of the indexer."""
         return () if ".self_attn.indexer." in name else super().convert(name, source)
 
 
 class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
-    """GLM-5 (Z.ai 2026), with the attention of DeepSeek-V3.2: to all tokens, as the original up to
-    `index_topk` (2,048) tokens."""
+    """GLM-5 (Z.ai 2026), with full instead of sparse attention.
+
+    The original uses the sparse attention of DeepSeek-V3.2 after `index_topk` (2,048) tokens, so
+    outputs differ in longer texts.
+    """
 
 
 class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
@@ -359,4 +374,4 @@ class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
 
 
 class YoutuForCausalLM(DeepseekV2ForCausalLM):
-    """Youtu-LLM 2B (Tencent 2026): latent attention, and no experts."""
+    """Youtu-LLM 2B (Tencent 2026): latent attention, without experts."""

@@ -14,7 +14,9 @@ from vllm.model_executor.models.olmo import Olmo2Layer
 
 
 class ExaoneForCausalLM(LlamaForCausalLM):
-    """EXAONE 3, 3.5 and Deep (LG AI Research 2024, arXiv 2408.03541): a Llama with other names."""
+    """EXAONE 3, 3.5 and Deep (LG AI Research 2024, arXiv 2408.03541): a Llama with other tensor
+    names.
+    """
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
         "transformer.wte.": "model.embed_tokens.",
@@ -34,15 +36,18 @@ class ExaoneForCausalLM(LlamaForCausalLM):
 
 
 class Exaone4Layer(Olmo2Layer):
-    """An `Olmo2Layer` whose heads are normed one by one."""
+    """An `Olmo2Layer` with a norm over each head instead of over all heads."""
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
         return Layer.make_attention(self, spec)
 
 
 class Exaone4ForCausalLM(DecoderForCausalLM):
-    """EXAONE 4 (LG AI Research 2025, arXiv 2507.11407). In the model of 32B three of four layers
-    have a window, and the others no rotations."""
+    """EXAONE 4 (LG AI Research 2025, arXiv 2507.11407).
+
+    In the 32B model three of four layers have a sliding window; the others have no rotary
+    positions.
+    """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         options = replace(llama_options(arch), head_norm=rms_norm)

@@ -55,7 +55,7 @@ class FalconForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split query, key and value, which are stored as one, by key/value heads."""
+        """Split a fused query, key and value tensor, which is stored by key/value heads."""
         return split_qkv_groups(self.arch, name, source)
 
 

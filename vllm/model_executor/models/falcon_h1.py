@@ -25,8 +25,10 @@ from vllm.ops.attention_options import AttentionOptions
 
 
 class FalconH1Layer(DecoderLayer):
-    """Attention and a mixer of the same normed input, then an MLP. Multipliers of muP (arXiv
-    2203.03466) are on the inputs and outputs of all three."""
+    """Attention and a Mamba-2 mixer on the same normed input, then an MLP.
+
+    The inputs and outputs of all three are multiplied by muP multipliers (arXiv 2203.03466).
+    """
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
@@ -48,7 +50,7 @@ class FalconH1Layer(DecoderLayer):
 
 
 class FalconH1MLP(GatedMLP):
-    """down(act(gate(x) * a) * up(x)) * b.
+    """Computes down(act(gate(x) * a) * up(x)) * b, with muP multipliers a and b.
 
     Shape: [T, hidden] -> [T, hidden]
     """
@@ -86,12 +88,12 @@ class FalconH1ForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split the fused tensors of mixers."""
+        """Split the fused tensors of Mamba-2 mixers."""
         return split_mixer(name, source, _sizes(self.arch))
 
 
 def _sizes(arch: ModelArch) -> Mamba2Sizes:
-    """Return the sizes of the mixers."""
+    """Return the dimensions of the Mamba-2 mixers."""
     config, sizes = arch.hf_config, hybrid_sizes(arch)
     scales = _multipliers(config, "ssm_multipliers", len(sizes.in_parts))
     return replace(
@@ -104,16 +106,16 @@ def _sizes(arch: ModelArch) -> Mamba2Sizes:
 
 
 def _scaled(x: Tensor, arch: ModelArch, name: str) -> Tensor:
-    """Return x times a multiplier of config.json."""
+    """Multiply x by the multiplier of this name in config.json."""
     scale = arch.config_number(name)
     return x if scale == 1.0 else x * scale
 
 
 def _multipliers(config: Mapping[str, Any], name: str, count: int) -> list[float]:
-    """Return several multipliers of config.json, 1 where it has none.
+    """Read a list of multipliers from config.json; all 1 if it has none.
 
     Raises:
-        ConfigError: they are not so many numbers.
+        ConfigError: the value is not a list of `count` numbers.
     """
     given = config.get(name) or [1.0] * count
     try:

@@ -1,7 +1,8 @@
-"""Checkpoint layers that hold several of ours, such as one for query, key and value.
+"""Splits checkpoint tensors that contain several of our layers, such as one for query, key and
+value.
 
-A family says which output features belong to which part. Where they are in a tensor of the layer, a
-weight or what a format stores in place of it, is known to the format (`Source.picked`).
+A family defines which output features belong to which part. The format knows where these features
+are in a tensor, be it a weight or a tensor of a quantized weight (`CheckpointTensor.picked`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,13 +25,13 @@ JOINED_EXPERTS = {
 def split_features(
     name: str, source: CheckpointTensor, fused: str, sizes: Mapping[str, int]
 ) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Yield the parts of a layer whose output features are stored one part after the other.
+    """Yield the parts of a fused layer whose output features are stored one part after another.
 
     Args:
         name: of a tensor of the layer, with `fused` in it.
         source: the tensor.
-        fused: what is replaced in the name.
-        sizes: name of the part -> its output features.
+        fused: the substring of the name that is replaced.
+        sizes: replacement of `fused` -> output features of that part.
     """
     total = sum(sizes.values())
     return _split(name, source, fused, sizes, total, total)
@@ -44,16 +45,16 @@ def split_groups(
     head_size: int,
     num_groups: int,
 ) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Yield the parts of a layer whose output features are groups, each with some heads of every
+    """Yield the parts of a fused layer that is stored in groups, each with some heads of every
     part.
 
     Args:
         name: of a tensor of the layer, with `fused` in it.
         source: the tensor.
-        fused: what is replaced in the name.
-        heads: name of the part -> its heads in a group.
+        fused: the substring of the name that is replaced.
+        heads: replacement of `fused` -> heads of that part in a group.
         head_size: features of a head.
-        num_groups: of all features.
+        num_groups: number of groups.
     """
     sizes = {part: count * head_size for part, count in heads.items()}
     return split_sizes_of_groups(name, source, fused, sizes, num_groups)
@@ -62,11 +63,14 @@ def split_groups(
 def split_sizes_of_groups(
     name: str, source: CheckpointTensor, fused: str, sizes: Mapping[str, int], num_groups: int
 ) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Split a layer as `split_groups`, into parts whose heads are of different sizes.
+    """Yield the parts of a fused layer that is stored in groups; heads may have different sizes.
 
     Args:
-        name, source, fused, num_groups: as there.
+        name: of a tensor of the layer, with `fused` in it.
+        source: the tensor.
+        fused: the substring of the name that is replaced.
         sizes: replacement of `fused` -> output features of that part in a group.
+        num_groups: number of groups.
     """
     group = sum(sizes.values())
     return _split(name, source, fused, sizes, group, num_groups * group)
@@ -90,8 +94,10 @@ def _split(
 def split_qkv_groups(
     arch: ModelArch, name: str, source: CheckpointTensor
 ) -> Iterable[tuple[str, CheckpointTensor]]:
-    """Split a tensor of `qkv_proj` that has query, key and value of one key/value head after the
-    other; return other tensors unchanged."""
+    """Split a `qkv_proj` tensor that is stored by key/value heads; return other tensors unchanged.
+
+    For each key/value head it has the queries, the key and the value.
+    """
     if ".qkv_proj." not in name:
         return ((name, source),)
     heads = qkv_heads(arch)
@@ -99,7 +105,7 @@ def split_qkv_groups(
 
 
 def add_one_to_norms(name: str, source: CheckpointTensor) -> Iterable[tuple[str, CheckpointTensor]]:
-    """Add 1 to the weight of a norm; return other tensors as they are."""
+    """Add 1 to the weight of a norm; return other tensors unchanged."""
     if name.endswith("norm.weight"):
         source = source.mapped(_plus_one)
     return ((name, source),)
@@ -110,15 +116,15 @@ def _plus_one(weight: Tensor) -> Tensor:
 
 
 def experts_in(name: str, source: CheckpointTensor, num_experts: int) -> range:
-    """Return the indices of the experts whose matrices, or biases, a tensor holds.
+    """Return the indices of the experts in a tensor.
 
     Args:
         name: of the tensor.
-        source: the tensor, [experts, ...].
+        source: the tensor, [experts, ...], of matrices or biases.
         num_experts: of the model.
 
     Raises:
-        WeightLoadError: the tensor is of another number of experts.
+        WeightLoadError: the tensor has another number of experts.
     """
     if len(source.shape) < 2 or source.shape[0] != num_experts:
         raise WeightLoadError(
@@ -131,12 +137,12 @@ def experts_in(name: str, source: CheckpointTensor, num_experts: int) -> range:
 def split_by_expert(
     parent: str, source: CheckpointTensor, parts: dict[str, tuple[int, int]], experts: Iterable[int]
 ) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Yield the matrices of each expert in a tensor of all experts.
+    """Yield the matrices of each expert from a tensor with all experts.
 
     Args:
         parent: beginning of the names, up to `experts`.
         source: [E, rows, columns].
-        parts: name of a matrix -> its first row and how many it has.
+        parts: name of a matrix -> (its first row, its number of rows).
         experts: from `experts_in`.
     """
     for expert in experts:
@@ -148,8 +154,10 @@ def split_by_expert(
 def split_joined_experts(
     name: str, source: CheckpointTensor
 ) -> Iterable[tuple[str, CheckpointTensor]]:
-    """Return the matrices in a tensor of all experts of a layer, as transformers 5 has them; other
-    tensors as they are."""
+    """Split a tensor with all experts of a layer in the format of transformers 5.
+
+    Return other tensors unchanged.
+    """
     parent, _, joined = name.rpartition("experts.")
     parts = JOINED_EXPERTS.get(joined)
     if parts is None or len(source.shape) != 3:
@@ -162,7 +170,7 @@ def split_joined_experts(
 def split_transposed_experts(
     name: str, source: CheckpointTensor
 ) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Yield the matrices in a tensor of all experts of a layer, [experts, in, out].
+    """Yield the matrices of each expert from a tensor [experts, in, out].
 
     Args:
         name: of the tensor, which ends with a key of `JOINED_EXPERTS`.
@@ -178,11 +186,11 @@ def split_transposed_experts(
 
 
 def qkv_sizes(arch: ModelArch) -> dict[str, int]:
-    """Return the rows of the query, key and value projection."""
+    """Return the output features of the query, key and value projections."""
     kv_size = arch.num_kv_heads * arch.head_size
     return {"q_proj": arch.num_heads * arch.head_size, "k_proj": kv_size, "v_proj": kv_size}
 
 
 def qkv_heads(arch: ModelArch) -> dict[str, int]:
-    """Return the numbers of query, key and value heads that belong to one key/value head."""
+    """Return the number of query, key and value heads for each key/value head."""
     return {"q_proj": arch.num_heads // arch.num_kv_heads, "k_proj": 1, "v_proj": 1}

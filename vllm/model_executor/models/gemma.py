@@ -1,4 +1,4 @@
-"""Gemma 1 to 3 (text): GEGLU, scaled embeddings, and norms whose weights are stored less one."""
+"""Gemma 1 to 3 (text): GEGLU, scaled embeddings, and norms whose stored weights are minus 1."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -42,8 +42,9 @@ class GemmaForCausalLM(_Gemma):
 
 
 class Gemma2ForCausalLM(_Gemma):
-    """Gemma 2 (arXiv 2408.00118): every second layer has a window, and scores and logits a
-    soft cap."""
+    """Gemma 2 (arXiv 2408.00118): a sliding window in every second layer, soft caps on scores and
+    logits.
+    """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, PrePostNormLayer, _options(arch))
@@ -62,8 +63,11 @@ class VaultGemmaForCausalLM(_Gemma):
 
 
 class Gemma3ForCausalLM(_Gemma):
-    """Gemma 3, text only (arXiv 2503.19786): five layers with windows to one without, each kind
-    with rotations of its own, and normed heads."""
+    """Gemma 3, text only (arXiv 2503.19786).
+
+    Five layers with a sliding window alternate with one without; each kind has its own rotary
+    parameters. Heads are normed.
+    """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, PrePostNormLayer, _options(arch, has_head_norm=True))

@@ -27,12 +27,13 @@ _LEAST_SQUARE = 1e-5
 
 
 class SparseMLP(GatedMLP):
-    """A `GatedMLP` in which only the largest gates of each token count, less a limit that lies some
-    standard deviations above their mean.
+    """A `GatedMLP` with sparse gates: of each token only the largest gates are not zero.
+
+    A threshold, some standard deviations above the mean, is subtracted from the gates.
 
     Args:
         arch: of the layer.
-        sparsity: part of the gates that do not count, if they have a normal distribution.
+        sparsity: fraction of the gates that become zero if they are normally distributed.
         tp: the ranks that share it.
     """
 
@@ -54,16 +55,15 @@ class SparseMLP(GatedMLP):
         return self.down_proj(self.act(torch.cat((gate, up), dim=-1)))
 
     def _mean(self, x: Tensor) -> Tensor:
-        """Return the mean over the features of all ranks, [T, 1] in the dtype of x."""
+        """Compute the mean over the features of all ranks, [T, 1] in the dtype of x."""
         total = x.float().sum(-1, keepdim=True)
         return (self.tp.all_reduce(total) / self.num_gates).to(x.dtype)
 
 
 class AlternatingUpdates(nn.Module):
-    """Several streams of hidden states, of which a layer runs one and predicts the others (AltUp;
-    Baykal et al. 2023, arXiv 2301.13310).
+    """Keeps several streams of hidden states; a layer runs one and predicts the others (AltUp).
 
-    N streams; H hidden size.
+    Baykal et al. 2023, arXiv 2301.13310. N streams; H hidden size.
     """
 
     correct_output_scale: nn.Parameter
@@ -88,26 +88,28 @@ class AlternatingUpdates(nn.Module):
         self.router_norm = RMSNorm(size, arch.norm_eps)
 
     def predict(self, streams: Tensor) -> Tensor:
-        """Return what the streams [N, T, H] are expected to be after the layer."""
+        """Predict the streams [N, T, H] after the layer, from the streams before it."""
         mixed = self.prediction_coefs(self._modalities(streams[self.active]))
         mixed = mixed.unflatten(-1, (self.count, self.count)).transpose(1, 2)
         predicted = torch.matmul(streams.permute(1, 2, 0), mixed).permute(2, 0, 1)
         return (predicted + streams).contiguous()
 
     def correct(self, predicted: Tensor, computed: Tensor) -> Tensor:
-        """Return the streams [N, T, H] after the layer.
+        """Correct the predicted streams by the result of the layer: [N, T, H].
 
         Args:
             predicted: [N, T, H]
-            computed: [T, H], what the layer has made of the active one.
+            computed: [T, H], output of the layer for the active stream.
         """
         shares = self.correction_coefs(self._modalities(computed)) + 1.0
         error = computed - predicted[self.active]
         return error * shares.T[:, :, None] + predicted
 
     def active_of(self, streams: Tensor) -> Tensor:
-        """Return the active stream [T, H], scaled if the model does so: the input of the gate of
-        the features per layer."""
+        """Return the active stream [T, H], scaled if the model does so.
+
+        It is the input of the gate of the per-layer features.
+        """
         active = streams[self.active]
         return active * self.correct_output_scale if self.scales_output else active
 
@@ -117,14 +119,14 @@ class AlternatingUpdates(nn.Module):
 
 
 def _small_linear(input_size: int, size: int, tp: TPGroup) -> ColumnParallelLinear:
-    """Return a linear layer that no format changes, whole on every rank."""
+    """Make a linear layer that stays dense and is not split over ranks."""
     layer = whole_linear(input_size, size, tp)
     layer.keeps_precision = True
     return layer
 
 
 class LowRankResidual(nn.Module):
-    """A residual with a matmul of low rank (LAuReL; Menghani et al. 2024, arXiv 2411.07501).
+    """Adds a low-rank matmul to the residual (LAuReL; Menghani et al. 2024, arXiv 2411.07501).
 
     Shape: [T, hidden] -> [T, hidden]
     """
@@ -141,7 +143,7 @@ class LowRankResidual(nn.Module):
 
 
 class Gemma3nLayer(Layer):
-    """A layer over N streams of hidden states, with features of its tokens."""
+    """A layer over N streams of hidden states, with per-layer features of tokens."""
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
@@ -172,8 +174,10 @@ class Gemma3nLayer(Layer):
     def forward(  # type: ignore[override]
         self, positions: Tensor, streams: Tensor, features: Tensor, given: KeyAndValue | None
     ) -> tuple[Tensor, KeyAndValue]:
-        """Run the layer: `Gemma4Layer.forward`, with streams [N, T, hidden] instead of hidden
-        states."""
+        """Run the layer.
+
+        It is `Gemma4Layer.forward`, with streams [N, T, hidden] instead of hidden states.
+        """
         predicted = self.altup.predict(streams)
         active = predicted[self.altup.active]
         normed = self.input_layernorm(active)
@@ -188,7 +192,7 @@ class Gemma3nLayer(Layer):
 
 
 class Gemma3nDecoder(Gemma4Decoder):
-    """A `Gemma4Decoder` between whose layers there are several streams of hidden states."""
+    """A `Gemma4Decoder` whose layers pass several streams of hidden states."""
 
     def __init__(
         self, arch: ModelArch, options: DecoderOptions, layer_type: type[Layer], tp: TPGroup
@@ -200,12 +204,12 @@ class Gemma3nDecoder(Gemma4Decoder):
         )
 
     def before_layers(self, hidden_states: Tensor) -> Tensor:
-        """Return the streams [N, T, hidden] of the first layer."""
+        """Return the streams [N, T, hidden] for the first layer."""
         streams = [project(hidden_states) for project in self.altup_projections]
         return torch.stack(_of_one_length([hidden_states, *streams]))
 
     def after_layers(self, hidden_states: Tensor) -> Tensor:
-        """Return the mean of the streams of the last layer, [T, hidden]."""
+        """Average the streams after the last layer: [T, hidden]."""
         first, *others = hidden_states.unbind(0)
         pairs = zip(self.altup_unembed_projections, others, strict=True)
         streams = [project(x) for project, x in pairs]
@@ -213,7 +217,7 @@ class Gemma3nDecoder(Gemma4Decoder):
 
 
 def _of_one_length(streams: Sequence[Tensor]) -> list[Tensor]:
-    """Return streams [T, hidden], all as long as the first one."""
+    """Scale the vectors of all streams [T, hidden] to the length of those of the first stream."""
     first, *others = streams
     length = first.square().mean(dim=-1, keepdim=True).sqrt()
     found = [first]
@@ -224,8 +228,11 @@ def _of_one_length(streams: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Gemma3nForCausalLM(Gemma4ForCausalLM):
-    """Gemma 3n E2B and E4B (Google 2025): several streams of hidden states, sparse MLPs, features
-    of tokens for each layer, and layers that read the keys and values of earlier ones."""
+    """Gemma 3n E2B and E4B (Google 2025).
+
+    Several streams of hidden states, sparse MLPs, per-layer features of tokens, and layers that
+    read the keys and values of earlier ones.
+    """
 
     # Names of checkpoints saved by transformers 4, which adds this prefix also inside a name.
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.language_model.": "model."}

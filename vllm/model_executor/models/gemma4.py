@@ -40,14 +40,16 @@ KeyAndValue = tuple[Tensor, Tensor]
 
 
 class SharingAttention(nn.Module):
-    """Attention with normed queries, keys and values. The last layers of a model may have queries
-    only, and read the keys and values of an earlier layer.
+    """Attention with normed queries, keys and values.
+
+    The last layers of a model may have only queries, and read the keys and values of an earlier
+    layer.
 
     Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]
 
     Args:
         spec: of the layer.
-        source: the attention of the earlier layer; None: the layer has keys and values.
+        source: the attention of the earlier layer; None: the layer has its own keys and values.
         has_values: False: the projection of keys also gives values.
     """
 
@@ -87,15 +89,15 @@ class SharingAttention(nn.Module):
     def forward(
         self, positions: Tensor, hidden_states: Tensor, given: KeyAndValue | None
     ) -> tuple[Tensor, KeyAndValue]:
-        """Attend.
+        """Compute the attention.
 
         Args:
             positions: [T]
             hidden_states: [T, hidden]
-            given: keys and values of the earlier layer; None: the layer makes them.
+            given: keys and values of the earlier layer; None: the layer computes them.
 
         Returns:
-            [T, hidden], and the keys and values that were read.
+            [T, hidden], and the keys and values that were used.
         """
         packed = self.qkv_proj(hidden_states).split(self.qkv_proj.split_sizes, dim=-1)
         query, *own = (part.unflatten(-1, (-1, self.head_size)) for part in packed)
@@ -118,12 +120,11 @@ def _rope(spec: LayerSpec) -> Any:
 
 
 class TokenFeatures(nn.Module):
-    """Features that each layer gets of each token, in addition to the hidden states: a row of a
-    table, and a projection of the embedding.
+    """Computes per-layer features of each token: a table entry plus a projection of the embedding.
 
-    L layers, P features for each.
+    Each layer gets them in addition to the hidden states. L layers, P features for each.
 
-    Shape: embeddings [T, hidden], rows of the table [T, L * P] -> L tensors [T, P]
+    Shape: embeddings [T, hidden], table entries [T, L * P] -> L tensors [T, P]
     """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
@@ -138,7 +139,10 @@ class TokenFeatures(nn.Module):
         self.per_layer_projection_norm = RMSNorm(size, arch.norm_eps)
 
     def look_up(self, input_ids: Tensor) -> Tensor:
-        """Return the rows of the table for token ids [T]. An id without a row has the first one."""
+        """Look up the per-layer features of token ids [T].
+
+        Ids beyond the table get its first entry.
+        """
         table = self.embed_tokens_per_layer
         if table.num_embeddings < self.vocab_size:
             input_ids = torch.where(input_ids < table.num_embeddings, input_ids, 0)
@@ -152,7 +156,7 @@ class TokenFeatures(nn.Module):
 
 
 class FeatureGate(nn.Module):
-    """Gated features of each token and layer, added to the hidden states, with a gate.
+    """Adds gated features of each token to the hidden states.
 
     P features.
 
@@ -174,8 +178,7 @@ class FeatureGate(nn.Module):
 
 
 class ScaledRouter(nn.Module):
-    """A router that norms and scales its inputs, and multiplies the weight of each expert by a
-    factor of that expert.
+    """A router with normed and scaled inputs, and a learned factor on the weight of each expert.
 
     Shape: x [T, hidden] -> (ids [T, k] int64, weights [T, k] float32)
     """
@@ -200,8 +203,7 @@ class ScaledRouter(nn.Module):
 
 
 class ParallelMixture(nn.Module):
-    """Experts that a layer has in addition to its MLP, with norms before and after them, and a norm
-    after the MLP.
+    """Experts that run in parallel to the MLP of a layer, with their norms and the MLP's last norm.
 
     Shape: hidden_states [T, hidden], result of the MLP [T, hidden] -> [T, hidden]
     """
@@ -234,8 +236,10 @@ class ParallelMixture(nn.Module):
 
 
 class Gemma4Layer(Layer):
-    """A layer with norms before and after attention and MLP, maybe experts next to the MLP,
-    features of its tokens, and a factor at its end."""
+    """A layer with norms before and after attention and MLP, and a learned factor at its end.
+
+    It may also have experts parallel to the MLP, and per-layer features of tokens.
+    """
 
     layer_scalar: nn.Parameter
     """[1]"""
@@ -274,11 +278,11 @@ class Gemma4Layer(Layer):
         Args:
             positions: [T]
             hidden_states: [T, hidden]
-            features: of the layer, [T, P]; None: it has none.
-            given: keys and values of an earlier layer; None: the layer makes them.
+            features: per-layer features of the tokens, [T, P]; None: the model has none.
+            given: keys and values of an earlier layer; None: the layer computes them.
 
         Returns:
-            [T, hidden], and the keys and values that were read.
+            [T, hidden], and the keys and values that were used.
         """
         x = hidden_states
         attended, given = self.self_attn(positions, self.input_layernorm(x), given)
@@ -294,7 +298,7 @@ class Gemma4Layer(Layer):
 
 
 class Gemma4Decoder(Decoder):
-    """A `Decoder` whose layers may have features of the tokens, and read earlier layers."""
+    """A `Decoder` whose layers may get per-layer features of tokens, and read earlier layers."""
 
     def __init__(
         self, arch: ModelArch, options: DecoderOptions, layer_type: type[Layer], tp: TPGroup
@@ -305,10 +309,10 @@ class Gemma4Decoder(Decoder):
         self.features = TokenFeatures(arch, tp) if has_features else None
 
     def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
-        """Run consecutive layers: `CausalLM.run_layers`.
+        """Run consecutive layers; see `CausalLM.run_layers`.
 
         Raises:
-            ConfigError: some layers are to run, and depend on others.
+            ConfigError: not all layers are to run, and they depend on others.
         """
         self.check_whole(first, end)
         features: Sequence[Tensor | None] = [None] * len(self.layers)
@@ -329,18 +333,21 @@ class Gemma4Decoder(Decoder):
         return self.norm(hidden_states) if end == len(self.layers) else hidden_states
 
     def before_layers(self, hidden_states: Tensor) -> Tensor:
-        """Return what the first layer takes of embeddings [T, hidden]."""
+        """Convert embeddings [T, hidden] to the input of the first layer."""
         return hidden_states
 
     def after_layers(self, hidden_states: Tensor) -> Tensor:
-        """Return hidden states [T, hidden] of what the last layer has returned."""
+        """Convert the output of the last layer to hidden states [T, hidden]."""
         return hidden_states
 
 
 class Gemma4ForCausalLM(DecoderForCausalLM):
-    """Gemma 4 (Google 2026): windows and full attention with heads of other sizes, features of
-    tokens for each layer, layers that read the keys and values of earlier ones, and experts next to
-    the MLP."""
+    """Gemma 4 (Google 2026).
+
+    Layers with sliding windows and with full attention have heads of different sizes. It has
+    per-layer features of tokens, layers that read the keys and values of earlier ones, and experts
+    parallel to the MLP.
+    """
 
     decoder_type = Gemma4Decoder
     layer_type: ClassVar[type[Layer]] = Gemma4Layer
@@ -378,7 +385,9 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
         super().__init__(arch, tp, options, self.layer_type)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Return embeddings, and next to them what layers get of a table by token ids."""
+        """Return the embeddings, concatenated with the per-layer features of the token
+        ids, if any.
+        """
         embedded = super().embed(input_ids)
         features = self.model.features
         if features is None:
@@ -388,7 +397,9 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Leave out the keys and values of layers that read other layers, and split experts."""
+        """Skip keys and values of layers that read those of another layer, and split tensors of
+        experts.
+        """
         found = _KEYS_AND_VALUES.match(name)
         if found and self.arch.kv_sources[int(found[1])] is not None:
             return ()

@@ -1,4 +1,4 @@
-"""GLM 4, and ChatGLM 2 and 3, which is the same with other names."""
+"""GLM 4, and ChatGLM 2 and 3, which differ only in tensor names."""
 
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
@@ -17,8 +17,10 @@ from vllm.model_executor.models.fused_weights import qkv_sizes, split_features
 
 
 class GlmForCausalLM(DecoderForCausalLM):
-    """GLM-4-9B (Team GLM 2024, arXiv 2406.12793): half of each head is rotated, in pairs of
-    neighbouring elements."""
+    """GLM-4-9B (Team GLM 2024, arXiv 2406.12793).
+
+    Half of each head has rotary positions, in pairs of neighbouring elements.
+    """
 
     layer: ClassVar[type[Layer]] = DecoderLayer
 
@@ -29,7 +31,7 @@ class GlmForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split the fused projection of the MLP."""
+        """Split the fused gate and up projection of the MLP."""
         if ".gate_up_proj." not in name:
             return ((name, source),)
         size = self.arch.intermediate_size
@@ -70,7 +72,7 @@ class ChatGLMModel(GlmForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split the fused projections."""
+        """Split the fused projections of attention and of the MLP."""
         if ".qkv_proj." in name:
             return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
         return super().convert(name, source)

@@ -60,8 +60,10 @@ class GPT2LMHeadModel(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Transpose the weights of layers, and split query, key and value, which are stored as one.
-        Quantized tensors are not stored transposed."""
+        """Transpose dense weights, and split fused query, key and value tensors.
+
+        Quantized tensors are not stored transposed.
+        """
         is_weight = name.startswith("model.layers.") and name.endswith(".weight")
         if is_weight and len(source.shape) == 2:
             source = source.mapped(lambda weight: weight.T)
@@ -71,14 +73,18 @@ class GPT2LMHeadModel(DecoderForCausalLM):
 
 
 class GPTBigCodeForCausalLM(GPT2LMHeadModel):
-    """StarCoder, Granite 20B and 34B Code (Li et al. 2023, arXiv 2305.06161): GPT-2 with one
-    key/value head for all queries."""
+    """StarCoder, Granite 20B and 34B Code (Li et al. 2023, arXiv 2305.06161).
+
+    A GPT-2 with one key/value head for all queries.
+    """
 
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split query, key and value, which are stored as one; head by head if each query has its
-        own key and value."""
+        """Split a fused query, key and value tensor.
+
+        Without multi-query attention it is stored head by head.
+        """
         if ".qkv_proj." not in name:
             return ((name, source),)
         if self.arch.num_kv_heads == 1:

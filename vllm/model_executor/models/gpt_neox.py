@@ -49,7 +49,7 @@ class GPTNeoXForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split query, key and value, which are stored as one, head by head."""
+        """Split a fused query, key and value tensor, which is stored head by head."""
         return split_qkv_groups(self.arch, name, source)
 
 

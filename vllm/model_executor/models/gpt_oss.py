@@ -19,7 +19,7 @@ from vllm.ops.expert_options import ExpertOptions
 
 
 class GptOssLayer(DecoderLayer):
-    """A `DecoderLayer` of experts with biases and a clamped SwiGLU."""
+    """A `DecoderLayer` of experts with biases and a clamped SwiGLU activation."""
 
     def make_mlp(self, spec: LayerSpec) -> Mixture:
         arch = spec.arch
@@ -32,8 +32,10 @@ class GptOssLayer(DecoderLayer):
 
 
 class GptOssForCausalLM(DecoderForCausalLM):
-    """GPT-OSS 20B and 120B (OpenAI 2025, arXiv 2508.10925), in MXFP4 or dense: attention with
-    sinks, every second layer with a window."""
+    """GPT-OSS 20B and 120B (OpenAI 2025, arXiv 2508.10925), in MXFP4 or dense.
+
+    Attention has sinks, and in every second layer a sliding window.
+    """
 
     checkpoint_names: ClassVar[dict[str, str]] = {".mlp.router.": ".mlp.gate."}
 
@@ -45,8 +47,10 @@ class GptOssForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split the weights of all experts, which are stored as one: [experts, in, out], or in
-        MXFP4 [experts, out, in]. Gates and ups alternate."""
+        """Split the tensors with the weights of all experts.
+
+        Dense they are [experts, in, out], in MXFP4 [experts, out, in]. Gates and ups alternate.
+        """
         parent, _, kind = name.rpartition(".experts.")
         if not parent:
             return ((name, source),)
@@ -74,7 +78,7 @@ class GptOssForCausalLM(DecoderForCausalLM):
                 yield f"{parent}{expert}.{name}.weight", part
 
     def check_tensors(self) -> None:
-        """Refuse a checkpoint that has only one of the blocks and scales of a weight."""
+        """Check that each MXFP4 weight of the checkpoint has both its blocks and its scales."""
         for weight, (suffix, _) in self._blocks.items():
             missing = "blocks" if suffix == "scales" else "scales"
             raise WeightLoadError(
@@ -96,7 +100,9 @@ def _by_expert(
 def _parts_of(
     parent: str, weight: str, expert: int, rows: Tensor, kind: str
 ) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Yield the parts of one expert: gate and up [I, ...] of [2 * I, ...], or down unchanged."""
+    """Yield the parts of an expert's tensor: gate and up [I, ...] of [2 * I, ...], or down
+    unchanged.
+    """
     for name, which in _rows_of(weight):
         part = rows[which]
         yield (
@@ -106,7 +112,7 @@ def _parts_of(
 
 
 def _rows_of(weight: str) -> tuple[tuple[str, slice], ...]:
-    """Return the matrices of an expert in one of the checkpoint, and their rows."""
+    """Return the parts of an expert's tensor in the checkpoint, and the rows of each part."""
     if weight == "gate_up_proj":
         return ("gate_proj", slice(0, None, 2)), ("up_proj", slice(1, None, 2))
     return (("down_proj", slice(None)),)

@@ -1,4 +1,4 @@
-"""The common part of encoders that have the one of Whisper."""
+"""The base class of sound encoders built on the encoder of Whisper."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from vllm.multimodal.audio.whisper_config import WhisperEncoderConfig
 
 
 class SoundEncoder(MediaEncoder):
-    """Pieces of sound to embeddings. Each piece is encoded by itself.
+    """Encodes pieces of sound, each on its own, into embeddings of the language model.
 
     Args:
         config: config.json of the whole model.
         hidden_size: of the language model's embeddings.
-        sizes: of the encoder of Whisper.
+        sizes: sizes of the Whisper encoder.
     """
 
     prefixes: ClassVar[tuple[str, ...]] = ("audio_tower.", "multi_modal_projector.")
@@ -37,14 +37,18 @@ class SoundEncoder(MediaEncoder):
         return 1
 
     def forward(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Encode pieces, few at a time: all of a long sound would take gigabytes."""
+        """Encode pieces a few at a time, since encoding a long sound at once would take
+        gigabytes.
+        """
         found: list[Tensor] = []
         for first in range(0, len(items), self.most_at_once):
             found += self.encode_together(items[first : first + self.most_at_once])
         return found
 
     def encode_together(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Encode pieces in one forward pass without padding: the embeddings [n, width] of each."""
+        """Encode pieces in one forward pass without padding; return the embeddings [n, width] of
+        each.
+        """
         return self.split(self.run(**self.prepare(items)), items)
 
     def run(self, **tensors: Tensor) -> Tensor:
@@ -53,7 +57,7 @@ class SoundEncoder(MediaEncoder):
 
     @abstractmethod
     def encode(self, **tensors: Tensor) -> Tensor:
-        """Return the embeddings [B, n, hidden_size] of pieces.
+        """Encode pieces of sound: their embeddings [B, n, hidden_size].
 
         Args:
             tensors: as `prepare` returns them; `features` [B, num_mel_bins, F] have the dtype of
@@ -62,7 +66,10 @@ class SoundEncoder(MediaEncoder):
 
 
 def pad_pieces(features: Tensor, size: int | None) -> Tensor:
-    """Return the features [B, num_mel_bins, F] of `size` pieces; None: of as many as there are."""
+    """Pad the features [B, num_mel_bins, F] with empty pieces to `size` pieces.
+
+    None: do not pad.
+    """
     missing = 0 if size is None else size - features.shape[0]
     assert missing >= 0, f"{features.shape[0]} pieces do not fit {size}"
     return F.pad(features, (0, 0, 0, 0, 0, missing))

@@ -1,7 +1,8 @@
-"""The encoder of Whisper (Radford et al. 2022, arXiv 2212.04356), which Qwen2-Audio and Voxtral
-have too.
+"""The encoder of Whisper (Radford et al.
 
-B pieces of sound, F frames of each, N = F / 2 hidden states, C their width.
+2022, arXiv 2212.04356), also used by Qwen2-Audio and Voxtral.
+
+Shapes: B pieces of sound, F frames of each, N = F / 2 hidden states of size C.
 """
 
 from collections.abc import Callable
@@ -20,14 +21,14 @@ _FLOAT16_LIMIT = torch.finfo(torch.float16).max - 1000
 
 
 class TimeConvolution(nn.Module):
-    """A convolution of three neighbouring frames, as one matmul.
+    """A convolution over three neighbouring frames, computed as one matmul.
 
     Args:
         input_size: values of a frame.
         output_size: values of the result.
         stride: frames from one result to the next.
 
-    Shape: [B, T, input_size] -> [B, T / stride, output_size], where zeros precede and follow
+    Shape: [B, T, input_size] -> [B, T / stride, output_size]; the input is padded with zeros.
     """
 
     weight: nn.Parameter
@@ -50,9 +51,9 @@ class TimeConvolution(nn.Module):
 
 
 class WhisperEncoderLayer(nn.Module):
-    """One layer of a transformer that normalises inputs.
+    """One pre-norm transformer layer.
 
-    Shape: [B, N, C] -> the same
+    Shape: [B, N, C] -> [B, N, C]
     """
 
     activation: Callable[[Tensor], Tensor]
@@ -76,10 +77,10 @@ class WhisperEncoderLayer(nn.Module):
 
 
 class WhisperEncoder(nn.Module):
-    """Log-mel features to hidden states. Its parameters have the names of checkpoints.
+    """Encodes log-mel features to hidden states. Parameters are named as in checkpoints.
 
     Args:
-        config: its sizes.
+        config: sizes of the encoder.
     """
 
     def __init__(self, config: WhisperEncoderConfig) -> None:
@@ -95,12 +96,12 @@ class WhisperEncoder(nn.Module):
         self.layer_norm = LayerNorm(size)
 
     def hidden_states(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the hidden states [B, N, C] after the last layer, not normalised.
+        """Return the hidden states [B, N, C] after the last layer, before the final norm.
 
         Args:
             features: [B, num_mel_bins, F], F at most 2 * max_source_positions.
-            mask: bool, broadcasts to [B, heads, N, N]: which hidden states each one sees, at least
-                one. None: all.
+            mask: bool, broadcasts to [B, heads, N, N]: which hidden states each one attends to, at
+                least one. None: all.
         """
         x = self.activation(self.conv1(features.transpose(1, 2)))
         x = self.activation(self.conv2(x))
@@ -110,7 +111,9 @@ class WhisperEncoder(nn.Module):
         return x
 
     def forward(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the hidden states [B, N, C], normalised; it has the arguments of
-        `hidden_states`."""
+        """Return the hidden states [B, N, C] after the final norm.
+
+        For the arguments see `hidden_states`.
+        """
         normed: Tensor = self.layer_norm(self.hidden_states(features, mask))
         return normed

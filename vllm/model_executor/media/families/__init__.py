@@ -1,1 +1,1 @@
-"""Encoders of images: one file for each family, with the name of its rules in `vllm.multimodal`."""
+"""Encoders of images: one file for each family, named like its rules in `vllm.multimodal`."""

@@ -15,11 +15,11 @@ from vllm.multimodal.images.tower_config import TowerConfig, read_tower_config
 
 
 class Gemma3Projector(nn.Module):
-    """The mean of squares of patches, a norm and a matmul.
+    """Pools patches by average, and applies an RMS norm and a matmul.
 
     Args:
-        tower: whose patches these are.
-        side: tokens of a row.
+        tower: sizes of the vision tower.
+        side: embeddings along one side of the image after pooling.
         hidden_size: of the language model's embeddings.
 
     Shape: [B, N, C] -> [B, side * side, hidden_size]
@@ -43,7 +43,7 @@ class Gemma3Projector(nn.Module):
 
 
 class Gemma3Encoder(TileEncoder):
-    """SigLIP and a projector that pools its patches."""
+    """A SigLIP tower, and a projector that pools its patches."""
 
     prefixes: ClassVar[tuple[str, ...]] = ("vision_tower.", "multi_modal_projector.")
 

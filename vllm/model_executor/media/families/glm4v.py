@@ -30,9 +30,9 @@ _NORM_EPS = 1e-5
 
 
 class _Merger(GatedTowerMLP):
-    """Turns blocks into embeddings of the language model.
+    """Turns blocks of patches into embeddings of the language model.
 
-    Shape: [N, hidden_size] -> the same
+    Shape: [N, hidden_size] -> [N, hidden_size]
     """
 
     def __init__(self, hidden_size: int, inner: int, activation: str) -> None:
@@ -45,7 +45,7 @@ class _Merger(GatedTowerMLP):
 
 
 class _Embeddings(nn.Module):
-    """The name that checkpoints have for the table of positions."""
+    """Holds the position table under the name that checkpoints use."""
 
     def __init__(self, num_positions: int, hidden_size: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _Embeddings(nn.Module):
 
 
 class _Tower(nn.Module):
-    """Named as in checkpoints."""
+    """The vision tower; its modules are named as in checkpoints."""
 
     def __init__(self, vision: Mapping[str, Any], sizes: GridSizes, hidden_size: int) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from vllm.multimodal.images.tower_config import read_tower_config
 
 
 class Idefics3Projection(nn.Module):
-    """One matmul, a level deeper than the connector as checkpoints have it."""
+    """One matmul, nested to match the parameter names of checkpoints."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -25,10 +25,10 @@ class Idefics3Projection(nn.Module):
 
 
 class Idefics3Connector(nn.Module):
-    """Squares of patches joined, and a matmul.
+    """Joins squares of patches, and projects them with a matmul.
 
     Args:
-        scale: height and width of a square.
+        scale: height and width of a square, in patches.
         size: C, of a patch.
         hidden_size: of the language model's embeddings.
 
@@ -46,8 +46,10 @@ class Idefics3Connector(nn.Module):
 
 
 class Idefics3Encoder(TileEncoder):
-    """SigLIP, and a connector that joins its patches. Tiles have no padding, so every patch has
-    the position of its index."""
+    """A SigLIP tower, and a connector that joins its patches.
+
+    Tiles have no padding, so the position of a patch is its index.
+    """
 
     prefixes: ClassVar[tuple[str, ...]] = ("vision_model.", "connector.")
 

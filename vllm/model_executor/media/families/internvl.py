@@ -1,4 +1,4 @@
-"""The encoder of InternVL 3 (Zhu et al. 2025, arXiv 2504.10479) as transformers has it."""
+"""The encoder of InternVL 3 (Zhu et al. 2025, arXiv 2504.10479), in the format of transformers."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ class InternVLProjector(LlavaProjector):
 
 
 class InternVLEncoder(TileEncoder):
-    """InternViT, whose patches are joined to squares, and a projector."""
+    """An InternViT tower whose patches are joined to squares, and a projector."""
 
     prefixes: ClassVar[tuple[str, ...]] = ("vision_tower.", "multi_modal_projector.")
 
@@ -54,10 +54,10 @@ class InternVLEncoder(TileEncoder):
 
 
 def _layers_before(config: Mapping[str, Any], tower: TowerConfig) -> int | None:
-    """Return how many layers are before the hidden state that is used; None: all and the norm.
+    """Return the number of layers before the hidden state that is used; None: all, and the norm.
 
     Raises:
-        ConfigError: there is no such layer, or the embedding of the whole image is used as well.
+        ConfigError: there is no such layer, or the model also uses the class embedding.
     """
     strategy = config.get("vision_feature_select_strategy") or "default"
     if strategy != "default":

@@ -45,7 +45,7 @@ class LlavaProjector(nn.Module):
 
 
 class LlavaEncoder(TileEncoder):
-    """A tower of CLIP or SigLIP, some of its hidden states, and a projector."""
+    """A CLIP or SigLIP tower, and a projector of some of its hidden states."""
 
     prefixes: ClassVar[tuple[str, ...]] = ("vision_tower.", "multi_modal_projector.")
 

@@ -11,7 +11,7 @@ from vllm.multimodal.families.llava_next import Layout, check_grid
 
 
 class LlavaNextEncoder(LlavaEncoder):
-    """LLaVA 1.5 for each tile; then the patches row by row over all tiles, without padding.
+    """Encodes each tile as LLaVA 1.5, then joins the tiles row by row without padding.
 
     An image also has the tensor `layout` [6]: the fields of `Layout`.
     """
@@ -38,9 +38,9 @@ class LlavaNextEncoder(LlavaEncoder):
         return tensors
 
     def _orders(self, items: Sequence[Mapping[str, Tensor]], num_tiles: int) -> list[Tensor]:
-        """Return for each image which embedding of the tiles is at each index of it.
+        """Return for each image the order in which the embeddings of its tiles are joined.
 
-        The index after the last embedding means the end of a row.
+        An index after the last embedding stands for the learned end of a row.
         """
         side, per_tile = self.tower.patches_per_side, self.embeddings_per_tile
         orders, first = [], 0

@@ -20,7 +20,7 @@ from vllm.multimodal.interface.checks import (
 
 
 class _PatchMerger(nn.Module):
-    """Joins the patches of a block.
+    """Joins the patches of each block.
 
     Shape: [N, C] -> [N / block, C]
     """
@@ -35,7 +35,7 @@ class _PatchMerger(nn.Module):
 
 
 class _Projector(LlavaProjector):
-    """A norm, the merger of patches, and two matmuls.
+    """A norm, a merger of patches, and two matmuls.
 
     Shape: [N, C] -> [N / block, hidden_size]
     """

@@ -25,8 +25,10 @@ _WITHIN = "vision_config."
 
 
 class MllamaEncoder(MediaEncoder):
-    """A tower, and one matmul of several of its hidden states: states for cross-attention layers,
-    as many of each tile that an image fills.
+    """A vision tower, and a matmul that projects several of its hidden states.
+
+    The results are hidden states for cross-attention layers: the same number for each tile that the
+    image fills.
 
     Tensors of an image: `pixels` [tiles, 3, S, S] uint8; `statistics` [2, 3] float32, mean and
     deviation of each channel; `layout` [1], index of the layout of its tiles.
@@ -66,11 +68,13 @@ class MllamaEncoder(MediaEncoder):
     def prepare(
         self, items: Sequence[Mapping[str, Tensor]], size: int | None = None
     ) -> dict[str, Tensor]:
-        """Return `pixels` [B, T, 3, S, S], `statistics` [B, 2, 3], `layouts` [B], `filled` [B, T]:
-        which tiles images fill, and the order of positions: `first` and `others`.
+        """Build the arguments of `run`, padded to `size` images.
 
-        Of a single image without padding the first ones are all that show it, so attention needs
-        no mask. Else `padding` [B, positions] says which of them show nothing.
+        These are `pixels` [B, T, 3, S, S], `statistics` [B, 2, 3], `layouts` [B], `filled` [B, T]
+        (which tiles images fill), and the order of positions, `first` and `others`.
+
+        For one image without padding, `first` are exactly the positions with content, so attention
+        needs no mask. Otherwise `padding` [B, positions] marks the positions without content.
         """
         missing = 0 if size is None else size - len(items)
         assert missing >= 0, f"{len(items)} images do not fit {size}"
@@ -120,8 +124,9 @@ class MllamaEncoder(MediaEncoder):
         ]
 
     def forward(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Encode images one after the other, which needs no masks: the states [n, width] of
-        each."""
+        """Encode images one after another, which needs no masks; return the states [n, width] of
+        each.
+        """
         return [super(MllamaEncoder, self).forward([item])[0] for item in items]
 
 

@@ -28,9 +28,9 @@ _NORM_EPS = 1e-5
 
 
 class _Attention(nn.Module):
-    """Attention with rotations, with the names of Llama.
+    """Attention with rotary embeddings; its parameters are named as in Llama.
 
-    Shape: [N, C] -> the same
+    Shape: [N, C] -> [N, C]
     """
 
     def __init__(self, hidden_size: int, num_heads: int) -> None:
@@ -51,9 +51,9 @@ class _Attention(nn.Module):
 
 
 class _Layer(nn.Module):
-    """One layer of the tower.
+    """One layer of the vision tower.
 
-    Shape: [N, C] -> the same
+    Shape: [N, C] -> [N, C]
     """
 
     def __init__(self, config: TowerConfig) -> None:
@@ -72,7 +72,7 @@ class _Layer(nn.Module):
 
 
 class _Layers(nn.Module):
-    """The name that checkpoints have for the layers."""
+    """Holds the layers under the name that checkpoints use."""
 
     def __init__(self, config: TowerConfig, num_layers: int) -> None:
         super().__init__()
@@ -80,11 +80,11 @@ class _Layers(nn.Module):
 
 
 class PixtralTower(nn.Module):
-    """The first layers of the tower of Pixtral.
+    """The first layers of the vision tower of Pixtral.
 
     Args:
         config: of the tower.
-        num_layers: that are built.
+        num_layers: layers to build.
     """
 
     def __init__(self, config: TowerConfig, num_layers: int) -> None:
@@ -97,7 +97,9 @@ class PixtralTower(nn.Module):
     def forward(
         self, patches: Tensor, rotations: Tensor, attend: Attend, wanted: Collection[int]
     ) -> dict[int, Tensor]:
-        """Return the hidden states [N, C] after some numbers of layers; 0: before the first."""
+        """Return layer count -> hidden states [N, C] after this number of layers, for the wanted
+        counts.
+        """
         x = self.ln_pre(self.patch_conv(patches))
         found = {0: x}
         for index, layer in enumerate(self.transformer.layers, 1):
@@ -108,7 +110,7 @@ class PixtralTower(nn.Module):
 
 
 class PixtralEncoder(GridEncoder):
-    """The tower of Pixtral, some of its hidden states, and a projector."""
+    """A Pixtral tower, and a projector of some of its hidden states."""
 
     prefixes: ClassVar[tuple[str, ...]] = ("vision_tower.", "multi_modal_projector.")
 
@@ -120,7 +122,7 @@ class PixtralEncoder(GridEncoder):
         self.multi_modal_projector = self.make_projector(tower, hidden_size)
 
     def make_projector(self, tower: TowerConfig, hidden_size: int) -> nn.Module:
-        """Return what turns hidden states [N, C * number of them] into embeddings."""
+        """Make the projector from the concatenated hidden states [N, C * count] to embeddings."""
         return LlavaProjector(self.config, tower.hidden_size * len(self.layers), hidden_size)
 
     def parameter_name(self, name: str) -> str | None:

@@ -33,7 +33,7 @@ _FULL_LAYERS = (7, 15, 23, 31)
 
 
 class _Tower(nn.Module):
-    """Named as in checkpoints."""
+    """The vision tower; its modules are named as in checkpoints."""
 
     def __init__(self, vision: Mapping[str, Any], sizes: GridSizes, hidden_size: int) -> None:
         super().__init__()
@@ -73,9 +73,10 @@ class Qwen2_5_VLEncoder(GridEncoder):
     def prepare(
         self, items: Sequence[Mapping[str, Tensor]], size: int | None = None
     ) -> dict[str, Tensor]:
-        """Return what `GridEncoder.prepare` does, in the order of windows, and `windows` [N], the
-        number of the window of each patch, and `places` [N / patches of a block], where in this
-        order each block is.
+        """Build the arguments of `GridEncoder.run`, with the blocks in the order of their windows.
+
+        Adds `windows` [N], the window of each patch, and `places` [N / patches of a block], the
+        index of each block in the window order.
         """
         tensors = super().prepare(items, size)
         block = self.sizes.block
@@ -98,7 +99,7 @@ class Qwen2_5_VLEncoder(GridEncoder):
         }
 
     def _windows_of(self, grid: tuple[int, int, int]) -> Tensor:
-        """Return the number of the window of each block of an image, from 0."""
+        """Return the index of the window of each block of an image."""
         merge_size = self.sizes.merge_size
         frames, rows, columns = grid[0], grid[1] // merge_size, grid[2] // merge_size
         per_column, per_row = -(-rows // self.window), -(-columns // self.window)

@@ -13,7 +13,7 @@ from vllm.multimodal.families.qwen2_audio import Family
 
 
 class Qwen2AudioProjector(nn.Module):
-    """One matmul.
+    """Projects hidden states with one matmul.
 
     Shape: [..., input_size] -> [..., hidden_size]
     """
@@ -28,7 +28,7 @@ class Qwen2AudioProjector(nn.Module):
 
 
 class Qwen2AudioEncoder(SoundEncoder):
-    """The encoder of Whisper, the mean of each two hidden states, and a projector."""
+    """The encoder of Whisper, an average over pairs of hidden states, and a projector."""
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int) -> None:
         super().__init__(config, hidden_size, Family.read_encoder(config))
@@ -65,14 +65,16 @@ class Qwen2AudioEncoder(SoundEncoder):
 
 
 def _longest(items: Sequence[Mapping[str, Tensor]]) -> int:
-    """Return the frames of the longest sound."""
+    """Return the number of frames of the longest sound."""
     return max(item["features"].shape[1] for item in items)
 
 
 def _cut(
     embeddings: Tensor, num_frames: int, items: Sequence[Mapping[str, Tensor]]
 ) -> list[Tensor]:
-    """Return the embeddings of each sound, where all were padded to as many frames."""
+    """Remove the padding: return the embeddings of each sound, where all have `num_frames`
+    frames.
+    """
     padded = embeddings.split(num_frames // 4)
     return [padded[index][: int(item["num_states"]) // 2] for index, item in enumerate(items)]
 

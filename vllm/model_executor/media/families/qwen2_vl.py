@@ -1,4 +1,4 @@
-"""The vision tower of Qwen2-VL (arXiv 2409.12191): patches of a frame see each other."""
+"""The vision tower of Qwen2-VL (arXiv 2409.12191); patches attend to all patches of their frame."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -24,11 +24,11 @@ NORM_EPS = 1e-6
 
 
 class BlockMerger(nn.Module):
-    """Joins the patches of a block to an embedding of the language model.
+    """Joins the patches of a block to one embedding of the language model.
 
     Args:
         sizes: of the tower.
-        norm: of patches.
+        norm: applied to patches.
         hidden_size: of the language model.
 
     Shape: [N, C] -> [N / patches of a block, hidden_size]
@@ -50,7 +50,7 @@ class BlockMerger(nn.Module):
 
 
 class _Tower(nn.Module):
-    """Named as in checkpoints."""
+    """The vision tower; its modules are named as in checkpoints."""
 
     def __init__(self, vision: Mapping[str, Any], sizes: GridSizes, hidden_size: int) -> None:
         super().__init__()

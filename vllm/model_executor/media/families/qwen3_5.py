@@ -6,7 +6,7 @@ from vllm.model_executor.media.families.qwen3_vl import Qwen3VLEncoder
 
 
 class Qwen3_5Encoder(Qwen3VLEncoder):
-    """The vision tower of Qwen3-VL without deep layers."""
+    """The vision tower of Qwen3-VL, but without features of intermediate layers (DeepStack)."""
 
     has_deep_layers: ClassVar[bool] = False
 

@@ -1,5 +1,7 @@
-"""The vision tower of Qwen3-VL (arXiv 2511.21631): its language model also reads some of its layers
-(DeepStack, arXiv 2406.04334)."""
+"""The vision tower of Qwen3-VL (arXiv 2511.21631).
+
+Its language model also reads some intermediate layers of the tower (DeepStack, arXiv 2406.04334).
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -49,12 +51,12 @@ class _MLP(nn.Module):
 
 
 class _Merger(_MLP):
-    """Joins the patches of a block.
+    """Joins the patches of a block to one embedding of the language model.
 
     Args:
         sizes: of the tower.
         hidden_size: of the language model.
-        norms_blocks: whether blocks are normalised, and not patches.
+        norms_blocks: the norm is applied to joined blocks; False: to single patches.
 
     Shape: [N, C] -> [N / patches of a block, hidden_size]
     """
@@ -74,7 +76,7 @@ class _Merger(_MLP):
 
 
 class _Tower(nn.Module):
-    """Named as in checkpoints."""
+    """The vision tower; its modules are named as in checkpoints."""
 
     def __init__(
         self, vision: Mapping[str, Any], sizes: GridSizes, hidden_size: int, num_deep: int
@@ -103,7 +105,7 @@ class _Tower(nn.Module):
 class Qwen3VLEncoder(GridEncoder):
     """The vision tower of Qwen3-VL, with its mergers.
 
-    Each layer of `deep_layers` gives the values that are added after one of the first layers of the
+    The values of each layer in `deep_layers` are added after one of the first layers of the
     language model.
     """
 

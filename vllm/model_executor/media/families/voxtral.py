@@ -12,7 +12,7 @@ from vllm.multimodal.families.voxtral import Family, joined_states
 
 
 class VoxtralEncoder(SoundEncoder):
-    """The encoder of Whisper, whose neighbouring hidden states are joined, and a projector."""
+    """The encoder of Whisper, and a projector of joined neighbouring hidden states."""
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int) -> None:
         super().__init__(config, hidden_size, Family.read_encoder(config))

@@ -1,5 +1,4 @@
-"""The encoder of Whisper (Radford et al. 2022, arXiv 2212.04356), whose hidden states the decoder
-reads."""
+"""The encoder of Whisper (Radford et al. 2022, arXiv 2212.04356), for its own decoder."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

@@ -1,1 +1,1 @@
-"""Parts of vision towers. Know no families."""
+"""Parts of vision towers. Independent of model families."""

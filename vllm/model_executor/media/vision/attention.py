@@ -1,4 +1,4 @@
-"""Attention within images, the same for all towers. Knows neither weights nor caches of keys."""
+"""Attention within images, the same for all towers. Independent of weights and KV caches."""
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ def attend(
     mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return what each query reads from the keys of its image, in both directions.
+    """Compute bidirectional attention: each query attends to the keys of its image.
 
     B images or tiles, H heads, N queries and K keys of size D.
 

@@ -12,7 +12,7 @@ from vllm.multimodal.images.tower_config import TowerConfig
 
 
 class ClipEmbeddings(nn.Module):
-    """One embedding that represents the whole image, then the patches.
+    """The class embedding, which represents the whole image, followed by the patches.
 
     Shape: [B, 3, H, W] -> [B, 1 + N, C]
     """
@@ -38,7 +38,7 @@ class ClipTower(nn.Module):
 
     Args:
         config: of the tower.
-        num_layers: that are built.
+        num_layers: layers to build.
     """
 
     def __init__(self, config: TowerConfig, num_layers: int) -> None:
@@ -49,11 +49,11 @@ class ClipTower(nn.Module):
         self.encoder = TowerLayers(config, num_layers)
 
     def forward(self, pixels: Tensor, wanted: Collection[int]) -> dict[int, Tensor]:
-        """Return the hidden states [B, 1 + N, C] after some numbers of layers.
+        """Return layer count -> hidden states [B, 1 + N, C] after this number of layers.
 
         Args:
             pixels: [B, 3, H, W], normalised.
-            wanted: numbers of layers.
+            wanted: the layer counts.
         """
         hidden: dict[int, Tensor] = self.encoder(self.pre_layrnorm(self.embeddings(pixels)), wanted)
         return hidden

@@ -1,7 +1,9 @@
-"""Encoders of images of any size: the patches of all images are one sequence, and blocks of patches
-become tokens. Qwen-VL and GLM-V are of this kind. Knows no model.
+"""Encoders for images of any size, such as Qwen-VL and GLM-V.
 
-N patches with padding, H heads of size D, C channels of a patch.
+The patches of all images are one sequence, and blocks of patches become tokens. Independent of
+models.
+
+Shapes: N patches with padding, H heads of size D, C channels of a patch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +39,7 @@ _MAX_LAYERS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class GridSizes:
-    """Sizes of the tower."""
+    """Sizes of a vision tower."""
 
     hidden_size: int
     """C"""
@@ -55,7 +57,7 @@ class GridSizes:
 
     @property
     def block(self) -> int:
-        """Patches of a block."""
+        """Number of patches in a block."""
         return self.merge_size**2
 
     @property
@@ -67,12 +69,12 @@ class GridSizes:
 def read_sizes(
     config: Mapping[str, Any], hidden_key: str = "hidden_size", patch_size: int = 14
 ) -> GridSizes:
-    """Read `vision_config` of config.json.
+    """Read the sizes of the vision tower from `vision_config` in config.json.
 
     Args:
         config: of the whole model.
         hidden_key: key of the hidden size of the tower.
-        patch_size: of a config that has none.
+        patch_size: used if the config has none.
 
     Raises:
         ConfigError: a value cannot be used.
@@ -105,10 +107,10 @@ def read_sizes(
 
 
 def read_activation(vision: Mapping[str, Any], default: str) -> str:
-    """Read the name of the activation of the MLPs in `vision_config`.
+    """Read the name of the activation of the MLPs from `vision_config`.
 
     Raises:
-        ConfigError: it is no text.
+        ConfigError: it is not a string.
     """
     name = vision.get("hidden_act")
     if name is not None and not isinstance(name, str):
@@ -117,12 +119,12 @@ def read_activation(vision: Mapping[str, Any], default: str) -> str:
 
 
 class FlatConvolution(nn.Module):
-    """A convolution over pieces that do not overlap, as a matmul.
+    """A convolution over pieces that do not overlap, computed as a matmul.
 
     Args:
         size: of a piece: channels first.
         output_size: channels of the result.
-        has_bias: whether it has one.
+        has_bias: whether there is a bias.
 
     Shape: [..., elements of a piece] -> [..., output_size]
     """
@@ -142,7 +144,7 @@ class FlatConvolution(nn.Module):
 
 
 class GridPatchEmbedding(nn.Module):
-    """The embedding of patches, with the name of Qwen-VL.
+    """Embeds patches; its parameters are named as in Qwen-VL.
 
     Shape: [N, 3 * frames * patch_size * patch_size] -> [N, C]
     """
@@ -157,9 +159,9 @@ class GridPatchEmbedding(nn.Module):
 
 
 class GridAttention(nn.Module):
-    """Attention with rotations, with the names of Qwen-VL.
+    """Attention with rotary embeddings; its parameters are named as in Qwen-VL.
 
-    Shape: [N, C] -> the same
+    Shape: [N, C] -> [N, C]
     """
 
     def __init__(
@@ -177,14 +179,14 @@ class GridAttention(nn.Module):
 
 
 class GridLayer(nn.Module):
-    """One layer of a transformer that normalises inputs, with the names of Qwen-VL.
+    """One pre-norm transformer layer; its parameters are named as in Qwen-VL.
 
     Args:
         norms: before attention and before the MLP.
         attention: of the tower.
-        mlp: [N, C] to [N, C].
+        mlp: maps [N, C] to [N, C].
 
-    Shape: [N, C] -> the same
+    Shape: [N, C] -> [N, C]
     """
 
     def __init__(
@@ -200,7 +202,7 @@ class GridLayer(nn.Module):
 
 
 class GatedTowerMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), with the names of Llama.
+    """Computes down(activation(gate(x)) * up(x)); its parameters are named as in Llama.
 
     Shape: [..., hidden_size] -> [..., hidden_size]
     """
@@ -225,7 +227,7 @@ class GatedTowerMLP(nn.Module):
 
 
 class GridEncoder(MediaEncoder):
-    """The part of these encoders that runs on the host, and the scaling of pixels.
+    """Base class of grid encoders: prepares images on the host, and normalises their pixels.
 
     Tensors of an image: `pixels` [patches, 3 * frames * patch_size^2] uint8, block after block;
     `statistics` [2, 3] float32, mean and deviation of each channel; `grid` [3], frames, rows and
@@ -248,11 +250,12 @@ class GridEncoder(MediaEncoder):
     def prepare(
         self, items: Sequence[Mapping[str, Tensor]], size: int | None = None
     ) -> dict[str, Tensor]:
-        """Return `pixels` [N, ...], `statistics` [N, 2, 3], `rotations` [2, N, D / 2], and
-        `frames` [N], the number of the frame of each patch.
+        """Build the arguments of `run` on the host.
 
-        `frames` is left out where a single frame is not padded. With a `position_table`:
-        `neighbours` and `weights` [N, K] of its positions.
+        These are `pixels` [N, ...], `statistics` [N, 2, 3], `rotations` [2, N, D / 2], and `frames`
+        [N], the index of the frame of each patch. `frames` is left out for a single frame without
+        padding. With a `position_table` there are also `neighbours` and `weights` [N, K] of its
+        positions.
         """
         pixels = torch.cat([item["pixels"] for item in items])
         grids = [grid_of(item) for item in items]
@@ -282,16 +285,16 @@ class GridEncoder(MediaEncoder):
         return rotations_of(places, *self.frequencies())
 
     def position_table(self) -> InterpolatedTable | None:
-        """Return the learned embeddings of positions; None: positions only rotate."""
+        """Return the learned position embeddings; None: the tower only has rotary embeddings."""
         return None
 
     def frequencies(self) -> tuple[Tensor, Tensor]:
-        """Return the angle per row of each pair that rows rotate, and the same of columns."""
+        """Return the rotary frequencies of rows, and of columns."""
         frequencies = axial_frequencies(self.sizes.head_size, self.sizes.theta)
         return frequencies, frequencies
 
     def scaled(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return normalised pixels [N, ...] of this encoder's dtype, the first part of `run`."""
+        """Normalise the pixels [N, ...], in this encoder's dtype. It is the first step of `run`."""
         channels = tensors["pixels"].unflatten(1, (3, -1)).unsqueeze(-1)
         return normalize(channels, tensors["statistics"], self.dtype).flatten(1)
 
@@ -301,13 +304,13 @@ class GridEncoder(MediaEncoder):
 
 
 def grid_of(item: Mapping[str, Tensor]) -> tuple[int, int, int]:
-    """Return frames, rows and columns of the patches of an image."""
+    """Return the number of frames, rows and columns of patches of an image."""
     frames, rows, columns = (int(n) for n in item["grid"])
     return frames, rows, columns
 
 
 def join_blocks(x: Tensor, block: int) -> Tensor:
-    """Return the channels of all patches of each block, channel after channel.
+    """Join the channels of all patches of each block, channel by channel.
 
     Args:
         x: [N, C], block after block.
@@ -320,7 +323,8 @@ def join_blocks(x: Tensor, block: int) -> Tensor:
 
 
 def group_numbers(lengths: Sequence[int]) -> Tensor:
-    """Return for each patch the index of its group, where groups of so many patches follow each
-    other: [N] int32."""
+    """Return the index of the group of each patch, [N] int32, given the sizes of consecutive
+    groups.
+    """
     indices = torch.arange(len(lengths), dtype=torch.int32)
     return indices.repeat_interleave(torch.tensor(lengths))

@@ -31,7 +31,7 @@ def _make_norm(vision: Mapping[str, Any], tower: TowerConfig) -> nn.Module:
 
 
 class _Patches(nn.Module):
-    """Patches of an image, a level deeper than the embeddings as checkpoints have them."""
+    """The patch embedding, nested to match the parameter names of checkpoints."""
 
     def __init__(self, tower: TowerConfig) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class _Patches(nn.Module):
 
 
 class InternVitEmbeddings(nn.Module):
-    """One embedding that represents the whole image, then the patches.
+    """The class embedding, which represents the whole image, followed by the patches.
 
     Shape: [B, 3, H, W] -> [B, 1 + N, C]
     """
@@ -67,9 +67,9 @@ class InternVitEmbeddings(nn.Module):
 
 
 class InternVitAttention(nn.Module):
-    """Attention of each image to itself.
+    """Self-attention within each image.
 
-    Shape: [B, N, C] -> the same
+    Shape: [B, N, C] -> [B, N, C]
     """
 
     def __init__(self, vision: Mapping[str, Any], tower: TowerConfig) -> None:
@@ -95,9 +95,9 @@ class InternVitAttention(nn.Module):
 
 
 class InternVitLayer(nn.Module):
-    """One layer, whose two parts are scaled before they are added.
+    """One layer; learned factors scale attention and MLP before they are added.
 
-    Shape: [B, N, C] -> the same
+    Shape: [B, N, C] -> [B, N, C]
     """
 
     lambda_1: nn.Parameter
@@ -121,7 +121,7 @@ class InternVitLayer(nn.Module):
 
 
 class _Layers(nn.Module):
-    """The layers, under the name that checkpoints have."""
+    """Holds the layers under the name that checkpoints use."""
 
     def __init__(self, vision: Mapping[str, Any], tower: TowerConfig, num_layers: int) -> None:
         super().__init__()
@@ -139,12 +139,12 @@ class InternVitTower(nn.Module):
     Args:
         config: config.json.
         tower: its sizes.
-        num_layers: that are built; None: all, and the norm after the last one if there is one.
+        num_layers: layers to build; None: all, and the norm after the last one if there is one.
 
     Shape: [B, 3, H, W], normalised -> [B, 1 + N, C]
 
     Raises:
-        ConfigError: it has no learned positions, or a setting cannot be used.
+        ConfigError: the tower has no learned positions, or a setting cannot be used.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""A learned embedding of each position of a square, for images of other shapes: it is interpolated.
-Knows no model.
+"""Learned position embeddings of a square, interpolated for images of other shapes.
 
-N patches, K positions of the table that decide the embedding of one.
+Independent of models.
+
+Shapes: N patches, K positions of the table that decide the embedding of one.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +20,12 @@ in the table and their weights, both [N, n]."""
 
 
 class InterpolatedTable(nn.Module):
-    """A table whose `neighbours` are found on the host.
+    """A position table; the host computes which of its positions are interpolated for a patch.
 
     Args:
         num_positions: of the table, a square.
         hidden_size: C.
-        along: finds neighbours along one axis.
+        along: finds neighbours and their weights along one axis.
 
     Shape: neighbours [N, K] and their weights [N, K] -> [N, C], of the dtype of the table.
     """
@@ -48,12 +49,12 @@ class InterpolatedTable(nn.Module):
     def neighbours(
         self, grids: Sequence[tuple[int, int, int]], merge_size: int, num_padded: int
     ) -> dict[str, Tensor]:
-        """Return what `forward` takes, by name.
+        """Compute the arguments of `forward` for some images: neighbours and weights, by name.
 
         Args:
             grids: frames, rows and columns of each image.
-            merge_size: rows and columns of a block; blocks follow each other.
-            num_padded: N.
+            merge_size: rows and columns of a block; patches are ordered block by block.
+            num_padded: N, number of patches to pad to.
         """
         neighbours, weights = [], []
         for grid in grids:
@@ -71,7 +72,11 @@ class InterpolatedTable(nn.Module):
 
 
 def two_neighbours(index: Tensor, length: int, side: int) -> tuple[Tensor, Tensor]:
-    """Interpolate linearly, from the first index of both axes to the last index of both."""
+    """Return the two neighbours of each index in the table and their weights (linear
+    interpolation).
+
+    The first and last index of the image are the first and last position of the table.
+    """
     at = index.float() * (side - 1) / max(length - 1, 1)
     first = at.floor()
     indices = first.long()[:, None] + torch.arange(2)
@@ -80,9 +85,11 @@ def two_neighbours(index: Tensor, length: int, side: int) -> tuple[Tensor, Tenso
 
 
 def four_neighbours(index: Tensor, length: int, side: int) -> tuple[Tensor, Tensor]:
-    """Interpolate by cubic convolution (Keys 1981) with a = -0.75; both axes have the same ends.
+    """Return the four neighbours of each index in the table and their weights (cubic
+    interpolation).
 
-    Beyond the ends of an axis the table has the values at the ends.
+    Cubic convolution (Keys 1981) with a = -0.75; the ends of both axes coincide. Beyond the ends
+    the values at the ends are repeated.
     """
     at = (index.float() + 0.5) * side / length - 0.5
     first = at.floor()

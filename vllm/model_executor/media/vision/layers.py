@@ -1,6 +1,6 @@
-"""Layers that towers of several kinds share. Knows no model and no checkpoint.
+"""Layers that several kinds of vision towers share. Independent of models and checkpoints.
 
-B images or tiles, N patches of each, C channels of a patch.
+Shapes: B images or tiles, N patches of each, C channels of a patch.
 """
 
 import math
@@ -21,9 +21,11 @@ from vllm.model_executor.media.vision.attention import attend
 
 
 class TowerLinear(MethodLayer):
-    """y = x @ W.T + b, whole on every rank. All matmuls of towers and projectors are of this class.
+    """y = x @ W.T + b, not split over ranks.
 
-    Formats of checkpoints and of `--quantization` leave it dense; a device may rearrange it.
+    All matmuls of towers and projectors are of this class.
+
+    Quantization formats leave it dense; a device may rearrange it.
 
     Shape: [..., input_size] -> [..., output_size]
     """
@@ -48,16 +50,16 @@ class TowerLinear(MethodLayer):
 
 
 class PatchEmbedding(nn.Module):
-    """A convolution whose stride is its size, as a matmul.
+    """A convolution whose stride is its size, computed as a matmul.
 
     Args:
         num_channels: of the image.
         hidden_size: C.
         patch_size: height and width of a patch in pixels.
-        bias: whether it has one.
+        bias: whether there is a bias.
 
     Shape: [B, num_channels, H, W] -> [B, N, C], rows of patches from the top. Pixels on the right
-    and at the bottom that make no whole patch are left out.
+    and at the bottom that do not fill a patch are dropped.
     """
 
     weight: nn.Parameter
@@ -85,9 +87,9 @@ class PatchEmbedding(nn.Module):
 
 
 class PositionTable(nn.Module):
-    """A learned embedding of each position, added to all images alike.
+    """Adds a learned embedding of each position, the same for all images.
 
-    Shape: [B, num_positions, C] -> the same
+    Shape: [B, num_positions, C] -> [B, num_positions, C]
     """
 
     weight: nn.Parameter
@@ -103,14 +105,14 @@ class PositionTable(nn.Module):
 
 
 class TowerAttention(nn.Module):
-    """Attention of each item to itself, with the names of CLIP, SigLIP and Whisper.
+    """Self-attention within each item; parameters are named as in CLIP, SigLIP and Whisper.
 
     Args:
         hidden_size: C.
-        num_heads: that share C.
+        num_heads: heads; each has C / num_heads channels.
         has_key_bias: False for Whisper.
 
-    Shape: [B, N, C] -> the same
+    Shape: [B, N, C] -> [B, N, C]
     """
 
     def __init__(self, hidden_size: int, num_heads: int, has_key_bias: bool = True) -> None:
@@ -130,9 +132,9 @@ class TowerAttention(nn.Module):
 
 
 class TowerMLP(nn.Module):
-    """Two matmuls with an activation between, with the names of CLIP and SigLIP.
+    """Two matmuls with an activation between; parameters are named as in CLIP and SigLIP.
 
-    Shape: [..., hidden_size] -> the same
+    Shape: [..., hidden_size] -> [..., hidden_size]
     """
 
     activation: Callable[[Tensor], Tensor]
@@ -148,9 +150,9 @@ class TowerMLP(nn.Module):
 
 
 class TowerLayer(nn.Module):
-    """One layer of a transformer that normalises inputs, with the names of CLIP and SigLIP.
+    """One pre-norm transformer layer; parameters are named as in CLIP and SigLIP.
 
-    Shape: [B, N, hidden_size] -> the same
+    Shape: [B, N, hidden_size] -> [B, N, hidden_size]
     """
 
     def __init__(
@@ -178,7 +180,7 @@ def join_heads(x: Tensor) -> Tensor:
 
 
 def normalize(pixels: Tensor, statistics: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (pixels - mean) / deviation, computed in float32.
+    """Normalise pixels: (pixels - mean) / deviation, computed in float32.
 
     Args:
         pixels: [B, 3, H, W] uint8.
@@ -190,7 +192,7 @@ def normalize(pixels: Tensor, statistics: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def merge_patches(x: Tensor, scale: int) -> Tensor:
-    """Join squares of patches: [B, N, C] to [B, N / scale^2, scale^2 * C].
+    """Join squares of patches: [B, N, C] -> [B, N / scale^2, scale^2 * C].
 
     Args:
         x: patches of a square image, row by row.

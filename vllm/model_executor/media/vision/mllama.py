@@ -1,8 +1,9 @@
-"""The vision tower of Llama 3.2 Vision (Meta 2024), as transformers has it.
+"""The vision tower of Llama 3.2 Vision (Meta 2024), in the format of transformers.
 
-B images of T tiles, which have N patches and one more embedding each, C channels. All tiles of an
-image are one sequence, whose positions are of two kinds: patches of tiles that the image fills, and
-padding. Padding is part of the result: patches read it, and it reads patches, but not itself.
+Shapes: B images of T tiles; each tile has N patches and a class embedding, C channels. All tiles of
+an image are one sequence. Its positions are either patches of tiles that the image fills, or
+padding. Padding changes the result: patches attend to padding, and padding attends to patches but
+not to itself.
 """
 
 from collections.abc import Collection
@@ -30,7 +31,7 @@ _MAX_QUERIES = 2048
 
 
 def padded_length(tower: TowerConfig) -> int:
-    """Return the positions of a tile: its patches, the embedding before them and padding."""
+    """Return the positions of a tile: its patches, the class embedding and padding."""
     num_real = tower.patches_per_side**2 + 1
     return num_real + -num_real % _MULTIPLE
 
@@ -47,7 +48,10 @@ class Sequences:
     """[B, positions] bool, in this order. None: all are padding but the first `num_first`."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return what each position reads, all [B, heads, positions, size of a head]."""
+        """Compute attention with the padding rules of this tower.
+
+        All tensors are [B, heads, positions, size of a head].
+        """
         if self.is_padding is None:
             num = self.num_first
             of_patches = attend(query[:, :, :num], key, value)
@@ -61,9 +65,9 @@ class Sequences:
 
 
 class _Attention(nn.Module):
-    """Attention of all tiles of an image.
+    """Attention over all tiles of an image.
 
-    Shape: [B, positions, C] -> the same
+    Shape: [B, positions, C] -> [B, positions, C]
     """
 
     def __init__(self, tower: TowerConfig) -> None:
@@ -83,9 +87,9 @@ class _Attention(nn.Module):
 
 
 class _Layer(nn.Module):
-    """One layer, whose two parts may be scaled before they are added.
+    """One layer; learned gates may scale attention and MLP before they are added.
 
-    Shape: [B, positions, C] -> the same
+    Shape: [B, positions, C] -> [B, positions, C]
     """
 
     gate_attn: nn.Parameter | None
@@ -114,7 +118,7 @@ def _gated(x: Tensor, gate: Tensor | None) -> Tensor:
 
 
 class _Layers(nn.Module):
-    """Layers, a level deeper than the tower as checkpoints have them."""
+    """Holds the layers under the name that checkpoints use."""
 
     def __init__(self, tower: TowerConfig, num_layers: int, is_gated: bool) -> None:
         super().__init__()
@@ -123,7 +127,9 @@ class _Layers(nn.Module):
     def forward(
         self, x: Tensor, sequences: Sequences, wanted: Collection[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the last hidden state, and those after the layers of some indices."""
+        """Return the last hidden state, and the hidden states after the layers with the wanted
+        indices.
+        """
         found = []
         for index, layer in enumerate(self.layers):
             x = layer(x, sequences)
@@ -144,12 +150,12 @@ class _Table(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, layouts: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return the embeddings [B, *shape] of some layouts [B]."""
+        """Look up the embeddings [B, *shape] of the layouts [B]."""
         return self.weight.index_select(0, layouts).unflatten(1, shape)
 
 
 class _TileEmbedding(nn.Module):
-    """An embedding for each tile of each layout."""
+    """Adds a learned embedding for each tile of each layout."""
 
     gate: nn.Parameter
     """[1]"""
@@ -161,14 +167,14 @@ class _TileEmbedding(nn.Module):
         self.gate = nn.Parameter(torch.empty(1), requires_grad=False)
 
     def forward(self, layouts: Tensor) -> Tensor:
-        """Return the embeddings [B, T, 1, C] of some layouts [B]."""
+        """Return the gated embeddings [B, T, 1, C] of the layouts [B]."""
         return self.embedding(layouts, self.shape) * self.gate.tanh()
 
 
 class _PositionEmbedding(nn.Module):
-    """An embedding for each position of a tile, and one for each of each layout.
+    """Adds learned embeddings: of each position in a tile, and of each position in each layout.
 
-    Shape: [B, T, 1 + N, C] -> the same
+    Shape: [B, T, 1 + N, C] -> [B, T, 1 + N, C]
     """
 
     embedding: nn.Parameter
@@ -190,13 +196,13 @@ class _PositionEmbedding(nn.Module):
 
 
 class MllamaTower(nn.Module):
-    """Two transformers, of which the second one reads the result of the first.
+    """Two transformers; the second one reads the result of the first.
 
     Args:
         tower: its sizes.
-        num_global_layers: of the second transformer.
+        num_global_layers: layers of the second transformer.
         num_tiles: T.
-        num_layouts: of tiles, and one of no image.
+        num_layouts: number of tile layouts, plus one for "no image".
         wanted: indices of the layers of the first transformer whose hidden states are used.
     """
 
@@ -227,12 +233,13 @@ class MllamaTower(nn.Module):
         self.global_transformer = _Layers(tower, num_global_layers, is_gated=True)
 
     def forward(self, pixels: Tensor, layouts: Tensor, sequences: Sequences) -> Tensor:
-        """Return the last hidden state and the wanted ones, [B, num_first, C * several].
+        """Return the last hidden state concatenated with the wanted ones, [B, num_first, C *
+        several].
 
         Args:
             pixels: [B, T, 3, H, W], normalised; 0 in tiles that an image does not fill.
             layouts: [B], index of the layout of each image.
-            sequences: of the images.
+            sequences: order and padding of the positions.
         """
         x = self.patch_embedding(pixels.flatten(0, 1)).unflatten(0, pixels.shape[:2])
         x = x + self.pre_tile_positional_embedding(layouts)

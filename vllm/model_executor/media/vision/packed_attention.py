@@ -1,5 +1,6 @@
-"""Attention of groups of patches that follow each other in one sequence: frames or windows. A patch
-sees the patches of its group only. Knows no model.
+"""Attention within consecutive groups of patches, such as frames or windows.
+
+A patch attends only to the patches of its group. Independent of models.
 """
 
 import torch
@@ -13,7 +14,7 @@ _MAX_QUERIES = 2048
 
 
 def attend_within(query: Tensor, key: Tensor, value: Tensor, groups: Tensor | None) -> Tensor:
-    """Return what each query reads from the keys of its group.
+    """Compute attention in which each query attends to the keys of its group.
 
     N patches, H heads of size D.
 
@@ -21,7 +22,7 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, groups: Tensor | No
         query: [N, H, D].
         key: [N, H, D].
         value: [N, H, D].
-        groups: [N], number of the group of each patch; None: all are of one.
+        groups: [N], index of the group of each patch; None: all patches are one group.
 
     Returns:
         [N, H, D]
@@ -40,17 +41,18 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, groups: Tensor | No
 def attend_within_windows(
     query: Tensor, key: Tensor, value: Tensor, groups: Tensor, window: int
 ) -> Tensor:
-    """Return what each query reads from the keys of its group, where groups are small.
+    """Compute attention within groups that are small, such as windows.
 
-    The sequence is cut into pieces of the largest size of a group. The keys of a group are in the
-    piece of the query and in the two next to it, so a query is compared with three pieces only.
+    The sequence is cut into pieces of the maximum group size. The keys of a group are in the same
+    piece as the query or in the one before or after it, so a query is compared with three pieces
+    only.
 
     Args:
         query: [N, H, D].
         key: [N, H, D].
         value: [N, H, D].
-        groups: [N], number of the group of each patch, not negative. The patches of a group follow
-            each other.
+        groups: [N], index of the group of each patch, not negative. The patches of a group are
+            consecutive.
         window: largest number of patches of a group.
 
     Returns:
@@ -69,7 +71,7 @@ def attend_within_windows(
 
 
 def _pieces(x: Tensor, window: int) -> Tensor:
-    """Return each piece with the pieces before and after it.
+    """Concatenate each piece with the pieces before and after it.
 
     Args:
         x: [(pieces + 2) * window, ...]

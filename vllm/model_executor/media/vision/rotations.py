@@ -1,15 +1,15 @@
-"""Rotations of queries and keys by the row and the column of a patch. Knows no model."""
+"""Rotary embeddings of vision towers, by row and column of a patch. Independent of models."""
 
 import torch
 from torch import Tensor
 
 
 def block_coordinates(grid: tuple[int, int, int], merge_size: int) -> Tensor:
-    """Return row and column of each patch, [N, 2], where blocks of patches follow each other.
+    """Return row and column of each patch, [N, 2], in the order of blocks of patches.
 
     Args:
         grid: frames, rows and columns of patches.
-        merge_size: rows and columns of a block; 1: patches follow each other in rows.
+        merge_size: rows and columns of a block; 1: patches are ordered row by row.
     """
     frames, rows, columns = grid
     shape = (rows // merge_size, merge_size, columns // merge_size, merge_size)
@@ -20,22 +20,22 @@ def block_coordinates(grid: tuple[int, int, int], merge_size: int) -> Tensor:
 
 
 def axial_frequencies(head_size: int, theta: float) -> Tensor:
-    """Return the angle per row, or column, of each pair that rows, or columns, rotate.
+    """Return the rotary frequencies of one axis: the angle per row, or per column, of each pair.
 
     Returns:
-        [head_size / 4]: rows rotate the first half of the pairs of a head, columns the other.
+        [head_size / 4]: rows rotate the first half of the pairs of a head, columns the second half.
     """
     exponents = torch.arange(0, head_size // 2, 2, dtype=torch.float32) / (head_size // 2)
     return 1.0 / theta**exponents
 
 
 def rotations_of(coordinates: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
-    """Return cosines and sines of the angles of N patches.
+    """Return cosines and sines of the rotation angles of N patches.
 
     Args:
         coordinates: [N, 2], row and column.
         by_row: [R], angle per row of each pair that rows rotate.
-        by_column: [S], the same of columns.
+        by_column: [S], angle per column of each pair that columns rotate.
 
     Returns:
         [2, N, R + S] float32: cosines, then sines.

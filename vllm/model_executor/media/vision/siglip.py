@@ -11,7 +11,7 @@ from vllm.multimodal.images.tower_config import TowerConfig
 
 
 class SiglipEmbeddings(nn.Module):
-    """Patches and their positions.
+    """Embeds patches and adds their positions.
 
     Shape: [B, 3, H, W] -> [B, N, C]
     """
@@ -31,7 +31,7 @@ class SiglipTower(nn.Module):
 
     Args:
         config: of the tower.
-        num_layers: that are built; None: all, and the norm after the last one.
+        num_layers: layers to build; None: all, and the norm after the last one.
     """
 
     def __init__(self, config: TowerConfig, num_layers: int | None = None) -> None:
@@ -43,16 +43,19 @@ class SiglipTower(nn.Module):
             self.post_layernorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, pixels: Tensor, wanted: Collection[int]) -> dict[int, Tensor]:
-        """Return the hidden states [B, N, C] after some numbers of layers.
+        """Return layer count -> hidden states [B, N, C] after this number of layers.
 
         Args:
             pixels: [B, 3, H, W], normalised.
-            wanted: numbers of layers.
+            wanted: the layer counts.
         """
         hidden: dict[int, Tensor] = self.encoder(self.embeddings(pixels), wanted)
         return hidden
 
     def last(self, pixels: Tensor) -> Tensor:
-        """Return the last hidden state [B, N, C], normalised; of a tower with all layers."""
+        """Return the last hidden state [B, N, C] after the final norm.
+
+        The tower must have all layers.
+        """
         normed: Tensor = self.post_layernorm(self(pixels, (self.num_layers,))[self.num_layers])
         return normed

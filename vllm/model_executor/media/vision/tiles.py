@@ -1,4 +1,4 @@
-"""The common part of encoders that take tiles of one size."""
+"""The base class of encoders whose input is tiles of one fixed size."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ from vllm.model_executor.media.vision.layers import normalize
 
 
 class TileEncoder(MediaEncoder):
-    """Tiles to embeddings, as many of each tile, tile after tile.
+    """Encodes tiles into embeddings, the same number for each tile, one tile after another.
 
-    The tensors of an image are `pixels` [T, 3, S, S] and `statistics` [2, 3], as `TiledFamily`
-    makes them.
+    The tensors of an image are `pixels` [T, 3, S, S] and `statistics` [2, 3]; `TiledFamily` makes
+    them.
     """
 
     unit: ClassVar[str] = "images"
@@ -25,7 +25,7 @@ class TileEncoder(MediaEncoder):
 
     @abstractmethod
     def encode(self, pixels: Tensor) -> Tensor:
-        """Return the embeddings [T, embeddings_per_tile, hidden_size] of tiles.
+        """Encode tiles: their embeddings [T, embeddings_per_tile, hidden_size].
 
         Args:
             pixels: [T, 3, S, S], normalised.

@@ -13,7 +13,7 @@ class TowerLayers(nn.Module):
 
     Args:
         config: of the tower.
-        num_layers: that are built: the layers after the last hidden state that is used are not.
+        num_layers: layers to build; layers after the last hidden state that is used are left out.
     """
 
     def __init__(self, config: TowerConfig, num_layers: int) -> None:
@@ -30,7 +30,9 @@ class TowerLayers(nn.Module):
         )
 
     def forward(self, x: Tensor, wanted: Collection[int]) -> dict[int, Tensor]:
-        """Return the hidden states [B, N, C] after some numbers of layers; 0: `x`."""
+        """Return layer count -> hidden states [B, N, C] after this number of layers; 0 is `x`
+        itself.
+        """
         found = {0: x}
         for index, layer in enumerate(self.layers, 1):
             x = layer(x)
@@ -40,7 +42,8 @@ class TowerLayers(nn.Module):
 
 
 def tower_parameter(name: str, prefix: str, tower: nn.Module) -> str | None:
-    """Return the name in an encoder of a tensor of a checkpoint; None: no part of it needs it.
+    """Return the encoder's parameter name of a checkpoint tensor; None if the encoder does not need
+    it.
 
     Args:
         name: in the checkpoint. transformers has left out the level `vision_model.` since 5.0.
@@ -58,7 +61,7 @@ def tower_parameter(name: str, prefix: str, tower: nn.Module) -> str | None:
 
 
 def _has_module(tower: nn.Module, name: str) -> bool:
-    """Return whether a tower has the module of a tensor, or for layers the layer."""
+    """Return whether the tower has the layer or module that a checkpoint tensor belongs to."""
     levels = 3 if name.startswith("encoder.layer") else 1
     module = ".".join(name.split(".")[:levels])
     return any(found == module for found, _ in tower.named_modules())
