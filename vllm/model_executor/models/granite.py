@@ -18,15 +18,16 @@ from vllm.ops.attention_options import AttentionOptions
 
 
 class GraniteLayer(DecoderLayer):
-    """A layer that scales the outputs of attention and MLP before it adds them to the residual
-    stream."""
+    """A layer that scales the outputs of attention and MLP before adding them to the residual
+    stream.
+    """
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
         self.scale = self.residual_scale(spec.arch)
 
     def residual_scale(self, arch: ModelArch) -> float:
-        """Return the factor of both outputs."""
+        """Return the factor on the outputs of attention and MLP."""
         return arch.config_number("residual_multiplier")
 
     def forward(
@@ -47,7 +48,7 @@ class GraniteForCausalLM(DecoderForCausalLM):
 
 
 def granite_options(arch: ModelArch) -> DecoderOptions:
-    """Return the options of Llama, with Granite's multipliers."""
+    """Return the options of Llama, with Granite's multipliers added."""
     return replace(
         llama_options(arch),
         attention=AttentionOptions(arch.config_number("attention_multiplier")),

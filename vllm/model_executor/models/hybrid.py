@@ -25,7 +25,7 @@ from vllm.model_executor.models.mixture import Mixture, mixture_options, split_e
 
 
 class _MixerOrAttention(Layer):
-    """A layer with a mixer where config.json says so."""
+    """A layer that has a Mamba-2 mixer if config.json says so, else attention."""
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
         if spec.arch.state_layers[spec.index]:
@@ -34,7 +34,7 @@ class _MixerOrAttention(Layer):
 
 
 class BambaLayer(_MixerOrAttention, DecoderLayer):
-    """A `DecoderLayer` with a mixer or attention."""
+    """A `DecoderLayer` with a Mamba-2 mixer or attention."""
 
 
 class BambaForCausalLM(DecoderForCausalLM):
@@ -54,12 +54,14 @@ class BambaForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split the fused tensors of mixers."""
+        """Split the fused tensors of Mamba-2 mixers."""
         return split_mixer(name, source, hybrid_sizes(self.arch))
 
 
 class GraniteHybridLayer(_MixerOrAttention, GraniteLayer):
-    """A `GraniteLayer` with a mixer or attention, and an MLP that is or is beside a `Mixture`."""
+    """A `GraniteLayer` with a mixer or attention, and with an MLP, a `Mixture` of experts,
+    or both.
+    """
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
         size = spec.arch.config_size("shared_intermediate_size")

@@ -1,4 +1,4 @@
-"""The interface of models for runners and the loader. Independent of model families."""
+"""The interface of models that runners and the loader use. Independent of model families."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,9 +15,9 @@ from vllm.model_executor.media.encoder import MediaEncoder
 
 
 class LoadableModel(nn.Module, ABC):
-    """Parameters that a checkpoint fills.
+    """A module whose parameters a checkpoint fills.
 
-    Module names are those of the checkpoint, so most families need none of the renames below.
+    Modules are named as in the checkpoint, so most families need none of the renames below.
 
     Attributes:
         dtype: of activations, and of parameters unless a layer says otherwise.
@@ -42,7 +42,7 @@ class LoadableModel(nn.Module, ABC):
         self.dtype = torch.get_default_dtype()
 
     def renamed(self, name: str) -> str:
-        """Return the name in the model of what has this name in a checkpoint."""
+        """Return the name in the model of the module or tensor with this name in a checkpoint."""
         for prefix, replacement in self.checkpoint_prefixes.items():
             if name.startswith(prefix):
                 name = replacement + name.removeprefix(prefix)
@@ -61,29 +61,30 @@ class LoadableModel(nn.Module, ABC):
             source: the tensor.
 
         Returns:
-            Names and tensors. As it is, unless a family says otherwise.
+            Names and tensors. The default returns the tensor unchanged.
         """
         return ((name, source),)
 
     def is_ignored(self, name: str) -> bool:
-        """Return whether a tensor of this name in the checkpoint is not loaded."""
+        """Return whether the checkpoint tensor of this name is not loaded."""
         return name.endswith(self.ignored_tensors) or name.startswith(self.ignored_prefixes)
 
     @classmethod
     def variant_of(cls, arch: ModelArch) -> "type[LoadableModel]":
-        """Return the class of a model of this architecture, where it depends on more than its
-        name."""
+        """Return the class to build, for families in which it depends on more than the
+        architecture's name.
+        """
         return cls
 
     def check_tensors(self) -> None:
-        """Check the checkpoint once, when `convert` has had all of its tensors.
+        """Check the checkpoint once, after `convert` was called with all of its tensors.
 
         Raises:
-            WeightLoadError: one of several that belong together is missing.
+            WeightLoadError: a tensor is missing of a group that belongs together.
         """
 
     def check(self) -> None:
-        """Check the model once, with all weights loaded.
+        """Check the model once, after all weights are loaded.
 
         Raises:
             ConfigError: the model cannot run.
@@ -92,16 +93,18 @@ class LoadableModel(nn.Module, ABC):
     @property
     @abstractmethod
     def layers(self) -> Sequence[nn.Module]:
-        """Return the layers of the decoder or encoder, in the order they run. On a card a mark may
-        follow each, each may be compiled on its own, and the weights of some may be kept on the
-        host."""
+        """Return the layers of the decoder or encoder, in the order they run.
+
+        On an accelerator the lazy graph may be cut after each, each may be compiled separately, and
+        the weights of some may be kept on the host.
+        """
 
 
 class LayeredModel(LoadableModel, ABC):
-    """Token embeddings and layers over flattened tokens, T of one launch.
+    """Token embeddings and layers over flattened tokens: the T tokens of all requests of a batch.
 
-    Between two layers the hidden states are one tensor [T, hidden], so a stage of a pipeline can
-    run some of the layers, and embeddings of an image can take the place of those of tokens.
+    Between two layers the hidden states are one tensor [T, hidden]. So a pipeline stage can run
+    some of the layers, and embeddings of an image can replace those of tokens.
 
     Attributes:
         stage: the layers that `forward` runs; all of them unless the loader says otherwise.
@@ -116,25 +119,30 @@ class LayeredModel(LoadableModel, ABC):
         self.stage = Stage(0, arch.num_layers)
 
     def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """Return the modules outside the layers that only the first stage of a pipeline runs, and
-        the ones that only the last stage does. Modules that are in neither list are on every
-        stage."""
+        """Return the modules outside the layers that only the first, and only the last pipeline
+        stage runs.
+
+        Modules in neither list are on every stage.
+        """
         return [], []
 
     @property
     def num_layers(self) -> int:
-        """Layers of the whole model."""
+        """Number of layers of the whole model, all stages together."""
         return self.arch.num_layers
 
     @property
     @abstractmethod
     def embedding(self) -> VocabParallelEmbedding:
-        """The table of the embeddings of tokens."""
+        """The embedding table of tokens."""
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Look up the embeddings [T, embedding_size] of token ids [T] int64, some of which a launch
-        may replace: the argument `inputs_embeds` of transformers. `run_layers` adds or multiplies
-        what applies to both, such as learned positions."""
+        """Look up the embeddings [T, embedding_size] of token ids [T] int64.
+
+        A batch may replace some of them, by embeddings of images for example (`inputs_embeds` in
+        transformers). Operations on both, such as
+        adding learned positions, are in `run_layers`.
+        """
         embedded: Tensor = self.embedding(input_ids)
         return embedded
 
@@ -147,28 +155,29 @@ class CausalLM(LayeredModel):
         """Run consecutive layers.
 
         Args:
-            hidden_states: what `embed` has returned if `first` is 0; else [T, hidden], what the
-                layers before `first` have returned. May be overwritten.
-            positions: [P, T] int64, or [T] where a token has one; see `LaunchContext`.
+            hidden_states: result of `embed` if `first` is 0; else [T, hidden], the output of layer
+                `first` - 1. May be overwritten.
+            positions: [P, T] int64, or [T] if a token has one position; see `LaunchContext`.
             first: index of the first layer to run.
-            end: index after the last one; a stage has one layer or more.
+            end: index after the last one; at least first + 1.
 
         Returns:
             [T, hidden], the input of layer `end`; after the last layer of the model, normed.
-            It has the same bits however the layers are divided.
+            The bits do not depend on how the layers are divided into calls.
         """
 
     @abstractmethod
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Compute logits from rows of the result of `forward`, [N, hidden] -> [N, vocab_size] on
-        every rank."""
+        """Compute logits from hidden states of `forward`: [N, hidden] -> [N, vocab_size] on every
+        rank.
+        """
 
     def forward(self, inputs: Tensor, positions: Tensor) -> Tensor:
-        """Run the model: token ids [T] and positions [P, T], int64 -> hidden states [T, hidden]
-        after the norm.
+        """Run the model: token ids [T] and positions [P, T] -> hidden states [T, hidden] after the
+        norm.
 
-        A stage of a pipeline takes what the stage before has returned in place of token ids, and
-        returns the input of the next stage; the last one returns hidden states after the norm.
+        With pipeline parallelism, later stages take the output of the previous stage instead of
+        token ids, and all but the last stage return the input of the next one.
         """
         stage = self.stage
         hidden_states = self.embed(inputs) if stage.is_first else inputs
@@ -177,11 +186,12 @@ class CausalLM(LayeredModel):
     def forward_and_inputs(
         self, inputs: Tensor, positions: Tensor, layers: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the result of `forward`, and the inputs of some layers.
+        """Run the model; return the result of `forward`, and the inputs of some layers.
 
         Args:
-            inputs, positions: see `forward`.
-            layers: of this stage, ascending and distinct, above 0.
+            inputs: see `forward`.
+            positions: see `forward`.
+            layers: indices of layers of this stage, ascending and distinct, above 0.
 
         Returns:
             [T, hidden] after the norm, and [T, hidden] for each layer.
@@ -197,7 +207,7 @@ class CausalLM(LayeredModel):
 
 
 class PoolingModel(LayeredModel):
-    """An encoder or a decoder whose hidden states are the result, or lead to it."""
+    """An encoder or decoder whose hidden states are pooled, to embeddings or scores for example."""
 
     num_token_types: int = 1
     """Number of kinds of tokens that `forward` distinguishes in addition to their ids, such as the
@@ -212,7 +222,7 @@ class PoolingModel(LayeredModel):
         end: int,
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        """Run consecutive layers, as `CausalLM.run_layers` does.
+        """Run consecutive layers. For the other arguments see `CausalLM.run_layers`.
 
         Args:
             token_type_ids: [T] int64, read if `first` is 0; None: all are 0.
@@ -221,15 +231,21 @@ class PoolingModel(LayeredModel):
     def forward(
         self, inputs: Tensor, positions: Tensor, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """Run the model: token ids, positions and types, [T] int64 -> hidden states [T, hidden]. No
-        types: all are 0. A stage of a pipeline takes and returns what a stage of a `CausalLM`
-        does."""
+        """Run the model: token ids, positions and token types, [T] int64 -> hidden states [T,
+        hidden].
+
+        Without token types all are 0. A pipeline stage takes and returns the same as a stage of
+        `CausalLM`.
+        """
         stage = self.stage
         hidden_states = self.embed(inputs) if stage.is_first else inputs
         first, end = stage.first_layer, stage.end_layer
         return self.run_layers(hidden_states, positions, first, end, token_type_ids)
 
     def head(self, pooled: Tensor) -> Tensor:
-        """Apply the head: pooled hidden states [N, hidden] -> values [N, size], before any
-        activation. Only the last stage of a pipeline pools."""
+        """Compute the head: pooled hidden states [N, hidden] -> values [N, size], before any
+        activation.
+
+        Only the last pipeline stage pools.
+        """
         return pooled

@@ -11,7 +11,7 @@ from vllm.model_executor.models.fused_weights import split_qkv_groups
 
 
 class InternLM2ForCausalLM(DecoderForCausalLM):
-    """InternLM 2 and 2.5 (Cai et al. 2024, arXiv 2403.17297): a Llama with other names."""
+    """InternLM 2 and 2.5 (Cai et al. 2024, arXiv 2403.17297): a Llama with other tensor names."""
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
         "model.tok_embeddings.": "model.embed_tokens.",
@@ -34,12 +34,14 @@ class InternLM2ForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split query, key and value, which are stored as one, by key/value heads."""
+        """Split a fused query, key and value tensor, which is stored by key/value heads."""
         return split_qkv_groups(self.arch, name, source)
 
 
 class InternLM3ForCausalLM(DecoderForCausalLM):
-    """InternLM 3 (Shanghai AI Laboratory 2025): a Llama whose biases the config names otherwise."""
+    """InternLM 3 (Shanghai AI Laboratory 2025): a Llama with other names for biases in its
+    config.
+    """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         config = arch.hf_config  # transformers has other names for these settings

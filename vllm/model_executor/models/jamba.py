@@ -21,7 +21,7 @@ from vllm.model_executor.models.mixture import Mixture, mixture_options
 
 
 class JambaLayer(DecoderLayer):
-    """A `DecoderLayer` with a mixer or attention, and with experts or an MLP."""
+    """A `DecoderLayer` with a Mamba mixer or attention, and with experts or an MLP."""
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
         if spec.arch.state_layers[spec.index]:
@@ -54,14 +54,14 @@ class JambaForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split the projection into a mixer."""
+        """Split the fused input projection of a mixer."""
         if ".in_proj." not in name:
             return super().convert(name, source)
         return split_features(name, source, "in_proj", _sizes(self.arch).in_parts)
 
 
 def _sizes(arch: ModelArch) -> MambaSizes:
-    """Return the sizes of the mixers."""
+    """Return the dimensions of the mixers."""
     config, rank = arch.hf_config, arch.hf_config.get("mamba_dt_rank", "auto")
     return MambaSizes(
         hidden_size=arch.hidden_size,

@@ -1,5 +1,7 @@
-"""Kimi Linear: Kimi Delta Attention in most layers, latent attention without positions in some, and
-the experts of DeepSeek V3."""
+"""Kimi Linear: Kimi Delta Attention in most layers, latent attention without positions in some.
+
+Its experts are like those of DeepSeek V3.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -33,7 +35,9 @@ def _in_words_of_deepseek(arch: ModelArch) -> ModelArch:
 
 
 def delta_attention_sizes(arch: ModelArch) -> DeltaNetSizes:
-    """Read the sizes from config.json, as it is published or as transformers completes it."""
+    """Read the dimensions of Kimi Delta Attention from config.json, as published or as transformers
+    saves it.
+    """
     given: Mapping[str, Any] = arch.hf_config.get("linear_attn_config") or {}
     numbers = {
         "linear_num_heads": given.get("num_heads"),
@@ -85,8 +89,10 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Flatten the rates of heads, which are stored as [1, 1, heads, 1], and split convolutions
-        that transformers 5 has joined."""
+        """Flatten the decay rates, stored as [1, 1, heads, 1], and split fused convolutions.
+
+        transformers 5 saves convolutions fused.
+        """
         if ".self_attn.conv1d." in name:
             queries, keys, values = delta_attention_sizes(self.arch).features
             parts = {"q_conv1d": queries, "k_conv1d": keys, "v_conv1d": values}

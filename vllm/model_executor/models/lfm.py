@@ -28,13 +28,15 @@ from vllm.ops.expert_options import RoutingOptions
 
 
 class ShortConvolution(SlicedModule, StateLayer):
-    """out(c * convolution(b * x)), where b, c and x are projections of the token. Its channels are
-    split over ranks. (Liquid AI 2025, "LFM2 Technical Report", arXiv 2511.23404, section 2.)
+    """A gated short convolution: out(c * convolution(b * x)), with b, c and x projected from the
+    token.
+
+    Its channels are split over ranks. Liquid AI 2025, arXiv 2511.23404, section 2.
 
     Args:
         hidden_size: features of a token, and channels over all ranks.
-        kernel: tokens that the convolution sees.
-        has_bias: of the convolution and of the projections in and out.
+        kernel: number of tokens that the convolution sees.
+        has_bias: whether the convolution and the projections have biases.
         tp: the ranks that share the channels.
 
     Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]
@@ -113,7 +115,7 @@ class Lfm2ForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split the projection of a convolution."""
+        """Split the fused input projection of a short convolution."""
         if ".in_proj." not in name:
             return super().convert(name, source)
         parts = dict.fromkeys(("in_b", "in_c", "in_x"), self.arch.hidden_size)
@@ -121,7 +123,7 @@ class Lfm2ForCausalLM(DecoderForCausalLM):
 
 
 class Lfm2MoeLayer(Lfm2Layer):
-    """An `Lfm2Layer` with experts, but for the first layers."""
+    """An `Lfm2Layer` with experts; the first layers of the model have an MLP instead."""
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
         arch = spec.arch
@@ -139,14 +141,13 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Name the bias of choices as a parameter of the router."""
+        """Rename the bias for choosing experts to the router's parameter."""
         name = name.replace(".mlp.expert_bias", ".mlp.gate.e_score_correction_bias")
         return super().convert(name, source)
 
 
 def _mlp_size(arch: ModelArch) -> int:
-    """Return the intermediate features of an MLP; config.json may give a number that is still to be
-    adjusted."""
+    """Return the intermediate size of an MLP, adjusted as config.json asks for."""
     config, size = arch.hf_config, arch.intermediate_size
     if not config.get("block_auto_adjust_ff_dim", True):
         return size

@@ -27,16 +27,15 @@ class LlamaForCausalLM(DecoderForCausalLM):
 
 
 class SmolLM3ForCausalLM(LlamaForCausalLM):
-    """SmolLM 3 (Hugging Face 2025, "SmolLM3: smol, multilingual, long-context reasoner"): every
-    fourth layer has no rotations."""
+    """SmolLM 3 (Hugging Face 2025): a Llama in which every fourth layer has no rotary positions."""
 
 
 class CwmForCausalLM(LlamaForCausalLM):
-    """Code World Model (Meta 2025, arXiv 2510.02387): three of four layers have a window."""
+    """Code World Model (Meta 2025, arXiv 2510.02387): a sliding window in three of four layers."""
 
 
 class SeedOssForCausalLM(DecoderForCausalLM):
-    """Seed-OSS 36B (ByteDance 2025): the biases of attention are switched one by one."""
+    """Seed-OSS 36B (ByteDance 2025): a Llama with a config switch for each bias of attention."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         has_output_bias = bool(arch.hf_config.get("attention_out_bias", False))
@@ -44,7 +43,7 @@ class SeedOssForCausalLM(DecoderForCausalLM):
 
 
 class HeliumForCausalLM(DecoderForCausalLM):
-    """Helium 1 (Kyutai 2025): rotations of neighbouring elements."""
+    """Helium 1 (Kyutai 2025): a Llama whose rotary pairs are neighbouring elements."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         options = replace(llama_options(arch), is_neox=False, output_bias=False)
@@ -52,8 +51,7 @@ class HeliumForCausalLM(DecoderForCausalLM):
 
 
 class Ernie4_5ForCausalLM(DecoderForCausalLM):
-    """ERNIE 4.5, dense (Baidu 2025, "ERNIE 4.5 Technical Report"): rotations of neighbouring
-    elements."""
+    """ERNIE 4.5, dense (Baidu 2025): a Llama whose rotary pairs are neighbouring elements."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         has_bias = bool(arch.hf_config.get("use_bias", False))
@@ -64,14 +62,14 @@ class Ernie4_5ForCausalLM(DecoderForCausalLM):
 
 
 class ArceeForCausalLM(DecoderForCausalLM):
-    """Arcee AFM 4.5B (Arcee AI 2025): a squared ReLU in an MLP without gate."""
+    """Arcee AFM 4.5B (Arcee AI 2025): a Llama with an MLP of squared ReLU without gate."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, replace(llama_options(arch), is_gated=False))
 
 
 class Jais2ForCausalLM(DecoderForCausalLM):
-    """Jais 2 (Inception 2025): as Arcee's, with layer norms and biases."""
+    """Jais 2 (Inception 2025): Arcee's model with layer norms and biases."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         options = replace(llama_options(arch), norm=layer_norm, is_gated=False)
@@ -79,7 +77,7 @@ class Jais2ForCausalLM(DecoderForCausalLM):
 
 
 class HunYuanDenseV1ForCausalLM(DecoderForCausalLM):
-    """Hunyuan 0.5B to 7B, dense (Tencent 2025): heads are normed after the rotation."""
+    """Hunyuan 0.5B to 7B, dense (Tencent 2025): heads are normed after the rotary embedding."""
 
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".query_layernorm.": ".q_norm.",
@@ -91,7 +89,7 @@ class HunYuanDenseV1ForCausalLM(DecoderForCausalLM):
 
 
 def hunyuan_options(arch: ModelArch) -> DecoderOptions:
-    """Return the layer of Hunyuan; its heads are normed after the rotation."""
+    """Return the decoder options of Hunyuan: heads are normed after the rotary embedding."""
     has_norms = bool(arch.hf_config.get("use_qk_norm", True))
     return replace(
         llama_options(arch),
@@ -102,7 +100,7 @@ def hunyuan_options(arch: ModelArch) -> DecoderOptions:
 
 
 def llama_options(arch: ModelArch) -> DecoderOptions:
-    """Return which projections have a bias, if config.json has Llama's keys for it."""
+    """Return decoder options with the biases that config.json sets with Llama's keys."""
     has_attention_bias = bool(arch.hf_config.get("attention_bias", False))
     return DecoderOptions(
         qkv_bias=has_attention_bias,

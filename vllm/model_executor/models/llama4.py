@@ -32,8 +32,11 @@ from vllm.ops.expert_options import ExpertOptions
 
 
 class Llama4Attention(DecoderAttention):
-    """Attention within chunks, with rotations and normed heads; or, in every fourth layer, to all
-    tokens, without rotations, and sharper the longer the text is (arXiv 2501.19399)."""
+    """Attention within chunks of tokens, with rotary positions and normed heads.
+
+    Every fourth layer attends to all tokens instead, without rotary positions, and gets sharper in
+    longer texts (arXiv 2501.19399).
+    """
 
     norm: Tensor | None
     """[head_size] ones: the norms of heads have no weights."""
@@ -71,8 +74,10 @@ class Llama4Attention(DecoderAttention):
 
 
 class Llama4Layer(DecoderLayer):
-    """A `DecoderLayer`; some, or all, have experts of which each token uses one, parallel to an MLP
-    that all tokens use."""
+    """A `DecoderLayer`; in some or all layers the MLP runs in parallel to experts.
+
+    Each token uses one of the experts.
+    """
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
         return Llama4Attention(spec.arch, spec.options, spec.rotary_emb, spec.tp)
@@ -99,8 +104,10 @@ class Llama4Layer(DecoderLayer):
 
 
 class Llama4ForCausalLM(DecoderForCausalLM):
-    """Llama 4 Scout and Maverick, text only (Meta 2025, "The Llama 4 herd"): experts, attention in
-    chunks, and some layers without rotations."""
+    """Llama 4 Scout and Maverick, text only (Meta 2025, "The Llama 4 herd").
+
+    It has experts, attention within chunks, and some layers without rotary positions.
+    """
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"language_model.": ""}
     checkpoint_names: ClassVar[dict[str, str]] = {
@@ -115,8 +122,7 @@ class Llama4ForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split the weights of all experts, which are stored as one, [experts, in, out]; gates,
-        then ups."""
+        """Split tensors with the weights of all experts, [experts, in, out]: gates, then ups."""
         # Quantized experts are saved one by one.
         if name.rpartition(".experts.")[2] not in JOINED_EXPERTS:
             return ((name, source),)

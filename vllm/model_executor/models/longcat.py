@@ -1,5 +1,8 @@
-"""LongCat-Flash: layers with two latent attentions, two MLPs, and experts next to the first MLP,
-some of which return their input."""
+"""LongCat-Flash: layers with two latent attentions, two MLPs, and experts parallel to the first
+MLP.
+
+Some of the experts have no weights and return their input.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -21,7 +24,7 @@ from vllm.ops.expert_options import SILU_EXPERTS, RoutingOptions
 
 
 class LongcatMixture(nn.Module):
-    """Experts of which each token uses a few. The last ones have no weights and return the token.
+    """Experts of which each token uses a few; the last ones have no weights and return their input.
 
     Shape: [T, hidden] -> [T, hidden]
     """
@@ -57,8 +60,11 @@ class LongcatMixture(nn.Module):
 
 
 class LongcatFlashLayer(nn.Module):
-    """Attention and an MLP, twice. The experts get what the first MLP gets, and their output is
-    added after the second one, so that ranks may exchange tokens in the meantime."""
+    """A layer that runs attention and an MLP twice, with experts in parallel.
+
+    The experts have the same input as the first MLP; their output is added after the second MLP, so
+    that ranks may exchange tokens in the meantime.
+    """
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
@@ -80,7 +86,7 @@ class LongcatFlashLayer(nn.Module):
     def _attend(
         self, index: int, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the input of an MLP, and the residual stream."""
+        """Run one of the two attentions; return the input of the MLP after it, and the residual."""
         normed, residual = add_norm(self.input_layernorm[index], hidden_states, residual)
         attended = self.self_attn[index](positions, normed)
         return add_norm(self.post_attention_layernorm[index], attended, residual)
@@ -102,8 +108,7 @@ class LongcatFlashForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Leave out the bias of the router, which is not added, and what transformers stores of
-        experts that have no weights."""
+        """Skip the unused bias of the router, and tensors of experts that have no weights."""
         if name.endswith(".mlp.gate.bias"):
             return ()
         parts = super().convert(name, source)
@@ -119,7 +124,7 @@ _OF_AN_EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 
 
 def _scales(arch: ModelArch) -> LatentScales:
-    """Return the factors by which compressed vectors are as long as hidden states."""
+    """Return the factors that scale compressed vectors to the length of hidden states."""
 
     def factor(flag: str, rank: str) -> float:
         is_on = arch.hf_config.get(flag, True)

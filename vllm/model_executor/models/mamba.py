@@ -1,4 +1,4 @@
-"""Mamba and Mamba-2: decoders without attention, whose layers are a norm and a mixer each."""
+"""Mamba and Mamba-2: decoders without attention, in which a layer is a norm and a mixer."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -23,7 +23,7 @@ from vllm.model_executor.models.fused_weights import split_features
 
 
 class MambaLayer(Layer):
-    """A mixer after a norm, added to the residual stream."""
+    """A norm and a Mamba mixer, added to the residual stream."""
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
         return MambaMixer(mamba_sizes(spec.arch), spec.tp)
@@ -39,7 +39,7 @@ class MambaLayer(Layer):
 
 
 class FalconMambaLayer(MambaLayer):
-    """A `MambaLayer` whose mixer norms time steps, B and C, without weights."""
+    """A `MambaLayer` whose mixer normalizes time steps, B and C (norms without weights)."""
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
         eps = spec.arch.config_number("mixer_rms_eps", 1e-6)
@@ -73,7 +73,7 @@ class MambaForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split the projection in; name the norms as in other decoders."""
+        """Split the fused input projection, and rename the norms as in other decoders."""
         name = re.sub(r"^(model\.layers\.\d+)\.norm\.", r"\1.input_layernorm.", name)
         if ".in_proj." not in name:
             return ((name, source),)
@@ -94,7 +94,9 @@ class Mamba2ForCausalLM(MambaForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split the projection in and the convolution; name the norms as in other decoders."""
+        """Split the fused input projection and convolution, and rename the norms as in other
+        decoders.
+        """
         name = re.sub(r"^(model\.layers\.\d+)\.norm\.", r"\1.input_layernorm.", name)
         return split_mixer(name, source, mamba2_sizes(self.arch))
 
@@ -102,8 +104,10 @@ class Mamba2ForCausalLM(MambaForCausalLM):
 def split_mixer(
     name: str, source: CheckpointTensor, sizes: Mamba2Sizes
 ) -> Iterable[tuple[str, CheckpointTensor]]:
-    """Split a tensor of the input projection, or of the convolution, of a Mamba-2 mixer; return
-    other tensors unchanged."""
+    """Split a fused tensor of a Mamba-2 mixer: its input projection or convolution.
+
+    Return other tensors unchanged.
+    """
     for fused, parts in (("in_proj", sizes.in_parts), ("conv1d", sizes.conv_parts)):
         if f".{fused}." in name:
             return split_features(name, source, fused, parts)
@@ -111,7 +115,7 @@ def split_mixer(
 
 
 def mamba_sizes(arch: ModelArch) -> MambaSizes:
-    """Read the sizes from config.json, with Mamba's keys."""
+    """Read the dimensions of a Mamba mixer from config.json, with Mamba's keys."""
     config = arch.hf_config
     rank = config.get("time_step_rank", "auto")
     return MambaSizes(
@@ -128,7 +132,7 @@ def mamba_sizes(arch: ModelArch) -> MambaSizes:
 
 
 def mamba2_sizes(arch: ModelArch) -> Mamba2Sizes:
-    """Read the sizes from config.json, with Mamba-2's keys."""
+    """Read the dimensions of a Mamba-2 mixer from config.json, with Mamba-2's keys."""
     config = arch.hf_config
     return Mamba2Sizes(
         hidden_size=arch.hidden_size,
@@ -146,7 +150,9 @@ def mamba2_sizes(arch: ModelArch) -> Mamba2Sizes:
 
 
 def hybrid_sizes(arch: ModelArch) -> Mamba2Sizes:
-    """Read the sizes of a hybrid's mixers from config.json, with the keys of Bamba and Granite."""
+    """Read the dimensions of a hybrid's mixers from config.json, with the keys of Bamba and
+    Granite.
+    """
     config = arch.hf_config
     num_heads = arch.config_size("mamba_n_heads")
     head_size = config.get("mamba_d_head", "auto")
@@ -170,10 +176,10 @@ def hybrid_sizes(arch: ModelArch) -> Mamba2Sizes:
 
 
 def _limits(config: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the smallest and the largest time step.
+    """Return the smallest and the largest allowed time step.
 
     Raises:
-        ConfigError: they are not two numbers.
+        ConfigError: the value is not two numbers.
     """
     given = config.get("time_step_limit") or (0.0, float("inf"))
     try:

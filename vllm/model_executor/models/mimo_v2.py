@@ -1,4 +1,4 @@
-"""MiMo-V2-Flash: experts as in GLM-4.5, and windows with sinks in most layers."""
+"""MiMo-V2-Flash: experts like GLM-4.5, and sliding windows with attention sinks in most layers."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -20,8 +20,9 @@ from vllm.ops.attention_options import AttentionOptions
 
 
 class NarrowValuesAttention(SlicedModule):
-    """Attention whose values have fewer features than its keys. The cache has them with zeros up to
-    the features of keys.
+    """Attention whose values have fewer features than its keys.
+
+    In the KV cache, values are padded with zeros to the size of keys.
 
     Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]
     """
@@ -76,7 +77,7 @@ class NarrowValuesAttention(SlicedModule):
 
 
 class MiMoV2Layer(BalancedLayer):
-    """A layer with its own number of key/value heads, and experts without a shared one."""
+    """A layer with its own number of key/value heads, and experts without a shared expert."""
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
         return NarrowValuesAttention(spec)
@@ -88,8 +89,11 @@ class MiMoV2Layer(BalancedLayer):
 
 
 class MiMoV2FlashForCausalLM(RoutedForCausalLM):
-    """MiMo-V2-Flash (Xiaomi 2026). Layers with a window have more key/value heads, and keep all
-    tokens in the cache. Layers that guess further tokens are not loaded."""
+    """MiMo-V2-Flash (Xiaomi 2026).
+
+    Layers with a sliding window have more key/value heads, and keep all tokens in the cache. Layers
+    that predict draft tokens are not loaded.
+    """
 
     checkpoint_names: ClassVar[Mapping[str, str]] = {".attention_sink_bias": ".sinks"}
     ignored_prefixes: ClassVar[tuple[str, ...]] = ("model.mtp.",)

@@ -1,4 +1,6 @@
-"""MiniCPM 1 to 4: embeddings, residuals and logits are scaled, as muP has it (arXiv 2203.03466)."""
+"""MiniCPM 1 to 4: embeddings, residuals and logits are scaled according to muP (arXiv
+2203.03466).
+"""
 
 from dataclasses import replace
 from math import sqrt
@@ -15,7 +17,7 @@ from vllm.model_executor.models.llama import llama_options
 
 
 class MiniCPMLayer(GraniteLayer):
-    """A `GraniteLayer` whose scale depends on the number of layers."""
+    """A `GraniteLayer` whose residual scale depends on the number of layers."""
 
     def residual_scale(self, arch: ModelArch) -> float:
         root = sqrt(arch.num_layers)
@@ -43,8 +45,10 @@ class _MiniCPM(DecoderForCausalLM):
 
 
 class MiniCPMForCausalLM(_MiniCPM):
-    """MiniCPM 1B, 2B and 4 (Hu et al. 2024, arXiv 2404.06395; MiniCPM Team 2025, arXiv 2506.07900).
-    Attention is dense: MiniCPM 4 can leave out blocks of long texts, which is not done here."""
+    """MiniCPM 1B, 2B and 4 (arXiv 2404.06395 and 2506.07900), with full attention.
+
+    The sparse attention of MiniCPM 4 in long texts is not implemented.
+    """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         if count := arch.config_count("num_experts"):
@@ -56,7 +60,7 @@ class MiniCPMForCausalLM(_MiniCPM):
 
 
 class MiniCPM3ForCausalLM(_MiniCPM):
-    """MiniCPM 3 (OpenBMB 2024): latent attention, whose rotations pair the halves of a head."""
+    """MiniCPM 3 (OpenBMB 2024): latent attention, whose rotary pairs join the halves of a head."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, DecoderOptions(), MiniCPM3Layer)

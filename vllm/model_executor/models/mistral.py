@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases, where a query may see only a sliding window of keys."""
+"""Mistral: a Llama without biases whose attention may have a sliding window."""
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
@@ -10,8 +10,10 @@ from vllm.model_executor.models.decoder import (
 
 
 class MistralForCausalLM(DecoderForCausalLM):
-    """Mistral 7B, Nemo, Small (Jiang et al. 2023, arXiv 2310.06825). The windows are in
-    `arch.layer_windows`."""
+    """Mistral 7B, Nemo, Small (Jiang et al. 2023, arXiv 2310.06825).
+
+    The sliding windows are in `arch.layer_windows`.
+    """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         temperature = None

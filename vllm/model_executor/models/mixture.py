@@ -1,5 +1,4 @@
-"""Decoders with a mixture of experts instead of the MLP: Mixtral, Qwen MoE, Phi MoE, Granite
-MoE."""
+"""Decoders with a mixture of experts instead of the MLP: Mixtral, Qwen, Phi, Granite and OLMoE."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from vllm.ops.expert_options import SILU_EXPERTS, ExpertOptions, Routing
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOptions:
-    """Differences between the families."""
+    """The options in which families with experts differ."""
 
     num_experts: int
     top_k: int
@@ -51,7 +50,8 @@ class MixtureOptions:
 
 
 class Mixture(nn.Module):
-    """A router, its experts, and maybe one that all tokens use, which may have a gate.
+    """A router, its experts, and optionally a shared expert that all tokens use, which may have a
+    gate.
 
     Shape: [T, hidden] -> [T, hidden]
     """
@@ -98,7 +98,9 @@ def mixture_options(arch: ModelArch) -> MixtureOptions:
 
 
 class MixtureLayer(DecoderLayer):
-    """A `DecoderLayer` whose MLP is a `Mixture`, but for the layers that config.json excepts."""
+    """A `DecoderLayer` with a `Mixture` instead of the MLP, except in layers that config.json
+    lists.
+    """
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
         step = spec.arch.config_count("decoder_sparse_step") or 1
@@ -123,7 +125,7 @@ class MixtralForCausalLM(DecoderForCausalLM):
 
 
 class Qwen2MoeForCausalLM(DecoderForCausalLM):
-    """Qwen 1.5 and 2 MoE (arXiv 2407.10671), with an expert that all tokens use."""
+    """Qwen 1.5 and 2 MoE (arXiv 2407.10671), with a shared expert that all tokens use."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         options = DecoderOptions(qkv_bias=bool(arch.hf_config.get("qkv_bias", True)))
@@ -139,7 +141,11 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
 
 
 class PhimoeLayer(DecoderLayer):
-    """A `DecoderLayer` whose experts are weighed against those near below them."""
+    """A `DecoderLayer` with the sparse-mixer router.
+
+    The weight of a chosen expert is its share of a softmax over itself and the experts whose logits
+    are slightly lower.
+    """
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
         jitter = spec.arch.config_number("router_jitter_noise", 0.0)
@@ -188,15 +194,14 @@ class GraniteMoeForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split the weights of all experts, which are stored as one."""
+        """Split tensors with the weights of all experts."""
         return split_experts(self.arch, name, source)
 
 
 def split_experts(
     arch: ModelArch, name: str, source: CheckpointTensor
 ) -> Iterable[tuple[str, CheckpointTensor]]:
-    """Split a tensor of Granite that has a matrix of every expert; return other tensors
-    unchanged."""
+    """Split a Granite tensor with the matrices of all experts; return other tensors unchanged."""
     if name.endswith(".input_linear.weight"):
         experts = experts_in(name, source, mixture_options(arch).num_experts)
         size = arch.intermediate_size

@@ -1,4 +1,4 @@
-"""The language model of Llama 3.2 Vision: a Llama of which some layers read images."""
+"""The language model of Llama 3.2 Vision: a Llama in which some layers attend to images."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,10 +23,10 @@ _USUAL_LAYERS = (3, 8, 13, 18, 23, 28, 33, 38)
 
 
 def cross_attention_layers(arch: ModelArch) -> tuple[int, ...]:
-    """Return the indices of the layers that read images.
+    """Return the indices of the layers that attend to images.
 
     Raises:
-        ConfigError: config.json has no list of indices of layers.
+        ConfigError: config.json has no list of layer indices.
     """
     key = "cross_attention_layers"
     given = arch.hf_config.get(key)
@@ -41,10 +41,11 @@ def cross_attention_layers(arch: ModelArch) -> tuple[int, ...]:
 
 
 class MllamaLayer(DecoderLayer):
-    """A layer of Llama, or one whose attention is to images, with gates.
+    """A Llama layer, or a layer with gated cross-attention to images.
 
-    The latter does nothing for tokens that see no image. So does Meta's code. In transformers, the
-    tokens before the first image of a prompt attend to all images, as their mask has no image left.
+    A cross-attention layer changes nothing for tokens that see no image, as in Meta's code. In
+    transformers, the tokens before the first image of a prompt attend to all images, because their
+    mask is empty.
     """
 
     cross_attn_attn_gate: nn.Parameter | None

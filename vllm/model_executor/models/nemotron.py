@@ -22,5 +22,5 @@ class NemotronForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Add 1 to the weights of norms."""
+        """Add 1 to the weights of norms, which the checkpoint stores minus 1."""
         return add_one_to_norms(name, source)

@@ -1,5 +1,6 @@
-"""Nemotron-H and Nemotron 3: decoders whose layers are a norm and one of a Mamba-2 mixer,
-attention, an MLP and experts."""
+"""Nemotron-H and Nemotron 3: each layer is a norm and either a Mamba-2 mixer, attention, MLP or
+experts.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -33,7 +34,7 @@ _ATTENDS = ("attention", "full_attention")
 
 
 class NemotronHLayer(Layer):
-    """A mixer, attention, an MLP or experts after a norm, added to the residual stream."""
+    """A norm and one of: Mamba-2 mixer, attention, MLP, experts. Added to the residual stream."""
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
         arch, kinds = spec.arch, spec.arch.layer_kinds
@@ -64,8 +65,10 @@ class NemotronHLayer(Layer):
 
 
 class NemotronHMixture(nn.Module):
-    """Experts without gates, of which each token uses a few, and one that all tokens use. The few
-    may get and return a projection of the token with fewer features (LatentMoE, NVIDIA 2025).
+    """Experts without gates of which each token uses a few, and a shared expert that all tokens
+    use.
+
+    The routed experts may work on a smaller projection of the token (LatentMoE, NVIDIA 2025).
 
     Shape: [T, hidden] -> [T, hidden]
     """
@@ -126,7 +129,9 @@ class NemotronHForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split the fused tensors of mixers and experts; name the norms as in other decoders."""
+        """Split the fused tensors of mixers and experts, and rename the norms as in other
+        decoders.
+        """
         name = re.sub(r"^(model\.layers\.\d+)\.norm\.", r"\1.input_layernorm.", name)
         if ".experts." in name:
             return super().convert(name, source)
@@ -134,12 +139,12 @@ class NemotronHForCausalLM(DecoderForCausalLM):
 
 
 def _with_act(arch: ModelArch) -> ModelArch:
-    """Return the model with the activation of MLPs and experts."""
+    """Return the architecture with its hidden activation set to the one of MLPs and experts."""
     return replace(arch, hidden_act=arch.hf_config.get("mlp_hidden_act") or "relu2")
 
 
 def _sizes(arch: ModelArch) -> Mamba2Sizes:
-    """Return the sizes of the mixers."""
+    """Return the dimensions of the mixers."""
     names = {
         "num_heads": "mamba_num_heads",
         "head_dim": "mamba_head_dim",

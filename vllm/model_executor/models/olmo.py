@@ -34,7 +34,7 @@ class OlmoForCausalLM(DecoderForCausalLM):
 
 
 class Olmo2Attention(DecoderAttention):
-    """Query and key are normed over all heads together, before the rotation."""
+    """Attention that norms query and key over all heads together, before the rotary embedding."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Olmo2Attention(DecoderAttention):
 
 
 class Olmo2Layer(Layer):
-    """A layer with norms after attention and MLP, and none before."""
+    """A layer with norms after attention and after the MLP, and none before."""
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
@@ -85,11 +85,11 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
 
 
 class Olmo3ForCausalLM(Olmo2ForCausalLM):
-    """OLMo 3: most layers have a window."""
+    """OLMo 3: an OLMo 2 with a sliding window in most layers."""
 
 
 class OlmoeLayer(DecoderLayer):
-    """A `DecoderLayer` of experts, whose query and key are normed as in OLMo 2."""
+    """A `DecoderLayer` of experts, with query and key normed as in OLMo 2."""
 
     make_attention = Olmo2Layer.make_attention
 
@@ -106,15 +106,17 @@ class OlmoeForCausalLM(DecoderForCausalLM):
 
 
 class FlexOlmoLayer(Olmo2Layer):
-    """An `Olmo2Layer` of experts."""
+    """An `Olmo2Layer` with experts instead of the MLP."""
 
     def make_mlp(self, spec: LayerSpec) -> nn.Module:
         return Mixture(spec.arch, mixture_options(spec.arch), spec.tp)
 
 
 class FlexOlmoForCausalLM(DecoderForCausalLM):
-    """FlexOlmo 7x7B (Shi et al. 2025, arXiv 2507.07024): an OLMo 2 of experts that were trained on
-    their own."""
+    """FlexOlmo 7x7B (Shi et al.
+
+    2025, arXiv 2507.07024): an OLMo 2 of separately trained experts.
+    """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, llama_options(arch), FlexOlmoLayer)

@@ -27,7 +27,7 @@ _POSITION_OFFSET = 2
 
 
 class OPTAttention(nn.Module):
-    """Multi-head attention; positions are already in the hidden states.
+    """Multi-head attention without rotary positions; hidden states already contain positions.
 
     Shape: [T, hidden] -> [T, hidden]
     """
@@ -50,7 +50,9 @@ class OPTAttention(nn.Module):
 
 
 class OPTDecoderLayer(nn.Module):
-    """Attention and MLP, each with a norm before it or (only OPT-350m) after its addition."""
+    """Attention and MLP, with norms before each, or (only OPT-350m) after each residual
+    addition.
+    """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__()
@@ -78,8 +80,8 @@ class OPTDecoderLayer(nn.Module):
 class OPTDecoder(nn.Module):
     """Embeddings, layers and, in pre-norm models, the final norm.
 
-    Token rows have `word_embed_proj_dim` features; where that is not the hidden size, project_in
-    and project_out lead in and out.
+    Token embeddings have `word_embed_proj_dim` features. If this differs from the hidden size,
+    project_in and project_out convert between the two.
     """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
@@ -116,7 +118,7 @@ class OPTDecoder(nn.Module):
 
 
 class OPTModel(nn.Module):
-    """The level `model` of the checkpoint's names."""
+    """The decoder; the level `model` of the checkpoint's names."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__()
@@ -165,8 +167,7 @@ class OPTForCausalLM(CausalLM):
 
 
 def _projection(input_size: int, size: int, tp: TPGroup) -> ColumnParallelLinear:
-    """Make a linear layer that every rank has whole, in the model's dtype even if others are
-    quantized."""
+    """Make a linear layer that is not split over ranks and never quantized."""
     layer = whole_linear(input_size, size, tp)
     layer.keeps_precision = True
     return layer

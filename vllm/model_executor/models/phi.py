@@ -41,7 +41,10 @@ class PhiForCausalLM(DecoderForCausalLM):
 
 
 class Phi3ForCausalLM(DecoderForCausalLM):
-    """Phi 3, 3.5 and 4 (Abdin et al. 2024, arXiv 2404.14219): a Llama with fused checkpoints."""
+    """Phi 3, 3.5 and 4 (Abdin et al.
+
+    2024, arXiv 2404.14219): a Llama with fused checkpoint tensors.
+    """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, DecoderOptions())
@@ -49,7 +52,7 @@ class Phi3ForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split the fused projections."""
+        """Split the fused projections of attention and of the MLP."""
         if ".qkv_proj." in name:
             return split_features(name, source, "qkv_proj", qkv_sizes(self.arch))
         if ".gate_up_proj." in name:

@@ -1,5 +1,4 @@
-"""Generative families as pooling models: hidden states of the decoder, and heads instead of its
-output head."""
+"""Pooling models made from generative families: the decoder with another head, or none."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
@@ -30,7 +29,7 @@ _PREFIXES: Mapping[str, str] = {
 class DecoderPooling(PoolingModel):
     """The decoder of a `CausalLM` without its output head.
 
-    Checkpoints of the generative model and of the bare decoder can be loaded.
+    It loads checkpoints of the generative model and of the bare decoder.
     """
 
     generative_class: ClassVar[type[CausalLM]]
@@ -47,7 +46,7 @@ class DecoderPooling(PoolingModel):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Convert tensors as the generative model does."""
+        """Convert tensors of the decoder with the rules of the generative model."""
         inner = name.removeprefix("decoder.")
         if inner == name:
             return ((name, source),)
@@ -78,20 +77,20 @@ class DecoderPooling(PoolingModel):
 
 
 class DecoderForSequenceClassification(DecoderPooling):
-    """A linear classifier on the last token."""
+    """A decoder with a linear classifier on the last token."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp)
         self.score = nn.Linear(arch.hidden_size, num_labels(arch), bias=False)
 
     def head(self, pooled: Tensor) -> Tensor:
-        """Compute the labels [N, labels] from pooled hidden states [N, hidden]."""
+        """Compute the logits of the labels [N, labels] from pooled hidden states [N, hidden]."""
         out: Tensor = self.score(pooled)
         return out
 
 
 class Qwen2ForRewardModel(DecoderPooling):
-    """One reward per token, by an MLP (Qwen2.5-Math-RM)."""
+    """A reward model: an MLP computes one reward per token (Qwen2.5-Math-RM)."""
 
     generative_class = Qwen2ForCausalLM
     num_rewards: ClassVar[int] = 1
@@ -110,7 +109,10 @@ class Qwen2ForRewardModel(DecoderPooling):
 
 
 class Qwen2ForProcessRewardModel(Qwen2ForRewardModel):
-    """Two logits per step, wrong and right, at the token that ends it (Qwen2.5-Math-PRM)."""
+    """A process reward model: two logits, wrong and right, at the last token of each step.
+
+    Used by Qwen2.5-Math-PRM.
+    """
 
     num_rewards: ClassVar[int] = 2
 
@@ -120,7 +122,9 @@ def pooling_class(
     generative_class: type[CausalLM],
     base: type[DecoderPooling] = DecoderPooling,
 ) -> type[DecoderPooling]:
-    """Make a kind of pooling model from the decoder of a generative one."""
+    """Make a pooling model class from the decoder of a generative class, with the head of
+    `base`.
+    """
     prefixes = {old: f"decoder.{new}" for old, new in generative_class.checkpoint_prefixes.items()}
     values = {
         "generative_class": generative_class,
@@ -132,7 +136,7 @@ def pooling_class(
 
 
 def embedding_class(generative_class: type[CausalLM]) -> type[DecoderPooling]:
-    """Make a pooling model of a generative one, for task=embed."""
+    """Make an embedding model class (task=embed) from a generative one."""
     return pooling_class(f"{generative_class.__name__}ForEmbedding", generative_class)
 
 

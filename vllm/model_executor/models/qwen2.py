@@ -16,7 +16,9 @@ class Qwen2ForCausalLM(DecoderForCausalLM):
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    """MiMo 7B (Xiaomi 2025, arXiv 2505.07608). Its layers that guess further tokens (multi-token
-    prediction, `vllm.model_executor.speculators.mtp`) are not part of it."""
+    """MiMo 7B (Xiaomi 2025, arXiv 2505.07608).
+
+    Its layers for multi-token prediction are loaded only by `vllm.model_executor.speculators.mtp`.
+    """
 
     ignored_prefixes: ClassVar[tuple[str, ...]] = ("model.mtp_layers.",)

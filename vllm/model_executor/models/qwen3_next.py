@@ -1,5 +1,7 @@
-"""Decoders with Gated DeltaNet in most layers and gated attention in some: Qwen3-Next, Qwen 3.5 and
-3.6."""
+"""Decoders with Gated DeltaNet in most layers and gated attention in some.
+
+Qwen3-Next, Qwen 3.5 and 3.6.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -28,7 +30,7 @@ from vllm.model_executor.models.mixture import MixtureLayer
 
 
 def delta_net_sizes(arch: ModelArch) -> DeltaNetSizes:
-    """Read the sizes from config.json."""
+    """Read the dimensions of Gated DeltaNet from config.json."""
     return DeltaNetSizes(
         hidden_size=arch.hidden_size,
         num_key_heads=arch.config_size("linear_num_key_heads"),
@@ -42,7 +44,7 @@ def delta_net_sizes(arch: ModelArch) -> DeltaNetSizes:
 
 
 class _DeltaNetOrAttention(Layer):
-    """A layer with Gated DeltaNet where config.json says so."""
+    """A layer that has Gated DeltaNet if config.json says so, else attention."""
 
     def make_attention(self, spec: LayerSpec) -> nn.Module:
         if spec.index < spec.arch.num_layers and spec.arch.state_layers[spec.index]:
@@ -59,8 +61,10 @@ class DeltaNetMixtureLayer(_DeltaNetOrAttention, MixtureLayer):
 
 
 class Qwen3NextForCausalLM(DecoderForCausalLM):
-    """Qwen3-Next 80B-A3B and Coder-Next (Qwen team 2025). Layers that guess further tokens
-    (`vllm.model_executor.speculators.mtp`) are not part of it."""
+    """Qwen3-Next 80B-A3B and Coder-Next (Qwen team 2025).
+
+    Layers for multi-token prediction are loaded only by `vllm.model_executor.speculators.mtp`.
+    """
 
     layer_type: ClassVar[type[Layer]] = DeltaNetMixtureLayer
 
@@ -80,7 +84,7 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split fused layers and experts."""
+        """Split fused tensors of attention, of DeltaNet and of experts."""
         # Q_proj contains, for each head, its query and then its gate.
         if ".self_attn.q_proj." in name:
             heads, size = {"q_proj": 1, "gate_proj": 1}, self.arch.head_size
@@ -90,7 +94,7 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
     def split_delta_net(
         self, name: str, source: CheckpointTensor, sizes: DeltaNetSizes
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Return the parts of a tensor of a fused layer; other tensors as they are."""
+        """Split a tensor of a fused DeltaNet layer; return other tensors unchanged."""
         if ".conv1d." in name:
             return split_features(name, source, "conv1d", sizes.mixed_parts("conv_"))
         groups, per_key = sizes.num_key_heads, sizes.heads_per_key

@@ -1,4 +1,7 @@
-"""The model class of each architecture. Importing this module imports neither models nor torch."""
+"""Maps each architecture to its model class.
+
+Importing this module imports neither models nor torch.
+"""
 
 import difflib
 import re
@@ -18,7 +21,7 @@ TEXT_BY_TRANSFORMERS = "TransformersForConditionalGeneration"
 
 
 def _built_in() -> Iterator[tuple[str, str]]:
-    """Yield each architecture of the table of families, and its "module:Class"."""
+    """Yield each built-in architecture with its "module:Class"."""
     for family in FAMILIES.values():
         if family.module:
             classes = {name: name for name in family.architectures}
@@ -35,13 +38,13 @@ _BUILT_IN = dict(_built_in())
 
 
 class _ModelRegistry:
-    """Architecture (as in `architectures` of config.json) -> model class."""
+    """Maps an architecture (from `architectures` in config.json) to its model class."""
 
     def __init__(self, models: dict[str, str | type[Any]]) -> None:
         self._models = models
 
     def register_model(self, arch_name: str, model: str | type[Any]) -> None:
-        """Add an architecture, or replace a built-in one.
+        """Register a model class for an architecture; may replace a built-in one.
 
         Args:
             arch_name: name in config.json.
@@ -56,7 +59,7 @@ class _ModelRegistry:
         self._models[arch_name] = model
 
     def plugins(self) -> dict[str, str]:
-        """Return the registered plug-ins that can be sent to another process."""
+        """Return the models registered as "module:Class", which can be sent to another process."""
         return {
             name: model
             for name, model in self._models.items()
@@ -67,7 +70,7 @@ class _ModelRegistry:
         return sorted(self._models)
 
     def resolve(self, arch_name: str) -> type[Any]:
-        """Return the class of an architecture.
+        """Import and return the class of an architecture.
 
         Raises:
             ConfigError: unknown name, or a plug-in that cannot be imported.
@@ -87,12 +90,12 @@ class _ModelRegistry:
     def unsupported_message(
         self, arch_name: str, reason: str = "", nearest: Sequence[str] = ()
     ) -> str:
-        """Return the text of the error about an architecture that cannot run.
+        """Return the error text about an architecture that is not supported.
 
         Args:
             arch_name: name in config.json.
-            reason: continues the sentence; empty: no more is known.
-            nearest: supported architectures to name as such; empty: some with similar names.
+            reason: why it is not supported; appended to the sentence. Empty: unknown.
+            nearest: similar supported architectures to suggest; empty: those with similar names.
         """
         near = nearest or self._with_similar_names(arch_name)
         hint = f" (the nearest: {', '.join(near)})" if near else ""
@@ -104,8 +107,11 @@ class _ModelRegistry:
         )
 
     def _with_similar_names(self, arch_name: str) -> list[str]:
-        """Compare names without the ends that most of them have. Names with the same beginning are
-        nearer than others: versions and sizes of a family differ at the end."""
+        """Return supported architectures with similar names, the most similar ones first.
+
+        Common endings are ignored. The beginning of a name counts most, since versions and sizes of
+        a family differ at the end.
+        """
         stems: dict[str, list[str]] = {}
         for name in self.supported():
             is_model = name not in (BY_TRANSFORMERS, TEXT_BY_TRANSFORMERS)
@@ -122,12 +128,16 @@ class _ModelRegistry:
 
 
 def _stem(arch_name: str) -> str:
-    """Return the part of an architecture's name that tells families apart, in lower case."""
+    """Return the distinguishing part of an architecture's name in lower case, without common
+    endings.
+    """
     return re.sub(r"(For[A-Z][A-Za-z]+|LMHeadModel|Model)$", "", arch_name).lower()
 
 
 def is_encoder(arch_name: str) -> bool:
-    """Whether it is an encoder: all tokens of a prompt see each other, and none is generated."""
+    """Return whether the architecture is an encoder: prompt tokens attend to each other, none is
+    generated.
+    """
     return family_of_architecture(arch_name).is_encoder
 
 

@@ -1,4 +1,4 @@
-"""RoBERTa and XLM-RoBERTa: BERT whose positions begin after the position of padding."""
+"""RoBERTa and XLM-RoBERTa: BERT with positions that start after the padding position."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -21,7 +21,7 @@ def _position_offset(arch: ModelArch) -> int:
 
 
 class RobertaModel(EncoderModel):
-    """Liu et al. 2019 (arXiv 1907.11692)."""
+    """RoBERTa (Liu et al. 2019, arXiv 1907.11692)."""
 
     ignored_tensors: ClassVar[tuple[str, ...]] = (*EncoderModel.ignored_tensors, *_HEAD_TENSORS)
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
@@ -35,11 +35,12 @@ class RobertaModel(EncoderModel):
 
 
 class XLMRobertaModel(RobertaModel):
-    """Conneau et al. 2020 (arXiv 1911.02116)."""
+    """XLM-RoBERTa (Conneau et al. 2020, arXiv 1911.02116)."""
 
 
 class RobertaClassificationHead(nn.Module):
-    """The level `classifier` of the checkpoint's names.
+    """A dense layer with tanh and a linear classifier; the level `classifier` of the checkpoint's
+    names.
 
     Shape: [N, hidden] -> [N, labels]
     """
@@ -55,7 +56,9 @@ class RobertaClassificationHead(nn.Module):
 
 
 class RobertaForSequenceClassification(EncoderModel):
-    """A dense layer with tanh on the first token, and a linear classifier."""
+    """RoBERTa with a classifier on the first token: a dense layer with tanh, then a linear
+    layer.
+    """
 
     ignored_tensors: ClassVar[tuple[str, ...]] = (
         *("roberta.pooler.dense.weight", "roberta.pooler.dense.bias"),
@@ -68,7 +71,7 @@ class RobertaForSequenceClassification(EncoderModel):
         self.classifier = RobertaClassificationHead(arch)
 
     def head(self, pooled: Tensor) -> Tensor:
-        """Compute the labels [N, labels] from the first tokens [N, hidden]."""
+        """Compute the logits of the labels [N, labels] from the first tokens [N, hidden]."""
         out: Tensor = self.classifier(pooled)
         return out
 

@@ -1,5 +1,7 @@
-"""Decoders with grouped-query attention, and experts that are chosen as in DeepSeek: GLM 4.5, dots,
-MiniMax M2, ERNIE 4.5, Hunyuan, Ling and the first DeepSeek MoE."""
+"""Decoders with grouped-query attention, and experts that are chosen as in DeepSeek.
+
+GLM 4.5, dots, MiniMax M2, ERNIE 4.5, Hunyuan, Ling and the first DeepSeek MoE.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -50,7 +52,9 @@ class SolarOpenForCausalLM(Glm4MoeForCausalLM):
 
 
 class Dots1Layer(RoutedLayer):
-    """A `RoutedLayer` with the router of DeepSeek V3, whatever the config calls it."""
+    """A `RoutedLayer` that always uses the router of DeepSeek V3, whatever name the config has for
+    it.
+    """
 
     def routing(self, arch: ModelArch) -> Routing:
         config = {**arch.hf_config, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
@@ -84,7 +88,7 @@ class MiniMaxM2Layer(RoutedLayer):
 
 
 class MiniMaxM2ForCausalLM(RoutedForCausalLM):
-    """MiniMax-M2, M2.5 and M2.7 (MiniMax 2025): half of each head is rotated."""
+    """MiniMax-M2, M2.5 and M2.7 (MiniMax 2025); half of each head has rotary positions."""
 
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".block_sparse_moe.": ".mlp.",
@@ -99,7 +103,9 @@ class MiniMaxM2ForCausalLM(RoutedForCausalLM):
 
 
 class ErnieMoeLayer(RoutedLayer):
-    """A layer in which some parts of a softmax choose experts, after a bias of each expert."""
+    """A layer that chooses experts by biased logits, and weights them by their share of the
+    softmax.
+    """
 
     def has_experts(self, spec: LayerSpec) -> bool:
         arch, index = spec.arch, spec.index
@@ -142,14 +148,14 @@ class Ernie4_5_MoeForCausalLM(RoutedForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Read the bias of experts, which is stored as [1, experts]."""
+        """Flatten the bias of the router, which is stored as [1, experts]."""
         if name.endswith(".e_score_correction_bias") and len(source.shape) == 2:
             return ((name, source.mapped(lambda bias: bias[0])),)
         return super().convert(name, source)
 
 
 class HunYuanMoELayer(RoutedLayer):
-    """A layer of experts, with an MLP that all tokens use."""
+    """A layer of experts, with a shared MLP that all tokens use."""
 
     def has_experts(self, spec: LayerSpec) -> bool:
         return True
@@ -164,7 +170,7 @@ class HunYuanMoELayer(RoutedLayer):
 
 
 class HunYuanMoEV1ForCausalLM(RoutedForCausalLM):
-    """Hunyuan-A13B (Tencent 2025): heads are normed after the rotation."""
+    """Hunyuan-A13B (Tencent 2025); heads are normed after the rotary embedding."""
 
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".query_layernorm.": ".q_norm.",
@@ -185,7 +191,7 @@ class DeepseekForCausalLM(RoutedForCausalLM):
 
 
 class BailingMoeLayer(RoutedLayer):
-    """A `RoutedLayer` in the words of Ling."""
+    """A `RoutedLayer` configured with the keys that Ling uses in config.json."""
 
     def has_experts(self, spec: LayerSpec) -> bool:
         return is_behind_first_layers(spec)
@@ -207,7 +213,7 @@ class BailingMoeLayer(RoutedLayer):
 
 
 class BailingMoeV2Layer(BailingMoeLayer):
-    """A layer with the router of DeepSeek V3."""
+    """A `BailingMoeLayer` with the router of DeepSeek V3."""
 
     def routing(self, arch: ModelArch) -> Routing:
         top_k = arch.config_size("num_experts_per_tok")
@@ -250,7 +256,7 @@ class BailingMoeForCausalLM(RoutedForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split query, key and value, which are stored as one."""
+        """Split fused query, key and value tensors."""
         for own, part in super().convert(name, source):
             if ".qkv_proj." in own:
                 yield from split_features(own, part, "qkv_proj", qkv_sizes(self.arch))

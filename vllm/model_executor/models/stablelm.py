@@ -23,8 +23,10 @@ _HEAD_NORM = re.compile(r"(?P<layer>.*)\.(?P<kind>[qk])_layernorm\.norms\.(?P<he
 
 
 class StableLmForCausalLM(DecoderForCausalLM):
-    """StableLM 3B and 2 (Bellagente et al. 2024, arXiv 2402.17834): a Llama with layer norms, which
-    rotates part of each head."""
+    """StableLM 3B and 2 (Bellagente et al. 2024, arXiv 2402.17834).
+
+    A Llama with layer norms, in which only a part of each head has rotary positions.
+    """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         config = arch.hf_config
@@ -42,7 +44,7 @@ class StableLmForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Join the weights of the norms of heads, which are stored one by one."""
+        """Join the weights of the norms of heads, which are stored separately for each head."""
         found = _HEAD_NORM.fullmatch(name)
         if found is None:
             return ((name, source),)

@@ -1,5 +1,7 @@
-"""Models of checkpoints that also have a part for images or sounds, which is loaded where its
-family has an encoder."""
+"""Models whose checkpoints also have an encoder of images or sounds.
+
+The encoder is loaded if this package supports it for the family; otherwise only text works.
+"""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -41,9 +43,9 @@ _AROUND_TOWERS = ("multi_modal_projector.", "mm_projector.", "connector.", "imag
 
 
 class _LanguageModel(CausalLM):
-    """A language model, and the encoder of images or sounds where the family has one.
+    """A language model, together with the encoder of images or sounds if the family has one.
 
-    The names in such checkpoints: transformers has moved the language model since 4.52.
+    It renames tensors: transformers has moved the language model in checkpoints since 4.52.
     """
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
@@ -98,7 +100,9 @@ class _LanguageModel(CausalLM):
 
 
 class _AnyLanguageModel(_LanguageModel):
-    """The language model is of the family that its config names."""
+    """A `_LanguageModel` whose language model may be of several families; its config names the
+    family.
+    """
 
     @classmethod
     def variant_of(cls, arch: ModelArch) -> type[LoadableModel]:
@@ -108,19 +112,19 @@ class _AnyLanguageModel(_LanguageModel):
 
 @cache
 def _joined(media: type[CausalLM], text: type[CausalLM]) -> type[CausalLM]:
-    """Return a class of a language model that also encodes images or sounds."""
+    """Create a class that joins a language model with an encoder of images or sounds."""
     return type(media.__name__, (media, text), {"__doc__": media.__doc__})
 
 
 def encoder_class(arch: ModelArch) -> type[MediaEncoder]:
-    """Return the class of the encoder of a model that has one."""
+    """Return the encoder class of a model that has an encoder."""
     module = import_module(f"vllm.model_executor.media.families.{arch.media_module}")
     found: type[MediaEncoder] = module.Encoder
     return found
 
 
 def make_encoder(arch: ModelArch) -> MediaEncoder:
-    """Return the encoder of a model that has one, without weights."""
+    """Make the encoder of a model that has one, without weights."""
     assert arch.media_config is not None
     return encoder_class(arch)(arch.media_config, arch.embedding_size)
 
@@ -153,11 +157,13 @@ class MllamaForConditionalGeneration(_LanguageModel, MllamaForCausalLM):
 
 
 class Gemma3ForConditionalGeneration(_LanguageModel, Gemma3ForCausalLM):
-    """Gemma 3 4B, 12B and 27B (arXiv 2503.19786): tokens of an image see all of it."""
+    """Gemma 3 4B, 12B and 27B (arXiv 2503.19786); tokens of an image attend to each other in both
+    directions.
+    """
 
 
 class _LanguageModelOfTowers(_LanguageModel):
-    """Names where there is also a part for sounds."""
+    """A `_LanguageModel` with the tensor names of checkpoints that also have an audio tower."""
 
     ignored_prefixes: ClassVar[tuple[str, ...]] = tuple(
         f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
@@ -165,16 +171,17 @@ class _LanguageModelOfTowers(_LanguageModel):
 
 
 class Gemma3nForConditionalGeneration(_LanguageModelOfTowers, Gemma3nForCausalLM):
-    """Gemma 3n E2B and E4B (Google 2025), of which text input is served."""
+    """Gemma 3n E2B and E4B (Google 2025); only text input is supported."""
 
 
 class Gemma4ForConditionalGeneration(_LanguageModelOfTowers, Gemma4ForCausalLM):
-    """Gemma 4 (Google 2026), of which text input is served."""
+    """Gemma 4 (Google 2026); only text input is supported."""
 
 
 class Llama4ForConditionalGeneration(_LanguageModel, Llama4ForCausalLM):
-    """Llama 4 Scout and Maverick with their part for images (Meta 2025), of which text input is
-    served."""
+    """Llama 4 Scout and Maverick (Meta 2025) from multimodal checkpoints; only text input is
+    supported.
+    """
 
 
 class Mistral3ForConditionalGeneration(_LanguageModel, MistralForCausalLM):
@@ -190,7 +197,7 @@ class Qwen2_5_VLForConditionalGeneration(_LanguageModel, Qwen2ForCausalLM):
 
 
 class _WithAddedStates(_LanguageModel, DecoderForCausalLM, ReadsContext):
-    """The encoder also gives values that are added to hidden states after the first layers."""
+    """A model whose encoder also returns values to add to hidden states after the first layers."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp)
@@ -237,8 +244,10 @@ class Qwen3VLMoeForConditionalGeneration(_WithAddedStates, Qwen3MoeForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split the weights of all experts. Published ones are [experts, in, out]; transformers 5
-        stores them as [experts, out, in]."""
+        """Split tensors with the weights of all experts.
+
+        Published ones are [experts, in, out]; transformers 5 saves them as [experts, out, in].
+        """
         size = self.arch.hidden_size
         inner = self.arch.config_size("moe_intermediate_size")
         sizes = {"gate_up_proj": (size, 2 * inner), "down_proj": (inner, size)}
@@ -257,7 +266,7 @@ class Glm4vMoeForConditionalGeneration(_LanguageModel, Glm4MoeForCausalLM):
 
 
 class _Qwen(_LanguageModel):
-    """The layers that guess further tokens are not loaded either."""
+    """A `_LanguageModel` that also skips the layers for multi-token prediction."""
 
     ignored_prefixes: ClassVar[tuple[str, ...]] = (*_LanguageModel.ignored_prefixes, "mtp.")
 
@@ -271,10 +280,10 @@ class Qwen3_5MoeForConditionalGeneration(_Qwen, Qwen3_5MoeForCausalLM):
 
 
 class KimiK25ForConditionalGeneration(_LanguageModel, DeepseekV3ForCausalLM):
-    """Kimi K2.5 and K2.6 (Moonshot AI 2026), of which text input is served.
+    """Kimi K2.5 and K2.6 (Moonshot AI 2026); only text input is supported.
 
-    transformers 5.24 saves the layers as `blocks`, the published name of layers in the part for
-    images.
+    transformers 5.24 saves layers under the name `blocks`, which published checkpoints use for the
+    layers of the vision tower.
     """
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
@@ -284,11 +293,11 @@ class KimiK25ForConditionalGeneration(_LanguageModel, DeepseekV3ForCausalLM):
 
 
 class KimiVLForConditionalGeneration(_LanguageModel, DeepseekV3ForCausalLM):
-    """Kimi-VL (arXiv 2504.07491), of which text input is served."""
+    """Kimi-VL (arXiv 2504.07491); only text input is supported."""
 
 
 class WhisperForConditionalGeneration(_LanguageModel, WhisperForCausalLM):
-    """Whisper, tiny to large-v3 and turbo (arXiv 2212.04356), which reads sound."""
+    """Whisper, tiny to large-v3 and turbo (arXiv 2212.04356): speech to text."""
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = WhisperForCausalLM.checkpoint_prefixes
 
@@ -302,4 +311,4 @@ class VoxtralForConditionalGeneration(_AnyLanguageModel):
 
 
 class TransformersForConditionalGeneration(_LanguageModel, TransformersForCausalLM):
-    """The language model of one of these checkpoints with the modules of transformers."""
+    """A multimodal checkpoint whose language model runs with the modules of transformers."""

@@ -1,8 +1,8 @@
-"""Names in checkpoints of the modules of transformers.
+"""Maps checkpoint names to the names of modules of transformers.
 
-Version 5 has its experts in one parameter and has renamed other modules. It maps the names in older
-checkpoints as it loads them, with a table that it publishes (`get_model_conversion_mapping`); the
-same table is applied here, but for experts, which our layer takes one by one.
+Version 5 keeps all experts in one parameter and has renamed other modules. When loading older
+checkpoints, it maps their names with a table that it publishes (`get_model_conversion_mapping`).
+The same table is applied here, except for experts, which our layer takes separately.
 """
 
 import re
@@ -16,11 +16,11 @@ from vllm.transformers_utils.transformers_version import renamed_weight, weight_
 
 
 class CheckpointNames:
-    """Maps the tensors of a checkpoint to the modules of transformers.
+    """Maps the tensors of a checkpoint to the modules of a transformers model.
 
     Args:
         model: the model of transformers.
-        experts: paths in it of the modules that our experts have replaced.
+        experts: paths of the modules in it that were replaced by our experts.
     """
 
     def __init__(self, model: Any, experts: Collection[str]) -> None:
@@ -30,11 +30,11 @@ class CheckpointNames:
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Convert name and tensor of the checkpoint to the model's.
+        """Convert name and tensor of the checkpoint to the name and tensor of the model.
 
         Raises:
-            WeightLoadError: transformers computes its weights from the tensor, and not by a rule
-                that is known here.
+            WeightLoadError: transformers computes its weights from the tensor by a rule that is not
+                implemented here.
         """
         one = self._of_one_expert(name)
         if one is not None:
@@ -52,8 +52,10 @@ class CheckpointNames:
         return ((found, source),)
 
     def _of_one_expert(self, name: str) -> str | None:
-        """Return this package's name of a tensor of one expert: a weight, or a quantized format's
-        tensor for it. None: it is no such tensor."""
+        """Return this package's name of a tensor of one expert; None if it is not such a tensor.
+
+        It may be a weight, or a tensor of a quantized weight.
+        """
         stem, _, kind = name.rpartition(".")
         found, pattern = renamed_weight(f"{stem}.weight", self._conversions)
         path, _, parameter = found.rpartition(".")

@@ -1,7 +1,8 @@
-"""Replaces layers of transformers by this package's, split over ranks as transformers plans it.
+"""Replaces layers of transformers by this package's, split over ranks by the plan of transformers.
 
-A config class of transformers says which linear layers ranks can share (`base_model_tp_plan`): by
-columns, by rows, or not at all. What the plan does not name, every rank has whole.
+A config class of transformers says which linear layers can be split over ranks
+(`base_model_tp_plan`): by columns, by rows, or not at all. Layers that the plan does not name are
+not split.
 """
 
 import re
@@ -35,14 +36,14 @@ _KINDS = {
 
 
 class ParallelPlan:
-    """The linear layers of a decoder that the ranks of a group share.
+    """The tensor-parallel plan of a transformers decoder: which linear layers are split over ranks.
 
     Args:
         config: of transformers.
         tp: the ranks.
 
     Raises:
-        ConfigError: there are several ranks, and transformers has no plan for them.
+        ConfigError: there are several ranks, and transformers has no plan for the model.
     """
 
     def __init__(self, config: Any, tp: TPGroup) -> None:
@@ -59,10 +60,10 @@ class ParallelPlan:
         ]
 
     def kind(self, path: str) -> str:
-        """Return how the linear layer of this path in the decoder is split.
+        """Return how the linear layer with this path in the decoder is split.
 
         Raises:
-            ConfigError: in a way that is not known here.
+            ConfigError: the plan has an unknown kind of split.
         """
         style = next((style for each, style in self._styles if each.fullmatch(path)), "replicated")
         if self.tp.size == 1:
@@ -75,12 +76,13 @@ class ParallelPlan:
         return _KINDS[style]
 
     def has(self, path: str) -> bool:
-        """Whether the plan names the module of this path."""
+        """Return whether the plan names the module with this path."""
         return any(each.fullmatch(path) for each, _ in self._styles)
 
     def heads_of(self, path: str, module: nn.Module, arch: ModelArch) -> tuple[int, int]:
-        """Return the numbers of query heads, and of key and value heads, that this rank has of an
-        attention."""
+        """Return how many query heads, and key and value heads, of an attention module this rank
+        has.
+        """
         linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
         if not any(self.kind(f"{path}.{name}") == _COLUMNS for name in linear):
             return arch.num_heads, arch.num_kv_heads
@@ -88,7 +90,7 @@ class ParallelPlan:
 
 
 def replace_linear_layers(decoder: nn.Module, plan: ParallelPlan, arch: ModelArch) -> None:
-    """Replace linear layers by ours, which support the weight formats of the model.
+    """Replace linear layers of the decoder by ours, which support quantization and splitting.
 
     Raises:
         ConfigError: a layer cannot be split.
@@ -124,8 +126,10 @@ def _linear(
 
 
 def replace_experts(decoder: nn.Module, plan: ParallelPlan) -> None:
-    """Replace experts by ours, which are packed and computed in one matmul per launch. Other
-    modules do not change, and every rank has all of them."""
+    """Replace experts by ours, which are packed and compute all experts of a batch in one call.
+
+    Other modules of the layer are not changed, and are not split over ranks.
+    """
     for path, module in list(decoder.named_modules()):
         gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
         if not isinstance(gate_up, nn.Parameter) or not isinstance(down, nn.Parameter):
@@ -141,8 +145,8 @@ def replace_experts(decoder: nn.Module, plan: ParallelPlan) -> None:
 
 
 class ExpertsOfTransformers(Experts):
-    """Experts with the arguments that the modules of transformers give them."""
+    """Experts that accept the arguments with which modules of transformers call them."""
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Run the experts; the weights may have any dtype."""
+        """Compute the experts; the weights may have any dtype."""
         return super().forward(x, ids.contiguous(), weights.float().contiguous())

@@ -1,8 +1,9 @@
-"""Decoders of the transformers library, with our attention, linear layers and output head.
+"""Runs decoders of the transformers library with our attention, linear layers and output head.
 
-For architectures that have no class here. The modules of transformers run, on all tokens of a
-launch as one sequence; its attention interface hands queries, keys and values to our attention
-layer, which knows which tokens belong together. What cannot run that way is refused with one line.
+It is used for architectures without a class of their own. The modules of transformers run all
+tokens of a batch as one sequence. Their attention interface passes queries, keys and values to our
+attention layer, which knows which tokens belong together. A model that cannot run in this way is an
+error with one line.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,7 +54,7 @@ _FIXED = "fixed"
 
 
 class TransformersForCausalLM(CausalLM):
-    """Any decoder that `AutoModelForCausalLM` knows, with attention through its interface."""
+    """Runs any decoder of `AutoModelForCausalLM` that uses transformers' attention interface."""
 
     names: CheckpointNames
     _undivided: str | None = None
@@ -109,12 +110,12 @@ class TransformersForCausalLM(CausalLM):
 
     @property
     def inner(self) -> Any:
-        """The model of transformers."""
+        """The model object of transformers."""
         return self._whole[0]
 
     @property
     def base_model(self) -> Any:
-        """Return the model of transformers, without the output head."""
+        """The model object of transformers without its output head."""
         found = self.inner.base_model
         if not is_version_4() or found is not self.inner:
             return found
@@ -152,8 +153,7 @@ class TransformersForCausalLM(CausalLM):
         return hidden
 
     def _run(self, hidden_states: Tensor, positions: Tensor, module: Any) -> Any:
-        """Return the result of a module of transformers, for all tokens of a launch as one
-        sequence."""
+        """Call a module of transformers with all tokens of a batch as one sequence."""
         return module(
             inputs_embeds=hidden_states[None],
             position_ids=_position_ids(positions),
@@ -164,8 +164,9 @@ class TransformersForCausalLM(CausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Rename tensors of checkpoints of other versions of transformers, and fill the buffers
-        that some have."""
+        """Rename tensors of checkpoints of other transformers versions, and fill buffers from
+        checkpoints.
+        """
         buffers = dict(self.named_buffers())
         for found, part in self.names.convert(name, source):
             if found in buffers:
@@ -174,8 +175,9 @@ class TransformersForCausalLM(CausalLM):
                 yield found, part
 
     def check(self) -> None:
-        """Refuse a model whose layers do not attend as they were built to, or in which a token
-        depends on others by any other way than attention."""
+        """Check by test runs that attention is used as configured, and that tokens depend on others
+        only by it.
+        """
         attended: list[nn.Module] = []
 
         def attend_to_itself(module: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
@@ -228,10 +230,10 @@ class TransformersForCausalLM(CausalLM):
             )
 
     def _check_logits(self) -> None:
-        """Find out how the model makes logits of the results of its head.
+        """Find out how the model computes logits from the output of its head, by comparing results.
 
         Raises:
-            ConfigError: in another way than its config can mean.
+            ConfigError: no function that its config allows gives the same logits.
         """
         given, at = self._inputs([0, 1]), self._on_device([0, 1])
         embedded = self.embed(given) if self.stage.is_first else given
@@ -257,7 +259,7 @@ class TransformersForCausalLM(CausalLM):
         raise ConfigError("its logits differ from output_head(hidden_states)")
 
     def _inputs(self, rows: list[int]) -> Tensor:
-        """Make token ids, or hidden states as a stage before could have returned for them."""
+        """Make test inputs: token ids, or random hidden states if this is not the first stage."""
         if self.stage.is_first:
             return self._on_device(rows)
         size = (max(rows) + 1, self.arch.hidden_size)
@@ -268,7 +270,7 @@ class TransformersForCausalLM(CausalLM):
         return torch.as_tensor(values).to(self._device)
 
     def _not_splittable_reason(self) -> str | None:
-        """Return why the layers run all or not at all; None: they can be divided."""
+        """Return why the layers cannot be divided into pipeline stages; None if they can."""
         if not self.ranges.is_planned:
             return (
                 "it runs all layers or none, as transformers has no plan to divide them "
@@ -298,7 +300,7 @@ class TransformersForCausalLM(CausalLM):
         return self.logits_of(self.lm_head(hidden_states))
 
     def _scale_of(self, embedding: Any) -> float:
-        """Return the factor of transformers' embedding on the rows of its table."""
+        """Return the factor by which transformers' embedding multiplies the table's entries."""
         with torch.device("cpu"):
             ids = torch.tensor([0, 1])
             found = []
@@ -313,7 +315,9 @@ class TransformersForCausalLM(CausalLM):
         return scale
 
     def _refuse_states(self) -> None:
-        """Refuse modules that remember tokens: they take a cache, and do not attend."""
+        """Check that no module keeps recurrent state: one that takes a cache but does not use
+        attention.
+        """
         for path, module in self.base_model.named_modules():
             takes_cache = not _CACHE_ARGUMENTS.isdisjoint(signature(module.forward).parameters)
             if isinstance(module, nn.Conv1d) or (
@@ -325,9 +329,11 @@ class TransformersForCausalLM(CausalLM):
                 )
 
     def _fix_rotations(self) -> None:
-        """Fix the frequencies of modules that choose them by the longest position of a launch to
-        the longest request, like our own: another request must not change a token, and a key in the
-        cache has to stay right."""
+        """Fix rotary frequencies that depend on the longest position of the batch.
+
+        They are computed for the longest request allowed, as in our own layers: a token must not
+        depend on other requests, and cached keys must stay valid.
+        """
         kinds = list(self.arch.hf_config.get("layer_types") or ())
         for module in self.base_model.modules():
             given: Any = getattr(module, "rope_type", None)
@@ -394,14 +400,17 @@ def _refusal(arch: ModelArch, reason: str) -> ConfigError:
 
 
 class AttentionOfTransformers(Attention):
-    """Attention with the options that its module hands over when it runs for the first time, which
-    is before there is a cache: the attributes of the module may be the options of other layers."""
+    """Attention whose options are set by the first call of its transformers module.
+
+    This first call happens before there is a cache. The options are not read from attributes of the
+    module, since these may belong to other layers.
+    """
 
     has_run = False
 
 
 class _Alone:
-    """Collectives of a rank that has met no other: each has its own part as the result."""
+    """Collectives of a rank without connections: each rank's own part counts as the result."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -415,7 +424,7 @@ class _Alone:
 
 @contextmanager
 def _alone(tp: TPGroup) -> Iterator[None]:
-    """Let layers run while the ranks are not connected yet."""
+    """Let layers run while the ranks are not connected yet, with their own parts as results."""
     before, tp.collectives = tp.collectives, _Alone(tp.size)
     try:
         yield
@@ -465,8 +474,10 @@ def _build(arch: ModelArch) -> Any:
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Make parameters without memory; buffers, which no checkpoint fills, are computed as
-    transformers does."""
+    """Create parameters without memory, while buffers are computed by transformers.
+
+    No checkpoint fills the buffers.
+    """
     register: Callable[..., None] = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -497,7 +508,10 @@ def _attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend, as transformers calls it: heads [1, H, T, D] -> ([1, T, H, D], no weights)."""
+    """Compute attention with the signature of transformers' attention interface.
+
+    Heads [1, H, T, D] -> (output [1, T, H, D], None instead of weights).
+    """
     attention: Any = module.vllm_attention
     if attention_mask is not None:
         raise ConfigError("its attention has a mask of its own")
@@ -523,16 +537,21 @@ def _attend(
 
 
 def _position_ids(positions: Tensor) -> Tensor:
-    """Return positions [P, T] or [T] of one sequence as modules of transformers take them: as
-    [1, T], or as [P, 1, T] where a token has several."""
+    """Convert positions [P, T] or [T] to the shape that transformers needs.
+
+    [1, T], or [P, 1, T] if a token has several positions.
+    """
     if positions.dim() == 2 and len(positions) > 1:
         return positions[:, None]
     return positions.view(1, -1)
 
 
 def _logits_functions(inner: Any) -> list[Callable[[Tensor], Tensor]]:
-    """Return the functions that the model may apply to the results of its head, by its config: most
-    families divide by `logits_scaling`, and some multiply by it."""
+    """Return the functions that may convert the output of the head to logits, according to the
+    config.
+
+    Most families divide by `logits_scaling`, and some multiply by it.
+    """
     config = inner.config
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     scaling = float(getattr(config, "logits_scaling", None) or 1.0)

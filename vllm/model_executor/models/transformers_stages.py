@@ -1,8 +1,8 @@
-"""Runs some of the layers of a decoder of transformers, as a stage of a pipeline does.
+"""Runs only some layers of a transformers decoder, as needed by a pipeline stage.
 
-The forward of such a decoder runs all of its layers. Where modules that give back their input stand
-in the place of the others, it runs some. Its config class says which modules come before the layers
-and which come after them (`base_model_pp_plan`).
+The forward method of such a decoder runs all of its layers, so the other layers are replaced by
+modules that return their input. Its config class says which modules come before and after the
+layers (`base_model_pp_plan`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ _LAYERS = "layers"
 
 
 class LayerRanges:
-    """The layers of a decoder, any of which can be left out for a while.
+    """The layers of a decoder, some of which can be disabled temporarily.
 
     Args:
         decoder: of transformers.
@@ -46,8 +46,10 @@ class LayerRanges:
 
     @contextmanager
     def only(self, first: int, end: int) -> Iterator[None]:
-        """Let the decoder run only layers `first` up to `end`, and the modules after all layers
-        only if `end` is their number."""
+        """Let the decoder run only layers `first` to `end` - 1, while the context is open.
+
+        The modules after the layers run only if `end` is the number of layers.
+        """
         layers: nn.ModuleList = getattr(self._decoder, _LAYERS)
         own: Sequence[nn.Module] = list(layers)
         after = {name: getattr(self._decoder, name) for name in self._after}
@@ -67,7 +69,9 @@ class LayerRanges:
 
 
 class _LeftOut(nn.Module):
-    """Returns the hidden states unchanged; has the attributes that a decoder reads of the layer.
+    """Replaces a layer and returns the hidden states unchanged.
+
+    It has the attributes of the layer that decoders read.
 
     Args:
         layer: the layer that it replaces.

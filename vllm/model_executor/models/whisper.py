@@ -1,4 +1,4 @@
-"""The decoder of Whisper: learned positions, and in every layer attention to the sound."""
+"""The decoder of Whisper: learned positions, and in every layer cross-attention to the sound."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
@@ -25,7 +25,7 @@ _QUERY_BIAS, _KEY_BIAS = ".self_attn.q_proj.bias", ".self_attn.k_proj.bias"
 
 
 class WhisperDecoderLayer(nn.Module):
-    """Attention to the text, attention to the sound and an MLP, each with a norm before it.
+    """Self-attention, cross-attention to the sound and an MLP, each with a norm before it.
 
     Shape: [T, hidden] -> [T, hidden]
     """
@@ -54,7 +54,7 @@ class WhisperDecoderLayer(nn.Module):
 
 
 class WhisperDecoder(nn.Module):
-    """Embeddings of tokens and positions, layers and the final norm."""
+    """Token and position embeddings, layers and the final norm."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class WhisperDecoder(nn.Module):
         self.layer_norm = LayerNorm(size)
 
     def run_layers(self, x: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
-        """Run consecutive layers, as `CausalLM.run_layers` does."""
+        """Run consecutive layers; see `CausalLM.run_layers`."""
         if first == 0:
             x = x + self.embed_positions(positions)
         for index in range(first, end):
@@ -74,7 +74,7 @@ class WhisperDecoder(nn.Module):
 
 
 class WhisperModel(nn.Module):
-    """The level `model` of the checkpoint's names."""
+    """The decoder; the level `model` of the checkpoint's names."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__()
@@ -99,7 +99,9 @@ class WhisperForCausalLM(CausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Add the bias of keys, which is 0: queries, keys and values are one matmul."""
+        """Add a zero bias of keys, because query, key and value are one matmul with one
+        bias here.
+        """
         yield name, source
         if name.endswith(_QUERY_BIAS):
             yield name.removesuffix(_QUERY_BIAS) + _KEY_BIAS, source.mapped(torch.zeros_like)

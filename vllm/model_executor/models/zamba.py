@@ -1,5 +1,7 @@
-"""Zamba2: decoders of Mamba-2 mixers, some of which also get the output of attention and an MLP
-whose weights several layers share."""
+"""Zamba2: decoders of Mamba-2 mixers.
+
+Some layers also get the output of attention and an MLP, whose weights several layers share.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -35,7 +37,7 @@ _MIXER_NORM_EPS = 1e-5
 
 
 class LowRankAdapter(nn.Module):
-    """A matmul of low rank that a layer adds to a shared one.
+    """A low-rank matmul that a layer adds to a matmul with shared weights.
 
     Shape: [T, input_size] -> [T, sum(sizes) / ranks]
     """
@@ -51,8 +53,10 @@ class LowRankAdapter(nn.Module):
 
 
 class SharedAttention(DecoderAttention):
-    """Attention over hidden states next to embeddings, whose projections other layers share. Each
-    layer has its own KV cache, and may have adapters of query, key and value."""
+    """Attention over concatenated hidden states and embeddings, with projections that layers share.
+
+    Each layer has its own KV cache, and may have low-rank adapters of query, key and value.
+    """
 
     def __init__(self, spec: LayerSpec) -> None:
         arch, hidden = spec.arch, spec.arch.hidden_size
@@ -72,12 +76,12 @@ class SharedAttention(DecoderAttention):
         return [x + adapter(hidden_states).view_as(x) for x, adapter in pairs]
 
     def share(self, other: "SharedAttention") -> None:
-        """Use the projections of another layer."""
+        """Use the projections of another layer instead of own ones."""
         self.qkv_proj, self.o_proj = other.qkv_proj, other.o_proj
 
 
 class SharedMLP(GatedMLP):
-    """A gated MLP that other layers share, with an adapter of gate and up projection.
+    """A gated MLP that several layers share, with a per-layer adapter of gate and up projection.
 
     Shape: [T, hidden] -> [T, hidden]
     """
@@ -93,12 +97,12 @@ class SharedMLP(GatedMLP):
         return self.down_proj(self.act(self.gate_up_proj(x) + self.adapter(x)))
 
     def share(self, other: "SharedMLP") -> None:
-        """Use the projections of another layer."""
+        """Use the projections of another layer instead of own ones."""
         self.gate_up_proj, self.down_proj = other.gate_up_proj, other.down_proj
 
 
 class SharedBlock(nn.Module):
-    """Attention and an MLP, without residuals, and a projection of the layer itself.
+    """Shared attention and MLP without residuals, and an output projection of the layer itself.
 
     Shape: positions [T], hidden_states and embedded [T, hidden] -> [T, hidden]
     """
@@ -119,7 +123,7 @@ class SharedBlock(nn.Module):
             layer.is_shared = True
 
     def share(self, other: "SharedBlock") -> None:
-        """Use the weights of another layer, except adapters and the last projection."""
+        """Use the weights of another layer, except adapters and the output projection."""
         self.input_layernorm, self.pre_ff_layernorm = other.input_layernorm, other.pre_ff_layernorm
         self.self_attn.share(other.self_attn)
         self.mlp.share(other.mlp)
@@ -131,8 +135,10 @@ class SharedBlock(nn.Module):
 
 
 class Zamba2Layer(Layer):
-    """A mixer after a norm, added to the residual stream. In some layers the norm gets the sum of
-    the stream and what a `SharedBlock` makes of it."""
+    """A norm and a Mamba-2 mixer, added to the residual stream.
+
+    In some layers the norm gets the sum of the residual stream and the output of a `SharedBlock`.
+    """
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
@@ -148,7 +154,10 @@ class Zamba2Layer(Layer):
     def forward(  # type: ignore[override]
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None, embedded: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run the layer: `Layer.forward`, with the embeddings [T, hidden] of the tokens."""
+        """Run the layer; see `Layer.forward`.
+
+        `embedded` [T, hidden] are the embeddings of the tokens.
+        """
         if self.block is None:
             normed, residual = add_norm(self.input_layernorm, hidden_states, residual)
         else:
@@ -158,7 +167,7 @@ class Zamba2Layer(Layer):
 
 
 class Zamba2Decoder(Decoder):
-    """A `Decoder` whose layers also get the embeddings."""
+    """A `Decoder` whose layers also get the token embeddings."""
 
     def __init__(
         self, arch: ModelArch, options: DecoderOptions, layer_type: type[Layer], tp: TPGroup
@@ -170,7 +179,7 @@ class Zamba2Decoder(Decoder):
             layers[index].block.share(layers[indices[count % num_blocks]].block)
 
     def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
-        """Run all layers: `CausalLM.run_layers`.
+        """Run all layers; see `CausalLM.run_layers`.
 
         Raises:
             ConfigError: only some layers are to run.
@@ -183,9 +192,11 @@ class Zamba2Decoder(Decoder):
 
 
 class Zamba2ForCausalLM(DecoderForCausalLM):
-    """Zamba2 1.2B, 2.7B and 7B (Zyphra 2024, arXiv 2411.15242): some mixers also get the output of
-    one or two blocks of attention and MLP, which they share, and which each changes with adapters
-    of low rank."""
+    """Zamba2 1.2B, 2.7B and 7B (Zyphra 2024, arXiv 2411.15242).
+
+    Some mixers also get the output of one or two blocks of attention and MLP. These layers share
+    the block's weights, and each changes them by low-rank adapters.
+    """
 
     decoder_type: ClassVar[type[Decoder]] = Zamba2Decoder
     checkpoint_names: ClassVar[Mapping[str, str]] = {
@@ -214,8 +225,10 @@ class Zamba2ForCausalLM(DecoderForCausalLM):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Split fused tensors, and bring adapters to their layers; the block of a later layer is
-        another copy of an earlier one."""
+        """Split fused tensors, and assign adapters to their layers.
+
+        The copies of a shared block in later layers are skipped.
+        """
         found = _OF_A_BLOCK.fullmatch(name)
         if found is None:
             return split_mixer(name, source, _sizes(self.arch))
@@ -252,7 +265,7 @@ def hybrid_layers(arch: ModelArch) -> list[int]:
 
 
 def _sizes(arch: ModelArch) -> Mamba2Sizes:
-    """Return the sizes of the mixers."""
+    """Return the dimensions of the mixers."""
     names = {
         "num_heads": "n_mamba_heads",
         "n_groups": "mamba_ngroups",

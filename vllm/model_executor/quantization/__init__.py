@@ -1,4 +1,4 @@
-"""Weight formats other than dense: how the layers of a checkpoint are stored."""
+"""Quantized weight formats: how checkpoints store the weights of layers."""
 
 from vllm.model_executor.quantization.interface import CheckpointNames, Quantization
 from vllm.model_executor.quantization.registry import (

@@ -1,7 +1,7 @@
 """AutoRound checkpoints (arXiv 2309.05516), whose tensors have the layout of GPTQ or AWQ.
 
-Only the settings are of their own: `packing_format` (or `backend`, as it was called) says how
-numbers are packed, and `extra_config` has settings of single layers.
+Only the settings differ: `packing_format` (formerly `backend`) says how values are packed, and
+`extra_config` has settings of single layers.
 """
 
 import re
@@ -17,7 +17,7 @@ _DENSE_BITS = 16
 
 
 def create_auto_round(settings: Settings) -> Quantization:
-    """Make the format of `quant_method: auto-round`.
+    """Create the quantization format for `quant_method: auto-round`.
 
     Raises:
         ConfigError: a setting is not supported.
@@ -45,7 +45,7 @@ def create_auto_round(settings: Settings) -> Quantization:
 
 
 def _packing_of(settings: Settings) -> str:
-    """Return "gptq" or "awq"."""
+    """Return the tensor layout, "gptq" or "awq"."""
     key = "packing_format" if "packing_format" in settings else "backend"
     packing = settings.get(key, "auto_round:auto_gptq")
     words = re.split(r"[:_]", packing) if isinstance(packing, str) else []

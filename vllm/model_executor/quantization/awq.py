@@ -1,9 +1,10 @@
-"""AWQ checkpoints (arXiv 2306.00978) of 4 bits, with zero points or without, in two layouts.
+"""AWQ checkpoints (arXiv 2306.00978) with 4 bits, with or without zero points, in two layouts.
 
-`gemm` packs outputs of an input in a word, in an order of its own, `gemv` inputs of an output in
-their order; there, scales and zero points are padded.
+`gemm` packs several outputs of an input into a word, in its own order. `gemv` packs several inputs
+of an output, in their order; its scales and zero points are padded.
 
-Without them (`zero_point: false`) numbers are less 8; `qzeros`, where a checkpoint has it, says so.
+Without zero points (`zero_point: false`) 8 is subtracted from the values; a tensor `qzeros`, if
+present, says the same.
 """
 
 import torch
@@ -30,10 +31,10 @@ _PER_WORD = WORD_BITS // _BITS
 
 
 class AWQ(CheckpointFormat[GroupLayout]):
-    """`quant_method: awq`."""
+    """The quantization format of `quant_method: awq`."""
 
     def __init__(self, settings: Settings) -> None:
-        """Read the settings.
+        """Read the settings of config.json.
 
         Raises:
             ConfigError: a setting is not supported.
@@ -64,11 +65,11 @@ class AWQ(CheckpointFormat[GroupLayout]):
 
 
 class GemvLinear(RowsLinear):
-    """qweight, qzeros and scales in the layout `gemv`.
+    """A linear layer with qweight, qzeros and scales in the `gemv` layout.
 
     Args:
         name: of the module.
-        layout: the bits, groups and zero points.
+        layout: bits, group size and zero points.
     """
 
     def __init__(self, name: str, layout: GroupLayout) -> None:

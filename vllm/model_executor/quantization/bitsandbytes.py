@@ -1,7 +1,7 @@
-"""Checkpoints of bitsandbytes: elements of 4 bits that are numbers of a table (NF4, FP4) times the
-largest of 64 neighbours, and int8 with a scale per output feature (LLM.int8).
+"""bitsandbytes checkpoints: 4 bits (NF4, FP4), and int8 with one scale per output (LLM.int8).
 
-Inputs are not rounded.
+A 4-bit value is an index in a table; the entry is multiplied by the largest of 64 neighbours.
+Inputs are not quantized.
 """
 
 import json
@@ -41,7 +41,7 @@ _LARGEST_INT8 = 127
 
 @dataclass(frozen=True)
 class _Table:
-    """Storage of a layer in 4 bits."""
+    """How the checkpoint stores a 4-bit layer."""
 
     kind: str
     """nf4 or fp4."""
@@ -50,10 +50,13 @@ class _Table:
 
 
 class BitsAndBytes(NamedFormat["_Table | str"]):
-    """`quant_method: bitsandbytes`. Names of tensors say which layers are stored so."""
+    """The quantization format of `quant_method: bitsandbytes`.
+
+    The names of tensors show which layers are quantized, and how.
+    """
 
     def __init__(self, settings: Settings) -> None:
-        """Read the settings.
+        """Read the settings of config.json.
 
         Raises:
             ConfigError: a setting is not supported.
@@ -83,11 +86,11 @@ class BitsAndBytes(NamedFormat["_Table | str"]):
 
 
 class TableLinear(RowsLinear):
-    """Elements of 4 bits, all of a weight after each other, and their tables.
+    """A linear layer of 4-bit table indices, stored as one flat tensor, and their tables.
 
     Args:
         name: of the module.
-        storage: of the layer.
+        storage: how the layer is stored.
     """
 
     def __init__(self, name: str, storage: _Table) -> None:
@@ -129,7 +132,9 @@ class TableLinear(RowsLinear):
         return super().arranged(place, name, source)
 
     def _state(self, place: ParamTarget, name: str, source: CheckpointTensor) -> CheckpointTensor:
-        """Return [1, 1]: the number that is added to nested scales, of settings in JSON."""
+        """Return the offset of nested scales, [1, 1], from a tensor that contains settings
+        in JSON.
+        """
         expected: dict[str, Any] = {
             "quant_type": self.storage.kind,
             "blocksize": _BLOCK,
@@ -182,7 +187,7 @@ class TableLinear(RowsLinear):
 
 
 class ScaledInt8(RowsLinear):
-    """LLM.int8: int8 numbers times the largest of their output feature, divided by 127.
+    """A linear layer in LLM.int8: int8 values times the maximum of their output feature / 127.
 
     Args:
         name: of the module.

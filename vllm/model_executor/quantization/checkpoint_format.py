@@ -1,8 +1,8 @@
-"""The base of the formats of quantized checkpoints: which layers they store, and how.
+"""The base class of quantized checkpoint formats: which layers are quantized, and how.
 
-The settings of a checkpoint name modules as they are called there. So a layer is looked up by all
-names that it may have: its own, that of the layer that it is fused with, and those that the model's
-renames stand for.
+The settings of a checkpoint use its own module names. So a layer is looked up by all names that it
+may have: its own, the name of the layer that it is fused with, and the names from which the model
+renames it.
 """
 
 from abc import abstractmethod
@@ -33,34 +33,38 @@ Names = Sequence[str]
 
 
 class CheckpointFormat(Quantization, Generic[Storage]):
-    """A format of checkpoints, with the settings of one of them."""
+    """A quantized checkpoint format, with the settings of one checkpoint."""
 
     @abstractmethod
     def storage_of(self, names: Names) -> Storage | None:
-        """Return how the layer is stored; None: it is dense."""
+        """Return how the layer with these names is stored; None if it is dense."""
 
     @abstractmethod
     def method(self, name: str, storage: Storage) -> LinearMethod:
-        """Return the method of a layer.
+        """Create the weight method of a layer.
 
         Args:
             name: of the layer, for errors.
-            storage: of `storage_of`.
+            storage: from `storage_of`.
         """
 
     def rule_for(self, names: Names) -> str | None:
-        """Return the rule of the settings that `storage_of` has followed for a layer, for messages;
-        None: there is none, or it is not known."""
+        """Return the rule of the settings that decided about a layer, for messages; None:
+        no rule.
+        """
         return None
 
     def described(self, storage: Storage) -> str | None:
-        """Return the words of the log for the format of a layer; None: the log does not mention
-        the layer."""
+        """Return the name of a layer's format for the log; None if the log does not mention the
+        layer.
+        """
         return None
 
     def stores_head(self, names: Names) -> bool:
-        """Whether `storage_of` is to be asked for an output head of these names, which is not
-        tied."""
+        """Return whether an untied output head with these names may be quantized.
+
+        If so, `storage_of` is asked.
+        """
         return False
 
     def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
@@ -117,16 +121,16 @@ class CheckpointFormat(Quantization, Generic[Storage]):
         return method
 
     def has_tensor(self, names: Names, tensor: str) -> bool:
-        """Return whether the files have a tensor of a module, by the end of its name."""
+        """Return whether the files contain a tensor of the module whose name ends with `tensor`."""
         return any(self.names.has_tensor(f"{name}.{tensor}") for name in names)
 
     def names_of(self, name: str) -> list[str]:
-        """Return all names that a module may have in the settings or files, its own first."""
+        """Return all names that a module may have in the settings or files; its own name first."""
         return [name, *self.names.of_module(name)]
 
 
 class NamedFormat(CheckpointFormat[Storage]):
-    """A format whose tensors tell by their names which layers are stored in it."""
+    """A format in which the names of tensors show which layers are quantized."""
 
     ignored: Sequence[str] = ()
     """Layers that are dense by the settings, which may be incomplete."""
@@ -134,11 +138,11 @@ class NamedFormat(CheckpointFormat[Storage]):
     @property
     @abstractmethod
     def telling_tensor(self) -> str:
-        """The end of the name of a tensor that dense layers do not have."""
+        """The last part of the name of a tensor that only quantized layers have."""
 
     @abstractmethod
     def storage(self, names: Names) -> Storage | None:
-        """Return the storage of a layer that is not dense."""
+        """Return how a quantized layer is stored."""
 
     def storage_of(self, names: Names) -> Storage | None:
         is_dense = self.has_tensor(names, "weight") or is_listed(names, self.ignored)
@@ -155,5 +159,5 @@ class NamedFormat(CheckpointFormat[Storage]):
 
 
 def first_matrix(name: str, layer: Experts) -> str:
-    """Return the name of the first matrix of the first of the experts `name`."""
+    """Return the name of the first matrix of the first expert of the module `name`."""
     return f"{name}.0.{layer.options.parts[0]}"

@@ -1,9 +1,9 @@
 """compressed-tensors checkpoints, as llm-compressor writes them.
 
-`config_groups` say how the layers of their targets are stored: whole numbers packed in words
-(W4A16, W8A16), int8 (W8A8, W8A16), fp8 (per tensor, output feature or block), or NVFP4, MXFP4 and
-MXFP8; `ignore` names layers that are dense. Static scales of inputs are those of fp8; int8 inputs
-are rounded with a scale for each row, also where the checkpoint has one for all.
+`config_groups` says how the layers of each group are stored: integers packed in words (W4A16,
+W8A16), int8 (W8A8, W8A16), FP8 (per tensor, output feature or block), or NVFP4, MXFP4 and MXFP8.
+`ignore` lists dense layers. Static scales of inputs are used only for FP8; int8 inputs are
+quantized with one scale per token, even if the checkpoint has one scale for all.
 """
 
 import re
@@ -74,10 +74,10 @@ _CLASS = "Linear"
 
 
 class CompressedTensors(CheckpointFormat["_Scheme | _Sparse"]):
-    """`quant_method: compressed-tensors`."""
+    """The quantization format of `quant_method: compressed-tensors`."""
 
     def __init__(self, settings: Settings) -> None:
-        """Read the settings.
+        """Read the settings of config.json.
 
         Raises:
             ConfigError: a setting is not supported.
@@ -117,8 +117,9 @@ class CompressedTensors(CheckpointFormat["_Scheme | _Sparse"]):
 
 
 def _check_cache_scheme(scheme: Any) -> None:
-    """Check that scales of the KV cache are for fp8, which the names of their tensors do not
-    show."""
+    """Check that the scales of the KV cache are for FP8; the names of their tensors do not
+    show it.
+    """
     if not isinstance(scheme, dict):
         raise wrong("kv_cache_scheme", scheme, "an object")
     for key, accepted in (
@@ -154,7 +155,9 @@ def _patterns(settings: Settings, key: str, within: str = "") -> list[str]:
 
 
 def _is_listed(names: Names, entries: Sequence[str]) -> bool:
-    """Whether a layer is among entries that are names, patterns, or the class of all of them."""
+    """Return whether a layer is listed, by its name, a pattern, or the class of all linear
+    layers.
+    """
     patterns = [entry[3:] for entry in entries if entry.startswith("re:")]
     others = [entry for entry in entries if not entry.startswith("re:")]
     is_matched = any(re.match(pattern, name) for pattern in patterns for name in names)
@@ -162,7 +165,7 @@ def _is_listed(names: Names, entries: Sequence[str]) -> bool:
 
 
 class _Scheme:
-    """One of `config_groups`: how its layers are stored."""
+    """Storage format of the layers in one of the `config_groups`."""
 
     def __init__(self, group: Settings) -> None:
         weights = _object(group, "weights", None)
@@ -215,17 +218,17 @@ class _Scheme:
 
 @dataclass(frozen=True)
 class _Sparse:
-    """Layers with two non-zero elements in each four."""
+    """Layers with 2:4 sparsity: two non-zero elements in each four."""
 
     scheme: _Scheme | None
     """Format of the elements; None: they are dense."""
 
     @property
     def elements(self) -> Elements:
-        """Return the kind of the elements.
+        """Return the kind of the elements: integers or one of the float formats.
 
         Raises:
-            ConfigError: it is not supported.
+            ConfigError: the kind is not supported.
         """
         scheme = self.scheme
         if scheme is None:
@@ -251,7 +254,7 @@ def _check_floats(weights: Settings, kind: FloatKind) -> None:
 
 
 class _WholeNumbers(StoredLinear):
-    """The base of integer layers: scales [outputs, groups of inputs]."""
+    """The base class of integer layers, with scales [outputs, groups of inputs]."""
 
     def __init__(self, name: str, scheme: _Scheme) -> None:
         super().__init__(name)
@@ -270,7 +273,7 @@ class _WholeNumbers(StoredLinear):
         return InputGroups.of_layer(self.name, scheme.group_size, layer, scheme.has_order)
 
     def _add_numbers(self, layer: ParallelLinear, name: str, size: int, dtype: torch.dtype) -> None:
-        """Add a parameter with a row of `size` values for each part."""
+        """Register a parameter with `size` values for each part of a fused layer."""
         parts = list(layer.feature_slices)
         add_parameter(layer, name, torch.empty(len(parts), size, dtype=dtype))
         layer.slices[name] = {part: whole(0, i, 1, layer.tp) for i, part in enumerate(parts)}
@@ -305,7 +308,7 @@ class _WholeNumbers(StoredLinear):
     def _scales_of(
         self, place: ParamTarget, name: str, source: CheckpointTensor
     ) -> CheckpointTensor:
-        """Return the scales as [outputs, groups]."""
+        """Return the scales of a checkpoint tensor as [outputs, groups]."""
         assert place.slice is not None
         num_out, num_groups = place.slice.checkpoint_shape(place.param)
         if source.features is not None:
@@ -317,7 +320,9 @@ class _WholeNumbers(StoredLinear):
 
 
 def _in_a_row(numbers: Tensor, features: Features | None) -> Tensor:
-    """Return [1, N]; for a shape, with only the part's number of output features."""
+    """Reshape to [1, N]; in a stored weight shape, replace the output features by those of the
+    part.
+    """
     row = numbers.reshape(1, -1)
     if features is None or row.shape[1] != 2:
         return row
@@ -326,7 +331,9 @@ def _in_a_row(numbers: Tensor, features: Features | None) -> Tensor:
 
 
 class _WordsLinear(_WholeNumbers):
-    """Numbers of 4 or 8 bits in words along the inputs of an output (`pack-quantized`)."""
+    """A linear layer of 4- or 8-bit integers packed in words along the inputs
+    (`pack-quantized`).
+    """
 
     def create_parameters(self, layer: ParallelLinear) -> None:
         scheme, parts = self.scheme, layer.feature_slices
@@ -377,7 +384,7 @@ class _WordsLinear(_WholeNumbers):
         return without_zero_scales(self.name, weight)
 
     def _shapes(self, layer: ParallelLinear) -> list[list[int]]:
-        """Return [out_features, in_features] of each part in the checkpoint."""
+        """Return the shape [out_features, in_features] of each part in the checkpoint."""
         return [
             [s.total, layer.input_size] if s.dim == 0 else [layer.output_size, s.total]
             for s in layer.feature_slices.values()
@@ -396,7 +403,7 @@ class _WordsLinear(_WholeNumbers):
 
 
 class _Int8Linear(_WholeNumbers):
-    """int8 numbers (`int-quantized`), with inputs rounded to int8 or as they are."""
+    """A linear layer of int8 weights (`int-quantized`); inputs are quantized to int8 or kept."""
 
     def create_parameters(self, layer: ParallelLinear) -> None:
         weight = torch.empty(layer.output_size, layer.input_size, dtype=torch.int8)

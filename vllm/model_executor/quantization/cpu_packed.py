@@ -1,14 +1,14 @@
-"""Weights of dense checkpoints in the layout of the CPU kernels, unchanged or rounded.
+"""Weights of dense checkpoints in the layout of the CPU kernels, unchanged or quantized.
 
-int8 has one scale per output feature, and inputs are rounded to int8 too, with one scale per row
-(W8A8).
+int8 has one scale per output feature, and inputs are quantized to int8 as well, with one scale per
+token (W8A8).
 
 int4 has groups of 32 inputs that share a float16 scale without a zero point, 4.5 bits per weight;
-inputs are rounded to int8 in the same groups, which changes the perplexity of the bundled model by
-less than 0.01 %. A minimum per group besides the scale (5 bits) was measured and gave a perplexity
-only 0.2 % lower on the bundled model; groups of 64 with one gave a higher one.
+inputs are quantized to int8 in the same groups, which changes the perplexity of the bundled model
+by less than 0.01 %. An additional minimum per group (5 bits) was measured and gave a perplexity
+only 0.2 % lower on the bundled model; groups of 64 with a minimum gave a higher one.
 
-Output heads, and the embeddings that share their table, are stored in int8 by both.
+Both store output heads, and the embeddings that share their table, in int8.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ logger = init_logger(__name__)
 
 
 class CPUPacked(Quantization):
-    """Every linear layer and output head packed in the model's dtype."""
+    """Packs every linear layer and output head for the CPU kernels, in the model's dtype."""
 
     stored_as: ClassVar[StoredAs] = "dense"
     head_stored_as: ClassVar[StoredAs] = "dense"
@@ -58,15 +58,14 @@ class CPUPacked(Quantization):
 
 
 def _head_method(layer: VocabParallelEmbedding, stored_as: StoredAs) -> EmbeddingMethod | None:
-    """Return a method for an output head and the embedding that shares its table; None: it is
-    neither."""
+    """Return a method for an output head or the embedding tied to it; None for other embeddings."""
     # A tied head shares the method of the embedding, unless the head is on another pipeline stage.
     is_of_head = isinstance(layer, ParallelLMHead) or layer.is_head_elsewhere
     return PackedTable(stored_as) if is_of_head else None
 
 
 class CPUInt8Head(Quantization):
-    """`--lm-head-quantization int8`: output heads that are dense otherwise."""
+    """Stores dense output heads in int8 (`--lm-head-quantization int8`)."""
 
     def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
         return _head_method(layer, "int8")
@@ -82,7 +81,7 @@ class CPUInt8Head(Quantization):
 
 
 class CPUInt8(CPUPacked):
-    """`--quantization int8`. Takes no settings.
+    """Quantizes dense weights to int8 on the CPU (`--quantization int8`). Takes no settings.
 
     Raises:
         ConfigError: there are no kernels.
@@ -101,6 +100,6 @@ class CPUInt8(CPUPacked):
 
 
 class CPUInt4(CPUInt8):
-    """`--quantization int4`. Takes no settings."""
+    """Quantizes dense weights to int4 on the CPU (`--quantization int4`). Takes no settings."""
 
     stored_as: ClassVar[StoredAs] = "int4"

@@ -1,8 +1,8 @@
-"""Linear layers of floats of 4 or 8 bits with scales of groups: NVFP4, MXFP4 and MXFP8.
+"""Linear layers of 4- or 8-bit floats with scales per group: NVFP4, MXFP4 and MXFP8.
 
-NVFP4 has a scale in e4m3 for each 16 inputs and a factor in float32 for the layer, the MX formats
-of the OCP specification have a power of two for each 32. Scales that a checkpoint has for inputs
-are not used: inputs have the dtype of the model.
+NVFP4 has an e4m3 scale for each 16 inputs and a float32 factor for the layer. The MX formats of the
+OCP specification have a power of two for each 32 inputs. Scales of inputs in a checkpoint are not
+used: inputs keep the dtype of the model.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ _NAN = 255
 
 @dataclass(frozen=True, kw_only=True)
 class FloatNames:
-    """Names of the tensors of such layers."""
+    """Names of the tensors of NVFP4 or MX layers in a kind of checkpoint."""
 
     packed: str = "weight"
     """Name of the tensor with elements of four bits."""
@@ -43,18 +43,18 @@ class FloatNames:
 
 
 def described(kind: FloatKind, rounds_inputs: bool) -> str:
-    """Return the words of the log for layers of these.
+    """Return the name of the format for the log.
 
     Args:
         kind: of the elements.
-        rounds_inputs: the checkpoint is meant for inputs that are rounded alike.
+        rounds_inputs: the checkpoint is meant for inputs quantized to the same format.
     """
     bits = 8 if kind == "MXFP8" else 4
     return f"{kind} (W{bits}A{bits}, read as W{bits}A16)" if rounds_inputs else kind
 
 
 def float_linear(name: str, kind: FloatKind, names: FloatNames) -> RowsLinear:
-    """Return the method of a layer of this name."""
+    """Create the weight method of a layer with elements of this kind."""
     methods: dict[FloatKind, Callable[[str, FloatNames], RowsLinear]] = {
         "NVFP4": Nvfp4Linear,
         "MXFP4": PackedMxfp4Linear,
@@ -75,7 +75,7 @@ _POSITIVE = checked(
 
 
 class Nvfp4Linear(RowsLinear):
-    """NVFP4.
+    """A linear layer in NVFP4.
 
     Args:
         name: of the module.
@@ -114,7 +114,10 @@ class Nvfp4Linear(RowsLinear):
 
 
 class PackedMxfp4Linear(RowsLinear):
-    """MXFP4, with elements and scales in tensors of their own. Args as of `Nvfp4Linear`."""
+    """A linear layer in MXFP4, with elements and scales in separate tensors.
+
+    For the arguments see `Nvfp4Linear`.
+    """
 
     def __init__(self, name: str, names: FloatNames) -> None:
         tensors = (
@@ -131,7 +134,7 @@ class PackedMxfp4Linear(RowsLinear):
 
 
 class Mxfp8Linear(RowsLinear):
-    """MXFP8: e4m3 numbers. Args as of `Nvfp4Linear`."""
+    """A linear layer in MXFP8: e4m3 elements. For the arguments see `Nvfp4Linear`."""
 
     def __init__(self, name: str, names: FloatNames) -> None:
         dtype = torch.float8_e4m3fn
@@ -154,5 +157,5 @@ _POWERS = RowTensor(
 
 
 def e8m0_scales(exponents: Tensor) -> Tensor:
-    """Return powers of two in float32."""
+    """Convert e8m0 exponents to powers of two in float32."""
     return torch.ldexp(torch.ones(exponents.shape), exponents.int() - _E8M0_BIAS)

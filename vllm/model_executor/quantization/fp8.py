@@ -1,10 +1,10 @@
 """FP8 checkpoints: float8_e4m3fn weights with scales per tensor, output feature or block.
 
 The dialects `fp8` (AutoFP8, DeepSeek, Qwen), `fbgemm_fp8` (Llama) and `modelopt` differ in the
-names of settings. How many scales a layer has follows from the shape of its tensor of scales: one
-number, one per output feature, or one per block where `weight_block_size` says so. `input_scale` is
-that of static activations; a device that keeps inputs as they are does not need it. An output head
-is in fp8 where the checkpoint has scales of it.
+names of settings. The shape of a layer's scale tensor decides how many scales there are: one value,
+one per output feature, or one per block if `weight_block_size` is set. `input_scale` is for static
+activation scales; devices that do not quantize inputs ignore it. An output head is in FP8 if the
+checkpoint has scales for it.
 """
 
 from math import gcd
@@ -47,10 +47,10 @@ _E4M3 = ("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn")
 
 
 class Fp8(CheckpointFormat[bool]):
-    """`quant_method: fp8` and `fbgemm_fp8`."""
+    """The quantization format of `quant_method: fp8` and `fbgemm_fp8`."""
 
     def __init__(self, settings: Settings | None) -> None:
-        """Read the settings.
+        """Read the settings of config.json.
 
         Raises:
             ConfigError: a setting is not supported.
@@ -80,10 +80,10 @@ class Fp8(CheckpointFormat[bool]):
 
 
 class ModelOptFp8(Fp8):
-    """`quant_method: modelopt` with `quant_algo: FP8`."""
+    """The quantization format of `quant_method: modelopt` with `quant_algo: FP8`."""
 
     def __init__(self, settings: Settings | None) -> None:
-        """Read the settings.
+        """Read the settings of config.json.
 
         Raises:
             ConfigError: a setting is not supported.
@@ -97,10 +97,10 @@ class ModelOptFp8(Fp8):
 
 
 def block_of(settings: Settings, key: str) -> tuple[int, int] | None:
-    """Return the outputs and inputs that share a scale; None: the setting is missing.
+    """Return the size of a block that shares a scale, (outputs, inputs); None if it is not set.
 
     Raises:
-        ConfigError: it is not two positive numbers.
+        ConfigError: the setting is not two positive integers.
     """
     block = settings.get(key)
     if block is None:
@@ -112,16 +112,16 @@ def block_of(settings: Settings, key: str) -> tuple[int, int] | None:
 
 
 class Fp8Linear(StoredLinear):
-    """An FP8 weight [output_size, input_size].
+    """A linear layer with an FP8 weight [output_size, input_size].
 
     Scales are kept per output feature, [output_size, blocks of inputs], so that parts of a packed
-    layer and slices of ranks may begin anywhere in a block of outputs. Where ranks have parts of
-    blocks of inputs, those are divided into smaller ones of the same scale, which no rank divides.
+    layer and slices of ranks may begin anywhere in a block of outputs. If the inputs of a rank
+    begin or end inside a block, blocks of inputs are divided into smaller ones with the same scale.
 
     Args:
         name: of the module.
         block: outputs and inputs that share a scale; None: per tensor or per output feature.
-        has_input_scale: inputs were rounded with a scale that is in the checkpoint.
+        has_input_scale: the checkpoint has a static scale of inputs.
         scale_name: last part of the name of the scales.
     """
 
@@ -182,7 +182,7 @@ class Fp8Linear(StoredLinear):
     def _per_output(
         self, place: ParamTarget, name: str, source: CheckpointTensor
     ) -> CheckpointTensor:
-        """Return the scales of a checkpoint tensor as [outputs, blocks of inputs]."""
+        """Expand the scales of a checkpoint tensor to [outputs, blocks of inputs]."""
         assert place.slice is not None
         num_out, num_blocks = place.slice.checkpoint_shape(place.param)
         if source.features is not None:

@@ -1,8 +1,9 @@
 """GPTQ checkpoints (arXiv 2210.17323) as AutoGPTQ and GPTQModel write them.
 
-Numbers of 2, 3, 4 or 8 bits; symmetric ones have zero points too, all the same. The first format
-(`checkpoint_format: gptq`) stores zero points less one, `gptq_v2` stores them as they are. With
-`desc_act` a group has inputs from everywhere (`g_idx`): columns are permuted once, at load.
+Values have 2, 3, 4 or 8 bits. Symmetric ones have zero points as well, all equal. The first format
+(`checkpoint_format: gptq`) stores zero points minus 1, `gptq_v2` stores them unchanged. With
+`desc_act` the inputs of a group are not neighbours (`g_idx`): columns are permuted once while
+loading.
 """
 
 import re
@@ -27,10 +28,10 @@ _IN_BLOCK = re.compile(r"\.\d+\.")
 
 
 class GPTQ(CheckpointFormat[GroupLayout]):
-    """`quant_method: gptq`."""
+    """The quantization format of `quant_method: gptq`."""
 
     def __init__(self, settings: Settings) -> None:
-        """Read the settings.
+        """Read the settings of config.json.
 
         Raises:
             ConfigError: a setting is not supported.
@@ -54,7 +55,7 @@ class GPTQ(CheckpointFormat[GroupLayout]):
         return self.layout if rule is None else self.dynamic[rule][1]
 
     def rule_for(self, names: Names) -> str | None:
-        """Return the first rule of `dynamic` for a layer of these names."""
+        """Return the first rule of the setting `dynamic` that matches a layer with these names."""
         return next(
             (
                 rule
@@ -87,7 +88,7 @@ def _layout_of(settings: Settings) -> GroupLayout:
 
 
 def _modules_of(settings: Settings, key: str) -> list[str]:
-    """Return the names in a list of names, or in the lists in it, as optimum has them."""
+    """Return the module names in a list of names or of lists of names, as optimum writes it."""
     given = settings.get(key) or []
     flat: list[Any] = []
     for each in given if isinstance(given, list) else [given]:
@@ -96,8 +97,7 @@ def _modules_of(settings: Settings, key: str) -> list[str]:
 
 
 def _dynamic_of(settings: Settings) -> dict[str, tuple[re.Pattern[str], GroupLayout | None]]:
-    """Read the patterns of module names with a layout of their own, or none: GPTQModel's
-    `dynamic`."""
+    """Read GPTQModel's setting `dynamic`: pattern of module names -> layout, or None for dense."""
     dynamic: Any = settings.get("dynamic") or {}
     accepted = "patterns of module names, each with an object of settings"
     if not isinstance(dynamic, dict) or not all(isinstance(v, dict) for v in dynamic.values()):

@@ -1,4 +1,4 @@
-"""Linear layers of integers with scales and zero points per group of inputs: GPTQ and AWQ."""
+"""Linear layers of integers with scales and zero points per group of inputs (GPTQ and AWQ)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ fill the words of a checkpoint. Wider layers keep their words, which needs less 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupLayout:
-    """Layout of such layers in a checkpoint."""
+    """Storage layout of such a layer in a checkpoint: bits, groups, zero points."""
 
     bits: int
     group_size: int
@@ -46,14 +46,14 @@ class GroupLayout:
 
     @property
     def middle(self) -> int:
-        """Half of the range."""
+        """The middle of the range of values, 2^(bits - 1)."""
         return 1 << self.bits - 1
 
 
 class GroupedLinear(StoredLinear):
-    """qweight, qzeros, scales, and g_idx where inputs of a group may come from everywhere.
+    """A linear layer with the tensors qweight, qzeros, scales and, for act-order, g_idx.
 
-    Old checkpoints without act-order have no g_idx, and symmetric ones of AWQ need no qzeros.
+    Old checkpoints without act-order have no g_idx, and symmetric AWQ checkpoints need no qzeros.
 
     Args:
         name: of the module.
@@ -120,7 +120,7 @@ class GroupedLinear(StoredLinear):
         return source
 
     def _unpacked(self, words: Tensor) -> Tensor:
-        """Return the numbers of output features in rows of words, [R, W] -> [R, N]."""
+        """Unpack rows of words of output features, [R, W] -> [R, N]."""
         is_awq = self.layout.is_awq
         return unpack_awq(words) if is_awq else unpack_bits(words, self.layout.bits)
 
@@ -142,7 +142,7 @@ class GroupedLinear(StoredLinear):
 
     @property
     def _stored_middle(self) -> int:
-        """Half of the range, as zero points are stored."""
+        """The middle of the range in the encoding of stored zero points."""
         return self.layout.middle - self.layout.zero_offset
 
     def stored_weight(self, layer: ParallelLinear) -> GroupedWeight:
@@ -171,7 +171,7 @@ class GroupedLinear(StoredLinear):
 
 
 def check_symmetric(name: str, layout: GroupLayout, zeros: Tensor) -> None:
-    """Check zero points of a layer whose settings say that all of them are half of the range.
+    """Check that all zero points of a symmetric layer are the middle of the range.
 
     Raises:
         WeightLoadError: they are not.
@@ -188,7 +188,7 @@ def check_symmetric(name: str, layout: GroupLayout, zeros: Tensor) -> None:
 
 
 def layer_of(place: ParamTarget) -> ParallelLinear:
-    """Return the layer of a parameter; a head has the attributes that are read of one."""
+    """Return the layer of a parameter; an output head counts as a linear layer here."""
     layer: Any = place.module
     return cast(ParallelLinear, layer)
 
@@ -201,18 +201,18 @@ def in_numbers(
     unpack: Callable[[Tensor], Tensor],
     dim: int = 1,
 ) -> CheckpointTensor:
-    """Return the numbers of output features in a tensor of words, each an element.
+    """Unpack a tensor of words, so that each output feature is an element of its own.
 
     Args:
         target: part of the parameter.
         name: of the tensor, for errors.
         source: int32.
-        bits: of a number.
-        unpack: rows of words [R, W] -> their numbers [R, N] uint8.
-        dim: with the output features.
+        bits: of one value.
+        unpack: converts rows of words [R, W] to their values [R, N] uint8.
+        dim: the dimension of the output features.
 
     Raises:
-        WeightLoadError: it has another shape.
+        WeightLoadError: the tensor has another shape.
     """
     assert target.slice is not None
     numbers = list(target.slice.checkpoint_shape(target.param))
@@ -231,15 +231,15 @@ def in_numbers(
 
 
 def _rows_of(words: Tensor) -> Tensor:
-    """Return a copy with a last stride of 1, even of a single column."""
+    """Return a contiguous copy whose last stride is 1, even for a single column."""
     return words.clone(memory_format=torch.contiguous_format)
 
 
 def in_words(name: str, bits: int, slice_: Slice, packed_dim: int) -> Slice:
-    """Convert a slice of features to a slice of 32-bit words, if it is along the packed dimension.
+    """Convert a slice of features to a slice of 32-bit words if it is along the packed dimension.
 
     Raises:
-        ConfigError: features do not fill words.
+        ConfigError: the features do not fill whole words.
     """
     if slice_.dim != packed_dim:
         return slice_
@@ -250,10 +250,10 @@ def in_words(name: str, bits: int, slice_: Slice, packed_dim: int) -> Slice:
 
 
 def num_words(name: str, bits: int, num_features: int) -> int:
-    """Return the number of 32-bit words that so many values fill.
+    """Return the number of 32-bit words that `num_features` values fill.
 
     Raises:
-        ConfigError: the last one is not full.
+        ConfigError: the last word would not be full.
     """
     if num_features * bits % WORD_BITS:
         raise ConfigError(
@@ -265,5 +265,5 @@ def num_words(name: str, bits: int, num_features: int) -> int:
 
 
 def transposed(slice_: Slice) -> Slice:
-    """Return the slice of a parameter whose two dimensions are exchanged."""
+    """Return the slice for a parameter with exchanged dimensions."""
     return replace(slice_, dim=1 - slice_.dim)

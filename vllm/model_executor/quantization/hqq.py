@@ -1,9 +1,10 @@
-"""Checkpoints of HQQ as transformers saved them: integers less a zero point, which is a float,
-times a scale, for groups of elements.
+"""HQQ checkpoints as transformers saved them: (integer - zero point) * scale, for groups of
+elements.
 
-All elements of a weight come one after the other in rows of a group (`axis: 1`), or in as many rows
-as a group has elements (`axis: 0`); a byte, or a word with 3 bits, holds elements that are far
-apart. Up to 4 bits keep their scales, if groups are of neighbours; all else becomes int8.
+Zero points are floats. The elements of a weight are stored in rows of one group each (`axis: 1`),
+or in as many rows as a group has elements (`axis: 0`). A byte, or for 3 bits a word, packs elements
+that are far apart. Values of up to 4 bits keep their scales if groups consist of neighbours; all
+others are converted to int8.
 """
 
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ _UNUSED = (
 
 @dataclass(frozen=True)
 class _Layout:
-    """Storage of a layer."""
+    """How the checkpoint stores a layer."""
 
     bits: int
     group_size: int
@@ -53,10 +54,10 @@ class _Layout:
 
 
 class HQQ(NamedFormat[_Layout]):
-    """`quant_method: hqq`."""
+    """The quantization format of `quant_method: hqq`."""
 
     def __init__(self, settings: Settings) -> None:
-        """Read the settings.
+        """Read the settings of config.json.
 
         Raises:
             ConfigError: a setting is not supported.
@@ -103,13 +104,13 @@ def _layout_of(settings: Settings, within: str) -> _Layout:
 
 
 class HQQLinear(RowsLinear):
-    """W_q, scale and zero.
+    """A linear layer with the tensors W_q, scale and zero.
 
     Args:
         name: of the module.
         bits: of an element.
         group: elements of a group.
-        axis: 1: groups are of neighbours; 0: they are from everywhere.
+        axis: 1: groups consist of neighbours; 0: they do not.
     """
 
     unused_tensors = _UNUSED
@@ -152,7 +153,9 @@ class HQQLinear(RowsLinear):
             )
 
         def elements(words: Tensor) -> Tensor:
-            """Return [outputs, inputs]; of less than 8 bits two in a byte."""
+            """Unpack words to elements [outputs, inputs]; less than 8 bits are packed two in a
+            byte.
+            """
             # The first values are in the highest bits.
             shifts = range(bits * (per_word - 1), -1, -bits)
             parts = [(words >> shift & (1 << bits) - 1).to(torch.uint8) for shift in shifts]

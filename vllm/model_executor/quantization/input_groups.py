@@ -1,4 +1,4 @@
-"""The groups of inputs of a layer that share a scale, as one rank has them."""
+"""The groups of inputs of a layer that share a scale, from the view of one rank."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,10 @@ from vllm.model_executor.layers.slice import CheckpointTensor, Slice, whole
 
 @dataclass(frozen=True, kw_only=True)
 class InputGroups:
-    """Groups of equal size in the checkpoint; a rank may have inputs of any part of them."""
+    """Groups of equal size in the checkpoint.
+
+    The inputs of a rank may begin or end inside a group.
+    """
 
     name: str
     """Of the layer, for errors."""
@@ -31,13 +34,13 @@ class InputGroups:
     def of_layer(
         cls, name: str, group_size: int, layer: ParallelLinear, is_ordered: bool = False
     ) -> "InputGroups":
-        """Make the groups of a layer.
+        """Compute the groups of a layer on this rank.
 
         Args:
             name: name of the layer.
             group_size: inputs of a group; -1: all.
             layer: the layer, which may be split over ranks.
-            is_ordered: whether a group has inputs from everywhere.
+            is_ordered: the inputs of a group need not be neighbours (act-order).
 
         Raises:
             ConfigError: groups do not divide the inputs of the layer.
@@ -65,20 +68,22 @@ class InputGroups:
 
     @property
     def is_split(self) -> bool:
-        """Whether other ranks have other inputs."""
+        """Whether the inputs of the layer are split over ranks."""
         return self.num_inputs != self.size * self.total
 
     @property
     def has_all(self) -> bool:
-        """Whether a rank has the scales of all groups, whichever inputs are its own."""
+        """Whether a rank stores the scales of all groups, although it has only some of the
+        inputs.
+        """
         return self.is_split and self.count == self.total
 
     def slice_of(self, slice_: Slice, dim: int, layer: ParallelLinear) -> Slice:
-        """Return the slice for scales that have the groups in dimension `dim`.
+        """Return the slice for scales whose dimension `dim` are the groups.
 
         Args:
             slice_: of the features of a part of the layer.
-            dim: 0 or 1; outputs are in the other one.
+            dim: 0 or 1; the other dimension are the outputs.
             layer: that has the parts.
         """
         if slice_.dim == 0:
@@ -88,18 +93,18 @@ class InputGroups:
         return Slice(dim, 0, self.count, self.total)
 
     def neighbours(self) -> Tensor:
-        """Return the group of each input of this rank if groups have neighbours, [inputs] int32."""
+        """Return the group of each input of this rank if groups are neighbours, [inputs] int32."""
         inputs = torch.arange(self.first_input, self.first_input + self.num_inputs)
         return (inputs // self.size).int()
 
     def checked(self, name: str, source: CheckpointTensor) -> CheckpointTensor:
-        """Return the groups of all inputs of the layer, [inputs], as a row; reading it checks them.
+        """Return the stored group of each input of the layer (g_idx), [1, inputs].
 
         Raises:
             WeightLoadError: the tensor has another number of dimensions.
 
         Reading raises:
-            WeightLoadError: they are not so many groups of the same size.
+            WeightLoadError: the groups are not the expected number of groups of equal size.
         """
         if len(source.shape) != 1:
             raise WeightLoadError(f"tensor {name} has shape {list(source.shape)}, not one row")
@@ -121,19 +126,19 @@ class InputGroups:
         return source.mapped(check)
 
     def of_inputs(self, rows: Tensor | None) -> "tuple[Tensor | None, Tensor | None]":
-        """Return which scales of this rank are for which of its inputs.
+        """Return which scales of this rank belong to which of its inputs.
 
         Args:
-            rows: [parts, inputs], what the checkpoint says of each part of a packed layer; None:
-                groups have neighbours.
+            rows: [parts, inputs], g_idx of each part of a packed layer; None: groups are
+                neighbours.
 
         Returns:
-            (the group of each input, [inputs] int32, None: neighbours in groups of equal size;
-            the groups that they are numbers of, [groups] int64, None: all that the rank has)
+            (the group of each input, [inputs] int32; None: neighbours in groups of equal size, the
+            checkpoint's groups to which these indices refer, [groups] int64; None: all of the rank)
 
         Raises:
             WeightLoadError: the parts differ.
-            ConfigError: groups have inputs from everywhere, and the settings do not say so.
+            ConfigError: the inputs of groups are not neighbours, and the settings do not say so.
         """
         if rows is not None and bool((rows != rows[0]).any()):
             raise WeightLoadError(

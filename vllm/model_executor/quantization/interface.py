@@ -1,4 +1,4 @@
-"""The interface of weight formats. Independent of single formats."""
+"""The interface of quantization formats. Independent of single formats."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from vllm.model_executor.media.vision.layers import TowerLinear
 
 @dataclass(frozen=True)
 class CheckpointNames:
-    """Names of the checkpoint that a model is loaded from."""
+    """The names of tensors and modules in the checkpoint that a model is loaded from."""
 
     of_module: Callable[[str], Sequence[str]] = lambda name: ()
     """Names that a module of the model may have in the checkpoint, where they differ."""
@@ -25,57 +25,61 @@ class CheckpointNames:
 
 
 class Quantization:
-    """One weight format, with the settings of one checkpoint: how its layers are stored.
+    """One quantization format, with the settings of one checkpoint: how its layers are stored.
 
-    By default it leaves every layer to the next format, and in the end to dense weights.
+    By default it declines every layer, which then gets the next format, or dense weights.
     """
 
     names = CheckpointNames()
 
     def use_names(self, names: CheckpointNames) -> None:
-        """Set the names of the checkpoint; called once, before any layer is asked for."""
+        """Set the names of the checkpoint; called once, before the method of any layer is
+        requested.
+        """
         self.names = names
 
     def start(self, tp: TPGroup, stage: Stage | None = None) -> None:
-        """Set the ranks and the stage; called once, before any layer is asked for.
+        """Set the ranks and the stage; called once, before the method of any layer is requested.
 
         Args:
             tp: the ranks that share the layers.
-            stage: of the pipeline; None: there is one.
+            stage: pipeline stage of this rank; None: there is only one stage.
         """
 
     def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
-        """Return a method of its own for the linear layer of this module name; None: not in this
-        format.
+        """Return a new weight method for the linear layer with this module name; None: not
+        quantized.
 
-        A packed layer, such as qkv_proj, has the names of its parts in `layer.feature_slices`.
+        The names of the parts of a packed layer, such as qkv_proj, are in `layer.feature_slices`.
         """
         return None
 
     def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
-        """Return a method for the embedding or output head of this name; None: not in this format.
+        """Return a weight method for the embedding or output head of this name; None: not
+        quantized.
 
-        An output head that is tied shares its method with the embedding.
+        A tied output head shares its method with the embedding.
         """
         return None
 
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        """Return a method for the experts of this name; None: not in this format."""
+        """Return a weight method for the experts of this name; None: not quantized."""
         return None
 
     def tower_method(self, name: str, layer: TowerLinear) -> LinearMethod | None:
-        """Return a method for a linear layer of an encoder of images; None: not in this format."""
+        """Return a weight method for a linear layer of an image or sound encoder; None: not
+        quantized.
+        """
         return None
 
     def finish_model(self, model: nn.Module) -> None:
-        """Finish the model; called once, when all layers have their weights and are finished.
+        """Finish the model as a whole; called once, after all layers are loaded and finished.
 
-        For what concerns the model as a whole, such as scales that were measured before, or hooks
-        that measure them.
+        For example, to set scales that were measured before, or to add hooks that measure.
         """
 
     def method_of(self, name: str, layer: MethodLayer) -> WeightMethod[Any] | None:
-        """Return the method of one of the functions above, as the layer is."""
+        """Return the weight method of a layer, by calling the function above for its class."""
         if isinstance(layer, ParallelLinear):
             return self.linear_method(name, layer)
         if isinstance(layer, VocabParallelEmbedding):

@@ -1,4 +1,4 @@
-"""The lines of the log that say what quantized weights are kept as on the device."""
+"""Log lines about the formats in which quantized weights are stored on the device."""
 
 from collections import Counter
 from typing import Any
@@ -18,7 +18,7 @@ logger = init_logger(__name__)
 
 
 def log_kept(model: nn.Module) -> None:
-    """Write a line for all layers that have the same format in the checkpoint and in memory."""
+    """Log one line for each combination of a checkpoint format and a format in memory."""
     counts: Counter[tuple[str, str]] = Counter()
     num_bytes: Counter[tuple[str, str]] = Counter()
     for layer in model.modules():

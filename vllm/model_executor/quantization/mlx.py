@@ -1,7 +1,7 @@
-"""Checkpoints of MLX: integers of 2 to 8 bits times a scale, plus a bias, both for a group of
-inputs (`affine`), or MXFP4, MXFP8 and NVFP4; of linear layers, embeddings and output heads.
+"""MLX checkpoints: integers of 2 to 8 bits with a scale and a bias per group of inputs (`affine`).
 
-Numbers up to 5 bits keep their scales and biases; larger ones become int8 in the same groups.
+Also MXFP4, MXFP8 and NVFP4. Linear layers, embeddings and output heads may be quantized. Values of
+up to 5 bits keep their scales and biases; larger ones are converted to int8 in the same groups.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ _MOST_BITS = 5
 
 @dataclass(frozen=True)
 class _Layout:
-    """Storage of a layer."""
+    """How the checkpoint stores a layer."""
 
     mode: str
     bits: int
@@ -55,10 +55,13 @@ class _Layout:
 
 
 class MLX(NamedFormat[_Layout]):
-    """`quantization` of MLX. Names of tensors say which layers are stored so."""
+    """The quantization format of MLX checkpoints.
+
+    The names of tensors show which layers are quantized.
+    """
 
     def __init__(self, settings: Settings) -> None:
-        """Read the settings.
+        """Read the settings of config.json.
 
         Raises:
             ConfigError: a setting is not supported.
@@ -95,7 +98,9 @@ class MLX(NamedFormat[_Layout]):
 
 
 def _layout_of(settings: Settings, default: Settings, within: str) -> _Layout:
-    """Return the storage by settings of a layer; those it lacks are in the default."""
+    """Return how a layer is stored, from its settings; missing settings are taken from the
+    default.
+    """
     settings = {**{key: default[key] for key in ("mode",) if key in default}, **settings}
     mode = choice(settings, "mode", (_AFFINE, *_FLOATS), _AFFINE, within)
     kind = _FLOATS.get(mode)
@@ -110,12 +115,12 @@ def _layout_of(settings: Settings, default: Settings, within: str) -> _Layout:
 
 
 class MLXLinear(RowsLinear):
-    """Words of 32 bits that hold the numbers of an output one after the other.
+    """A linear layer of 32-bit words that pack the values of an output one after another.
 
     Args:
         name: of the module.
-        mode: of the numbers.
-        bits: of a number.
+        mode: of the values: affine or one of the float formats.
+        bits: of one value.
         group: inputs of a group.
     """
 

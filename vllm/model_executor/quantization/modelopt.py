@@ -1,4 +1,4 @@
-"""Checkpoints of NVIDIA's ModelOpt: NVFP4, MXFP4, MXFP8, FP8, and several of these in one model."""
+"""NVIDIA ModelOpt checkpoints: NVFP4, MXFP4, MXFP8, FP8, or several of these in one model."""
 
 from typing import Any
 
@@ -46,13 +46,13 @@ def create_modelopt(settings: Settings) -> Quantization:
 
 
 class ModelOpt(CheckpointFormat[str]):
-    """Layers with scales of small groups, or with an algorithm for each layer.
+    """A ModelOpt format with scales of small groups, or with a different algorithm per layer.
 
-    The storage of a layer is the name of its algorithm.
+    `Storage` is the name of the layer's algorithm.
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Read the settings.
+        """Read the settings of config.json.
 
         Raises:
             ConfigError: a setting is not supported.
@@ -88,7 +88,7 @@ class ModelOpt(CheckpointFormat[str]):
 
 
 def _algorithms(layers: Any) -> dict[str, str]:
-    """Return the algorithm of each layer, by its name."""
+    """Return name -> quantization algorithm of each layer."""
     if not isinstance(layers, dict) or not all(isinstance(v, dict) for v in layers.values()):
         raise wrong("quantized_layers", layers, "an object of settings by names of layers")
     found = {}

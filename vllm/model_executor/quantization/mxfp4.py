@@ -1,7 +1,7 @@
-"""MXFP4, as published checkpoints of GPT-OSS have it: the experts in four bits, all else dense.
+"""MXFP4 checkpoints of GPT-OSS: the experts in four bits, all other layers dense.
 
-The model brings blocks and scales of an expert together (`Mxfp4Source`). The experts stay in four
-bits where the device multiplies with them; else they are dequantized while they are loaded.
+The model joins the blocks and scales of an expert (`Mxfp4Source`). The experts stay in four bits if
+the device can multiply with them; otherwise they are dequantized while they are loaded.
 """
 
 import math
@@ -32,13 +32,13 @@ _SMALLEST_PART = 8
 
 @dataclass(frozen=True)
 class Mxfp4Source(CheckpointTensor):
-    """A matrix [out_features, in_features] in MXFP4; read as it is, it is dequantized."""
+    """A matrix [out_features, in_features] in MXFP4; reading it gives dequantized values."""
 
     weight: Mxfp4Weight | None = None
 
 
 def mxfp4_source(blocks: Tensor, scales: Tensor) -> Mxfp4Source:
-    """Make the matrix of blocks [out_features, B, 16] and scales [out_features, B]."""
+    """Join blocks [out_features, B, 16] and scales [out_features, B] to a matrix."""
     weight = Mxfp4Weight(blocks=blocks, scales=scales)
 
     def read(index: Index) -> Tensor:
@@ -48,14 +48,16 @@ def mxfp4_source(blocks: Tensor, scales: Tensor) -> Mxfp4Source:
 
 
 class MXFP4(Quantization):
-    """Experts in four bits; every other layer is dense."""
+    """The quantization format of GPT-OSS: experts in MXFP4, every other layer dense."""
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         del settings  # not needed: the names of the tensors also show which modules are dense
 
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        """Return the method of experts; None: a rank would have odd parts of groups, and the
-        experts are dequantized."""
+        """Return the weight method of experts.
+
+        None if a rank would have odd parts of groups; then the experts are dequantized.
+        """
         sizes = layer.intermediate_size, layer.hidden_size
         return StoredExperts(name) if all(size % _SMALLEST_PART == 0 for size in sizes) else None
 
@@ -64,8 +66,10 @@ class MXFP4(Quantization):
 
 
 class Mxfp4Linear(StoredLinear):
-    """One matrix of an expert. A group that is divided among ranks is made of parts with the same
-    scale."""
+    """One MXFP4 matrix of an expert.
+
+    A group that is divided over ranks becomes smaller groups with the same scale.
+    """
 
     def create_parameters(self, layer: ParallelLinear) -> None:
         num_out, num_in = layer.output_size, layer.input_size
@@ -110,7 +114,8 @@ def check_mxfp4(name: str, blocks: Tensor, scales: Tensor) -> None:
 
     Args:
         name: of the weight, for errors.
-        blocks, scales: of the checkpoint.
+        blocks: tensor of the checkpoint.
+        scales: tensor of the checkpoint.
 
     Raises:
         WeightLoadError: they do not fit each other, or a scale is NaN.

@@ -1,9 +1,8 @@
-"""Checkpoints of AMD Quark: fp8 and int8 with a scale per tensor or output feature, MXFP4, and
-integers of 4 bits in groups.
+"""AMD Quark checkpoints: FP8 and int8, MXFP4, and 4-bit integers in groups.
 
-`global_quant_config` says how weights are stored, `layer_quant_config` has other settings of layers
-by patterns of their names, and `exclude` names dense layers. Scales that a checkpoint has for the
-outputs of layers are not used.
+FP8 and int8 have one scale per tensor or output feature. `global_quant_config` says how weights are
+stored, `layer_quant_config` overrides it for layers by patterns of their names, and `exclude` lists
+dense layers. Scales of layer outputs are not used.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,7 +48,7 @@ _SIGNS = -0x77777778
 
 @dataclass(frozen=True)
 class _Storage:
-    """Storage of a layer."""
+    """How the checkpoint stores a layer."""
 
     dtype: str
     has_one_scale: bool
@@ -62,10 +61,10 @@ class _Storage:
 
 
 class Quark(CheckpointFormat[_Storage]):
-    """`quant_method: quark`."""
+    """The quantization format of `quant_method: quark`."""
 
     def __init__(self, settings: Settings) -> None:
-        """Read the settings.
+        """Read the settings of config.json.
 
         Raises:
             ConfigError: a setting is not supported.
@@ -113,7 +112,7 @@ class Quark(CheckpointFormat[_Storage]):
 
 
 def _storage_of(config: Any, within: str) -> _Storage | None:
-    """Return the storage by the settings of a layer; None: it is dense."""
+    """Return how a layer is stored, from its settings; None if it is dense."""
     if not isinstance(config, dict):
         raise wrong(within, config, "an object")
     weight, inputs = (_only(config.get(key)) for key in ("weight", "input_tensors"))
@@ -145,7 +144,7 @@ def _storage_of(config: Any, within: str) -> _Storage | None:
 
 
 def _only(given: Any) -> Any:
-    """Return the settings of a tensor, which may be in a list of one."""
+    """Return the settings of a tensor, which may be wrapped in a list of one element."""
     return given[0] if isinstance(given, list) and len(given) == 1 else given
 
 
@@ -158,11 +157,11 @@ def _mxfp4(name: str, storage: _Storage) -> StoredLinear:
 
 
 class _Int4Linear(GroupedLinear):
-    """Words with the layout of AWQ; `int4` are numbers with a sign.
+    """A linear layer of 4-bit words in the layout of AWQ; values are signed if the dtype is `int4`.
 
     Args:
         name: of the module.
-        storage: of the layer.
+        storage: how the layer is stored.
     """
 
     def __init__(self, name: str, storage: _Storage) -> None:
@@ -189,11 +188,11 @@ class _Int4Linear(GroupedLinear):
 
 
 class _Int8Linear(RowsLinear):
-    """int8 numbers, with inputs that are rounded to int8 or not.
+    """A linear layer of int8 weights; inputs are quantized to int8 or kept.
 
     Args:
         name: of the module.
-        storage: of the layer.
+        storage: how the layer is stored.
     """
 
     unused_tensors = ("weight_zero_point", "input_scale", "input_zero_point")

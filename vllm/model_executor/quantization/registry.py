@@ -1,4 +1,4 @@
-"""Quantization formats by their names, in `--quantization` and in checkpoints (`quant_method`)."""
+"""Quantization formats by name, as in `--quantization` and in checkpoints (`quant_method`)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ is not quantized, and the format was asked for with `--quantization`. Of inc: an
 
 @dataclass(frozen=True)
 class Format:
-    """A row of the table."""
+    """One entry of the table of formats."""
 
     create: str | CreateQuantization | None = None
     """Of checkpoints that have it; None: there are none. A string is "module:Class", which is
@@ -31,7 +31,7 @@ class Format:
 
     @property
     def is_stored(self) -> bool:
-        """Whether checkpoints have it."""
+        """Whether checkpoints can be stored in this format."""
         return self.create is not None
 
 
@@ -82,21 +82,21 @@ _INSTEAD = {
 
 
 def format_names() -> tuple[str, ...]:
-    """Return the accepted values of `quant_method` of checkpoints and of `--quantization`."""
+    """Return all accepted values of `quant_method` in checkpoints and of `--quantization`."""
     return tuple(_formats)
 
 
 def register_quantization(name: str, create: str | CreateQuantization) -> None:
-    """Add a format of checkpoints."""
+    """Add a format for checkpoints with this `quant_method`."""
     _formats[usual_name(name)] = Format(create)
 
 
 def quantization_of(model: ModelConfig, device_type: str = "cpu") -> Quantization | None:
-    """Return the format of a checkpoint, or else the one that was asked for; None: dense weights.
+    """Return the format of a checkpoint, else the requested format; None: dense weights.
 
     Args:
         model: with its settings of quantization.
-        device_type: that the weights are for.
+        device_type: type of the device that the weights are for.
 
     Raises:
         ConfigError: the format is not supported, or not with these settings.
@@ -131,7 +131,7 @@ def quantization_of(model: ModelConfig, device_type: str = "cpu") -> Quantizatio
 
 
 def head_quantization_of(model: ModelConfig) -> Quantization | None:
-    """Return the format of output heads that no other format has; None: they are dense."""
+    """Return the format for output heads that are dense otherwise; None: they stay dense."""
     if model.lm_head_quantization == "auto":
         return None
     create: Callable[[], Quantization] = load_class(f"{_PACKAGE}.cpu_packed:CPUInt8Head")

@@ -1,7 +1,7 @@
-"""Dense checkpoints whose linear layers and experts are rounded while they are loaded.
+"""Quantizes linear layers and experts of dense checkpoints while they are loaded.
 
-Heads, embeddings and routers stay as they are. What a device has no numbers for, it multiplies as
-dense weights with the same values.
+Heads, embeddings and routers stay dense. If a device has no kernel for a format, it uses dense
+weights with the quantized values.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,10 @@ from vllm.ops.stored_weight import (
 
 
 class Rounded(Quantization):
-    """Weights rounded by one rule.
+    """Quantizes all weights by one function.
 
     Args:
-        round_weight: makes the stored weight of a dense one [out_features, in_features].
+        round_weight: quantizes a dense weight [out_features, in_features].
     """
 
     def __init__(self, round_weight: Callable[[Tensor], StoredWeight]) -> None:
@@ -50,20 +50,20 @@ class Rounded(Quantization):
 
 
 def create_fp8(settings: Any) -> Rounded:
-    """Make `--quantization fp8`: a scale for each output feature. Takes no settings."""
+    """Create the format of `--quantization fp8`: a scale for each output feature. No settings."""
     return Rounded(round_to_fp8)
 
 
 def create_int8(settings: Any) -> Rounded:
-    """Make `--quantization int8`: a scale for each output feature. Takes no settings."""
+    """Create the format of `--quantization int8`: a scale for each output feature. No settings."""
     return Rounded(round_to_int8)
 
 
 def create_int4(settings: Any) -> Rounded:
-    """Make `--quantization int4`: a scale for each 32 inputs. Takes no settings."""
+    """Create the format of `--quantization int4`: a scale for each 32 inputs. No settings."""
     return Rounded(round_to_int4)
 
 
 def create_nf4(settings: Any) -> Rounded:
-    """Return the format of `--quantization bitsandbytes`: NF4. Takes no settings."""
+    """Create the format of `--quantization bitsandbytes`: NF4. No settings."""
     return Rounded(round_to_nf4)

@@ -1,9 +1,7 @@
-"""Linear layers whose tensors have a row for each output feature: elements of its inputs, and
-scales of groups of these.
+"""Linear layers whose tensors have one row for each output feature, such as elements and scales.
 
-A format says which tensors there are (`RowTensor`); ranks and fused layers take their parts of all
-of them in the same way. A group that ranks share becomes smaller ones that no rank divides, with
-the same scale.
+A format declares its tensors (`RowTensor`); ranks and fused layers select their parts of all of
+them in the same way. A group that is divided over ranks becomes smaller groups with the same scale.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +29,7 @@ BYTES = (torch.uint8,)
 
 @dataclass(frozen=True, kw_only=True)
 class RowTensor:
-    """One tensor of a layer, or of each part of a packed one."""
+    """Describes one tensor of a layer, or of each part of a packed layer."""
 
     name: str
     """The end of its name in the checkpoint, after the module's."""
@@ -59,11 +57,11 @@ class RowTensor:
 
 
 class RowsLinear(StoredLinear):
-    """A layer of such tensors.
+    """A linear layer that is stored in row tensors.
 
     Args:
         name: of the module.
-        tensors: of the layer.
+        tensors: the tensors of the layer.
         group: inputs of a group; -1: all.
         is_flat: a group may begin in one row and end in the next: the checkpoint has one column of
             values, in the order of the elements.
@@ -156,7 +154,7 @@ class RowsLinear(StoredLinear):
     def _in_parts(
         self, place: ParamTarget, name: str, source: CheckpointTensor
     ) -> CheckpointTensor:
-        """Return the tensor with a column for each group of the parameter."""
+        """Return the tensor with one column for each group of the parameter."""
         num_out, num_groups = self.features_of(place, source)[0], self.total_inputs // self.group
         if list(source.shape) != [num_out, num_groups]:
             raise WeightLoadError(
@@ -170,9 +168,9 @@ class RowsLinear(StoredLinear):
     def flat_parts(
         self, place: ParamTarget, name: str, source: CheckpointTensor, repeats: int = 1
     ) -> CheckpointTensor:
-        """Return values of groups that do not end with rows, by groups of the parameter.
+        """Return values of groups that cross rows (`is_flat`), regrouped for the parameter.
 
-        Args: as of `arranged`, and repeats: groups that share a value.
+        For the arguments see `arranged`; `repeats` is the number of groups that share a value.
         """
         num_out, num_in = self.features_of(place, source)
         num_groups = -(-num_out * num_in // self.group)
@@ -186,7 +184,7 @@ class RowsLinear(StoredLinear):
         return source.mapped(in_parts)
 
     def features_of(self, place: ParamTarget, source: CheckpointTensor) -> tuple[int, int]:
-        """Return (outputs, inputs) of the layer in the checkpoint."""
+        """Return (outputs, inputs) of the whole layer in the checkpoint."""
         assert place.slice is not None
         if source.features is not None:
             return source.features.total, self.total_inputs
@@ -203,21 +201,21 @@ class RowsLinear(StoredLinear):
         place.param.narrow(place.slice.dim, place.slice.offset, place.slice.size).fill_(value)
 
     def of_outputs(self, layer: ParallelLinear, param: str) -> Tensor:
-        """Return a tensor of the layer for each output of its parts, [out_features, size]."""
+        """Expand a per-part tensor of the layer to its outputs, [out_features, size]."""
         sizes = torch.tensor(self.part_sizes(layer))
         return on_host(layer, param).repeat_interleave(sizes, dim=0)
 
     def part_sizes(self, layer: ParallelLinear) -> list[int]:
-        """Return the output features of each part of the layer on this rank."""
+        """Return the number of output features of each part of the layer on this rank."""
         slices = layer.feature_slices.values()
         return [each.size if each.dim == 0 else layer.output_size for each in slices]
 
 
 def check_size(name: str, source: CheckpointTensor, size: int) -> None:
-    """Check the number of elements of a tensor.
+    """Check that a tensor has `size` elements.
 
     Raises:
-        WeightLoadError: it is another one.
+        WeightLoadError: it has another number of elements.
     """
     if source.shape.numel() != size:
         raise WeightLoadError(
@@ -227,18 +225,18 @@ def check_size(name: str, source: CheckpointTensor, size: int) -> None:
 
 
 def repeated(values: Tensor, repeats: int) -> Tensor:
-    """Return each column several times, of any dtype: [R, N] -> [R, N * repeats]."""
+    """Repeat each column, for any dtype: [R, N] -> [R, N * repeats]."""
     return values[..., None].expand(*values.shape, repeats).flatten(-2)
 
 
 def checked(
     is_wrong: Callable[[Tensor], Tensor], what: str
 ) -> Callable[[str, CheckpointTensor], CheckpointTensor]:
-    """Return a `RowTensor.check`.
+    """Return a function for `RowTensor.check`, which checks values when they are read.
 
     Args:
-        is_wrong: of some values.
-        what: is wrong about them, for the error.
+        is_wrong: tells for each value whether it is wrong.
+        what: description of the fault, for the error.
     """
 
     def check(name: str, source: CheckpointTensor) -> CheckpointTensor:

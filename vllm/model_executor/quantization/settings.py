@@ -1,4 +1,4 @@
-"""Reading the `quantization_config` of a checkpoint. Independent of single formats."""
+"""Reads the `quantization_config` of a checkpoint. Independent of single formats."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -21,18 +21,19 @@ MAX_GROUP = 1 << 16
 def choice(
     settings: Settings, key: str, accepted: Sequence[Any], default: Any = None, within: str = ""
 ) -> Any:
-    """Return which of the accepted values a key has. Texts are compared without regard to case and
-    to which of - and _ is between words.
+    """Return the value of a setting, which must be one of the accepted values.
+
+    Strings are compared ignoring case and the difference between - and _.
 
     Args:
         settings: has the key.
         key: its name.
         accepted: values.
-        default: where there is no such key, or null where that is not accepted.
-        within: where the settings are in quantization_config, with a dot at the end.
+        default: used if the key is missing, or is null and null is not accepted.
+        within: path of the settings in quantization_config, with a dot at the end.
 
     Raises:
-        ConfigError: it is another one.
+        ConfigError: the value is not accepted.
     """
     value = settings.get(key, default)
     if value is None and None not in accepted:
@@ -48,7 +49,7 @@ def _folded(value: Any) -> Any:
 
 
 def wrong(key: str, value: Any, accepted: str) -> ConfigError:
-    """Make the error about a value of config.json."""
+    """Create the error about a value of config.json."""
     return ConfigError(
         f"config.json of the checkpoint: quantization_config.{key} is {value!r}; supported: "
         f"{accepted}"
@@ -56,17 +57,19 @@ def wrong(key: str, value: Any, accepted: str) -> ConfigError:
 
 
 def read_modelopt_settings(settings: Settings) -> dict[str, Any]:
-    """Return the settings of ModelOpt in one object, as config.json has them; hf_quant_config.json
-    has them under the key `quantization`."""
+    """Return the settings of ModelOpt in one flat object.
+
+    config.json has them flat; hf_quant_config.json has them under the key `quantization`.
+    """
     nested = settings.get("quantization")
     return {**settings, **nested} if isinstance(nested, dict) else dict(settings)
 
 
 def group_size_of(settings: Settings, key: str) -> int:
-    """Return how many inputs share a scale; -1, which an absent key and null mean as well: all.
+    """Return how many inputs share a scale; -1 for all, also if the key is missing or null.
 
     Raises:
-        ConfigError: it is neither -1 nor a positive number.
+        ConfigError: it is neither -1 nor a positive integer.
     """
     size = settings.get(key)
     size = -1 if size is None else size
@@ -76,10 +79,10 @@ def group_size_of(settings: Settings, key: str) -> int:
 
 
 def names(settings: Settings, *keys: str) -> list[str]:
-    """Return the module names in the lists under the keys that exist.
+    """Return all module names in the lists under these keys; missing keys are skipped.
 
     Raises:
-        ConfigError: one is no list of strings.
+        ConfigError: a value is not a list of strings.
     """
     found: list[str] = []
     for key in keys:
@@ -99,11 +102,11 @@ def part_names(name: str, layer: ParallelLinear) -> list[str]:
 
 
 def is_listed(names: Iterable[str], entries: Iterable[str]) -> bool:
-    """Whether a module, or one that it is in, is among the entries.
+    """Return whether a module, or a module that contains it, is listed.
 
     Args:
         names: all names of the module.
-        entries: names, or ends of names, or patterns with asterisks for whole names.
+        entries: names, ends of names, or patterns with asterisks for whole names.
     """
     return any(_matches(name, entry) for name in names for entry in entries)
 

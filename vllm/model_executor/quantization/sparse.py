@@ -1,7 +1,8 @@
-"""Linear layers of compressed-tensors of whose elements two in each four are there
-(`sparse-24-bitmask`): these row by row, and a bit for each element that says whether it is there.
+"""Linear layers of compressed-tensors with 2:4 sparsity (`sparse-24-bitmask`).
 
-No device has kernels for them: they become dense, in the dtype of the model, fp8 or int8.
+The two non-zero elements of each four are stored row by row, with one bit for each element that
+tells whether it is stored. No device has kernels for them: they are expanded to the dtype of the
+model, FP8 or int8.
 """
 
 from typing import Literal
@@ -28,7 +29,7 @@ _DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 class SparseLinear(RowsLinear):
-    """compressed, bitmask and, of fp8 and int8, weight_scale.
+    """A sparse linear layer with the tensors compressed, bitmask and (FP8, int8) weight_scale.
 
     Args:
         name: of the module.
@@ -76,7 +77,7 @@ class SparseLinear(RowsLinear):
         return without_zero_scales(self.name, fp8)
 
     def _inflated(self, compressed: Tensor, bitmask: Tensor) -> Tensor:
-        """Return the values of all elements, [out_features, in_features]."""
+        """Expand the stored values to all elements, [out_features, in_features]."""
         shifts = torch.arange(8, dtype=torch.uint8)
         is_kept = (bitmask[..., None] >> shifts & 1).flatten(1).bool()
         if bool((is_kept.unflatten(1, (-1, 4)).sum(-1) != 2).any()):

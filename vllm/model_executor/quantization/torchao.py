@@ -1,9 +1,9 @@
-"""Checkpoints of torchao as transformers saves them in safetensors: a tensor of a layer is divided
-into `_weight_qdata`, `_weight_scale` and `_weight_zero_point`.
+"""torchao checkpoints as transformers saves them in safetensors.
 
-The settings name a configuration: int8 with a scale per output feature, fp8, integers of few bits
-in bytes with scales of groups, or of 4 bits in tiles. Older files are pickles of classes, which are
-not read.
+A weight is split into `_weight_qdata`, `_weight_scale` and `_weight_zero_point`. The settings name
+a configuration: int8 with a scale per output feature, FP8, integers of few bits in bytes with
+scales per group, or of 4 bits in tiles. Older files are pickles of classes, which are not
+supported.
 """
 
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ _PADDED_INPUTS = 1024
 
 @dataclass(frozen=True)
 class _Layout:
-    """Storage of a layer."""
+    """How the checkpoint stores a layer."""
 
     config: str
     """Name of the configuration."""
@@ -67,10 +67,10 @@ class _Layout:
 
 
 class TorchAO(NamedFormat[_Layout]):
-    """`quant_method: torchao`."""
+    """The quantization format of `quant_method: torchao`."""
 
     def __init__(self, settings: Settings) -> None:
-        """Read the settings.
+        """Read the settings of config.json.
 
         Raises:
             ConfigError: a setting is not supported.
@@ -138,15 +138,19 @@ def _layout_of(config: str, data: Mapping[str, Any]) -> _Layout:
 
 
 def _packing(data: Mapping[str, Any]) -> Any:
-    """Return the setting of the packing if it is a byte for each element."""
+    """Return the only accepted value of the packing setting, in the form that the checkpoint uses.
+
+    It means one byte per element.
+    """
     given = data.get("intx_packing_format")
     name = given.get("_data") if isinstance(given, dict) else given
     return given if name in ("UNPACKED_TO_INT8", "unpacked_to_int8") else "UNPACKED_TO_INT8"
 
 
 class TiledLinear(RowsLinear):
-    """Elements of 4 bits in the tiles of torch's `_weight_int4pack_mm`, times a scale, plus a zero
-    point, which is a float.
+    """A linear layer of 4-bit values in the tiles of torch's `_weight_int4pack_mm`.
+
+    A value is multiplied by a scale, and a zero point, which is a float, is added.
 
     Args:
         name: of the module.
@@ -201,9 +205,10 @@ class TiledLinear(RowsLinear):
 
 
 def _in_rows(words: Tensor) -> Tensor:
-    """Return elements of tiles in rows, two in a byte: [N / 8, K / 128, 32, 4] int32 -> [N, K / 2].
+    """Convert elements in tiles to rows, two in a byte: [N / 8, K / 128, 32, 4] int32 -> [N, K /
+    2].
 
-    Number j of the eight in word w of lane l is the one of output l / 4 of a tile, and of its input
+    Element j of the eight in word w of lane l belongs to output l / 4 of a tile, and to its input
     32 w + 8 (j % 4) + 2 (l % 4) + j / 4.
     """
     low, high = (
@@ -215,7 +220,7 @@ def _in_rows(words: Tensor) -> Tensor:
 
 
 class TorchAOLinear(RowsLinear):
-    """Elements of a byte each, scales and, of integers, zero points.
+    """A linear layer of one-byte elements, scales and (for integers) zero points.
 
     Args:
         name: of the module.

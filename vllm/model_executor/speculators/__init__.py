@@ -1,1 +1,1 @@
-"""Networks that guess next tokens from hidden states of the model."""
+"""Speculators: small networks that predict draft tokens from hidden states of the model."""

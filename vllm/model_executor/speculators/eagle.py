@@ -1,4 +1,4 @@
-"""EAGLE and EAGLE-3: one decoder layer over embeddings and hidden states of the model."""
+"""EAGLE and EAGLE-3: one decoder layer over token embeddings and hidden states of the model."""
 
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
@@ -26,10 +26,10 @@ from vllm.model_executor.speculators.interface import Speculator
 
 
 def rotary_of(arch: ModelArch, is_neox: bool = True) -> RotaryEmbedding:
-    """Make the rotary embedding of the one layer.
+    """Make the rotary embedding of the speculator's layer.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: config.json has no rotary parameters.
     """
     if arch.rope is None:
         raise ConfigError(f"{arch.architecture} needs rope_theta in config.json")
@@ -37,17 +37,19 @@ def rotary_of(arch: ModelArch, is_neox: bool = True) -> RotaryEmbedding:
 
 
 def _options(names: frozenset[str] | None, prefix: str) -> DecoderOptions:
-    """Return the options of the layer in a checkpoint with these tensors."""
+    """Return the options of the layer; the checkpoint's tensor names tell whether it has biases."""
     has_bias = f"{prefix}.self_attn.q_proj.bias" in (names or ())
     return DecoderOptions(qkv_bias=has_bias)
 
 
 class Eagle(Speculator):
-    """EAGLE (Li et al. 2024, arXiv 2401.15077, section 3): the embedding of a token and the hidden
-    state before it, projected to one vector, go through a decoder layer without its first norm.
-    The result is a guess of the next hidden state, so the head of the model reads it.
+    """EAGLE (Li et al. 2024, arXiv 2401.15077, section 3).
 
-    The checkpoint may hold the embeddings and the head of the model, which are not read.
+    The embedding of a token and the hidden state before it are projected to one vector, which goes
+    through a decoder layer without its first norm. The result predicts the next hidden state, and
+    the head of the model turns it into logits.
+
+    Embeddings and head of the model in the checkpoint are not loaded.
     """
 
     ignored_tensors: ClassVar[tuple[str, ...]] = (
@@ -83,7 +85,7 @@ class Eagle(Speculator):
 
 
 class Eagle3Layer(DecoderLayer):
-    """A decoder layer whose attention reads embeddings and states, normed and concatenated.
+    """A decoder layer whose attention reads embeddings and hidden states, normed and concatenated.
 
     Shape: positions [n], embeddings [n, hidden], states [n, hidden] -> [n, hidden]
     """
@@ -98,7 +100,7 @@ class Eagle3Layer(DecoderLayer):
         )
 
     def guess(self, positions: Tensor, embeddings: Tensor, states: Tensor) -> Tensor:
-        """Return the next states."""
+        """Predict the next hidden states."""
         normed = torch.cat((self.input_layernorm(embeddings), self.hidden_norm(states)), dim=-1)
         attended = self.self_attn(positions, normed)
         normed, residual = add_norm(self.post_attention_layernorm, attended, states)
@@ -106,11 +108,13 @@ class Eagle3Layer(DecoderLayer):
 
 
 class Eagle3(Speculator):
-    """EAGLE-3 (Li et al. 2025, arXiv 2503.01840, section 3): three hidden states of the model are
-    projected to one; for further drafts the layer's own result replaces it. The head has a
-    vocabulary of its own: `d2t` is the offset from a token of it to the model's token.
+    """EAGLE-3 (Li et al. 2025, arXiv 2503.01840, section 3).
 
-    The checkpoint may hold the embeddings of the model, which are not read.
+    Three hidden states of the model are projected to one; for further drafts the layer's own result
+    is used instead. The head has a smaller vocabulary: `d2t` is the offset from its token ids to
+    the token ids of the model.
+
+    Embeddings of the model in the checkpoint are not loaded.
     """
 
     ignored_tensors: ClassVar[tuple[str, ...]] = (
@@ -145,7 +149,7 @@ class Eagle3(Speculator):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Rename the layer, which has two names in checkpoints."""
+        """Rename the layer, which has one of two names in checkpoints."""
         return ((name.replace("layers.0.", "midlayer.", 1), source),)
 
     def check(self) -> None:
@@ -177,5 +181,5 @@ class Eagle3(Speculator):
 
     @staticmethod
     def _token_ids(offsets: Tensor) -> Tensor:
-        """Return the tokens of the model, in the order of the head's tokens."""
+        """Return the model's token id of each token of the head."""
         return torch.arange(len(offsets), device=offsets.device) + offsets

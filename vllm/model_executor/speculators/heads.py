@@ -1,4 +1,4 @@
-"""Speculators without attention: Medusa, and the MLP speculators of IBM."""
+"""Speculators without attention: Medusa, and IBM's MLP speculators."""
 
 import math
 import re
@@ -20,7 +20,7 @@ from vllm.model_executor.speculators.interface import Speculator
 
 
 class MedusaHead(nn.Module):
-    """x + silu(linear(x)) for each layer, and the logits of what they return.
+    """A Medusa head: layers of x + silu(linear(x)), then logits.
 
     Shape: [n, hidden] -> [n, vocab_size]
     """
@@ -43,12 +43,13 @@ _MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 
 class Medusa(Speculator):
-    """One head for each of the next tokens, all of which read the same hidden state (Cai et al.
-    2024, arXiv 2401.10774, section 2.1).
+    """Medusa: one head for each draft token, all with the same hidden state as input.
+
+    Cai et al. 2024, arXiv 2401.10774, section 2.1.
 
     Tensors are `medusa_head.i.j.linear` and `medusa_head.i.j` for the output, or the same without
-    the first part, or `blocks.i.layers.j` and `lm_heads.i`; `heads.i` may be in place of
-    `medusa_head.i`. The checkpoint may hold the whole model.
+    the first part, or `blocks.i.layers.j` and `lm_heads.i`; `medusa_head.i` may also be named
+    `heads.i`. The checkpoint may contain the whole model.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Medusa(Speculator):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Convert one tensor of a checkpoint to the names of the heads; none: it is not used."""
+        """Convert a checkpoint tensor to the names of the heads; skip it if it is not used."""
         if name.startswith(("model.", "lm_head.")):
             return ()
         for pattern, replacement in self._patterns:
@@ -108,7 +109,7 @@ def _normed(x: Tensor) -> Tensor:
 
 
 class ScaleAndShift(nn.Module):
-    """A root-mean-square norm with a weight and a bias.
+    """An RMS norm with a weight and a bias.
 
     Shape: [n, size] -> [n, size]
     """
@@ -123,12 +124,15 @@ class ScaleAndShift(nn.Module):
 
 
 class MLPSpeculator(Speculator):
-    """A recurrent network with weights of its own for each guess (Wertheimer et al. 2024, arXiv
-    2404.19124): state = gelu(norm(proj(state) + c * emb(token))), where c makes the embeddings
-    weigh as much as they should after all steps. With `tie_weights` all guesses share weights, but
-    for the first `proj`, whose input is the hidden state of the model.
+    """A recurrent network with its own weights for each draft (Wertheimer et al.
 
-    The states of the steps may be of another size than what is kept.
+    2024, arXiv 2404.19124).
+
+    A step computes state = gelu(norm(proj(state) + c * emb(token))), where c balances the weight of
+    the embeddings over all steps. With `tie_weights` all drafts share weights, except the first
+    `proj`, whose input is the hidden state of the model.
+
+    The states of the steps may have another size than the hidden state that is kept.
     """
 
     def __init__(
@@ -157,7 +161,7 @@ class MLPSpeculator(Speculator):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Drop copies: shared weights may occur once for each draft."""
+        """Drop copies of shared weights, which may occur once for each draft."""
         part, _, rest = name.partition(".")
         place = rest.partition(".")[0]
         modules = getattr(self, part, None) if part in ("emb", "proj", "ln", "head") else None
@@ -191,5 +195,5 @@ class MLPSpeculator(Speculator):
 
     @staticmethod
     def _at(place: int, modules: nn.ModuleList) -> nn.Module:
-        """Return the weights of a draft position: its own, or the last ones."""
+        """Return the weights for a draft position: its own, or the last ones if there are fewer."""
         return modules[min(place, len(modules) - 1)]

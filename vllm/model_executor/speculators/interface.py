@@ -13,16 +13,16 @@ from vllm.transformers_utils.weight_files import find_files
 
 
 class Speculator(LoadableModel):
-    """A network for a target model, which predicts next tokens from its hidden states.
+    """A network that predicts the next tokens of a target model from its hidden states.
 
-    It steps along the guesses of a request. Its state begins with what it keeps of the newest token
-    that the target has run, and each step takes a token more: first the one that was sampled there,
-    then each guess. A network with attention also steps through all tokens before, and keeps keys
-    and values: the step that takes the token at position p + 1 is at position p.
+    It starts from the hidden state that `keep` has stored for the newest token of the target. Each
+    step adds one token: first the token that was sampled there, then each draft. A network with
+    attention also runs the steps of all earlier tokens, and has a KV cache: the step that adds the
+    token at position p + 1 is at position p.
 
     Args:
-        arch: its own.
-        target: the model; its embeddings and head are used where it has none.
+        arch: of the speculator.
+        target: the model; its embeddings and head are used if the speculator has none.
         names: of the tensors in the checkpoint; None: all that it may have.
     """
 
@@ -34,12 +34,14 @@ class Speculator(LoadableModel):
 
     @classmethod
     def find_files(cls, folder: Path, load_format: str) -> list[Path]:
-        """Find the files of its weights; see `vllm.transformers_utils.weight_files.find_files`."""
+        """Return the files of its weights; see
+        `vllm.transformers_utils.weight_files.find_files`.
+        """
         return find_files(folder, load_format)
 
     @property
     def target(self) -> CausalLM:
-        """The model that it guesses for."""
+        """The target model whose tokens it predicts."""
         return self._target[0]
 
     @property
@@ -48,37 +50,40 @@ class Speculator(LoadableModel):
 
     @property
     def inner_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose inputs it reads, ascending and distinct; none: only the result
-        of the forward pass, which all speculators are given."""
+        """Target layers whose inputs it reads, ascending and distinct.
+
+        Empty if it needs only the output of the last layer, which all speculators get.
+        """
         return ()
 
     @property
     def stage(self) -> Stage:
-        """Return a stage with all layers: a speculator is never divided, even if its target is."""
+        """A stage with all layers: a speculator is never divided, even if its target is."""
         return Stage(0, self.target.arch.num_layers)
 
     @property
     def num_networks(self) -> int:
-        """Return how many draft positions have a network of their own; later ones share the
-        last."""
+        """Number of draft positions with their own network; later positions share the last one."""
         return 1
 
     @property
     def kept_size(self) -> int:
-        """Elements that it keeps of each token: the size of its state."""
+        """Size of the state that is stored for each token, in elements."""
         return self.target.arch.hidden_size
 
     @property
     def step_size(self) -> int:
-        """Return the elements of what a step returns; different from `kept_size` only if the first
-        position has a network of its own."""
+        """Size of the result of a step, in elements.
+
+        It differs from `kept_size` only if the first position has its own network.
+        """
         return self.kept_size
 
     def keep(self, result: Tensor, inner: Sequence[Tensor]) -> Tensor:
-        """Compute what the speculator stores for T tokens of the target model.
+        """Compute the states to store for T tokens of the target model.
 
         Args:
-            result: [T, hidden] of the forward pass, after the norm.
+            result: [T, hidden], output of the target after the norm.
             inner: [T, hidden] each: the inputs of `inner_layers`.
 
         Returns:
@@ -88,13 +93,13 @@ class Speculator(LoadableModel):
 
     @abstractmethod
     def step(self, place: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
-        """Run one step of n tokens.
+        """Run one draft step for n tokens.
 
         Args:
             place: index of the draft that follows the token, from 0.
             input_ids: [n] int64
-            states: [n, kept_size], or [n, step_size] behind the first place; of tokens before the
-                newest one, what `keep` has returned. May be overwritten.
+            states: [n, kept_size] at `place` 0, else [n, step_size]. For tokens before the newest
+                one, the result of `keep`. May be overwritten.
             positions: [P, n] int64, see `LaunchContext`
 
         Returns:
@@ -103,5 +108,7 @@ class Speculator(LoadableModel):
 
     @abstractmethod
     def compute_logits(self, place: int, states: Tensor) -> Tensor:
-        """Compute the logits of a draft position from what `step` has returned for it, [n,
-        step_size] -> [n, tokens of the target]."""
+        """Compute the logits of a draft position from the result of `step`.
+
+        [n, step_size] -> [n, tokens of the target].
+        """

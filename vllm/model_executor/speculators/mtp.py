@@ -1,4 +1,4 @@
-"""Multi-token prediction: the layer after the last one of a model that brings one."""
+"""Multi-token prediction: an extra layer after the last one of a model predicts draft tokens."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -21,12 +21,13 @@ _OF_THE_MODEL = ("embed_tokens.weight", "shared_head.head.weight")
 
 
 class MTP(Speculator):
-    """The first layer of a model that guesses further tokens, run for every draft: a layer of the
-    model over a projection of an embedding and a hidden state, both normed (DeepSeek-AI 2024, arXiv
-    2412.19437, section 2.2).
+    """Runs the first multi-token prediction layer of a model for every draft.
 
-    Embeddings and head are the model's; the checkpoint may hold them once more, and they are not
-    read. The states are what the head reads: after the norm.
+    It is a layer of the model over a projection of an embedding and a hidden state, both normed
+    (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2).
+
+    It uses the embeddings and head of the model; copies in the checkpoint are not loaded. Its
+    states are hidden states after the norm.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class MTP(Speculator):
     def convert(
         self, name: str, source: CheckpointTensor
     ) -> Iterable[tuple[str, CheckpointTensor]]:
-        """Return only the layer's own tensors, in the words of the model."""
+        """Rename the layer's own tensors to the names of the model's layers; skip all others."""
         own = name.removeprefix(self._prefix)
         if own == name or own in _OF_THE_MODEL:
             return ()

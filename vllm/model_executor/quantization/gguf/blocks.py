@@ -1,9 +1,9 @@
-"""The block types of GGUF files: from bytes to quantized values, scales and minimums.
+"""Decodes the block types of GGUF files: from bytes to quantized values, scales and minimums.
 
-The common types are read here, which makes their parts known to our kernels. All others are
-dequantized by the package gguf, which need not be installed for the common ones. A row is a
-sequence of blocks. Layouts and formulas are those of the published format; sums and products are
-float32, in the order that it names, so that a number has the bits of other readers.
+The common types are decoded here, so our kernels can use their parts. All others are dequantized by
+the package gguf, which is needed only for them. A row is a sequence of blocks. Layouts and formulas
+follow the published format; sums and products are float32 in the order of the format, so values are
+bit-identical to those of other readers.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,7 +21,7 @@ DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows of integers, with a scale for each group of neighbours."""
+    """Rows of quantized integers, with a scale for each group of neighbours."""
 
     codes: Tensor
     """[rows, N] uint8."""
@@ -44,8 +44,7 @@ class Blocks:
         return numbers.flatten(1)
 
     def taken_off(self) -> GroupScales:
-        """Return what is subtracted from the codes times the scales: minimums, or zero times the
-        scales."""
+        """Return the offset that is subtracted from codes * scales: minimums, or zero * scales."""
         if self.minimums is not None:
             return self.minimums
         return GroupScales(
@@ -55,7 +54,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class BlockType:
-    """Format in which the kernels multiply with a type directly."""
+    """Storage format for a GGUF type with which the kernels multiply directly."""
 
     bits: int
     """That a number takes in memory."""
@@ -83,7 +82,7 @@ STORED = {
 
 
 def read_blocks(type_name: str, data: Tensor) -> Blocks:
-    """Read rows of blocks, [rows, bytes] uint8, as quantized values with scales."""
+    """Decode rows of blocks, [rows, bytes] uint8, to quantized values with scales."""
     function, block_bytes = _READERS[type_name]
     return function(data.unflatten(1, (-1, block_bytes)))
 
@@ -94,7 +93,7 @@ def _halves(data: Tensor) -> Tensor:
 
 
 def _single(factors: Tensor, multiplier: int = 1) -> GroupScales:
-    """Return factors of one group each, [rows, N]."""
+    """Return scales that consist of one factor per group, [rows, N]."""
     return GroupScales(
         factors=factors, multipliers=torch.full(factors.shape, multiplier, dtype=torch.int8)
     )
@@ -106,7 +105,7 @@ def _nibbles(data: Tensor) -> Tensor:
 
 
 def _bits(data: Tensor) -> Tensor:
-    """Unpack four bytes of each block [rows, B, 4] to their bits, [rows, B, 32]."""
+    """Unpack four bytes of each block [rows, B, 4] to single bits, [rows, B, 32]."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return (data[..., None] >> shifts & 1).flatten(-2)
 
@@ -140,7 +139,9 @@ def _q5_1(blocks: Tensor) -> Blocks:
 
 
 def _scales_of_k(blocks: Tensor) -> tuple[GroupScales, GroupScales]:
-    """Read scales and minimums of the eight groups of Q4_K and Q5_K: 6 bits each, in 12 bytes."""
+    """Decode the scales and minimums of the eight groups of Q4_K and Q5_K: 6 bits each, in 12
+    bytes.
+    """
     factors = _halves(blocks[..., :4])
     first, second, third = blocks[..., 4:16].split(4, dim=-1)
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=-1)
@@ -153,8 +154,10 @@ def _scales_of_k(blocks: Tensor) -> tuple[GroupScales, GroupScales]:
 
 
 def _pairs(data: Tensor) -> Tensor:
-    """Unpack four two-bit values in each byte, in the order of Q2_K and Q3_K: [rows, B, 64] ->
-    [rows, B, 256]."""
+    """Unpack four 2-bit values from each byte, in the order of Q2_K and Q3_K.
+
+    [rows, B, 64] -> [rows, B, 256]
+    """
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     return (data.unflatten(-1, (2, 1, 32)) >> shifts & 3).flatten(-3)
 
@@ -181,8 +184,10 @@ def _q3_k(blocks: Tensor) -> Blocks:
 
 
 def _bits_of_k(data: Tensor) -> Tensor:
-    """Unpack 32 bytes of each block [rows, B, 32] to the lowest bit of all, the next one, and so
-    on, [rows, B, 8, 32]."""
+    """Unpack 32 bytes of each block to bits: the lowest bits of all bytes, then the next ones, ...
+
+    [rows, B, 32] -> [rows, B, 8, 32]
+    """
     return data[..., None, :] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
 
 
@@ -226,12 +231,12 @@ _READERS: dict[str, tuple[Callable[[Tensor], Blocks], int]] = {
 
 
 def needs_package(type_name: str) -> bool:
-    """Whether the package gguf dequantizes a type. It is the extra `vllm[gguf]`."""
+    """Return whether the package gguf (the extra `vllm[gguf]`) is needed to dequantize a type."""
     return type_name not in DENSE and type_name not in _READERS
 
 
 def check_package(type_names: Iterable[str]) -> None:
-    """Check that whatever needs the package gguf can be dequantized.
+    """Check that the package gguf is installed if one of these types needs it.
 
     Raises:
         ConfigError: it is not installed, or too old.

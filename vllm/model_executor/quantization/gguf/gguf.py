@@ -1,8 +1,8 @@
-"""Blocks of GGUF files that the kernels multiply with directly.
+"""GGUF blocks that the kernels multiply with directly.
 
-Types without minimums (Q4_0, Q5_0, Q8_0, Q6_K) are whole numbers times a scale for each group of
-neighbours, which is a `GroupedWeight`; those with minimums, and Q3_K (in four
-bits) are a `MinimumWeight`. All others are dequantized while they are loaded.
+Types without minimums (Q4_0, Q5_0, Q8_0, Q6_K) are integers times a scale for each group of
+neighbours, a `GroupedWeight`. Types with minimums, and Q3_K (as four bits), are a `MinimumWeight`.
+All others are dequantized while they are loaded.
 """
 
 import math
@@ -50,7 +50,7 @@ _PartOf = Callable[[Callable[[Blocks], Tensor], torch.dtype, int], CheckpointTen
 
 @dataclass(frozen=True)
 class BlockSource(CheckpointTensor):
-    """A tensor of blocks; read as it is, it is dequantized."""
+    """A tensor of GGUF blocks; reading it gives dequantized values."""
 
     type_name: str = ""
     part: _PartOf | None = None
@@ -58,10 +58,10 @@ class BlockSource(CheckpointTensor):
 
 
 class GGUFBlocks(Quantization):
-    """The format of one GGUF model.
+    """The quantization format of one GGUF model.
 
     Args:
-        types: name of a parameter, or of a part of one -> type of its tensor.
+        types: name of a parameter, or of a part of it -> GGUF type of its tensor.
     """
 
     def __init__(self, types: Mapping[str, str]) -> None:
@@ -92,14 +92,16 @@ class GGUFBlocks(Quantization):
         return StoredExperts(name) if all(self._type(part) for part in parts) else None
 
     def _type(self, name: str) -> BlockType | None:
-        """Return the type of the weight of a layer; None: it is dequantized."""
+        """Return the block type of the weight of a layer; None if it is dequantized while
+        loading.
+        """
         return STORED.get(self.types.get(f"{name}.weight", ""))
 
 
 def _method(
     name: str, types: Sequence[BlockType | None], part: str | None = None
 ) -> "BlockLinear | None":
-    """Make the method of a layer; None: its types cannot be combined."""
+    """Create the weight method of a layer; None if its types cannot be combined."""
     stored = [each for each in types if each is not None]
     if len(stored) < len(types):
         return None
@@ -112,12 +114,12 @@ def _method(
 
 
 class BlockLinear(StoredLinear):
-    """Numbers and scales of one layer, whose parts may have different types.
+    """A linear layer of quantized values and scales, whose parts may have different GGUF types.
 
     Args:
         name: of the module.
         types: of its parts.
-        part: the only one that is stored here; None: all.
+        part: the only part that is stored here; None: all parts.
     """
 
     bits: int
@@ -133,11 +135,13 @@ class BlockLinear(StoredLinear):
 
     @abstractmethod
     def create_scales(self, num_in: int) -> list["_Scales"]:
-        """Make the parameters, other than the quantized values, of a layer with so many inputs."""
+        """Describe the parameters, other than the quantized values, of a layer with `num_in`
+        inputs.
+        """
 
     @abstractmethod
     def codes(self, blocks: Blocks) -> Tensor:
-        """Return the codes of some blocks, [rows, N] uint8."""
+        """Return the quantized values of some blocks, [rows, N] uint8."""
 
     def create_parameters(self, layer: ParallelLinear) -> None:
         num_out, num_in = layer.output_size, layer.input_size
@@ -167,7 +171,7 @@ class BlockLinear(StoredLinear):
         layer.slices[self.prefix + name] = slices
 
     def read(self, layer: ParallelLinear, name: str) -> Tensor:
-        """Read a parameter into the memory of the host."""
+        """Return a parameter of the layer, in host memory."""
         return on_host(layer, self.prefix + name)
 
     def load(self, place: ParamTarget, name: str, source: CheckpointTensor, tp: TPGroup) -> None:
@@ -190,7 +194,7 @@ class BlockLinear(StoredLinear):
 
 @dataclass(frozen=True)
 class _Scales:
-    """A parameter with a number for each group of inputs."""
+    """A parameter with one value for each group of inputs."""
 
     name: str
     group: int
@@ -199,7 +203,7 @@ class _Scales:
     """The numbers of some blocks, for as large groups or for larger ones."""
 
     def of(self, num_in: int) -> Callable[[Blocks], Tensor]:
-        """Return a function for the values of rows of `num_in` inputs, [rows, num_in / group]."""
+        """Return a function from blocks to this parameter's values, [rows, num_in / group]."""
 
         def numbers(blocks: Blocks) -> Tensor:
             own = self.get(blocks)
@@ -209,7 +213,7 @@ class _Scales:
 
 
 class ScaledBlocks(BlockLinear):
-    """Types without minimums: integers less a zero point, times a scale."""
+    """A linear layer of types without minimums: integers minus a zero point, times a scale."""
 
     def __init__(self, name: str, types: Sequence[BlockType], part: str | None = None) -> None:
         super().__init__(name, types, part)
@@ -233,7 +237,7 @@ class ScaledBlocks(BlockLinear):
 
 
 class MinimumBlocks(BlockLinear):
-    """Types with minimums, and those whose zero point times the scale is one."""
+    """A linear layer of types with minimums, or whose zero point * scale acts as a minimum."""
 
     def __init__(self, name: str, types: Sequence[BlockType], part: str | None = None) -> None:
         super().__init__(name, types, part)
@@ -279,7 +283,7 @@ class MinimumBlocks(BlockLinear):
 
 
 class StackedBlocks(StoredLinear):
-    """A layer whose parts have types that cannot be combined: each has parameters of its own.
+    """A layer whose parts have types that cannot be combined: each has its own parameters.
 
     Args:
         name: of the module.

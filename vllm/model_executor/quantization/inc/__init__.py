@@ -1,1 +1,1 @@
-"""FP8 by Intel Neural Compressor: measurements, scales, stored weights."""
+"""FP8 quantization with files of Intel Neural Compressor: measuring, scales, weights."""

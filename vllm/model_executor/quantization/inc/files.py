@@ -4,9 +4,9 @@
     <prefix>_hooks_maxabs_<METHOD>_<rank>_<world>.json   scales
     <prefix>_hooks_maxabs_<rank>_<world>_mod_list.json   names of the modules
 
-Each has, for the library, a twin `.npz` with the same content. Only the JSON is read: the other
-holds a pickled object. A file of one rank may have no numbers at the end of its name. Knows no
-layers and no torch.
+For the library, each has a second file `.npz` with the same content. Only the JSON is read, since
+the other is a pickled object. The name of a file for one rank may lack the numbers at its end.
+Independent of layers and torch.
 """
 
 import json
@@ -34,7 +34,7 @@ _IS_PART = "IsPart"
 
 @dataclass
 class Node:
-    """The measurements of one module: for each of its inputs and outputs one or more values."""
+    """The measurements of one module: one or more values for each of its inputs and outputs."""
 
     inputs: list[list[float]] = field(default_factory=list)
     outputs: list[list[float]] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Node:
 
 @dataclass
 class Measurements:
-    """The content of a file."""
+    """The measurements or scales of a file."""
 
     path: Path
     nodes: dict[str, Node]
@@ -54,12 +54,12 @@ class Measurements:
         self._by_short_name = {_short(name): node for name, node in self.nodes.items()}
 
     def find(self, name: str) -> Node | None:
-        """Return the node of a module, also if one side has more prefixes than the other."""
+        """Return the values of a module; prefixes of names may differ between model and file."""
         return self._by_short_name.get(_short(name))
 
 
 class AssumedMeasurements(Measurements):
-    """Measurements of any model, for a plan: all largest values are 1.
+    """Measurements for planning without a file: all largest values are 1.
 
     The memory of a model does not depend on its scales.
 
@@ -82,13 +82,13 @@ def _short(name: str) -> str:
 
 
 def file_path(prefix: str, rank: int, world_size: int, method: str | None = None) -> Path:
-    """Return the path of the JSON file of a rank: of scales with a method, else of measurements."""
+    """Return the path of a rank's JSON file: scales if a method is given, else measurements."""
     scales = "" if method is None else f"_{method.upper()}"
     return Path(f"{Path(prefix).expanduser()}_hooks_maxabs{scales}_{rank}_{world_size}.json")
 
 
 def find_file(prefix: str, rank: int, world_size: int, method: str | None = None) -> Path | None:
-    """Return the file of a rank; None: there is none."""
+    """Return the existing file of a rank; None if there is none."""
     path = file_path(prefix, rank, world_size, method)
     if path.is_file():
         return path
@@ -97,7 +97,7 @@ def find_file(prefix: str, rank: int, world_size: int, method: str | None = None
 
 
 def missing_file(config_path: str, prefix: str, rank: int, world_size: int) -> ConfigError:
-    """Make the error for a rank without measurements, which names the files that exist."""
+    """Create the error about a rank without measurements; it lists the files that exist."""
     path = file_path(prefix, rank, world_size)
     others = sorted(path.parent.glob(f"{Path(prefix).name}_hooks_maxabs_*_*.json"))
     sizes = sorted({found for other in others if (found := _world_size(other)) is not None})
@@ -119,8 +119,8 @@ def read_file(path: Path, mode: FileMode) -> Measurements:
     """Read a JSON file of measurements or scales.
 
     Raises:
-        ConfigError: it cannot be read, is of the other kind, or a number in it is missing, not
-            finite, or negative; scales may not be 0 either.
+        ConfigError: it cannot be read, has the other kind of content, or a value is missing, not
+            finite, or negative; scales must not be 0 either.
     """
     content = read_json_object(path, "the measurement file", "Measure the model again")
     if content.get("Mode", mode) != mode:
@@ -196,7 +196,7 @@ def write_file(
     local_rank: int | None = None,
     is_part: bool = False,
 ) -> None:
-    """Write a file of measurements or scales, its twin, and the list of modules.
+    """Write a file of measurements or scales, its `.npz` copy, and the list of modules.
 
     Raises:
         ConfigError: it cannot be written.
@@ -238,10 +238,10 @@ def _plain(node: Node, shaped: Any) -> dict[str, Any]:
 
 
 def merged(nodes: Mapping[str, Node], other: Measurements) -> dict[str, Node]:
-    """Return the larger values of two measurements of one model.
+    """Merge two measurements of the same model: the larger value of each.
 
     Raises:
-        ConfigError: they are not of the same modules.
+        ConfigError: they have different modules.
     """
     found = {name: other.find(name) for name in nodes}
     unknown = [name for name, node in found.items() if node is None]

@@ -1,9 +1,9 @@
-"""`--quantization inc`: FP8 weights and inputs with the scales of `QUANT_CONFIG`.
+"""FP8 weights and inputs with the scales of `QUANT_CONFIG` (`--quantization inc`).
 
-Weights of a dense checkpoint are rounded while they are loaded; inputs are rounded with the scale
-of what was measured for their layer. Keys and values of an fp8 cache have scales too. Of experts
-the weights alone are rounded. Routers and embeddings stay as they are, and so do output heads that
-are tied to them.
+Weights of a dense checkpoint are quantized while they are loaded; inputs are quantized with the
+scale that was measured for their layer. Keys and values of an FP8 cache have scales as well. Of
+experts only the weights are quantized. Routers, embeddings and output heads that are tied to
+embeddings stay dense.
 """
 
 import math
@@ -64,7 +64,7 @@ _SAME = 0.02
 
 
 def create_inc(config: IncConfig | None) -> Quantization:
-    """Make the format that a file of `QUANT_CONFIG` asks for.
+    """Create the format for the file of `QUANT_CONFIG`: measuring or quantizing.
 
     Raises:
         ConfigError: there is no file.
@@ -78,10 +78,10 @@ def create_inc(config: IncConfig | None) -> Quantization:
 
 
 class Inc(Quantization):
-    """`QUANT_CONFIG` with mode QUANTIZE.
+    """Quantizes layers to FP8 with measured scales (`QUANT_CONFIG` with mode QUANTIZE).
 
     Args:
-        config: the file.
+        config: the content of the file.
     """
 
     def __init__(self, config: IncConfig) -> None:
@@ -170,10 +170,10 @@ class Inc(Quantization):
     # ---- single modules -------------------------------------------------------------------
 
     def _has(self, name: str) -> bool:
-        """Whether there are numbers of a module.
+        """Return whether the files have measurements of a module.
 
         Raises:
-            ConfigError: there are none, and that is not allowed.
+            ConfigError: there are none, although the module needs them.
         """
         source = self._scales or self._measured
         assert source is not None
@@ -188,7 +188,9 @@ class Inc(Quantization):
         )
 
     def _is_known(self, name: str) -> bool:
-        """Whether an output head or experts take part: files may be without them."""
+        """Return whether an output head or experts are quantized; files may lack their
+        measurements.
+        """
         if self.config.is_dynamic:
             return True
         source = self._scales or self._measured
@@ -207,7 +209,7 @@ class Inc(Quantization):
         return replace(rounded, input_scale=scale, rounds_inputs=True)
 
     def _round_alone(self, name: str, weight: Tensor) -> Fp8Weight:
-        """Round a weight whose inputs are not rounded."""
+        """Quantize a weight whose inputs are not quantized."""
         limit, backoff = self._limit, self.config.weight_backoff
         _largest(name, weight)
         if self.config.is_dynamic:
@@ -217,7 +219,7 @@ class Inc(Quantization):
         return round_weight(weight, self.method, limit, backoff, scales)
 
     def _check_model(self, name: str, largest: float) -> None:
-        """Refuse measurements of another model."""
+        """Check that the measurements belong to this model, by its largest weight."""
         node = None if self._measured is None else self._measured.find(name)
         if node is None or not node.weight:
             return
@@ -283,7 +285,7 @@ class Inc(Quantization):
     def _prompt_scales(
         self, name: str, cache_scales: tuple[float, float]
     ) -> tuple[float, float] | None:
-        """Return the scales of queries and of the softmax; None: files are without them."""
+        """Return the scales of queries and of the softmax; None if the files lack them."""
         for source in (self._scales, self._measured):
             node = None if source is None else source.find(name)
             if node is None or not node.inputs or len(node.outputs) < 2:
@@ -303,7 +305,7 @@ class Inc(Quantization):
         return None
 
     def _save(self) -> None:
-        """Keep the scales of this run in the file of their method, as the library does."""
+        """Save the scales of this run to a file for their method, as the library does."""
         try:
             write_file(self._scale_path, self._used, "Scale")
         except ConfigError as error:

@@ -1,7 +1,7 @@
-"""Largest absolute values of a model that runs, for the scales of FP8 (`QUANT_CONFIG`, MEASURE).
+"""Measures largest absolute values while a model runs, for FP8 scales (`QUANT_CONFIG`, MEASURE).
 
-Linear layers note those of their inputs and weights, attention layers those of keys and values.
-They are kept on the device, so that measuring waits for nothing.
+Linear layers measure their inputs and weights, attention layers their keys and values. The values are kept on the
+device, so measuring does not wait for it.
 """
 
 from typing import Any
@@ -45,7 +45,7 @@ _NOTED = ("input", "output", "query", "key", "value")
 
 
 def type_name(layer: ParallelLinear) -> str:
-    """Return the class that a linear layer has in lists of Intel Neural Compressor."""
+    """Return the class name by which Intel Neural Compressor lists a linear layer."""
     if not isinstance(layer, ColumnParallelLinear):
         return "RowParallelLinear"
     if "q_proj" in layer.feature_slices:
@@ -54,56 +54,58 @@ def type_name(layer: ParallelLinear) -> str:
 
 
 def can_be_fp8(name: str, layer: ParallelLinear, config: IncConfig) -> bool:
-    """Whether a layer takes part. Projections that are absorbed into others never do."""
+    """Return whether a linear layer can run in FP8. Projections absorbed into others cannot."""
     is_plain = not layer.keeps_precision and not isinstance(layer, LatentUpProjection)
     return is_plain and config.covers(name, type_name(layer))
 
 
 def head_can_be_fp8(name: str, layer: VocabParallelEmbedding, config: IncConfig) -> bool:
-    """Whether an embedding or output head can run in FP8: a head that is not tied can."""
+    """Return whether an embedding or output head can run in FP8; only untied heads can."""
     is_head = isinstance(layer, ParallelLMHead) and not layer.is_tied
     return is_head and config.covers(name, "ParallelLMHead")
 
 
 def experts_can_be_fp8(name: str, layer: Experts, config: IncConfig) -> bool:
-    """Whether the experts of a layer, which are one module of the library, can run in FP8."""
+    """Return whether the experts of a layer can run in FP8; they are one module of the library."""
     types = ("FusedMoE", "VllmMixtureOfExpertsOp")
     return are_plain(layer) and config.covers(experts_name(name), *types)
 
 
 def experts_name(name: str) -> str:
-    """Return the name of the module that multiplies with the experts of a layer."""
+    """Return the library's name of the module that multiplies with the experts of a layer."""
     return f"{name}.moe_op"
 
 
 def expert_names(name: str, number: int) -> tuple[str, str]:
-    """Return the names of the modules with gate and up, and with down, of an expert by its index on
-    this rank."""
+    """Return the library's names of an expert's gate-and-up and down matrices, by its
+    index here.
+    """
     op = experts_name(name)
     return f"{op}.w13_list.{number}", f"{op}.w2_list.{number}"
 
 
 def cache_names(name: str, layer: Attention) -> list[str]:
-    """Return the names of the modules of an attention layer that store keys, and values if they are
-    kept apart."""
+    """Return the library's names of the modules that store keys, and values if stored
+    separately.
+    """
     if isinstance(layer, LatentAttention):
         return [f"{name}.impl.latent_cache_k"]
     return [f"{name}.impl.{part}_cache" for part in "kv"]
 
 
 def attention_name(name: str) -> str:
-    """Return the module that computes the attention of prompts of a layer."""
+    """Return the library's name of the module that computes the attention of prompts."""
     return f"{name}.impl.fused_scaled_dot_product_attention"
 
 
 def prompts_can_be_fp8(name: str, layer: Attention, config: IncConfig) -> bool:
-    """Return whether the attention of prompts takes part, of a layer whose cache does."""
+    """Return whether the attention of prompts can run in FP8, for a layer whose KV cache can."""
     is_plain = not isinstance(layer, LatentAttention)
     return is_plain and config.covers(attention_name(name), "ModuleFusedSDPA")
 
 
 def measured_layers(model: nn.Module, config: IncConfig) -> list[tuple[str, Attention]]:
-    """Return the attention layers whose caches are measured."""
+    """Return the attention layers whose KV caches are measured, with their names."""
     return [
         (name, layer)
         for name, layer in model.named_modules()
@@ -113,7 +115,7 @@ def measured_layers(model: nn.Module, config: IncConfig) -> list[tuple[str, Atte
 
 
 class MeasuredLinear(UnquantizedLinear):
-    """A dense weight that notes the largest input, weight and, if asked for, output."""
+    """A dense linear layer that measures its largest input, weight and, if asked for, output."""
 
     def __init__(self, measures_outputs: bool) -> None:
         self.measures_outputs = measures_outputs
@@ -131,7 +133,7 @@ class MeasuredLinear(UnquantizedLinear):
 
 
 class MeasuredExperts(DenseExperts):
-    """Dense experts that note the largest input and weights."""
+    """Dense experts that measure their largest input and weights."""
 
     @torch.no_grad()
     def finish(self, layer: Experts) -> None:
@@ -145,10 +147,10 @@ class MeasuredExperts(DenseExperts):
 
 
 class IncMeasure(Quantization):
-    """`QUANT_CONFIG` with mode MEASURE: nothing is quantized, and layers measure.
+    """Measures layers without quantizing them (`QUANT_CONFIG` with mode MEASURE).
 
     Args:
-        config: the file.
+        config: the content of the file.
     """
 
     def __init__(self, config: IncConfig) -> None:
@@ -185,13 +187,13 @@ def _measure_cache(layer: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def start_measuring(layer: nn.Module, largest: Tensor, measures_outputs: bool = False) -> None:
-    """Give a layer what it needs to `note` its inputs.
+    """Register the buffers in which a layer stores its largest values; `note` updates them.
 
     Args:
         layer: a linear layer, or the experts of a layer.
-        largest: absolute weight, float32 on the device: one number, or [experts, 2], of gate and up
-            and of down.
-        measures_outputs: it notes outputs too.
+        largest: absolute weight, float32 on the device: one value, or for experts [experts, 2], of
+            gate and up and of down.
+        measures_outputs: whether it measures outputs as well.
     """
     _register(layer, "weight", largest)
     for part in ("input", "output") if measures_outputs else ("input",):
@@ -203,13 +205,15 @@ def _register(layer: nn.Module, part: str, value: Tensor) -> None:
 
 
 def note(layer: nn.Module, part: str, x: Tensor) -> None:
-    """Keep the largest absolute value of x, the input or output of a layer that measures."""
+    """Update the largest absolute value of x, the input or output of a layer that measures."""
     kept: Tensor = layer.get_buffer(_PREFIX + part)
     kept.copy_(torch.maximum(kept, x.abs().amax().float()))
 
 
 def reset(model: nn.Module) -> None:
-    """Forget what was measured so far, such as launches without requests."""
+    """Reset measured inputs and outputs, for example after the batches without requests of a
+    warm-up.
+    """
     names = {_PREFIX + part for part in _NOTED}
     for name, buffer in model.named_buffers():
         if name.rpartition(".")[2] in names:
@@ -217,7 +221,7 @@ def reset(model: nn.Module) -> None:
 
 
 def collect(model: nn.Module, config: IncConfig) -> dict[str, Node]:
-    """Return the measurements, by the names of modules."""
+    """Return the measurements of all modules, by name."""
     nodes: dict[str, Node] = {}
     for name, layer in model.named_modules():
         if not hasattr(layer, f"{_PREFIX}weight"):
@@ -246,20 +250,20 @@ def _read(layer: nn.Module, part: str) -> list[float]:
 
 
 def save(model: nn.Module, config: IncConfig, tp: TPGroup, stage: Stage | None, adds: bool) -> str:
-    """Write the measurements of this rank.
+    """Write the measurements of this rank to its file.
 
     Args:
         model: that has measured.
-        config: says where.
+        config: contains the path.
         tp: the ranks that share its layers.
-        stage: of the pipeline; None: there is one.
-        adds: to the file that is there, which is of an earlier run with the same model.
+        stage: pipeline stage of this rank; None: there is only one stage.
+        adds: merge with the existing file, from an earlier run of the same model.
 
     Returns:
         The path of the file.
 
     Raises:
-        ConfigError: it cannot be written, or the file that is there cannot be added to.
+        ConfigError: it cannot be written, or the existing file does not fit.
     """
     rank, world_size = place_in_engine(tp, stage)
     path = file_path(config.dump_stats_path, rank, world_size)

@@ -1,8 +1,8 @@
-"""Scales of FP8 from largest absolute values, by the methods of Intel Neural Compressor.
+"""Computes FP8 scales from largest absolute values, by the methods of Intel Neural Compressor.
 
-A scale is what numbers were divided by: largest / (range * backoff), rounded up to what the method
-allows. "hw" are scales that the matrix engine of a card applies for free: powers of two, of which
-Gaudi 2 has four. Knows no files and no layers.
+Values are divided by the scale: largest / (range * backoff), rounded up to what the method allows.
+Methods with "hw" use scales that the matrix engine applies for free: powers of two, of which Gaudi
+2 has four. Independent of files and layers.
 """
 
 import math
@@ -28,7 +28,7 @@ _SEARCHED = range(-3, 4)
 
 @dataclass(frozen=True)
 class ScaleMethod:
-    """One value of `scale_method`."""
+    """One method of computing scales (`scale_method`)."""
 
     inputs: Rounding
     weights: Rounding
@@ -59,12 +59,12 @@ METHODS = {
 
 
 def input_scale(largest: float, method: ScaleMethod, limit: float, backoff: float) -> float:
-    """Compute the scale of inputs.
+    """Compute the scale of a layer's inputs.
 
     Args:
         largest: absolute value that was measured, above 0.
-        method: that rounds it.
-        limit: the range of e4m3.
+        method: how the scale is rounded.
+        limit: the largest e4m3 value of the device.
         backoff: the fraction of the range that `largest` takes.
     """
     scales = torch.tensor([largest / (limit * backoff)], dtype=torch.float64)
@@ -78,14 +78,15 @@ def round_weight(
     backoff: float,
     scales: Tensor | None = None,
 ) -> Fp8Weight:
-    """Round a dense weight [out_features, in_features] to FP8.
+    """Quantize a dense weight [out_features, in_features] to FP8.
 
     Args:
         weight: not all zero, and finite.
-        method: of the scales.
-        limit: the range of e4m3.
-        backoff: the fraction of the range that the largest value takes; a search has none.
-        scales: [1] or [out_features] computed before; None: by the method.
+        method: how scales are computed.
+        limit: the largest e4m3 value of the device.
+        backoff: the fraction of the range that the largest value takes; not used by methods that
+            search for a scale.
+        scales: [1] or [out_features] computed before; None: compute them.
     """
     num_out, num_in = weight.shape
     if scales is None:
@@ -121,7 +122,7 @@ def _candidates(fitting: Tensor, rounding: Rounding, limit: float) -> list[Tenso
 
 
 def _squared_error(weight: Tensor, scales: Tensor, limit: float) -> Tensor:
-    """Return the squared error for each scale."""
+    """Compute the squared quantization error for each scale."""
     column = scales.view(-1, 1)
     error = (_to_e4m3(weight.float() / column, limit).float() * column - weight.float()).square()
     return error.sum(dim=1) if len(scales) > 1 else error.sum().view(1)

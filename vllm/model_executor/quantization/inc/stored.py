@@ -1,8 +1,8 @@
-"""`QUANT_CONFIG` on a checkpoint that is stored in FP8, such as DeepSeek's of blocks of 128 x 128.
+"""`QUANT_CONFIG` on a checkpoint that is stored in FP8, such as DeepSeek's with 128 x 128 blocks.
 
-Its layers are loaded as the checkpoint stores them. They are measured as they are; in mode QUANTIZE
-the numbers that they mean are rounded again, with the scales that were measured. Layers that the
-lists leave out stay as they are stored.
+Layers are loaded in the format of the checkpoint. Mode MEASURE measures them unchanged; mode
+QUANTIZE dequantizes them, and quantizes again with the measured scales. Layers that the lists of
+the config exclude keep the format of the checkpoint.
 """
 
 import torch
@@ -26,11 +26,11 @@ from vllm.ops.stored_weight import StoredWeight
 
 
 class IncOnStored(Quantization):
-    """Both formats of one model.
+    """Combines the format of `QUANT_CONFIG` with the FP8 format of the checkpoint.
 
     Args:
-        inc: of `QUANT_CONFIG`; says what is done with a layer.
-        stored: of the checkpoint; says how it is loaded.
+        inc: of `QUANT_CONFIG`; decides what is done with a layer.
+        stored: of the checkpoint; decides how the layer is loaded.
     """
 
     def __init__(self, inc: Quantization, stored: Quantization) -> None:
@@ -72,8 +72,7 @@ class IncOnStored(Quantization):
 
 
 def _combined(stored: LinearMethod | None, wanted: LinearMethod | None) -> LinearMethod | None:
-    """Return a method that loads a layer as the checkpoint stores it, and then applies the wanted
-    format."""
+    """Return a method that loads a layer as the checkpoint stores it, and then applies `wanted`."""
     if not isinstance(stored, StoredLinear):
         return wanted or stored
     if isinstance(wanted, MeasuredLinear):
@@ -84,7 +83,7 @@ def _combined(stored: LinearMethod | None, wanted: LinearMethod | None) -> Linea
 
 
 class _OnStoredLinear(StoredLinear):
-    """Loads a layer as another method stores it."""
+    """Base class: loads a linear layer with the method of the checkpoint's format."""
 
     def __init__(self, stored: StoredLinear) -> None:
         super().__init__(stored.name)
@@ -108,11 +107,11 @@ class _OnStoredLinear(StoredLinear):
 
 
 class RoundedStoredLinear(_OnStoredLinear):
-    """A stored weight that is rounded again once it is loaded.
+    """A linear layer that is requantized once it is loaded.
 
     Args:
-        stored: how it is loaded.
-        rounded: what is made of it.
+        stored: the method that loads it.
+        rounded: the method that quantizes it again.
     """
 
     def __init__(self, stored: StoredLinear, rounded: RoundedLinear) -> None:
@@ -124,7 +123,7 @@ class RoundedStoredLinear(_OnStoredLinear):
 
 
 class MeasuredStoredLinear(_OnStoredLinear):
-    """A stored weight that notes the largest input, weight and, if asked for, output."""
+    """A stored linear layer that measures its largest input, weight and, if asked for, output."""
 
     def __init__(self, stored: StoredLinear, measures_outputs: bool) -> None:
         super().__init__(stored)
@@ -146,10 +145,10 @@ class MeasuredStoredLinear(_OnStoredLinear):
 
 
 class RoundedStoredExperts(StoredExperts):
-    """Stored experts that are rounded again once they are loaded.
+    """Stored experts that are requantized once they are loaded.
 
     Args:
-        rounded: what is made of them.
+        rounded: the method that quantizes them again.
     """
 
     def __init__(self, rounded: RoundedExperts) -> None:
@@ -165,7 +164,7 @@ class RoundedStoredExperts(StoredExperts):
 
 
 class MeasuredStoredExperts(StoredExperts):
-    """Stored experts that note the largest input and weights."""
+    """Stored experts that measure their largest input and weights."""
 
     def read(self, layer: Experts) -> tuple[list[StoredWeight], ...]:
         parts = super().read(layer)
