@@ -1,1 +1,1 @@
-"""The process of a device: its batch, forward passes, the model, the KV cache."""
+"""The worker: the process of one device, with the model, the KV cache and the batch."""

@@ -1,4 +1,4 @@
-"""The interface of a worker whose KV blocks are also kept elsewhere."""
+"""The interface of a worker whose KV blocks can be copied out and back."""
 
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
@@ -13,7 +13,7 @@ from vllm.version import __version__
 
 
 class BlockStore(Protocol):
-    """The caches of some layers, block by block.
+    """Access to the KV caches of some layers, block by block.
 
     Attributes:
         block_bytes: bytes of one block in all layers.
@@ -23,16 +23,18 @@ class BlockStore(Protocol):
 
     @property
     def layout(self) -> list[tuple[tuple[int, ...], str]]:
-        """Shape and type of a block in each of the caches."""
+        """Shape and dtype of a block in each of the caches."""
         ...
 
     def read(self, block_ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes of blocks, layer after layer."""
+        """Return the bytes of each block, all layers concatenated."""
         ...
 
     def write(self, block_ids: Sequence[int], blocks: Sequence[bytes]) -> bool:
-        """Write blocks that `read` has returned. Returns False, and writes nothing, if one has
-        another size."""
+        """Write blocks that `read` has returned.
+
+        Returns False, and writes nothing, if a block has the wrong size.
+        """
         ...
 
 
@@ -52,8 +54,10 @@ def hash_contents(
     scales: Sequence[tuple[list[float], list[float]]],
     kernels: str,
 ) -> bytes:
-    """Hash everything but tokens that decides the content of KV blocks: the weights, the layout of
-    the blocks, and the kernels.
+    """Hash everything except tokens that the content of KV blocks depends on.
+
+    That is the weights, the layout of the blocks, the scales and the kernels. Two engines may
+    exchange blocks only if their hashes are equal.
 
     Args:
         config: of the engine.
@@ -61,7 +65,7 @@ def hash_contents(
         blocks: of this rank.
         weights: [num_bytes] uint8 each, on the CPU.
         scales: of the keys and the values of each layer, one for each head.
-        kernels: the name of the code that computes.
+        kernels: name of the kernels that compute.
     """
     digest = sha256()
     for weight in weights:

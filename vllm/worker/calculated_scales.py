@@ -1,7 +1,7 @@
-"""Scales of an fp8 KV cache from one forward pass at the start (`--calculate-kv-scales`).
+"""Computes scales of an FP8 KV cache by a forward pass at the start (`--calculate-kv-scales`).
 
-The tokens of the pass depend on nothing but the vocabulary: so every start and every replica finds
-the same scales, and another engine of the same kind can read the numbers of a cache.
+The tokens of the pass depend only on the vocabulary. So every start and every replica computes the
+same scales, and similar engines can exchange KV blocks.
 """
 
 import torch
@@ -28,15 +28,15 @@ other texts has room."""
 
 @torch.no_grad()
 def calculate_scales(config: VllmConfig, model: LayeredModel, device: torch.device) -> None:
-    """Set the scales of the layers that have none yet, one for each key/value head.
+    """Set the KV-cache scales of layers that have none, one for each key/value head.
 
-    All ranks call this at the same time, before caches are bound. Nothing is done unless the config
-    asks for it, and the cache is of fp8.
+    All ranks call this at the same time, before caches are bound. It does nothing unless the config
+    asks for it and the cache is FP8.
 
     Args:
         config: of the engine.
-        model: of this rank, complete; its layers may exchange tensors.
-        device: where it is.
+        model: of this rank, complete; its layers may communicate with other ranks.
+        device: the device of the model.
     """
     if not config.cache.calculate_kv_scales:
         return
@@ -70,7 +70,7 @@ def calculate_scales(config: VllmConfig, model: LayeredModel, device: torch.devi
 
 
 def _run(config: VllmConfig, model: LayeredModel, device: torch.device) -> None:
-    """Run one prompt without a cache, through all stages of the pipeline."""
+    """Run one prompt without a KV cache, through all pipeline stages."""
     arch, scheduler = config.model.resolved_arch, config.scheduler
     size = min(_NUM_TOKENS, scheduler.max_model_len, scheduler.max_num_batched_tokens)
     generator = torch.Generator().manual_seed(_SEED)
@@ -89,6 +89,9 @@ def _run(config: VllmConfig, model: LayeredModel, device: torch.device) -> None:
 
 
 def _scales(largest: Tensor, wanted: int) -> Tensor:
-    """Return the scales [G] for the largest values [G]. A head without values keeps the scale 1."""
+    """Compute the scales [G] from the largest values [G].
+
+    A head without values gets the scale 1.
+    """
     scales = largest / wanted * cache_scale_factor()
     return torch.where(scales.isfinite() & (scales > 0), scales, 1.0)

@@ -1,8 +1,8 @@
 """The interface of a worker: the one table of its methods.
 
-Each method of `Worker` is an entry: its name, arguments, result and docstring. The ones that a
-program may call by their name (`collective_rpc`) stand in `WorkerForUsers`; all others are for the
-engine alone. The start sequence of an executor is
+Each method of `Worker` is an entry: its name, arguments, result and docstring. Programs may call
+the methods of `WorkerForUsers` by name (`collective_rpc`); all others are only for the engine. The
+start sequence of an executor is
 
     load(rank)              the model, or the part of it that this rank runs
     join(meeting)           the other ranks, if there are several
@@ -11,7 +11,7 @@ engine alone. The start sequence of an executor is
     next_warm_up, warm_up   what must have run before the first request, one launch at a time
     execute_model           steps
 
-The messages here hold no tensors, so that a worker may live in another process.
+The messages contain no tensors, so a worker may run in another process.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarmUpStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One launch of a warm-up. All ranks name the same one at the same time."""
+    """One step of a warm-up. All ranks have the same one at the same time."""
 
     phase: str
     """The phase of the warm-up, for progress reports."""
@@ -92,7 +92,7 @@ class WarmUpStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepHandleLike(Protocol):
-    """A step in flight."""
+    """A step in flight, whose result can be waited for."""
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the result of the step and return it."""
@@ -100,14 +100,14 @@ class StepHandleLike(Protocol):
 
 
 class WorkerForUsers(Protocol):
-    """The methods of a worker that programs may call by their name."""
+    """The methods of a worker that programs may call by name."""
 
     def get_model(self) -> "nn.Module":
-        """Return the model. It cannot be sent from another process."""
+        """Return the model. Works only in the worker's process, since a model cannot be sent."""
         ...
 
     def reload_weights(self, weights_path: str | None = None) -> None:
-        """Read the weights again. While they sleep, they are read when they wake up.
+        """Read the weights again; if they sleep, when they wake up.
 
         Args:
             weights_path: folder of a checkpoint for the same model; None: the one that was read
@@ -119,15 +119,15 @@ class WorkerForUsers(Protocol):
         ...
 
     def reset_measurements(self) -> None:
-        """Forget what was measured so far (`QUANT_CONFIG`, MEASURE)."""
+        """Reset the measured values (`QUANT_CONFIG`, mode MEASURE)."""
         ...
 
     def save_measurements(self, adds: bool | None = None) -> str:
-        """Write what was measured (`QUANT_CONFIG`, MEASURE). Returns the path of the file.
+        """Write the measured values (`QUANT_CONFIG`, mode MEASURE) to a file, and return its path.
 
         Args:
-            adds: to the file that is there, which is of an earlier run with the same model. None:
-                as in the last call.
+            adds: merge with the existing file, from an earlier run of the same model. None: like
+                the last call.
 
         Raises:
             RequestError: the engine does not measure.
@@ -136,11 +136,11 @@ class WorkerForUsers(Protocol):
         ...
 
     def sleeping_tags(self) -> list[str]:
-        """Return the parts that sleep: none, or some of weights and kv_cache."""
+        """Return the parts that sleep: a list that may contain "weights" and "kv_cache"."""
         ...
 
     def start_profile(self) -> None:
-        """Begin a trace of what the worker computes.
+        """Begin a trace of the worker's computation.
 
         Raises:
             RequestError: there is no folder for it, or a trace is being recorded already.
@@ -148,7 +148,7 @@ class WorkerForUsers(Protocol):
         ...
 
     def stop_profile(self) -> str:
-        """End the trace. Returns the path of its file.
+        """End the trace, and return the path of its file.
 
         Raises:
             RequestError: no trace is being recorded.
@@ -163,8 +163,8 @@ class WorkerForUsers(Protocol):
 class Worker(WorkerForUsers, Protocol):
     """One device, its part of the model, and its KV cache.
 
-    Only the engine calls the methods that stand here, as they change its own state, or need what it
-    has checked before.
+    The methods defined here are only for the engine: they change its own state, or rely on its
+    checks.
     """
 
     num_local_ranks: int
@@ -173,7 +173,7 @@ class Worker(WorkerForUsers, Protocol):
     def __init__(self, config: VllmConfig) -> None: ...
 
     def load(self, rank: int) -> None:
-        """Build the model and read its weights.
+        """Build the model and load its weights.
 
         Args:
             rank: of this worker among the workers of the executor.
@@ -181,15 +181,15 @@ class Worker(WorkerForUsers, Protocol):
         ...
 
     def join(self, meeting: "Rendezvous") -> None:
-        """Meet the other ranks, if there are any; all of them have loaded.
+        """Connect to the other ranks, if there are any; all of them must have loaded.
 
         Args:
-            meeting: where they meet.
+            meeting: rendezvous of the ranks.
         """
         ...
 
     def measure(self) -> MemoryReport:
-        """Find out how much memory there is for the KV cache.
+        """Measure how much memory is left for the KV cache.
 
         Raises:
             ConfigError: it would not hold one request of max_model_len tokens.
@@ -200,7 +200,7 @@ class Worker(WorkerForUsers, Protocol):
         """Allocate the KV cache.
 
         Args:
-            num_blocks: the null block included; no more than were reported.
+            num_blocks: number of blocks, the null block included; at most as many as reported.
         """
         ...
 
@@ -210,7 +210,7 @@ class Worker(WorkerForUsers, Protocol):
         seconds: float | None = None,
         longest_s: float | None = None,
     ) -> WarmUpStep | None:
-        """Finish the last step of the warm-up, and name the next one.
+        """Finish the last step of the warm-up, and return the next one.
 
         Args:
             given_up: why some rank cannot run the last step, so that no rank uses it;
@@ -219,9 +219,9 @@ class Worker(WorkerForUsers, Protocol):
             longest_s: seconds that the next one may take, as far as is known; None: any.
 
         Returns:
-            The next step; `given_up` is set when this rank knows that it has no memory for it.
-            None: there is no other. Later calls name what the start has left, if there is any,
-            again up to None.
+            The next step; `given_up` is set if this rank knows that it has no memory for it.
+            None: there is no other. Later calls return the steps that the start has left out, if
+            any, again up to None.
 
         Raises:
             ConfigError: too much was given up to serve any request.
@@ -229,42 +229,50 @@ class Worker(WorkerForUsers, Protocol):
         ...
 
     def warm_up(self) -> str | None:
-        """Run the step that `next_warm_up` has named. Returns why this rank cannot run it, or
-        None."""
+        """Run the step that `next_warm_up` has returned; return why this rank cannot, or None."""
         ...
 
     def describe_engine(self) -> dict[str, Any] | None:
-        """Return the fields of `cost_model.run_times.RunEngine`; None: times of forward passes say
-        nothing of the device."""
+        """Return the fields of `cost_model.run_times.RunEngine`, for records of measured times.
+
+        None if times of forward passes do not describe the device.
+        """
         ...
 
     def list_buckets(self) -> list[tuple[int, int, int, int, bool]]:
-        """Return phase, batch, query length and blocks of each bucket, and whether it is warmed up;
-        the buckets that are still to be warmed up as well. Empty on a device without buckets."""
+        """Return (phase, batch, query length, blocks, is warmed up) of each bucket.
+
+        It includes buckets that are still to be warmed up. Empty on a device without buckets.
+        """
         ...
 
     def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
-        """Begin to replace the buckets of forward passes. The next steps of the warm-up run the
-        new ones, which are used from then on; the last one takes the old ones out of use. All
-        ranks are asked between the same two steps.
+        """Begin to replace the buckets of forward passes.
+
+        The next steps of the warm-up run the new buckets, which are used from then on; the last
+        step disables the old ones. All ranks are asked between the same two steps.
 
         Args:
             buckets: phase, batch, query length and blocks of each.
 
         Returns:
-            Whether there is anything to warm up. Not while other buckets are being warmed up, nor
+            Whether there is anything to warm up. False while other buckets are being warmed up, and
             on a device without buckets.
         """
         ...
 
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
-        """Start a step; at most one other is in flight. In a pipeline, only the result of the last
-        stage has tokens."""
+        """Start a step; at most one other may be in flight.
+
+        In a pipeline, only the result of the last stage has tokens.
+        """
         ...
 
     def record_tokens(self, tokens: StepTokens) -> None:
-        """Note the tokens of a step, which the last stage of a pipeline has sampled; not called on
-        the last stage itself. A row runs again only after this."""
+        """Record the tokens of a step that the last stage of a pipeline has sampled.
+
+        Not called on the last stage itself. A request runs again only after this call.
+        """
         ...
 
     def prepare(self, request: EngineRequest) -> Future[str | None] | None:
@@ -272,19 +280,22 @@ class Worker(WorkerForUsers, Protocol):
         ...
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Keep no longer what requests have needed; see `Executor.release`."""
+        """Free what requests have needed, when they have ended; see `Executor.release`."""
         ...
 
     def sleep(self, level: int = 1) -> None:
-        """Release the memory of weights and KV cache; no step may be in flight."""
+        """Release the memory of weights and KV cache; no step may be in flight.
+
+        Level 1 keeps the content of the weights, level 2 keeps nothing. The KV cache is lost.
+        """
         ...
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory again: all of it, or the memory of the parts with these tags."""
+        """Allocate the memory again: all of it, or only the parts with these tags."""
         ...
 
     def cache_fingerprint(self) -> bytes:
-        """Return a hash of everything but tokens that decides the content of KV blocks."""
+        """Return a hash of everything except tokens that the content of KV blocks depends on."""
         ...
 
     def block_bytes(self) -> int:
@@ -292,7 +303,7 @@ class Worker(WorkerForUsers, Protocol):
         ...
 
     def read_blocks(self, block_ids: list[int]) -> list[bytes]:
-        """Return the bytes of KV blocks, in all layers of this rank."""
+        """Return the bytes of each KV block, in all layers of this rank."""
         ...
 
     def write_blocks(self, block_ids: list[int], blocks: list[list[bytes]]) -> bool:
@@ -303,7 +314,7 @@ class Worker(WorkerForUsers, Protocol):
             blocks: the bytes of each block, rank by rank.
 
         Returns:
-            False if one of them does not fit: nothing was written.
+            False if one of them has the wrong size; then nothing was written.
         """
         ...
 
@@ -311,19 +322,22 @@ class Worker(WorkerForUsers, Protocol):
         """Load a LoRA adapter in the background.
 
         Args:
-            name, path, key, number: as in `AdapterRef`.
+            name: see `AdapterRef`.
+            path: see `AdapterRef`.
+            key: see `AdapterRef`.
+            number: see `AdapterRef`.
 
         Returns:
-            "" when it is loaded, why it cannot be, or None: it is being loaded.
+            "" if it is loaded, the reason if it cannot be, or None while it is being loaded.
         """
         ...
 
     def unload_adapter(self, number: int) -> bool:
-        """Drop a LoRA adapter. Returns False if it is not loaded."""
+        """Drop a LoRA adapter; return False if it is not loaded."""
         ...
 
     def pin_adapter(self, number: int) -> bool:
-        """Keep a LoRA adapter in memory. Returns False if that is not possible."""
+        """Keep a LoRA adapter in memory permanently; return False if that is not possible."""
         ...
 
     def adapter_numbers(self) -> list[int]:
@@ -331,7 +345,7 @@ class Worker(WorkerForUsers, Protocol):
         ...
 
     def has_adapter(self, number: int, key: str) -> bool:
-        """Return whether a LoRA adapter in memory has this number, and this content."""
+        """Return whether the LoRA adapter with this id is in memory with this content (`key`)."""
         ...
 
 

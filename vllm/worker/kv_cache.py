@@ -51,28 +51,33 @@ def cache_layout(
 
 
 def states_bytes(config: VllmConfig, layout: KVCacheLayout) -> int:
-    """Return the bytes of the recurrent states of all rows of the batch, and of the inputs that are
-    kept for drafts; 0 for a model without recurrent states."""
+    """Return the bytes of the recurrent states of the whole batch; 0 without recurrent state.
+
+    The inputs that are kept for drafts are included.
+    """
     each = layout.state_bytes + num_provisional(config) * layout.input_bytes
     return each * config.scheduler.max_num_seqs
 
 
 def num_provisional(config: VllmConfig) -> int:
-    """Return how many tokens of a request may run with drafts in a step, whose inputs the layers
-    with recurrent states keep; 0 without drafts."""
+    """Return the largest number of tokens per request whose inputs must be kept because of drafts.
+
+    Layers with recurrent state keep them until the drafts are verified; 0 without drafts.
+    """
     num_drafts = config.scheduler.max_draft_tokens
     return 1 + num_drafts if num_drafts else 0
 
 
 def count_kept_states(config: VllmConfig, layout: KVCacheLayout, free_bytes: int) -> int | None:
-    """Return how many recurrent states of prefixes are kept: `num_kept_states`, or fewer where they
-    would take more than a quarter of the memory of the cache. None: these layers have no recurrent
-    states, or there is no prefix cache.
+    """Return how many recurrent states of prefixes are kept; None if the model keeps none.
+
+    It is `num_kept_states`, but they take at most a quarter of the cache's memory. None: these
+    layers have no recurrent state, or there is no prefix cache.
 
     Args:
         config: of the engine.
         layout: of the layers.
-        free_bytes: as in `count_blocks`.
+        free_bytes: see `count_blocks`.
     """
     cache = config.cache
     if not layout.state_bytes or not cache.enable_prefix_caching:
@@ -91,19 +96,20 @@ def count_blocks(
     others: Sequence[MemoryUse] = (),
     kept_bytes: int = 0,
 ) -> int:
-    """Count the KV blocks, the null block included.
+    """Return the number of KV blocks that fit in memory, the null block included.
 
     Args:
         config: budget and limits.
         block_bytes: of one block; 0 for a model without a KV cache.
-        free_bytes: device memory that is free now that the model is loaded.
-        num_groups: of layers with block tables of their own.
-        state_bytes: of the recurrent states of all rows, which are part of the cache's memory.
-        others: what uses the memory that is not free, for an error.
-        kept_bytes: of the states of prefixes that are kept.
+        free_bytes: device memory that is free after loading the model.
+        num_groups: groups of layers with separate block tables.
+        state_bytes: of the recurrent states of the batch, which are part of the cache's memory.
+        others: uses of the memory that is not free, for an error.
+        kept_bytes: of the recurrent states of prefixes that are kept.
 
     Raises:
-        ConfigError: the cache would not hold one request of max_model_len tokens, or the states.
+        ConfigError: the memory does not hold one request of max_model_len tokens, or the recurrent
+            states.
     """
     cache, scheduler = config.cache, config.scheduler
     budget, source = int(free_bytes * cache.gpu_memory_utilization), "--gpu-memory-utilization"
@@ -136,16 +142,16 @@ def count_blocks(
 
 
 def check_states(config: VllmConfig, state_bytes: int, budget: int, source: str) -> None:
-    """Refuse states that the memory of the cache does not hold.
+    """Check that the recurrent states fit in the memory of the cache.
 
     Args:
         config: limits.
-        state_bytes: of the states of all rows.
-        budget: bytes that there are for them.
-        source: what has decided them.
+        state_bytes: of the recurrent states of the batch.
+        budget: bytes that they may take.
+        source: the setting that decided the budget, for the error.
 
     Raises:
-        ConfigError: there are too few.
+        ConfigError: the states need more.
     """
     if state_bytes <= max(0, budget):
         return
@@ -163,7 +169,7 @@ def check_states(config: VllmConfig, state_bytes: int, budget: int, source: str)
 def log_cache(
     config: VllmConfig, num_blocks: int, layout: KVCacheLayout, num_kept_states: int = 0
 ) -> None:
-    """Log the size of a KV cache and of states; nothing for a model without them."""
+    """Log the size of a KV cache and of recurrent states; nothing for a model without them."""
     log_states(layout, config.scheduler.max_num_seqs, num_kept_states)
     if not layout.block_bytes:
         return
@@ -180,8 +186,7 @@ def log_cache(
 
 
 def log_states(layout: KVCacheLayout, num_rows: int, num_kept: int = 0) -> None:
-    """Log the size of the states of so many requests, and of prefixes; nothing for a model without
-    states."""
+    """Log the size of recurrent states of requests and of prefixes; nothing if there are none."""
     if layout.state_bytes:
         logger.info(
             "Mamba states: %d requests and %d prefixes, %.2f MiB each (%.2f GiB)",
@@ -199,14 +204,14 @@ def check_capacity(
     memory: CacheBudget,
     num_groups: int = 1,
 ) -> None:
-    """Refuse a cache that cannot hold one request of max_model_len tokens.
+    """Check that a cache holds at least one request of max_model_len tokens.
 
     Args:
         config: limits.
         num_blocks: the null block included.
         block_bytes: of one block.
-        memory: of the cache, and why it is not more.
-        num_groups: of layers with block tables of their own.
+        memory: of the cache, and why it is not larger.
+        num_groups: groups of layers with separate block tables.
 
     Raises:
         ConfigError: the cache is too small.
@@ -229,8 +234,10 @@ def check_capacity(
 
 
 def _num_tokens(num_blocks: int, block_size: int, num_groups: int) -> int:
-    """Return how many tokens the cache holds at least: fewer blocks are needed after windows have
-    passed some."""
+    """Return how many tokens of a request the cache holds at least.
+
+    With sliding windows it may hold more, because blocks outside the window are freed.
+    """
     return max(0, num_blocks - 1) // num_groups * block_size
 
 
@@ -243,7 +250,7 @@ def bind_kv_caches(
     num_rows: int = 0,
     provisional: tuple[int, int] = (0, 0),
 ) -> None:
-    """Allocate the caches of all layers, zeroed.
+    """Allocate the KV caches of all layers, filled with zeros, and bind them to the layers.
 
     Layers with the same index in different groups share tensors, because a block belongs to one
     group at a time.
@@ -254,8 +261,8 @@ def bind_kv_caches(
         num_blocks: the null block included.
         layout: of the layers.
         dtype: that the layout was planned for.
-        num_rows: of the batch; the layers with states have one of each.
-        provisional: rows of the batch, and `num_provisional`.
+        num_rows: number of recurrent states that layers with recurrent state have.
+        provisional: (rows of the batch, `num_provisional`).
     """
     for layer_index in layout.state_layers:
         tensors = layers[layer_index].cache_spec(dtype).tensors

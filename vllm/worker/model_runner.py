@@ -1,5 +1,6 @@
-"""Runs scheduler steps of a model that generates tokens: makes drafts, samples from each launch,
-and notes the tokens in the batch.
+"""Runs scheduler steps of a model that generates tokens.
+
+It makes drafts, samples from each forward pass, and records the tokens in the batch.
 """
 
 from collections import defaultdict
@@ -27,7 +28,7 @@ from vllm.worker.runner import Runner, RunnerParts, run_launch
 
 
 class Drafter(Protocol):
-    """Guesses next tokens with a model of its own."""
+    """Makes draft tokens with a separate model."""
 
     def propose(self, step: SchedulerOutput) -> None:
         """Write the drafts of a step into the batch, after the known tokens of their requests."""
@@ -35,7 +36,7 @@ class Drafter(Protocol):
 
 
 class Sampled(NamedTuple):
-    """The tokens sampled from a launch: the fields of `LaunchResult`."""
+    """The tokens sampled from a forward pass: the fields of `LaunchResult`."""
 
     rows: IntArray
     indices: IntArray
@@ -44,10 +45,10 @@ class Sampled(NamedTuple):
 
 
 class SamplesTokens(Protocol):
-    """Samples from what the launches of a device give.
+    """Samples tokens from the results of forward passes on a device.
 
     Attributes:
-        state: how the rows sample.
+        state: sampling parameters of the requests.
         sampler: of the device.
     """
 
@@ -57,13 +58,13 @@ class SamplesTokens(Protocol):
     def sample(
         self, given: Any, output: Any, num_output: IntArray, drafts: RowDrafts | None
     ) -> Sampled:
-        """Sample a token for each row that samples, and one after each of its drafts.
+        """Sample a token for each request that samples, and one after each of its drafts.
 
         Args:
-            given: the launch, of n rows.
-            output: of its forward pass.
-            num_output: [n] number of the output token that each row samples first.
-            drafts: of rows whose sampling depends on them.
+            given: the inputs of the forward pass, of n requests.
+            output: of the forward pass.
+            num_output: [n] index of the output token that each request samples first.
+            drafts: of requests whose sampling depends on them.
         """
         ...
 
@@ -71,20 +72,20 @@ class SamplesTokens(Protocol):
 def sampling_rows(
     config: VllmConfig, model: CausalLM, sampling: SamplingState, grammars: GrammarMatchers
 ) -> Iterator[SamplingRows]:
-    """Yield how requests sample, where something is sampled on this stage."""
+    """Yield the part with sampling parameters, if this pipeline stage samples tokens or drafts."""
     samples = model.stage.is_last
     if samples or makes_drafts(config, model.stage):
         yield SamplingRows(sampling, grammars, samples)
 
 
 class ModelRunner(Runner):
-    """One model that generates, on one device.
+    """Runs one generating model on one device.
 
     Args:
         config: of the engine.
         model: loaded, on the device.
-        made: of it.
-        sampling: of the device.
+        made: the parts of the runner.
+        sampling: samples on the device.
     """
 
     model: CausalLM
@@ -112,7 +113,7 @@ class ModelRunner(Runner):
             self.stage_drafts.exchange(step)
 
     def _start(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Launch a step. Calling the result waits for its tokens."""
+        """Start the forward passes of a step; the returned function waits for the tokens."""
         if step.num_decodes > 1:
             return self._start_decodes(step)
         launches = [self._launch(launch) for launch in self.launches.plan(step)]
@@ -126,8 +127,10 @@ class ModelRunner(Runner):
         return lambda: self._collect(step.step_id, launches, failed)
 
     def _start_decodes(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Launch the decodes of a step one after the other. If their tokens are known at once, the
-        first decode that finishes a request is the last."""
+        """Start the decodes of a step one after another.
+
+        If their tokens are known at once, no decode follows the first one that finishes a request.
+        """
         waits = self._needs_tokens(step)
         decodes: list[tuple[list[PendingLaunch], ModelRunnerOutput | None]] = []
         failed: dict[int, str] = {}
@@ -147,7 +150,7 @@ class ModelRunner(Runner):
         return lambda: self._join_decodes(step.step_id, decodes, failed)
 
     def _skip_decodes(self, step: SchedulerOutput, num_done: int) -> None:
-        """Correct the count of tokens if only the first decodes of a step have run."""
+        """Correct the count of tokens if only the first `num_done` decodes of a step have run."""
         self._num_useful_tokens -= (step.num_decodes - num_done) * len(step.rows)
 
     def _join_decodes(
@@ -156,9 +159,11 @@ class ModelRunner(Runner):
         decodes: list[tuple[list[PendingLaunch], ModelRunnerOutput | None]],
         failed_rows: Mapping[int, str],
     ) -> ModelRunnerOutput:
-        """Join the results of several decodes of the same requests. A request whose sampling fails
-        after its first token ends before it: it fails when it is run again, after the earlier
-        tokens were sent."""
+        """Join the results of several decodes of the same requests.
+
+        If sampling fails after the first token of a request, its output ends before that token. It
+        fails when it runs again, after the earlier tokens were sent.
+        """
         outputs = [
             self._collect(step_id, launches, failed_rows) if output is None else output
             for launches, output in decodes
@@ -183,11 +188,11 @@ class ModelRunner(Runner):
         )
 
     def _retract(self, expected: ExpectedTokens, places: IntArray) -> None:
-        """Take tokens of some rows back; see `InputBatch.retract`."""
+        """Remove the last tokens of some requests; see `InputBatch.retract`."""
         self.batch.retract(expected, places)
 
     def record_tokens(self, tokens: StepTokens) -> None:
-        """Record the tokens that another stage has sampled; see `Worker.record_tokens`."""
+        """Record the tokens that another pipeline stage has sampled; see `Worker.record_tokens`."""
         start = first = 0
         for expected in self._awaited.pop(tokens.step_id):
             end = start + len(expected.rows)
@@ -206,7 +211,7 @@ class ModelRunner(Runner):
         return run_launch(launch, self.launches, self._begin)
 
     def _begin(self, given: LaunchInput) -> Callable[[Any], LaunchResult]:
-        """Start to fill masks. Return what samples from the output of the forward pass."""
+        """Start to fill grammar masks; return a function that samples from the output."""
         launch, rows, num_drafts = given.launch, given.rows, given.num_drafts
         if not self.stage.is_last:
             return lambda _: LaunchResult.unsampled(rows, num_drafts)
@@ -229,11 +234,11 @@ class ModelRunner(Runner):
         return finish
 
     def _followed_drafts(self, rows: IntArray, num_drafts: IntArray | None) -> RowDrafts | None:
-        """Return the drafts of a launch if the sampling of a request depends on them.
+        """Return the drafts of a forward pass if the sampling of some request depends on them.
 
         Args:
-            rows: [m] that sample.
-            num_drafts: [m] of each; None: no row has drafts.
+            rows: [m] batch indices of the requests that sample.
+            num_drafts: [m] drafts of each; None: no request has drafts.
         """
         if num_drafts is None or not self.sampling.follows_output(rows[num_drafts > 0]):
             return None
@@ -242,12 +247,12 @@ class ModelRunner(Runner):
     def _collect(
         self, step_id: int, launches: list[PendingLaunch], failed: Mapping[int, str]
     ) -> ModelRunnerOutput:
-        """Copy the tokens to the host and note them in their rows.
+        """Copy the tokens to the host, and record them in the batch.
 
         Args:
             step_id: of the step.
-            launches: of the step, on its last stage.
-            failed: why rows have failed before they sampled, whether they sample or not.
+            launches: forward passes of the step, on its last stage.
+            failed: why requests have failed before they sampled, by batch index.
         """
         row_parts: list[IntArray] = []
         token_parts: list[IntArray] = []

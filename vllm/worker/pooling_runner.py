@@ -1,5 +1,7 @@
-"""Runs scheduler steps of a pooling model: one forward pass, and a result for each prompt that is
-computed with it. Nothing is sampled, so no step depends on the result of another.
+"""Runs scheduler steps of a pooling model.
+
+A step is one forward pass, and returns a result for each prompt that is completed. Nothing is
+sampled, so no step depends on the result of another.
 """
 
 from collections.abc import Callable
@@ -27,7 +29,7 @@ _NOT_FINITE = (
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """Results of one launch, on the device."""
+    """The results of one forward pass of a pooling model, on the device."""
 
     rows: IntArray
     """[n]"""
@@ -40,7 +42,7 @@ class PooledRows:
 
 
 class PoolingRequests(RowPart):
-    """The pooling requests of the batch, and how their results are reported.
+    """The pooling parameters of the requests in the batch; assembles their results.
 
     Args:
         config: of the engine.
@@ -62,7 +64,7 @@ class PoolingRequests(RowPart):
         self._params[new.row] = new.request.pooling_params
 
     def output(self, step_id: int, launches: list[PooledRows]) -> ModelRunnerOutput:
-        """Wait for the device and return the results of a step."""
+        """Wait for the device, and return the results of a step."""
         pooled: dict[int, FloatArray] = {}
         errors: dict[int, str] = {}
         for launch in launches:
@@ -88,7 +90,7 @@ class PoolingRequests(RowPart):
 
 
 class TokenTypes(RowPart):
-    """Types of the prompt tokens of every row.
+    """The types of the prompt tokens of every request (`token_type_ids`).
 
     Attributes:
         values: [rows, max_model_len] int32.
@@ -103,13 +105,13 @@ class TokenTypes(RowPart):
 
 
 class PoolingRunner(Runner):
-    """One pooling model on one device.
+    """Runs one pooling model on one device.
 
     Args:
         model: loaded, on the device.
-        made: of it.
-        requests: of the batch.
-        pool: makes the results of a launch of its output.
+        made: the parts of the runner.
+        requests: pooling requests of the batch.
+        pool: computes the results of a forward pass from its output.
     """
 
     model: PoolingModel
@@ -130,7 +132,9 @@ class PoolingRunner(Runner):
         return lambda: self._requests.output(step.step_id, pooled)
 
     def _run(self, launch: Launch) -> PooledRows | None:
-        """Return the results of a launch; None: a later stage of the pipeline has them."""
+        """Run a forward pass and return its results; None if a later pipeline stage
+        computes them.
+        """
         return run_launch(launch, self.launches, self._begin)
 
     def _begin(self, given: LaunchInput) -> Callable[[Any], PooledRows | None]:
@@ -142,8 +146,10 @@ class PoolingRunner(Runner):
 def pooling_rows(
     config: VllmConfig, model: PoolingModel, batch: InputBatch
 ) -> tuple[PoolingRequests, TokenTypes | None, RowParts]:
-    """Return the requests of a batch, the types of their tokens if the model tells several apart,
-    and the list of both."""
+    """Make the parts of a pooling runner: requests, token types, and the list of both.
+
+    The token types are None if the model does not use them.
+    """
     requests = PoolingRequests(config, batch)
     types = TokenTypes(batch) if model.num_token_types > 1 else None
     return requests, types, RowParts([requests] if types is None else [requests, types])

@@ -1,9 +1,9 @@
-"""The sequence of a step and of a launch, for runners of all devices and tasks.
+"""The sequence of a step and of a forward pass, for runners of all devices and tasks.
 
-    step      update the batch, plan launches, run each of them, collect their results
-    launch    build inputs, begin results (masks), run the model, send on or finish results
+    step            update the batch, plan forward passes, run each of them, collect their results
+    forward pass    build inputs, begin results (masks), run the model, send on or finish results
 
-`Launches` belong to a device. A function makes tokens, drafts or pooled vectors of hidden states.
+`Launches` differ by device. A function computes tokens, drafts or pooled vectors from hidden states.
 """
 
 from abc import ABC, abstractmethod
@@ -38,8 +38,8 @@ class StepHandle:
     `result` waits for the device and returns the tokens; further calls return the same.
 
     Args:
-        finish: called once, after the steps before this one have their results.
-        before: the step before this one, if it may still be in flight.
+        finish: called once, after earlier steps have their results.
+        before: the previous step, if it may still be in flight.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class StepHandle:
         self._output: ModelRunnerOutput | None = None
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for the step and return its result."""
+        """Wait for the step, and return its result."""
         if self._output is None:
             if self._before is not None:
                 self._before.result()
@@ -60,32 +60,34 @@ class StepHandle:
 
 
 class Launches(Protocol[InputT, OutputT]):
-    """The launches of one model: those steps of the sequence that depend on the device."""
+    """The forward passes of one model: the parts of the sequence that depend on the device."""
 
     @property
     def stage(self) -> Stage:
-        """Of the model in a pipeline."""
+        """Pipeline stage of the model."""
         ...
 
     def plan(self, step: SchedulerOutput) -> list[Launch]:
-        """Plan the launches of a step, in the order in which they run. Together they cover all its
-        rows."""
+        """Plan the forward passes of a step, in the order in which they run.
+
+        Together they cover all its requests.
+        """
         ...
 
     def running(self, launch: Launch) -> AbstractContextManager[None]:
-        """Return the context of all that a launch does."""
+        """Return the context manager in which a forward pass runs, from inputs to results."""
         ...
 
     def build(self, launch: Launch) -> InputT:
-        """Build what the model reads."""
+        """Build the inputs of a forward pass."""
         ...
 
     def run(self, given: InputT) -> OutputT:
-        """Run the model, or this stage of it."""
+        """Run the model, or this pipeline stage of it."""
         ...
 
     def send(self, output: OutputT) -> None:
-        """Send what this stage has computed to the next one."""
+        """Send the output of this pipeline stage to the next one."""
         ...
 
     def stats(self, num_steps: int, num_useful_tokens: int) -> RunnerStats:
@@ -99,13 +101,13 @@ def run_launch(
     launches: Launches[InputT, OutputT],
     begin: Callable[[InputT], Callable[[OutputT], ResultT]],
 ) -> ResultT:
-    """Run one launch.
+    """Run one forward pass: build inputs, run the model, then send the output on or finish.
 
     Args:
         launch: planned by `launches`.
         launches: of the device.
-        begin: starts what the host computes during the forward pass. Returns a function that makes
-            the result of the output.
+        begin: starts the work of the host during the forward pass. Returns a function that computes
+            the result from the output.
     """
     with launches.running(launch):
         given = launches.build(launch)
@@ -119,13 +121,13 @@ def run_launch(
 def plan_batch(
     config: VllmConfig, model: LayeredModel | Speculator, *, keeps_all: bool = False
 ) -> tuple[KVCacheLayout, InputBatch]:
-    """Plan how the blocks of the KV cache are shared out, and make the batch.
+    """Plan the layout of the KV cache, and make the batch.
 
     Args:
         config: of the engine.
         model: loaded.
-        keeps_all: one block table serves all layers, so it also has blocks that windows have
-            passed. Stages of a pipeline, and a model and its draft model, always keep all tokens:
+        keeps_all: one block table serves all layers, so it includes blocks outside of sliding
+            windows. Pipeline stages, and a model and its draft model, always keep all tokens:
             they share block tables, and may have different windows.
     """
     keeps_all |= config.speculative.draft_model is not None or model.stage.count > 1
@@ -142,7 +144,7 @@ def plan_batch(
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerParts:
-    """The parts of a runner; the constructor of each device makes them."""
+    """The parts of a runner, which are made by the constructor for each device."""
 
     cache_layout: KVCacheLayout
     batch: InputBatch
@@ -152,11 +154,11 @@ class RunnerParts:
 
 
 class Runner(ABC):
-    """One model on one device.
+    """Runs one model on one device.
 
     Args:
         model: loaded, on the device.
-        made: of it.
+        made: the parts of the runner.
     """
 
     def __init__(self, model: LayeredModel, made: RunnerParts) -> None:
@@ -174,8 +176,10 @@ class Runner(ABC):
         return layers_with_cache(self.model)
 
     def execute(self, step: SchedulerOutput) -> StepHandle:
-        """Start a step. The step before may be in flight; it is waited for if its tokens are needed
-        on the host."""
+        """Start a step; the previous one may be in flight.
+
+        If the host needs the tokens of the previous step, this waits for them.
+        """
         if self._in_flight is not None and self._needs_tokens(step):
             self._in_flight.result()
         self.parts.note_step()
@@ -192,13 +196,15 @@ class Runner(ABC):
         return self.parts.count(self.launches.stats(self._num_steps, self._num_useful_tokens))
 
     def _needs_tokens(self, step: SchedulerOutput) -> bool:
-        """Return whether the host must have the results of the step in flight before this one
-        starts: always, where inputs are built from them, and where this one may reassign rows."""
+        """Return whether the host needs the results of the step in flight before this one starts.
+
+        It does if inputs are built from them, or if this step may reassign batch indices.
+        """
         return True
 
     def _prepare_step(self, step: SchedulerOutput) -> None:  # noqa: B027
-        """Do what has to be done before launches are planned; the batch is up to date."""
+        """Prepare a step before forward passes are planned; the batch is up to date."""
 
     @abstractmethod
     def _start(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Launch a step. Calling the result waits for the device."""
+        """Start the forward passes of a step; the returned function waits for the result."""

@@ -25,11 +25,12 @@ BuildModel = Callable[[str], nn.Module]
 
 
 class SleepPart(Protocol):
-    """Memory that can be released and restored."""
+    """A part of the memory that sleep mode can release and restore."""
 
     def release(self, *, keep: bool) -> None:
-        """Release the memory. Called again on released memory if less of its content has to be
-        kept.
+        """Release the memory.
+
+        May be called again on released memory, if less of its content has to be kept.
 
         Args:
             keep: the content must be the same after `restore`.
@@ -45,8 +46,9 @@ class SleepingWeights(SleepPart, Protocol):
     """The weights of a model, which can also be read again."""
 
     def reload(self, folder: str | None) -> None:
-        """Read the weights again, from another folder if one is given. While they are released,
-        `restore` will read them from there.
+        """Read the weights again, from another folder if one is given.
+
+        While they are released, `restore` will read them from there.
 
         Raises:
             WeightLoadError: the folder cannot be read, or does not fit the model; nothing has
@@ -59,8 +61,9 @@ class ModelWithDrafter:
     """The weights of a model and of its draft model or speculator; see `SleepingWeights`.
 
     Args:
-        model, drafter: of each.
-        have_one_folder: what makes drafts is in the files of the model.
+        model: weights of the model.
+        drafter: weights of the draft model or speculator.
+        have_one_folder: the draft model or speculator is stored in the files of the model.
     """
 
     def __init__(
@@ -80,15 +83,17 @@ class ModelWithDrafter:
         self._drafter.restore()
 
     def reload(self, folder: str | None) -> None:
-        """Read the weights of the model again, and the weights of the draft model if it has the
-        same folder."""
+        """Read the weights of the model again.
+
+        Also reads the weights of the draft model if it is stored in the same folder.
+        """
         self._model.reload(folder)
         if self._have_one_folder:
             self._drafter.reload(folder)
 
 
 class Sleep:
-    """The parts of a worker that sleep.
+    """Releases and restores the memory of a worker's parts.
 
     Args:
         parts: by tag.
@@ -101,7 +106,7 @@ class Sleep:
 
     @property
     def tags(self) -> list[str]:
-        """The parts that sleep, in the order of `TAGS`."""
+        """The tags of the parts that sleep, in the order of `TAGS`."""
         return [tag for tag in TAGS if tag in self._levels]
 
     def sleep(self, level: int) -> None:

@@ -1,4 +1,4 @@
-"""Traces of torch's profiler, begun and ended while the engine runs."""
+"""Traces of torch's profiler that are started and stopped while the engine runs."""
 
 import time
 from collections.abc import Iterator
@@ -19,15 +19,15 @@ _NO_SPAN = nullcontext()
 
 
 class TorchProfile:
-    """One trace at a time, each in a file of its own that Perfetto and chrome://tracing open.
+    """Records one trace at a time; Perfetto and chrome://tracing can open its file.
 
     A trace has the operators of the thread in which it begins, so begin it where steps run.
 
     Args:
-        folder: for the files; it is made when it does not exist. None: there are no traces.
+        folder: for the files; created if it does not exist. None: traces are disabled.
         worker_name: beginning of the names of the files.
-        steps: the first and the last step, counted from 1, of a trace that begins and ends by
-            itself; None: none does.
+        steps: (first, last) step, counted from 1, of a trace that starts and stops automatically;
+            None: no such trace.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class TorchProfile:
         logger.info("Profiling enabled. Traces will be saved to: %s", self._folder)
 
     def stop(self) -> str:
-        """End the trace and write its file. Returns the path.
+        """End the trace, write its file, and return the path.
 
         Raises:
             RequestError: no trace is being recorded.
@@ -84,7 +84,11 @@ class TorchProfile:
         return str(path)
 
     def step(self, step: SchedulerOutput) -> AbstractContextManager[Any]:
-        """Mark a step in the trace; does nothing while no trace is recorded or to begin."""
+        """Return a context manager that marks a step in the trace, and starts or stops automatic
+        ones.
+
+        It does nothing while no trace is recorded.
+        """
         return self._span(step) if self._steps is None else self._counted(step, *self._steps)
 
     @contextmanager
@@ -108,10 +112,10 @@ class TorchProfile:
 
 
 def _new_profile() -> Any:
-    """Return a new profiler for all devices that this torch can profile.
+    """Create a profiler for all devices that this torch can profile.
 
-    Not for one that is registered from Python, as the simulated card: torch 2.10 and 2.11 take its
-    name, hpu, for the device of their own, and what it does is operators of the CPU anyway.
+    Devices registered from Python, such as the simulated card, are left out: torch 2.10 and 2.11
+    take its name, hpu, for their own device, and its work is CPU operators anyway.
     """
     activities = torch.profiler.supported_activities() - {ProfilerActivity.PrivateUse1}
     # acc_events: without it, torch 2.11 prints a warning for each trace, even for a single cycle.

@@ -41,21 +41,22 @@ from vllm.worker.torch_profile import TorchProfile
 
 
 class WorkerBase(ABC):
-    """A worker: one device, its model and its KV cache.
+    """The base class of workers: one device, its model and its KV cache.
 
     Args:
         config: of the engine.
         device: that it computes on.
 
     Attributes:
-        model, runner, profile: there once the model is loaded; the runner runs the steps, the
+        model, runner, profile: set when the model is loaded; the runner runs the steps, the
             profile makes traces of them.
-        grammars: of requests with structured output; they begin to load before the model.
+        grammars: of requests with structured output; their modules are loaded while the model is
+            loaded.
         rank, local_rank: of this worker among the workers of the model, and on this machine.
         num_local_ranks: workers on this machine.
         tp: the ranks that share each layer.
         stage: the layers of this rank.
-        has_values: False: weights take memory, and are not read.
+        has_values: False: weights get memory, but are not loaded.
     """
 
     model: nn.Module
@@ -79,7 +80,7 @@ class WorkerBase(ABC):
     # ---- the start, see `vllm.worker.interface.Worker` --------------------------------------
 
     def load(self, rank: int) -> None:
-        """Build the model and read its weights."""
+        """Build the model and load its weights."""
         self.rank = self.local_rank = rank
         parallel = self.config.parallel
         num_layers = self.config.model.resolved_arch.num_layers
@@ -109,10 +110,13 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def _load_model(self) -> None:
-        """Set `model` and `runner`."""
+        """Load the model and set `model` and `runner`."""
 
     def join(self, meeting: Rendezvous) -> None:
-        """Meet the other ranks; layers exchange tensors from here on. See `Rendezvous.join`."""
+        """Connect to the other ranks, so that layers can exchange tensors.
+
+        See `Rendezvous.join`.
+        """
         if self.tp.size > 1:
             self.tp.collectives = self._make_collectives(meeting)
         if self.stage.count > 1:
@@ -120,23 +124,22 @@ class WorkerBase(ABC):
 
     @property
     def _draft_config(self) -> VllmConfig | None:
-        """Return the config of the draft model or speculator; None: there is none, or it is on
-        another stage of the pipeline."""
+        """Config of the draft model or speculator; None if this pipeline stage has none."""
         if not makes_drafts(self.config, self.stage):
             return None
         return self.config.of_draft_model
 
     @abstractmethod
     def _make_collectives(self, meeting: Rendezvous) -> Collectives:
-        """Make the collectives between the ranks that share layers."""
+        """Create the collectives between the ranks that share layers."""
 
     def _make_link(self, meeting: Rendezvous) -> Link:
-        """Make the link between the stages."""
+        """Create the link between the pipeline stages."""
         return meeting.open_link()
 
     @abstractmethod
     def measure(self) -> MemoryReport:
-        """Find out how much memory there is for the KV cache.
+        """Measure how much memory is left for the KV cache.
 
         Raises:
             ConfigError: it would not hold one request of max_model_len tokens.
@@ -144,7 +147,7 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def allocate(self, num_blocks: int) -> None:
-        """Allocate a KV cache of so many blocks, the null block included."""
+        """Allocate a KV cache of `num_blocks` blocks, the null block included."""
 
     def next_warm_up(
         self,
@@ -152,12 +155,11 @@ class WorkerBase(ABC):
         seconds: float | None = None,
         longest_s: float | None = None,
     ) -> WarmUpStep | None:
-        """Finish the last step of the warm-up, and name the next one; here there is none."""
+        """Return None: a device without buckets has no warm-up."""
         return None
 
     def warm_up(self) -> str | None:
-        """Run the step that `next_warm_up` has named. Returns why this rank cannot run it, or
-        None."""
+        """Run the step that `next_warm_up` has returned; here there is never one."""
         raise RuntimeError("no step of a warm-up has been named")
 
     def describe_engine(self) -> dict[str, Any] | None:
@@ -181,7 +183,7 @@ class WorkerBase(ABC):
 
     @property
     def model_runner(self) -> ModelRunner | PoolingRunner:
-        """The runner of the steps, under the name that extensions of workers use."""
+        """The runner of the steps, under the name that worker extensions use."""
         return self.runner
 
     def get_model(self) -> nn.Module:
@@ -189,8 +191,7 @@ class WorkerBase(ABC):
         return self.model
 
     def reload_weights(self, weights_path: str | None = None) -> None:
-        """Read the weights again, and the weights of the draft model if they are in the same
-        files."""
+        """Read the weights again, also of a draft model in the same files."""
         self._weights.reload(weights_path)
 
     def _build_model(self, folder: str) -> nn.Module:
@@ -201,10 +202,14 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def _read_model(self, config: VllmConfig) -> nn.Module:
-        """Read a new model of this config into host memory, with its weights as they run."""
+        """Load a new model of this config into host memory, with weights in the layout
+        that runs.
+        """
 
     def _read_drafter(self, config: VllmConfig, device: torch.device) -> nn.Module:
-        """Read the draft model or speculator of this config, with its weights as they run."""
+        """Load the draft model or speculator of this config, with weights in the layout
+        that runs.
+        """
         row = SPECULATORS.get(self.config.speculative.method or "")
         if row is None:
             return load_model(
@@ -225,15 +230,17 @@ class WorkerBase(ABC):
         return self._read_drafter(replace(config, model=model, load=load), torch.device("cpu"))
 
     def _dense_format(self) -> Quantization | None:
-        """Return how the kernels store dense weights; None: as torch does."""
+        """Return the storage format of dense weights for the kernels; None: dense torch tensors."""
         return None
 
     def reset_measurements(self) -> None:
-        """Forget what was measured so far (`QUANT_CONFIG`, MEASURE)."""
+        """Reset the measured values (`QUANT_CONFIG`, mode MEASURE)."""
         inc_measure.reset(self.model)
 
     def save_measurements(self, adds: bool | None = None) -> str:
-        """Write what was measured (`QUANT_CONFIG`, MEASURE). Returns the path of the file."""
+        """Write the measured values (`QUANT_CONFIG`, mode MEASURE) to a file, and return
+        its path.
+        """
         inc = self.config.model.inc
         if inc is None or not self.config.model.is_measured:
             found = "not set" if inc is None else f"{inc.path}, with mode {inc.mode}"
@@ -247,8 +254,10 @@ class WorkerBase(ABC):
     # ---- KV blocks elsewhere ----------------------------------------------------------------
 
     def cache_fingerprint(self) -> bytes:
-        """Return a hash of everything but tokens that decides the content of KV blocks; see
-        `hash_contents`."""
+        """Return a hash of everything except tokens that the content of KV blocks depends on.
+
+        See `hash_contents`.
+        """
         weights, kernels = self._weights_and_kernels()
         scales = [
             (layer.key_scales.tolist(), layer.value_scales.tolist())
@@ -259,19 +268,20 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def _weights_and_kernels(self) -> tuple[Iterable[Tensor], str]:
-        """Return the bytes of all weights, [num_bytes] uint8 each on the CPU, and the name of the
-        kernels."""
+        """Return the bytes of all weights, [num_bytes] uint8 each on the CPU, and the kernels'
+        name.
+        """
 
     def block_bytes(self) -> int:
         """Return the bytes of a KV block in all layers of this rank."""
         return self._blocks.block_bytes
 
     def read_blocks(self, block_ids: list[int]) -> list[bytes]:
-        """Return the bytes of KV blocks, in all layers of this rank."""
+        """Return the bytes of each KV block, in all layers of this rank."""
         return self._blocks.read(block_ids)
 
     def write_blocks(self, block_ids: list[int], blocks: list[list[bytes]]) -> bool:
-        """Write this rank's part of KV blocks. Returns False if one of them does not fit."""
+        """Write this rank's part of KV blocks; return False if one of them has the wrong size."""
         if any(len(block) != self.config.parallel.world_size for block in blocks):
             return False
         return self._blocks.write(block_ids, [block[self.rank] for block in blocks])
@@ -281,12 +291,12 @@ class WorkerBase(ABC):
     def _set_memory(
         self, weights: SleepingWeights, cache: SleepPart, drafter: SleepingWeights | None = None
     ) -> None:
-        """Register the parts that can be reloaded and, with sleep mode, released.
+        """Register the memory that can be reloaded and, with sleep mode, released.
 
         Args:
             weights: of the model.
-            cache: of all models.
-            drafter: weights of what makes drafts; None: this worker makes none.
+            cache: KV caches of all models.
+            drafter: weights of the draft model or speculator; None: this worker has none.
         """
         if drafter is not None:
             row = SPECULATORS.get(self.config.speculative.method or "")
@@ -307,7 +317,7 @@ class WorkerBase(ABC):
         self._sleep.wake_up(tags)
 
     def sleeping_tags(self) -> list[str]:
-        """Return the parts that sleep: none, or some of weights and kv_cache."""
+        """Return the parts that sleep: a list that may contain "weights" and "kv_cache"."""
         return self._sleep.tags if self._sleep is not None else []
 
     # ---- profiling ------------------------------------------------------------------------
@@ -317,7 +327,7 @@ class WorkerBase(ABC):
         self.profile.start()
 
     def stop_profile(self) -> str:
-        """End the trace. Returns the path of its file."""
+        """End the trace, and return the path of its file."""
         return self.profile.stop()
 
     # ---- for the engine -------------------------------------------------------------------
@@ -327,7 +337,7 @@ class WorkerBase(ABC):
         return self.runner.parts.prepare(request)
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Keep no longer what requests have needed; see `Executor.release`."""
+        """Free what requests have needed, when they have ended; see `Executor.release`."""
         self.runner.parts.release(request_ids)
 
     def load_adapter(self, name: str, path: str, key: str, number: int) -> str | None:
@@ -335,11 +345,11 @@ class WorkerBase(ABC):
         return self._adapters.memory.load(AdapterRef(name, path, key, number))
 
     def unload_adapter(self, number: int) -> bool:
-        """Drop a LoRA adapter; see `Adapters.unload`."""
+        """Drop a LoRA adapter; return False if it is not loaded."""
         return self._adapters.unload(number)
 
     def pin_adapter(self, number: int) -> bool:
-        """Keep a LoRA adapter; see `AdapterMemory.pin`."""
+        """Keep a LoRA adapter in memory permanently; return False if that is not possible."""
         return self._adapters.memory.pin(number)
 
     def adapter_numbers(self) -> list[int]:
@@ -347,7 +357,7 @@ class WorkerBase(ABC):
         return list(self._adapters.memory.keys())
 
     def has_adapter(self, number: int, key: str) -> bool:
-        """Whether a LoRA adapter in memory has this number, and this content."""
+        """Return whether the LoRA adapter with this id is in memory with this content (`key`)."""
         return self._adapters.memory.keys().get(number) == key
 
     @property

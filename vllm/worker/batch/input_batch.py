@@ -1,6 +1,6 @@
-"""The running requests as the runner sees them: arrays over rows, changed a little each step.
+"""The running requests as the runner sees them: arrays by batch index, updated in each step.
 
-Rows are the scheduler's. An unused row keeps its old content.
+The scheduler assigns the batch indices ("rows"). An unused row keeps its old content.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,10 @@ from vllm.utils.ragged import positions_within
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTokens:
-    """The next tokens of m rows, whose values are not known yet: one for each row, plus up to one
-    for each draft."""
+    """The next tokens of m requests, whose values are not known yet.
+
+    Each request has one token, plus up to one for each draft.
+    """
 
     rows: IntArray
     """[m] no row twice."""
@@ -39,17 +41,19 @@ class ExpectedTokens:
 class InputBatch:
     """Tokens and block tables of every request in the batch.
 
+    A row is the batch index of a request.
+
     Attributes:
         token_ids: [rows, max_model_len] prompt and output tokens.
-        num_tokens: [rows] how many of them are known, with those that a step in flight samples.
-        num_recorded: [rows] how many of them have their values.
-        num_prompt_tokens: [rows] how many of them are the prompt.
+        num_tokens: [rows] number of known tokens, including tokens that a step in flight samples.
+        num_recorded: [rows] number of tokens whose values are known.
+        num_prompt_tokens: [rows] number of prompt tokens.
         block_table: [rows, max_blocks] blocks in order of the tokens.
         block_tables: [groups, rows, max_blocks] one table for each group of layers; the first of
             them is `block_table`.
-        num_blocks: [rows] how many of them are given, in every group.
-        end_tokens: [rows, MAX_END_TOKENS] tokens that end the request, and NO_TOKEN after them; a
-            row that has more has the first of them.
+        num_blocks: [rows] number of blocks in the table, the same in every group.
+        end_tokens: [rows, MAX_END_TOKENS] tokens that end the request, and NO_TOKEN after them. If
+            a request has more, only the first of them.
     """
 
     # Tokens that a step in flight will sample already count as known, although their values arrive
@@ -70,8 +74,11 @@ class InputBatch:
         """Number of requests that each row has had."""
 
     def update(self, step: SchedulerOutput) -> None:
-        """Rename moved blocks, add new requests, shorten and extend block tables, and write drafts
-        after the known tokens, as the scheduler decided."""
+        """Apply the decisions of the scheduler to the batch.
+
+        Renames moved blocks, adds new requests, shortens and extends block tables, and writes
+        drafts after the known tokens.
+        """
         if step.block_moves is not None:
             self._rename_blocks(step.block_moves.renamed)
         for row, num_blocks in step.shortened_tables:
@@ -86,11 +93,17 @@ class InputBatch:
             self.write_drafts(step, step.draft_token_ids)
 
     def write_drafts(self, step: SchedulerOutput, token_ids: IntArray) -> None:
-        """Write the drafts of a step, [sum of `num_draft_tokens`], before `expect`."""
+        """Write the drafts of a step, [sum of `num_draft_tokens`].
+
+        Must be called before `expect`.
+        """
         self.token_ids[self._draft_places(step)] = token_ids
 
     def drafts_of(self, step: SchedulerOutput) -> IntArray:
-        """Return the drafts of a step, [sum of `num_draft_tokens`], before `expect`."""
+        """Return the drafts of a step, [sum of `num_draft_tokens`].
+
+        Must be called before `expect`.
+        """
         drafts: IntArray = self.token_ids[self._draft_places(step)]
         return drafts
 
@@ -101,7 +114,7 @@ class InputBatch:
         return rows, self.num_tokens[rows] + positions_within(step.num_draft_tokens)
 
     def drafts(self, rows: IntArray, num_drafts: IntArray) -> dict[int, list[int]]:
-        """Return the drafts after the known tokens of some requests, before `expect`."""
+        """Return batch index -> drafts after the known tokens. Must be called before `expect`."""
         starts = self.num_tokens[rows].tolist()
         return {
             row: self.token_ids[row, start : start + count].tolist()
@@ -109,11 +122,11 @@ class InputBatch:
         }
 
     def expect(self, rows: IntArray, num_drafts: IntArray | None = None) -> ExpectedTokens:
-        """Append one token to each row, and one for each draft, whose values `record` will tell.
+        """Append a token, and one per draft, to requests; `record` fills in the values later.
 
         Args:
-            rows: [m] rows that sample, distinct.
-            num_drafts: [m] number of drafts of each; None if no row has drafts.
+            rows: [m] batch indices of the requests that sample, distinct.
+            num_drafts: [m] number of drafts of each; None if no request has drafts.
         """
         first = self.num_tokens[rows]
         self.num_tokens[rows] += 1
@@ -127,16 +140,16 @@ class InputBatch:
     def record(
         self, expected: ExpectedTokens, token_ids: IntArray, counts: IntArray | None = None
     ) -> tuple[IntArray, IntArray]:
-        """Fill in the values of tokens.
+        """Fill in the values of expected tokens, once they are sampled.
 
         Args:
-            expected: m rows.
-            token_ids: row by row.
-            counts: [m] tokens of each; None: one each, and none had drafts.
+            expected: tokens of m requests.
+            token_ids: their values, request by request.
+            counts: [m] tokens of each request; None: one each, and none had drafts.
 
         Returns:
-            The row of each token, and the tokens, without those of rows that have another request
-            now.
+            The batch index of each token, and the tokens; without batch indices that belong to
+            another request by now.
         """
         rows = expected.rows
         is_same = self._owner[rows] == expected.owners
@@ -155,20 +168,21 @@ class InputBatch:
         return rows, token_ids
 
     def note_values(self, rows: IntArray) -> None:
-        """Note that all known tokens of these requests have their values: a call has appended
-        both."""
+        """Mark all known tokens of these requests as recorded: another call wrote tokens and
+        values.
+        """
         self.num_recorded[rows] = self.num_tokens[rows]
 
     def ends(self, rows: IntArray, token_ids: IntArray) -> bool:
-        """Whether one of these tokens, one for each row, ends its request."""
+        """Return whether one of these tokens, one for each request, ends its request."""
         return bool((self.end_tokens[rows] == token_ids[:, None]).any())
 
     def retract(self, expected: ExpectedTokens, places: IntArray) -> None:
         """Remove a token of some requests, and the tokens after it.
 
         Args:
-            expected: m rows with one token each, and no drafts before them.
-            places: indices of the requests.
+            expected: one token each of m requests, without drafts before them.
+            places: indices into `expected` of the requests.
         """
         rows = expected.rows[places]
         is_same = self._owner[rows] == expected.owners[places]
@@ -193,14 +207,14 @@ class InputBatch:
         self.num_blocks[row] = num_blocks
 
     def _rename_blocks(self, renamed: IntArray) -> None:
-        """Replace the numbers of blocks, [n, 2] (old, new), in the table of the only group."""
+        """Replace block ids in the block table of a model with one group: [n, 2] (old, new)."""
         table = self.block_table
         numbers = np.arange(max(int(table.max()), int(renamed.max())) + 1, dtype=np.int32)
         numbers[renamed[:, 0]] = renamed[:, 1]
         np.take(numbers, table, out=table)
 
     def _append_blocks(self, rows: IntArray, block_ids: IntArray) -> None:
-        """Append blocks to tables. Entries of the same row are adjacent and in order."""
+        """Append blocks to block tables. Entries of the same row must be adjacent and in order."""
         first = np.concatenate(([True], rows[1:] != rows[:-1]))
         starts = np.flatnonzero(first)
         run = np.arange(len(rows)) - np.repeat(starts, np.diff(np.append(starts, len(rows))))

@@ -9,9 +9,9 @@ from vllm.messages import IntArray
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One forward pass over n rows, in the order of `SchedulerOutput.rows`.
+    """One forward pass for n requests, in the order of `SchedulerOutput.rows`.
 
-    Launches of a step run in order: a later one may read what an earlier one has cached.
+    The forward passes of a step run in order: a later one may read what an earlier one has cached.
     """
 
     rows: IntArray
@@ -31,20 +31,20 @@ class Launch:
 
     @property
     def starts(self) -> IntArray:
-        """[n] where the tokens of each row begin among the tokens of the launch."""
+        """[n] index of the first token of each request among the tokens of the forward pass."""
         count = self.num_scheduled_tokens
         return np.cumsum(count, dtype=np.int32) - count
 
     @property
     def num_known(self) -> IntArray:
-        """[n] tokens of each row at the end of the launch, without drafts."""
+        """[n] tokens of each request after the forward pass, without drafts."""
         end = self.num_computed_tokens + self.num_scheduled_tokens
         return end if self.num_drafts is None else end - self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchInput:
-    """A launch that is ready to run."""
+    """A forward pass whose inputs are built."""
 
     launch: Launch
     sampled: IntArray
@@ -52,11 +52,11 @@ class LaunchInput:
 
     @property
     def rows(self) -> IntArray:
-        """[m] rows that sample."""
+        """[m] batch indices of the requests that sample."""
         return self.launch.rows[self.sampled]
 
     @property
     def num_drafts(self) -> IntArray | None:
-        """[m] number of drafts of each; None if no row has drafts."""
+        """[m] number of drafts of each request that samples; None if no request has drafts."""
         counts = self.launch.num_drafts
         return None if counts is None else counts[self.sampled]

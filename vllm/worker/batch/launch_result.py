@@ -1,4 +1,4 @@
-"""The result of a launch: sampled tokens on the device, which the host reads later."""
+"""The result of a forward pass: sampled tokens on the device, which the host reads later."""
 
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ from vllm.worker.batch.verification import count_accepted
 
 @dataclass(frozen=True)
 class PendingLogprobs:
-    """Log-probabilities of consecutive positions of one row, still on the device."""
+    """Log-probabilities of consecutive positions of one request, still on the device."""
 
     parts: list[LogprobTensors]
     """Parts of consecutive positions; the last part ends with padding."""
@@ -27,7 +27,7 @@ class PendingLogprobs:
     -inf, and it comes after all others."""
 
     def result(self) -> LogprobRows:
-        """Copy to the host; waits for the device."""
+        """Copy the log-probabilities to the host; waits for the device."""
         found, logprobs, ranks = (
             np.concatenate([tensor.cpu().numpy() for tensor in column])[: self.num_positions]
             for column in zip(*self.parts, strict=True)
@@ -41,7 +41,7 @@ class PendingLogprobs:
 
 
 def join_logprobs(parts: list[LogprobRows]) -> LogprobRows:
-    """Concatenate the positions of one row."""
+    """Concatenate the log-probabilities of the positions of one request."""
     return LogprobRows(
         token_ids=np.concatenate([part.token_ids for part in parts]),
         logprobs=np.concatenate([part.logprobs for part in parts]),
@@ -55,7 +55,7 @@ PendingRows = tuple[int, PendingLogprobs]
 
 @dataclass(frozen=True, slots=True)
 class LaunchResult:
-    """The result of one launch, on the device."""
+    """The result of one forward pass, still on the device."""
 
     rows: IntArray
     """[n] the row of each row of the logits; a row with drafts occurs once per position."""
@@ -73,11 +73,11 @@ class LaunchResult:
 
     @classmethod
     def unsampled(cls, rows: IntArray, num_drafts: IntArray | None) -> "LaunchResult":
-        """Make the result of a stage of a pipeline whose tokens the last stage samples.
+        """Make the result for a pipeline stage that does not sample; the last stage samples.
 
         Args:
-            rows: [m] rows of the batch that sample.
-            num_drafts: [m] of each; None: no row has drafts.
+            rows: [m] batch indices of the requests that sample.
+            num_drafts: [m] drafts of each; None: no request has drafts.
         """
         if num_drafts is not None:
             rows = np.repeat(rows, num_drafts + 1)
@@ -85,8 +85,10 @@ class LaunchResult:
         return cls(rows, indices, None, [], num_drafts=num_drafts)
 
     def read(self, expected: ExpectedTokens) -> tuple[IntArray, IntArray | None]:
-        """Wait for the tokens. Return the tokens of the rows of the logits, and how many of them
-        each request outputs (None: one each, and no request has drafts)."""
+        """Wait for the sampled tokens, and return them with the number that each request outputs.
+
+        It is None if each outputs one token and no request has drafts.
+        """
         assert self.sampled is not None
         if self.accepted is None:
             host_ids = self.sampled.host_ids.cpu().numpy()
@@ -104,7 +106,7 @@ class LaunchResult:
 
     @property
     def sampled_rows(self) -> IntArray:
-        """[m] rows of the batch that sampled."""
+        """[m] batch indices of the requests that sampled."""
         rows = self.rows[self.indices]
         if self.num_drafts is None:
             return rows

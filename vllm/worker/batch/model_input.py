@@ -1,4 +1,4 @@
-"""From a launch to the tensors of a forward pass."""
+"""Builds the tensors of a forward pass from its requests."""
 
 from dataclasses import dataclass, replace
 
@@ -25,7 +25,7 @@ NO_PARTS: LaunchParts = {}
 
 @dataclass(frozen=True, slots=True)
 class ModelInput(LaunchInput):
-    """A ragged launch, ready to run: T tokens of n rows."""
+    """Inputs of an unpadded (ragged) forward pass: T tokens of n requests, one after another."""
 
     input_ids: Tensor
     """[T] int64."""
@@ -48,15 +48,15 @@ def build_ragged_input(
     has_states: bool = False,
     last_keys: IntArray | None = None,
 ) -> ModelInput:
-    """Flatten the scheduled tokens of the rows, in order of the rows.
+    """Build the inputs of a ragged forward pass: the scheduled tokens, request by request.
 
     Args:
-        batch: has the rows.
-        launch: which of them run.
+        batch: the running requests.
+        launch: the requests of this forward pass.
         block_size: tokens of a block.
         device: for the tensors.
-        parts: what the rows bring to the tokens.
-        has_states: layers of the model keep states of the rows.
+        parts: what else requests bring, such as adapters or images.
+        has_states: whether layers of the model keep recurrent state.
         last_keys: [T] the last key that each token sees; None: its own.
     """
     rows, start, count = launch.rows, launch.num_computed_tokens, launch.num_scheduled_tokens

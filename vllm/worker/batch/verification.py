@@ -1,4 +1,4 @@
-"""Verification of drafts: which of the sampled tokens are output."""
+"""Verification of drafts: counts which of the sampled tokens are output."""
 
 import numpy as np
 
@@ -7,18 +7,17 @@ from vllm.utils.ragged import positions_within
 
 
 def count_accepted(host_ids: IntArray, draft_ids: IntArray, num_drafts: IntArray) -> IntArray:
-    """Count the output tokens of each request: the sampled tokens that equal its drafts, plus the
-    first one that does not.
+    """Count the output tokens of each request: its accepted drafts plus one sampled token.
 
     Args:
-        host_ids: sampled tokens, 1 + d for a row with d drafts: what follows its newest token,
-            its first draft, and so on; -1 where none could be sampled.
-        draft_ids: drafts, d for each row.
-        num_drafts: [m] d of each row.
+        host_ids: sampled tokens, 1 + d for a request with d drafts: the token after its newest
+            token, after its first draft, and so on; -1 if none could be sampled.
+        draft_ids: drafts, d for each request.
+        num_drafts: [m] d of each request.
 
     Returns:
-        [m] number of output tokens, at least 1. If a later token cannot be sampled, the row ends
-        before it: the tokens before it are sent, and the row fails when it is run again.
+        [m] number of output tokens, at least 1. If a later token cannot be sampled, the output ends
+        before it, and the request fails when it runs again.
     """
     sizes = num_drafts + 1
     within = positions_within(sizes)

@@ -1,4 +1,4 @@
-"""Copies KV blocks between the caches of all layers and bytes."""
+"""Copies KV blocks from the caches of all layers to bytes, and back."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from vllm.worker.block_store import has_uncopied_states
 
 
 class BlockCopies:
-    """The caches of some layers, block by block.
+    """Access to the KV caches of some layers, block by block.
 
     Args:
         layers: with their caches bound, [num_blocks, ...] each.
@@ -18,7 +18,7 @@ class BlockCopies:
 
     Attributes:
         block_bytes: bytes of one block in all layers.
-        layout: shape and type of a block in each of the caches.
+        layout: shape and dtype of a block in each of the caches.
 
     Raises:
         ConfigError: a cache is not divided into blocks.
@@ -35,12 +35,14 @@ class BlockCopies:
         self.block_bytes = sum(cache.shape[1] for cache in self._caches)
 
     def read(self, block_ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes of blocks, layer after layer."""
+        """Return the bytes of each block, all layers concatenated."""
         return [b"".join([cache[block_id] for cache in self._caches]) for block_id in block_ids]
 
     def write(self, block_ids: Sequence[int], blocks: Sequence[bytes]) -> bool:
-        """Write blocks that `read` has returned. Returns False, and writes nothing, if one has
-        another size."""
+        """Write blocks that `read` has returned.
+
+        Returns False, and writes nothing, if a block has the wrong size.
+        """
         if any(len(block) != self.block_bytes for block in blocks):
             return False
         for block_id, block in zip(block_ids, blocks, strict=True):

@@ -1,4 +1,4 @@
-"""Runs the draft model on the CPU: a second, smaller model that guesses the next tokens."""
+"""Runs the draft model on the CPU: a second, smaller model that predicts draft tokens."""
 
 from collections.abc import Callable
 
@@ -28,12 +28,13 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class DraftRunner(DraftMaker):
-    """A draft model in ragged launches; see `DraftMaker`.
+    """Runs a draft model in ragged forward passes; see `DraftMaker`.
 
     Args:
         config: of the draft model.
         model: the draft model.
-        target: the runner of the model, whose rows, blocks and random numbers this one uses.
+        target: the runner of the target model, whose batch, blocks and random numbers this one
+            uses.
     """
 
     def __init__(self, config: VllmConfig, model: CausalLM, target: CPUModelRunner) -> None:
@@ -52,7 +53,7 @@ class DraftRunner(DraftMaker):
 
     @property
     def kept_states(self) -> list[Tensor]:
-        """Return no tensors: of tokens, only keys and values are kept."""
+        """Empty: a draft model keeps only keys and values of tokens."""
         return []
 
     def _run_known(self, spans: DraftSpans) -> None:
@@ -98,7 +99,7 @@ class DraftRunner(DraftMaker):
         run_launch(launch, self.launches, begin)
 
     def _sample(self, given: ModelInput, output: RaggedOutput, samples: BoolArray) -> None:
-        """Append a draft to each row that samples."""
+        """Append a draft to each request that samples."""
         if not samples.any():
             return
         attention = given.context.attention
@@ -110,13 +111,13 @@ class DraftRunner(DraftMaker):
         self._keep_in_vocabulary(rows)
 
     def _are_known(self, rows: IntArray, positions: IntArray) -> bool:
-        """Whether the draft model has embeddings of these tokens."""
+        """Return whether the draft model has embeddings of these tokens."""
         if self._vocab_size >= self._target_vocab_size:
             return True
         return bool((self.batch.token_ids[rows, positions] < self._vocab_size).all())
 
     def _keep_in_vocabulary(self, rows: IntArray) -> None:
-        """Replace newest tokens that the model does not have."""
+        """Replace the newest tokens of requests if they are not in the draft model's vocabulary."""
         if self._vocab_size > self._target_vocab_size:
             newest = self.batch.num_tokens[rows] - 1
             token_ids = self.batch.token_ids[rows, newest]

@@ -1,4 +1,4 @@
-"""Samples drafts from the logits of any draft model or speculator."""
+"""Samples draft tokens from the logits of a draft model or speculator."""
 
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from vllm.worker.batch.input_batch import InputBatch
 
 
 class SamplesDrafts(Protocol):
-    """The attributes that a runner of drafts shares with the runner of the model."""
+    """Attributes that the runners of drafts have in common with the runner of the model."""
 
     batch: InputBatch
     sampling: SamplingState
@@ -20,12 +20,13 @@ class SamplesDrafts(Protocol):
 
 
 def append_drafts(runner: SamplesDrafts, rows: IntArray, logits: Tensor) -> None:
-    """Sample a draft for each of n requests, with the random number that the model will use at its
-    position, and append it to the tokens of the request.
+    """Sample a draft for each of n requests, and append it to the tokens of the request.
+
+    Uses the random number that the model will use at the same position.
 
     Args:
         runner: of the drafts.
-        rows: [n]
+        rows: [n] batch indices.
         logits: [n, tokens]
     """
     batch = runner.batch

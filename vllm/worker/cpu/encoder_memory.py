@@ -1,4 +1,4 @@
-"""The memory of the largest forward pass of the encoder of a model, without running it.
+"""Computes the memory of the encoder's largest forward pass, without values.
 
 The encoder runs once on tensors without values, which takes a fraction of a second. The bytes of
 the tensors that exist at the same time are counted.
@@ -29,10 +29,10 @@ logger = init_logger(__name__)
 
 
 class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that operators make while it is entered.
+    """Counts the bytes of the tensors that operators create while the mode is active.
 
     Attributes:
-        peak: most bytes of tensors that existed at the same time.
+        peak: largest number of bytes of tensors that existed at the same time.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class PeakBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operator, and count the storages that it has made."""
+        """Run an operator, and count the storages that it created."""
         result = self.run(func, args, kwargs or {})
         known = {id(each.untyped_storage()) for each in tree_leaves(args) if _is_tensor(each)}
         for each in tree_leaves(result):
@@ -62,7 +62,7 @@ class PeakBytes(TorchDispatchMode):
         return result
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of an operator."""
+        """Run an operator and return its result; subclasses replace how."""
         return func(*args, **kwargs)
 
     def _count(self, storage: Any) -> None:
@@ -81,7 +81,7 @@ class PeakBytes(TorchDispatchMode):
 class PeakWithoutValues(PeakBytes):
     """Counts the bytes of tensors without values.
 
-    torch computes the shapes of some operators in Python, and imports its compiler for it, which
+    For some operators torch computes the shapes in Python and imports its compiler for it, which
     takes more than a second. So their shapes are computed here.
     """
 
@@ -95,8 +95,9 @@ def _made(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of the shape of another one, in the order of its elements in memory, as
-    operators on elements do."""
+    """Return a tensor with the shape and memory order of another one, as elementwise
+    operators do.
+    """
     expected = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -106,8 +107,11 @@ def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _binary(one: Any, other: Any, **_: Any) -> Tensor | None:
-    """Return the result of an operator on the elements of two arguments, of which the second may be
-    a number; None: it is not known."""
+    """Return the result of an elementwise operator on two arguments; None if its shape is not
+    known.
+
+    The second argument may be a number.
+    """
     dtype = torch.result_type(one, other)
     if not dtype.is_floating_point:
         return None
@@ -190,7 +194,8 @@ _SHAPES: Mapping[Any, Callable[..., Tensor | None]] = {
 
 
 def encoder_bytes(config: VllmConfig, encoder: MediaEncoder) -> int:
-    """Return the bytes that the largest forward pass of an encoder needs next to its weights.
+    """Return the bytes that the largest forward pass of an encoder needs in addition to its
+    weights.
 
     Args:
         config: of the engine.
@@ -235,7 +240,7 @@ def encoder_bytes(config: VllmConfig, encoder: MediaEncoder) -> int:
 
 
 def peak_bytes(config: VllmConfig, given: Mapping[str, Tensor]) -> int:
-    """Return the peak of the bytes of a forward pass of the encoder, its arguments included.
+    """Return the peak bytes of one forward pass of the encoder, its arguments included.
 
     Args:
         config: of the engine.
@@ -260,7 +265,7 @@ def _without_values(config: VllmConfig) -> MediaEncoder:
 
 
 class _ShapeOps(NativeOps):
-    """Makes tensors of the shapes that operators on the CPU make."""
+    """Operators that only create tensors of the shapes that the CPU operators would create."""
 
     def full_attention(
         self,
@@ -270,8 +275,11 @@ class _ShapeOps(NativeOps):
         mask: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Return a result without values. The CPU reads a part of the keys at a time, so it keeps
-        one sum per query, and no weights; it copies a mask to the dtype of the query."""
+        """Return a result without values, after allocating the temporaries of the CPU kernel.
+
+        The kernel reads a part of the keys at a time, so it keeps one sum per query, and no
+        attention weights. It copies a mask to the dtype of the query.
+        """
         copied = None if mask is None else mask.to(query.dtype)
         sums = torch.empty(query.shape[:3], dtype=torch.float32, device="meta")
         result = _like(query, query.dtype)
@@ -281,7 +289,9 @@ class _ShapeOps(NativeOps):
 
 @contextmanager
 def _shape_ops() -> Iterator[None]:
-    """Use operators that read no values: the kernels read addresses."""
+    """Use operators that need no values, while the context is open: kernels would read
+    addresses.
+    """
     before = get_ops()
     set_ops(_ShapeOps())
     try:

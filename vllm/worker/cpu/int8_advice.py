@@ -1,6 +1,6 @@
-"""Computes from measured rates what `--quantization int8` would change on this machine.
+"""Computes from measured rates how much `--quantization int8` would gain on this machine.
 
-For processors without bfloat16 instructions: they multiply int8 faster than anything else.
+For processors without bfloat16 instructions, on which int8 matmuls are the fastest.
 """
 
 import time
@@ -29,12 +29,12 @@ _NUM_CALLS = 3
 
 @dataclass(frozen=True)
 class LinearRates:
-    """Seconds of one thread for the matmul with a weight that a cache holds.
+    """Seconds of one thread for a matmul whose weight is in the processor's cache.
 
     Attributes:
-        decode_s: seconds for each element with one row of inputs.
-        prompt_s: seconds for each element and row with many rows.
-        num_bytes: of an element in memory.
+        decode_s: seconds for each element with one input vector.
+        prompt_s: seconds for each element and input vector with many of them.
+        num_bytes: bytes of an element in memory.
     """
 
     decode_s: float
@@ -44,7 +44,7 @@ class LinearRates:
 
 @dataclass(frozen=True)
 class MachineRates:
-    """Rates of linear layers as they are and in int8, and of memory.
+    """Rates of linear layers, dense and in int8, and of memory.
 
     Attributes:
         dense: of weights in the model's dtype.
@@ -59,31 +59,32 @@ class MachineRates:
     num_threads: int
 
     def decode_gain(self) -> float:
-        """Return the speed of a decode of one request with int8, relative to that without."""
+        """Return the decode speed of one request with int8, relative to dense weights."""
         return self._decode_s(self.dense) / self._decode_s(self.int8)
 
     def prompt_gain(self) -> float:
-        """Return the same for prompts."""
+        """Return the prompt speed with int8, relative to dense weights."""
         return self.dense.prompt_s / self.int8.prompt_s
 
     def _decode_s(self, rates: LinearRates) -> float:
-        """Return the seconds for an element: threads multiply while memory is read."""
+        """Return the decode time per element in seconds: the larger one of computing and reading
+        memory.
+        """
         return max(rates.decode_s / self.num_threads, rates.num_bytes / self.read_bytes_per_s)
 
 
 def is_worth_measuring(isa: str, dtype: torch.dtype) -> bool:
-    """Whether kernels of this instruction set multiply packed weights of a dtype, and without
-    bfloat16 instructions.
+    """Return whether int8 may gain: kernels support the dtype, but have no bfloat16 instructions.
 
     Args:
-        isa: of the kernels; "torch": there are none.
+        isa: instruction set of the kernels; "torch": there are no kernels.
         dtype: of the model.
     """
     return isa != "torch" and isa not in HAS_BF16 and dtype in DENSE_FORMATS
 
 
 def int8_advice(rates: MachineRates, isa: str) -> str | None:
-    """Return what the log says of int8 on this machine; None: it gains nothing."""
+    """Return the log line about int8 on this machine; None if it gains nothing."""
     gains = {"decodes": rates.decode_gain(), "prompts": rates.prompt_gain()}
     texts = [f"{what} {gain:.1f} times as fast" for what, gain in gains.items() if gain >= MIN_GAIN]
     if not texts:
@@ -95,7 +96,7 @@ def int8_advice(rates: MachineRates, isa: str) -> str | None:
 
 
 def measure_rates(dtype: torch.dtype, storages: Sequence[Tensor]) -> MachineRates:
-    """Measure, which takes 2 to 10 ms on an idle machine.
+    """Measure the rates of this machine, which takes 2 to 10 ms if it is idle.
 
     Args:
         dtype: of the model, float32 or bfloat16.
@@ -114,7 +115,7 @@ def measure_rates(dtype: torch.dtype, storages: Sequence[Tensor]) -> MachineRate
 
 
 def _read_rate(storages: Sequence[Tensor]) -> float:
-    """Return the bytes that all threads read in a second; infinite where caches hold the model."""
+    """Measure the bytes that all threads read per second; infinite if caches hold the model."""
     parts, num_bytes = [], 0
     for storage in storages:
         part = storage[: min(storage.numel(), _READ_BYTES - num_bytes) // 8 * 8]

@@ -1,5 +1,6 @@
-"""Ragged batches of a device that takes any shape. A forward pass, or a whole step of decodes, is
-one call of C++ if the model allows it.
+"""Ragged (unpadded) forward passes, for devices that run any shape.
+
+A forward pass, or a whole step of decodes, is one C++ call if the model supports it.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,16 +43,16 @@ from vllm.worker.parts.row_parts import RowParts
 
 
 class StateReader(Protocol):
-    """Takes hidden states of the tokens that the model has run."""
+    """Receives hidden states of the tokens that the model has run."""
 
     def read(self, launch: Launch, result: Tensor, inner: Sequence[Tensor]) -> None:
-        """Read the result of a forward pass over T tokens, in the order of its rows.
+        """Receive the result of a forward pass over T tokens, request by request.
 
         Args:
-            launch: which tokens.
+            launch: the requests and tokens of the forward pass.
             result: [T, hidden] of the forward pass.
-            inner: [T, hidden] each, the inputs of the other layers that it reads, ascending. They
-                belong to the reader.
+            inner: [T, hidden] each, the inputs of the other layers that it needs, ascending. The
+                receiver may keep them.
         """
         ...
 
@@ -69,37 +70,37 @@ FusedT = TypeVar("FusedT")
 
 
 class ByItems(NamedTuple, Generic[FusedT]):
-    """Code for forward passes without items that cross-attention reads, and with some."""
+    """Two versions of a program: without items for cross-attention, and with such items."""
 
     without: FusedT | None
     reading: FusedT | None
 
     def of(self, items: object | None) -> FusedT | None:
-        """Return the code for a launch; None: there is none.
+        """Return the version for a forward pass; None if there is none.
 
         Args:
-            items: of the launch; None: no token sees any.
+            items: of the forward pass; None: no token sees any.
         """
         return self.without if items is None else self.reading
 
 
 class RaggedLaunches:
-    """Builds and runs the launches of one model, one for each step, without padding.
+    """Builds and runs ragged forward passes of one model: one for each step, without padding.
 
     Args:
         config: of the engine.
         model: loaded, on the device.
-        device: where it is.
-        batch: the rows.
-        parts: what they bring.
-        build: makes the input of a launch; None: as a decoder takes it.
+        device: the device of the model.
+        batch: the running requests.
+        parts: what else requests bring, such as adapters or images.
+        build: makes the inputs of a forward pass; None: the inputs of a decoder.
 
     Attributes:
-        stage: of the model.
-        programs: each runs the model in one call; None: modules run it.
-        decode_steps: each runs a step of decodes in one call; None: nothing does.
-        is_fused: whether `fuse` has found out what these are.
-        reader: takes the hidden states of all launches; None: nothing does.
+        stage: pipeline stage of the model.
+        programs: run the model in one call; None: it runs layer by layer.
+        decode_steps: run a whole step of decodes in one call; None: not possible.
+        is_fused: whether `fuse` has tried to make these programs.
+        reader: receives the hidden states of all forward passes; None: not needed.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class RaggedLaunches:
         """Received, but not used."""
 
     def plan(self, step: SchedulerOutput) -> list[Launch]:
-        """Return one launch with all rows."""
+        """Return one forward pass with all requests of the step."""
         start, count = step.num_computed_tokens, step.num_scheduled_tokens
         return [
             Launch(
@@ -143,11 +144,11 @@ class RaggedLaunches:
         ]
 
     def running(self, launch: Launch) -> AbstractContextManager[None]:
-        """Return the context of a launch; there is nothing to do around it."""
+        """Return a context manager to run a forward pass in; here it does nothing."""
         return nullcontext()
 
     def build(self, launch: Launch) -> ModelInput:
-        """Build the tensors of a launch."""
+        """Build the input tensors of a forward pass."""
         return self._build(launch)
 
     def _build_decoder_input(self, launch: Launch) -> ModelInput:
@@ -163,7 +164,7 @@ class RaggedLaunches:
         )
 
     def run(self, given: ModelInput) -> RaggedOutput:
-        """Run a launch, and give its hidden states to the reader."""
+        """Run a forward pass, and give its hidden states to the reader."""
         metadata, adapters = given.context.attention, given.context.adapters
         items, program = given.context.items, self.programs.of(given.context.items)
         by_modules = need_modules(adapters) or given.context.added is not None
@@ -177,7 +178,7 @@ class RaggedLaunches:
         return output
 
     def run_modules(self, given: ModelInput) -> RaggedOutput:
-        """Run a launch module by module."""
+        """Run a forward pass layer by layer, without a program."""
         inputs, inner = self._inputs(given.input_ids)
         positions, own = given.context.positions, self._inner_layers.own
         types = () if given.token_type_ids is None else (given.token_type_ids,)
@@ -217,22 +218,25 @@ class RaggedLaunches:
         return RaggedOutput(result, inner + program.tapped)
 
     def send(self, output: RaggedOutput) -> None:
-        """Send hidden states and inputs of inner layers to the next stage."""
+        """Send the hidden states, and the inputs of inner layers, to the next pipeline stage."""
         hidden_states = output.hidden_states
         if output.inner:
             hidden_states = torch.cat((hidden_states, *output.inner), dim=1)
         self.stage.connected.send(hidden_states)
 
     def _inputs(self, input_ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return what this stage takes: token ids [T], or the hidden states [T, hidden] of the
-        stage before; and the inputs of inner layers that it was sent."""
+        """Return the input of this stage, and the inputs of inner layers from previous stages.
+
+        The input is token ids [T] on the first stage, else hidden states [T, hidden].
+        """
         if self.stage.is_first:
             return input_ids, []
         return self._inner_layers.split(self.receive(len(input_ids)))
 
     def receive(self, num_tokens: int) -> Tensor:
-        """Return what the stage before has sent for a launch: hidden states, and inputs of inner
-        layers."""
+        """Return the data of the previous stage: hidden states, and inputs of inner layers, in one
+        tensor.
+        """
         kept, self._kept = self._kept, None
         if kept is not None:
             return kept
@@ -240,27 +244,30 @@ class RaggedLaunches:
         return self.stage.receive(num_tokens, size, self._dtype, self._device)
 
     def keep_received(self, received: Tensor | None) -> None:
-        """Keep what was received for a launch until it runs after all."""
+        """Keep data received for a forward pass, to use it when the forward pass runs later."""
         self._kept = received
 
     def stats(self, num_steps: int, num_useful_tokens: int) -> RunnerStats:
-        """Return the counters of a runner; nothing is padded or compiled."""
+        """Return the counters of a runner that pads and compiles nothing."""
         return RunnerStats(num_steps=num_steps, num_useful_tokens=num_useful_tokens)
 
     def fuse_pooling(self, model: PoolingModel) -> None:
-        """Find out whether a pooling model runs in one call, once caches are bound. Further calls
-        do nothing."""
+        """Record the program of a pooling model, if possible; caches must be bound.
+
+        Further calls do nothing.
+        """
         if not self.is_fused:
             self.is_fused = True
             self.programs = ByItems(fuse(model), None)
 
     def fuse(self, sampling: SamplingState, row_features: FeatureArray) -> None:
-        """Find out which parts of a generative model run in one call, once caches are bound.
+        """Record the programs of a generative model, as far as possible; caches must be bound.
+
         Further calls do nothing.
 
         Args:
-            sampling: of the rows.
-            row_features: [rows] what a step of decodes in one call knows of each row.
+            sampling: sampling state of the batch.
+            row_features: [rows] features of each request that a decode step in one call must know.
         """
         if self.is_fused:
             return
@@ -312,10 +319,12 @@ class RaggedLaunches:
 
 
 def need_modules(adapters: LaunchAdapters | None) -> bool:
-    """Return whether adapters change what no program changes."""
+    """Return whether adapters change layers that no program supports, so that layers run one by
+    one.
+    """
     return isinstance(adapters, RaggedAdapters) and adapters.need_modules
 
 
 def adapted_rows(adapters: LaunchAdapters | None) -> AdaptedRows | None:
-    """Return adapters as a program takes them."""
+    """Return the adapters in the format of a program; None: there are none."""
     return adapters.rows if isinstance(adapters, RaggedAdapters) else None

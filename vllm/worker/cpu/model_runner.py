@@ -1,4 +1,4 @@
-"""Runs scheduler steps on the CPU. A whole step of decodes is one call of C++ where it can be."""
+"""Runs scheduler steps on the CPU; a whole step of decodes is one C++ call if possible."""
 
 from collections.abc import Callable, Iterator
 
@@ -30,12 +30,12 @@ from vllm.worker.runner import RunnerParts, plan_batch
 
 
 class RaggedSampling:
-    """Samples from the hidden states of ragged launches; see `SamplesTokens`.
+    """Samples from the hidden states of ragged forward passes; see `SamplesTokens`.
 
     Args:
         config: of the engine.
         device: of the logits.
-        head: computes them.
+        head: the output head, which computes logits.
     """
 
     def __init__(self, config: VllmConfig, device: torch.device, head: OutputHead) -> None:
@@ -50,7 +50,7 @@ class RaggedSampling:
         num_output: IntArray,
         drafts: RowDrafts | None,
     ) -> Sampled:
-        """Compute the logits of the tokens that sample, and sample from them."""
+        """Compute logits for the tokens that sample, and sample the next tokens."""
         rows, num_output, num_drafts = given.rows, num_output[given.sampled], given.num_drafts
         if num_drafts is not None:
             sizes = num_drafts + 1
@@ -67,13 +67,13 @@ class RaggedSampling:
 
 
 class CPUModelRunner(ModelRunner):
-    """A `ModelRunner` that fuses its model at the first step, when caches are bound.
+    """A `ModelRunner` that records its programs at the first step, when caches are bound.
 
     Args:
         config: of the engine.
         model: loaded.
-        device: where it is.
-        grammars: of the worker, which begin to load before the model.
+        device: the device of the model.
+        grammars: of the worker; their modules are loaded while the model is loaded.
     """
 
     launches: RaggedLaunches
@@ -112,7 +112,10 @@ class CPUModelRunner(ModelRunner):
         return super()._start(step) if output is None else lambda: output
 
     def _decode(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Run a step of decodes in one call. None: it has to be launched."""
+        """Run a step of decodes in one C++ call.
+
+        None: not possible, it must run as a forward pass.
+        """
         launches = self.launches
         if step.new_requests or not any(launches.decode_steps):
             return None
@@ -163,6 +166,8 @@ class CPUModelRunner(ModelRunner):
         )
 
     def _runs_in_one_call(self, parts: LaunchParts, rows: IntArray) -> bool:
-        """Return whether a step of decodes in one call takes what these rows bring."""
+        """Return whether a decode step in one call supports everything that these requests
+        bring.
+        """
         has_others = "replaced" in parts or need_modules(parts.get("adapters"))
         return not has_others and not self.parts.of_head(rows)

@@ -24,7 +24,7 @@ from vllm.worker.runner import RunnerParts, plan_batch
 
 
 class CPUPoolingRunner(PoolingRunner):
-    """A `PoolingRunner` that fuses its model at the first step, when caches are bound."""
+    """A `PoolingRunner` that records its program at the first step, when caches are bound."""
 
     launches: RaggedLaunches
 
@@ -36,12 +36,12 @@ class CPUPoolingRunner(PoolingRunner):
 def make_pooling_runner(
     config: VllmConfig, model: PoolingModel, device: torch.device
 ) -> PoolingRunner:
-    """Make the runner of a device that takes any shape.
+    """Make a pooling runner for devices that run any shape.
 
     Args:
         config: of the engine; `model.pooler` is set.
         model: loaded, on the device.
-        device: where it is.
+        device: the device of the model.
     """
     layout, batch = plan_batch(config, model)
     requests, types, rows = pooling_rows(config, model, batch)
@@ -66,7 +66,7 @@ def make_pooling_runner(
 def _build_encoder_input(
     batch: InputBatch, device: torch.device, types: TokenTypes | None, launch: Launch
 ) -> ModelInput:
-    """Build the tensors of whole prompts, whose tokens see each other."""
+    """Build the inputs of whole prompts whose tokens attend to each other in both directions."""
 
     def to_device(values: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(device)

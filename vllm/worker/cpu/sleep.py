@@ -1,7 +1,7 @@
-"""Sleep mode on the CPU, where weights are host memory already.
+"""Sleep mode on the CPU, where weights are in host memory anyway.
 
-All memory keeps its address while it is released (`utils/process/process_memory`), so kernels
-that hold addresses of weights and caches are not affected.
+All memory keeps its address while it is released (`utils/process/process_memory`), so kernels that
+store addresses of weights and caches are not affected.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ logger = init_logger(__name__)
 
 
 def check_can_sleep() -> None:
-    """Refuse sleep mode on a system that does not support it.
+    """Check that this system supports sleep mode.
 
     Raises:
         ConfigError: the system is not Linux.
@@ -32,14 +32,14 @@ def check_can_sleep() -> None:
 class HostWeights:
     """The weights of a model in host memory, which are restored from the checkpoint.
 
-    There is no other memory to keep them in, so weights that differ from the checkpoint are not
-    released when their content must be kept.
+    There is no other memory to save them in. So weights that differ from the checkpoint are not
+    released if their content must be kept.
 
     Args:
         model: loaded, its weights packed.
         folder: of the checkpoint.
-        build: reads a checkpoint again.
-        can_sleep: `release` will be called, so note now what the weights are.
+        build: loads a checkpoint into a new model.
+        can_sleep: `release` will be called, so remember checksums of the weights now.
     """
 
     def __init__(
@@ -55,8 +55,7 @@ class HostWeights:
         self._must_be_as_loaded = False
 
     def release(self, *, keep: bool) -> None:
-        """Release the weights, unless their content has to be kept and differs from the
-        checkpoint."""
+        """Release the weights, unless they must be kept and differ from the checkpoint."""
         self._must_be_as_loaded = keep
         if self._is_released:
             return
@@ -75,7 +74,8 @@ class HostWeights:
         """Read the checkpoint again, into the same memory.
 
         Raises:
-            WeightLoadError: it cannot be read, or no longer has the weights that had to be kept.
+            WeightLoadError: it cannot be read, or its weights have changed although they had to be
+                kept.
         """
         if not self._is_released:
             return
@@ -92,8 +92,7 @@ class HostWeights:
         self._note()
 
     def reload(self, folder: str | None) -> None:
-        """Read the weights again, from another folder if one is given; see
-        `SleepingWeights.reload`."""
+        """Read the weights again, optionally from another folder; see `SleepingWeights.reload`."""
         if self._is_released:
             self._folder = folder or self._folder
             self._must_be_as_loaded = False
@@ -104,7 +103,7 @@ class HostWeights:
 
     @torch.no_grad()
     def _read(self, folder: str) -> None:
-        """Copy the weights of a folder into the memory of the model."""
+        """Copy the weights of a checkpoint folder into the memory of the model."""
         fresh_model = self._build(folder)
         fresh = model_storages(fresh_model)
         sizes = [[len(storage) for storage in storages] for storages in (self._storages, fresh)]
@@ -130,14 +129,14 @@ class HostCache:
 
     Args:
         layers: with their caches bound.
-        kept_states: what else is kept of tokens.
+        kept_states: other tensors with data of tokens, such as hidden states.
     """
 
     def __init__(self, layers: Sequence[CachedLayer], kept_states: Sequence[Tensor] = ()) -> None:
         self._layers, self._kept_states = layers, kept_states
 
     def release(self, *, keep: bool) -> None:
-        """Release the caches."""
+        """Release the memory of the caches, whose content is lost."""
         for layer in self._layers:
             for tensor in layer.request_tensors:
                 _discard(tensor)
@@ -145,7 +144,7 @@ class HostCache:
             _discard(states)
 
     def restore(self) -> None:
-        """Do nothing: the system allocates pages when they are written."""
+        """Do nothing: the system allocates pages again when they are written."""
 
 
 def _discard(tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Runs a speculator on the CPU: a network that guesses next tokens from hidden states."""
+"""Runs a speculator on the CPU: a network that predicts draft tokens from hidden states."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,17 +29,18 @@ from vllm.worker.parts.position_rows import draft_parts
 
 
 class SpeculatorRunner(DraftMaker):
-    """Runs a speculator in ragged batches; see `DraftMaker`.
+    """Runs a speculator in ragged forward passes; see `DraftMaker`.
 
-    The token at position p + 1 goes through the speculator with the hidden state of position p,
-    and keys and values of that step are at the place of p. Of a speculator without attention only
-    the newest token goes through it.
+    The token at position p + 1 is its input together with the hidden state of position p; the keys
+    and values of that step are stored at position p. A speculator without attention runs only the
+    newest token.
 
     Args:
         config: of the speculator.
         speculator: with its weights.
-        target: the runner of the model, whose rows, blocks and random numbers this one uses.
-        max_drafts: of a row in one step.
+        target: the runner of the target model, whose batch, blocks and random numbers this one
+            uses.
+        max_drafts: largest number of drafts of a request in one step.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class SpeculatorRunner(DraftMaker):
 
     @property
     def cache_layout(self) -> KVCacheLayout:
-        """Of its keys and values; the hidden states are part of a block's bytes."""
+        """Layout of its KV cache; the bytes of a block include its hidden states."""
         dtype = cache_dtype(self.config)
         layout = cache_layout(self.config, self.attention_layers, dtype, keeps_all=True)
         if not self.attention_layers:
@@ -76,11 +77,11 @@ class SpeculatorRunner(DraftMaker):
 
     @property
     def kept_states(self) -> list[Tensor]:
-        """Return the hidden states that are kept of tokens, in addition to keys and values."""
+        """Hidden states that are kept of tokens, in addition to keys and values."""
         return [] if self._states is None else [self._states.memory]
 
     def start(self, num_blocks: int) -> None:
-        """Prepare for a KV cache with so many blocks, which is bound now."""
+        """Prepare for a KV cache with `num_blocks` blocks, which is bound now."""
         super().start(num_blocks)
         batch, size, dtype = self.batch, self._speculator.kept_size, self._dtype
         if not self.attention_layers:
@@ -91,12 +92,12 @@ class SpeculatorRunner(DraftMaker):
 
     @torch.inference_mode()
     def read(self, launch: Launch, result: Tensor, inner: Sequence[Tensor]) -> None:
-        """Keep the hidden states of a launch for the speculator."""
+        """Store the hidden states of a forward pass for the speculator."""
         assert self._states is not None, "the KV cache is not bound"
         self._states.write(launch, self._speculator.keep(result, inner))
 
     def _run_known(self, spans: DraftSpans) -> None:
-        """Run tokens with hidden states of the model."""
+        """Run known tokens, with the hidden states that the model has computed for them."""
         assert self._states is not None, "the KV cache is not bound"
         rows, first = spans.rows, spans.first
         last = torch.empty(0)
@@ -121,15 +122,15 @@ class SpeculatorRunner(DraftMaker):
         self._append(rows, self._run(place, launch, states), place)
 
     def _note_drafts(self, progress: DraftProgress | NewestTokens, spans: DraftSpans) -> None:
-        """Note nothing: once they are known, drafts are computed again with states of the model."""
+        """Do nothing: once drafts are accepted, they run again with hidden states of the model."""
 
     def _append(self, rows: IntArray, states: Tensor, place: int) -> None:
-        """Append the drafts that follow from what the newest tokens of rows have become."""
+        """Append the drafts that follow from the newest states of the requests."""
         self._rows, self._newest = rows, states
         append_drafts(self, rows, self._speculator.compute_logits(place, states))
 
     def _run(self, place: int, launch: Launch, states: Tensor) -> Tensor:
-        """Run one step of the tokens after the tokens of a launch."""
+        """Run one speculator step for the tokens after the tokens of a forward pass."""
         rows, count = launch.rows, launch.num_scheduled_tokens
         indices = np.repeat(launch.num_computed_tokens, count) + positions_within(count)
         next_ids = self.batch.token_ids[np.repeat(rows, count), indices + 1]

@@ -67,11 +67,11 @@ logger = init_logger(__name__)
 
 
 class CPUWorker(WorkerBase):
-    """Runs the model in this process, on torch's threads.
+    """A worker that runs the model on the CPU in this process, with torch's threads.
 
     Args:
         config: of the engine.
-        platform: has the memory; None: this machine.
+        platform: reports the memory; None: this machine.
     """
 
     model: CausalLM | PoolingModel
@@ -89,10 +89,10 @@ class CPUWorker(WorkerBase):
         set_ops(self._ops)
 
     def load(self, rank: int) -> None:
-        """Build the model, read its weights and pack them for the kernels.
+        """Build the model, load its weights and pack them for the kernels.
 
         Raises:
-            ConfigError: the weights are to be quantized and there are no kernels for that.
+            ConfigError: the weights are to be quantized, but there are no kernels for that.
         """
         if self.config.model.enable_sleep_mode:
             check_can_sleep()
@@ -100,8 +100,7 @@ class CPUWorker(WorkerBase):
         super().load(rank)
 
     def _bind(self, rank: int) -> None:
-        """Bind this thread, and the threads that it starts from now on, to the cores of the
-        rank."""
+        """Bind this thread, and all threads it starts from now on, to the cores of the rank."""
         device = self.config.device
         if device.bound_cores is not None:
             cores = device.bound_cores[rank]
@@ -120,14 +119,16 @@ class CPUWorker(WorkerBase):
 
     @property
     def _num_sharing_ranks(self) -> int:
-        """Count the ranks of this machine that compute at the same time, so that the cores are
-        divided among them: the ranks of one stage if stages run one after another."""
+        """Number of ranks on this machine that compute at the same time and share its cores.
+
+        If pipeline stages run one after another, these are the ranks of one stage.
+        """
         if self.config.parallel.stages_alternate:
             return min(self.num_local_ranks, self.config.parallel.tensor_parallel_size)
         return self.num_local_ranks
 
     def _spread_memory(self, nodes: list[int]) -> None:
-        """Take weights and cache from all nodes of memory that the threads are on."""
+        """Allocate weights and KV cache interleaved over the memory nodes of the threads."""
         if len(nodes) < 2:
             return
         text = format_cores(set(nodes))
@@ -209,7 +210,7 @@ class CPUWorker(WorkerBase):
         )
 
     def _dense_format(self) -> Quantization | None:
-        """Return how the kernels store dense weights; None: as torch does."""
+        """Return the storage format of dense weights for the kernels; None: dense torch tensors."""
         return CPUPacked() if isinstance(self._ops, CPUOps) else None
 
     def _make_runner(self, model: CausalLM | PoolingModel) -> CPUModelRunner | PoolingRunner:
@@ -238,8 +239,10 @@ class CPUWorker(WorkerBase):
         return CheckedCollectives(self.rank, self.tp.size, group)
 
     def measure(self) -> MemoryReport:
-        """Count the KV blocks for which there is memory. No forward passes are counted but the
-        largest one of the encoder."""
+        """Count the KV blocks that fit in memory.
+
+        Of forward passes, only the largest one of the encoder is counted.
+        """
         layout = self._layout
         free_bytes = self.platform.free_memory_bytes()
         if (transfer := self.config.connector.kv_transfer) is not None:
@@ -276,7 +279,7 @@ class CPUWorker(WorkerBase):
         )
 
     def _uses(self, num_ranks: int) -> list[MemoryUse]:
-        """List how much memory this process has taken, and for what."""
+        """List how much memory this process uses, and for what."""
         drafts = 0
         if self._drafter is not None:
             drafts = sum(len(part) for part in model_storages(self._draft_model))
@@ -297,7 +300,7 @@ class CPUWorker(WorkerBase):
 
     @property
     def _embeddings_bytes(self) -> int:
-        """Largest size in bytes of the embeddings of images that this rank keeps."""
+        """Largest size in bytes of the image embeddings that this rank keeps."""
         model = self.model
         if not isinstance(model, LayeredModel) or not (width := embedding_width(model)):
             return 0
@@ -306,8 +309,11 @@ class CPUWorker(WorkerBase):
         return self.config.scheduler.encoder_cache_size * size
 
     def _count_encoder_bytes(self) -> int:
-        """Return the memory of the encoder's largest forward pass; 0: this rank has no encoder, or
-        it is not to be counted."""
+        """Return the memory of the encoder's largest forward pass; 0 without an encoder on this
+        rank.
+
+        Also 0 if the config excludes it.
+        """
         model = self.model
         if self.config.multimodal.skip_mm_profiling or not isinstance(model, LayeredModel):
             return 0
@@ -317,7 +323,7 @@ class CPUWorker(WorkerBase):
 
     @property
     def _layout(self) -> KVCacheLayout:
-        """Of the model, with the bytes of the draft model's keys and values."""
+        """Layout of the KV cache, including keys and values of the draft model."""
         layout = self.runner.cache_layout
         if self._drafter is None:
             return layout
@@ -325,7 +331,7 @@ class CPUWorker(WorkerBase):
         return replace(layout, block_bytes=layout.block_bytes + more_bytes)
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocate a KV cache of so many blocks, the null block included."""
+        """Allocate a KV cache of `num_blocks` blocks, the null block included."""
         calculate_scales(self.config, self.model, self.device)
         layers, layout = self.runner.attention_layers, self.runner.cache_layout
         num_kept_states = self._num_kept_states or 0
@@ -366,7 +372,9 @@ class CPUWorker(WorkerBase):
         )
 
     def _advise_int8(self) -> None:
-        """Log what int8 would gain where dense weights meet a processor without bfloat16."""
+        """Log what int8 would gain, if weights are dense and the processor has no bfloat16
+        instructions.
+        """
         model = self.config.model
         dtype: torch.dtype = getattr(torch, model.dtype_name)
         is_dense = (quant_method(model.resolved_arch) or model.quantization) is None
@@ -383,7 +391,7 @@ class CPUWorker(WorkerBase):
         return model_storages(self.model), isa
 
     def execute_model(self, step: SchedulerOutput) -> StepHandle:
-        """Start a step; at most one other is in flight."""
+        """Start a step and return its handle; at most one other step may be in flight."""
         with self.profile.step(step):
             return self.runner.execute(step)
 

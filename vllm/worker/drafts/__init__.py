@@ -1,1 +1,1 @@
-"""Draft models and speculators: which tokens they have computed, and what they keep."""
+"""Draft models and speculators: the tokens that they have computed, and their stored states."""

@@ -1,6 +1,4 @@
-"""Makes the drafts of a step: what the runners of draft models and of speculators have in common,
-on all devices.
-"""
+"""Makes the drafts of a step: the common base of draft-model and speculator runners."""
 
 from abc import ABC, abstractmethod
 
@@ -17,20 +15,20 @@ from vllm.worker.drafts.draft_progress import DraftProgress, DraftSpans, NewestT
 
 
 class DraftMaker(ABC):
-    """Makes the drafts of a step after the newest tokens of its requests.
+    """Makes drafts after the newest tokens of the requests of a step.
 
     A draft is sampled from the draft model's distribution, with the random number that the model
-    will use at the same position: if the two distributions are alike, so are the tokens. Masks,
-    penalties and other changes of logits are left to the model.
+    will use at the same position: if the two distributions are equal, so are the tokens. Masks,
+    penalties and other changes of logits are applied only by the model.
 
     Args:
         config: of the draft model or speculator.
-        model: which it is, on the device.
-        batch: the rows of the model.
-        reads_states: it is a speculator, which takes with each token a hidden state of the model.
+        model: the draft model or speculator, on the device.
+        batch: the running requests of the target model.
+        reads_states: it is a speculator, which needs a hidden state of the model for each token.
 
     Attributes:
-        config, model, batch: as given.
+        config, model, batch: the arguments.
     """
 
     def __init__(
@@ -51,7 +49,7 @@ class DraftMaker(ABC):
         return layers_with_cache(self.model)
 
     def start(self, num_blocks: int) -> None:
-        """Prepare for a KV cache with so many blocks, which is bound now."""
+        """Prepare for a KV cache with `num_blocks` blocks, which is bound now."""
         config, max_len = self.config, self.config.model.max_model_len
         assert max_len is not None
         if not self.attention_layers:
@@ -70,7 +68,7 @@ class DraftMaker(ABC):
         """Write the drafts of a step into the batch, after the known tokens of their requests.
 
         Args:
-            step: the batch is up to date with it.
+            step: the step; the batch must be updated with it already.
         """
         assert self._progress is not None, "the KV cache is not bound"
         spans = self._progress.plan(step)
@@ -90,16 +88,20 @@ class DraftMaker(ABC):
 
     @abstractmethod
     def _run_known(self, spans: DraftSpans) -> None:
-        """Run known tokens, and append the first draft of the rows that get drafts."""
+        """Run known tokens, and append the first draft of the requests that get drafts."""
 
     @abstractmethod
     def _run_newest(self, rows: IntArray, place: int) -> None:
-        """Run the newest token of each request, which precedes the draft at `place`, and append the
-        token that follows."""
+        """Run the newest token of each request, and append the token that follows.
+
+        Args:
+            rows: batch indices of the requests.
+            place: index of the draft that is appended.
+        """
 
     def _write_drafts(self) -> None:  # noqa: B027
         """Write all drafts that are not in the batch yet."""
 
     def _note_drafts(self, progress: DraftProgress | NewestTokens, spans: DraftSpans) -> None:
-        """Note which drafts have keys and values now."""
+        """Note which drafts have keys and values in the draft model's cache now."""
         progress.add_drafts(spans)

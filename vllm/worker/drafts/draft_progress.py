@@ -1,9 +1,9 @@
 """Tracks which tokens of the requests have keys and values of the draft model.
 
-The draft model keeps its keys and values in the blocks of the model, in tensors of its own. It
+The draft model stores its keys and values in the same blocks as the model, in separate tensors. It
 computes prompts together with the model, but outputs only for requests that get drafts. So this
-module stores, for each block, how many of its tokens the draft model has computed. A request that
-finds its prefix in shared blocks then knows which tokens are missing.
+module stores, for each block, how many of its tokens the draft model has computed. Then the missing
+tokens of a request whose prefix is in shared blocks are known.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class DraftSpans:
-    """Known tokens that the draft model runs before it makes drafts, for n rows."""
+    """Known tokens of n requests that the draft model runs before it makes drafts."""
 
     rows: IntArray
     """[n]"""
@@ -37,7 +37,7 @@ class DraftSpans:
     def of(
         cls, step: SchedulerOutput, places: BoolArray, first: IntArray, count: IntArray
     ) -> "DraftSpans":
-        """Select some requests of a step."""
+        """Select some requests of a step, with the spans of tokens to run."""
         num_drafts = _num_drafts(step)
         num_known = step.num_computed_tokens + step.num_scheduled_tokens - num_drafts
         return cls(
@@ -55,11 +55,10 @@ def _num_drafts(step: SchedulerOutput) -> IntArray:
 
 
 class NewestTokens:
-    """Plans a speculator without attention: it runs only the newest token of each request with
-    drafts."""
+    """Plans the tokens of a speculator without attention: only the newest token of each request."""
 
     def plan(self, step: SchedulerOutput) -> DraftSpans | None:
-        """Return the newest token of each request with drafts; None: no request has drafts."""
+        """Return the newest token of each request with drafts; None if no request has drafts."""
         if step.num_draft_tokens is None:
             return None
         has_drafts = step.num_draft_tokens > 0
@@ -67,20 +66,20 @@ class NewestTokens:
         return DraftSpans.of(step, has_drafts, first, np.ones_like(first))
 
     def add_drafts(self, spans: DraftSpans) -> None:
-        """Do nothing: no data of drafts is kept."""
+        """Do nothing: a speculator without attention stores no data of drafts."""
 
 
 class DraftProgress:
-    """Follows the draft model over the steps.
+    """Tracks which tokens the draft model has computed, over the steps.
 
     Args:
-        batch: the rows and their block tables.
+        batch: the running requests and their block tables.
         block_size: tokens of a block.
         num_blocks: of the KV cache.
         max_model_len: tokens that the draft model can process.
-        reads_states: it is a speculator, which takes with each token the next one and a hidden
-            state of the model: it computes the tokens that the model has computed before the step,
-            and those of drafts again once they are known.
+        reads_states: it is a speculator, which needs with each token the next one and a hidden
+            state of the model. So it computes tokens one step after the model, and accepted drafts
+            again.
     """
 
     def __init__(
@@ -104,14 +103,15 @@ class DraftProgress:
         """[rows] whether some of the computed tokens may be drafts that were wrong."""
 
     def plan(self, step: SchedulerOutput) -> DraftSpans | None:
-        """Plan the tokens that the draft model runs in a step: prompts together with the model, and
-        the tokens that it lacks of requests with drafts. They count as computed from here on.
+        """Plan the tokens that the draft model runs in a step; they count as computed from now on.
+
+        These are prompts, together with the model, and missing tokens of requests with drafts.
 
         Args:
-            step: the batch is up to date with it.
+            step: the step; the batch must be updated with it already.
 
         Returns:
-            None: nothing.
+            None: there is nothing to run.
         """
         rows, start = step.rows, step.num_computed_tokens
         self._in_block[step.block_ids] = 0
@@ -156,14 +156,18 @@ class DraftProgress:
         return DraftSpans.of(step, runs, first[runs], (end - first)[runs])
 
     def add_drafts(self, spans: DraftSpans) -> None:
-        """Note that drafts were made. The last one of each request has not been run."""
+        """Note that drafts were computed; the last draft of each request was sampled, but
+        not run.
+        """
         has = spans.num_drafts > 1
         first = (spans.first + spans.count)[has]
         self._note(spans.rows[has], first, first + spans.num_drafts[has] - 1)
 
     def _find(self, row: int, num_tokens: int) -> int:
-        """Count the leading tokens of the first `num_tokens` of a new request, whose blocks are
-        shared, that the draft model has computed."""
+        """Count how many leading tokens of a new request the draft model has computed.
+
+        Only the first `num_tokens` tokens, whose blocks are shared, are counted.
+        """
         size = self._block_size
         computed = self._in_block[self._batch.block_table[row, : -(-num_tokens // size)]]
         lacking = np.flatnonzero(computed < size)
@@ -173,13 +177,14 @@ class DraftProgress:
         return min(found, num_tokens)
 
     def _forget(self, rows: IntArray, start: IntArray, count: IntArray) -> None:
-        """Forget the content of these slots, because the model writes tokens to them."""
+        """Mark these slots as not computed, because the model writes other tokens to them."""
         blocks, offsets = self._places(rows, start, count)
         np.minimum.at(self._in_block, blocks, offsets)
 
     def _note(self, rows: IntArray, first: IntArray, end: IntArray) -> None:
-        """Note that the draft model computes the tokens from `first` up to `end` of each
-        request."""
+        """Mark the tokens from `first` up to `end` of each request as computed by the
+        draft model.
+        """
         blocks, offsets = self._places(rows, first, np.maximum(end - first, 0))
         self._in_block[blocks] = offsets + 1
         self._num_tokens[rows] = np.maximum(first, end)
@@ -187,7 +192,7 @@ class DraftProgress:
     def _places(
         self, rows: IntArray, first: IntArray, count: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Block and offset of each token, row by row."""
+        """Return block and offset of each token, request by request."""
         positions = np.repeat(first, count) + positions_within(count)
         blocks = self._batch.block_table[np.repeat(rows, count), positions // self._block_size]
         return blocks, positions % self._block_size

@@ -1,4 +1,4 @@
-"""Hidden states of the tokens of requests, which a speculator reads in later steps."""
+"""Stores hidden states of tokens, which a speculator reads in later steps."""
 
 from abc import ABC, abstractmethod
 
@@ -13,10 +13,10 @@ from vllm.worker.batch.launch import Launch
 
 
 class HiddenStateStore(ABC):
-    """Vectors of `size` elements, one for each token that is kept.
+    """Stores a vector of `size` elements for each token that is kept.
 
     Args:
-        batch: the rows.
+        batch: the running requests.
         size: of a vector.
         dtype: of its elements.
 
@@ -31,23 +31,23 @@ class HiddenStateStore(ABC):
     @property
     @abstractmethod
     def _num_places(self) -> int:
-        """Vectors that there is room for."""
+        """Number of vectors that the memory has space for."""
 
     @abstractmethod
     def _places(self, rows: IntArray, positions: IntArray) -> IntArray:
-        """Return the slots of the vectors of tokens."""
+        """Return the memory slots of the vectors of tokens."""
 
     def _is_kept(self, positions: IntArray, ends: IntArray) -> IntArray:
-        """Return the indices of the tokens of a launch that are kept.
+        """Return the indices of those tokens of a forward pass whose vectors are stored.
 
         Args:
             positions: [T]
-            ends: [T] position after the last token of its request.
+            ends: [T] position after the last token of the same request.
         """
         return np.arange(len(positions), dtype=np.int32)
 
     def write(self, launch: Launch, states: Tensor) -> None:
-        """Keep the vectors [T, size] of the tokens of a launch."""
+        """Store the vectors [T, size] of the tokens of a forward pass."""
         start, count = launch.num_computed_tokens, launch.num_scheduled_tokens
         if len(states) == len(start):  # each request has one token
             self.memory[self._index(launch.rows, start)] = states
@@ -60,7 +60,7 @@ class HiddenStateStore(ABC):
         self.memory[self._index(rows[kept], positions[kept])] = states
 
     def read(self, rows: IntArray, positions: IntArray) -> Tensor:
-        """Return the vectors [n, size] of n tokens that were written."""
+        """Return the stored vectors [n, size] of n tokens."""
         return self.memory[self._index(rows, positions)]
 
     def _index(self, rows: IntArray, positions: IntArray) -> Tensor:
@@ -68,8 +68,9 @@ class HiddenStateStore(ABC):
 
 
 class BlockHiddenStates(HiddenStateStore):
-    """Of all tokens whose keys and values are in the KV cache: requests that share blocks share
-    them."""
+    """Stores hidden states of all tokens in the KV cache; requests with shared blocks
+    share them.
+    """
 
     def __init__(
         self, batch: InputBatch, size: int, dtype: torch.dtype, num_blocks: int, block_size: int
@@ -88,7 +89,9 @@ class BlockHiddenStates(HiddenStateStore):
 
 
 class LastHiddenStates(HiddenStateStore):
-    """Of the last tokens of each row that have run: the newest one, and its drafts."""
+    """Stores hidden states only of the last tokens of each request: the newest one and its
+    drafts.
+    """
 
     def __init__(self, batch: InputBatch, size: int, dtype: torch.dtype, num_latest: int) -> None:
         self._num_latest = num_latest

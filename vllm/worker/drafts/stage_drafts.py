@@ -1,9 +1,9 @@
-"""Sends drafts through a pipeline: one stage makes them, and the first stage needs them as well.
+"""Sends drafts through a pipeline: one stage makes them, and the first stage needs them.
 
-The first stage embeds them, and the last one verifies them; stages in between need only their
-number, which a step says. A draft model is on the first stage, which knows all tokens, so what it
-guesses goes the way of the hidden states. A speculator reads hidden states of the last layer, so it
-is on the last stage, and the first one waits for what it guesses.
+The first stage embeds drafts, and the last one verifies them; stages in between need only their
+number, which is part of the step. A draft model is on the first stage, which knows all tokens, so
+its drafts are sent along with the hidden states. A speculator reads hidden states of the last
+layer, so it is on the last stage, and the first stage waits for its drafts.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from vllm.worker.batch.input_batch import InputBatch
 
 
 def makes_drafts(config: VllmConfig, stage: Stage) -> bool:
-    """Whether the model that makes drafts, if there is one, is on this stage."""
+    """Return whether this pipeline stage has the draft model or speculator."""
     if config.speculative.draft_model is None:
         return False
     return stage.is_last if config.speculative.method in SPECULATORS else stage.is_first
@@ -27,9 +27,11 @@ def makes_drafts(config: VllmConfig, stage: Stage) -> bool:
 
 @dataclass(frozen=True)
 class InnerLayers:
-    """Layers whose inputs [T, hidden] a speculator reads in addition to the result of the model.
-    Each stage appends the inputs of its own layers to the hidden states that it sends, after the
-    inputs that it received, up to the last stage, which has the speculator."""
+    """Target layers whose inputs [T, hidden] a speculator needs in addition to the model's result.
+
+    Each stage appends the inputs of its own layers to the hidden states that it sends, after those
+    it received. The last stage has the speculator.
+    """
 
     own: tuple[int, ...] = ()
     """Of this stage, ascending and distinct."""
@@ -38,7 +40,7 @@ class InnerLayers:
 
     @classmethod
     def of(cls, config: VllmConfig, stage: Stage) -> "InnerLayers":
-        """Return the inner layers of a stage."""
+        """Return the inner layers of a pipeline stage."""
         row, draft = SPECULATORS.get(config.speculative.method or ""), config.of_draft_model
         if draft is None or row is None or row.inner_layers is None:
             return cls()
@@ -48,7 +50,9 @@ class InnerLayers:
         return cls(tuple(own), sum(layer < stage.first_layer for layer in layers))
 
     def split(self, received: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Split the data of the stage before: hidden states, and the inputs of inner layers."""
+        """Split the data of the previous stage into hidden states and the inputs of inner
+        layers.
+        """
         if not self.num_before:
             return received, []
         first, *others = received.chunk(1 + self.num_before, dim=1)
@@ -56,13 +60,13 @@ class InnerLayers:
 
 
 class StageDrafts:
-    """Carries the drafts of each step between the ends of a pipeline.
+    """Transfers the drafts of each step between the first and last stage of a pipeline.
 
     Args:
         config: of the engine.
         stage: of this rank, one of several.
-        batch: where drafts are.
-        device: of the hidden states, whose way drafts go.
+        batch: contains the drafts.
+        device: of the hidden states, which carry the drafts.
     """
 
     def __init__(
@@ -72,8 +76,9 @@ class StageDrafts:
         self._sends = makes_drafts(config, stage)
 
     def exchange(self, step: SchedulerOutput) -> None:
-        """Send the drafts of a step, which are in the batch, or wait for them and write them
-        there."""
+        """Send the drafts of a step from the batch, or wait for them and write them to the
+        batch.
+        """
         stage = self._stage
         if step.draft_token_ids is None or not (stage.is_first or stage.is_last):
             return

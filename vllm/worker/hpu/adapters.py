@@ -1,4 +1,4 @@
-"""The LoRA adapters of the requests on a card: in slots of one size, taken once at the start."""
+"""LoRA adapters on the card, in slots of one size that are allocated once at the start."""
 
 import torch
 
@@ -17,14 +17,14 @@ logger = init_logger(__name__)
 
 
 class DeviceRows(Adapters):
-    """LoRA adapters on a card. Launches read the slot of each request from their input.
+    """LoRA adapters on a card; a forward pass reads the slot of each request from its input.
 
-    The memory of the slots is in use before that of launches is measured, so the ledger counts it
-    with the weights.
+    The slots are allocated before the memory of forward passes is measured, so they count as
+    weights.
 
     Args:
         config: of the engine.
-        reader: of adapters for its model.
+        reader: reads adapters for the model.
         bridge: the card.
     """
 

@@ -1,9 +1,9 @@
-"""Runs the draft model on Gaudi: the buckets of the model, and drafts that stay on the card.
+"""Runs the draft model on Gaudi, in the buckets of the model; drafts stay on the card.
 
-Known tokens that the draft model has not computed run first: the last 1 + k tokens of a row in a
-bucket of decodes that verify drafts, and earlier tokens as a prompt. Each further draft is a
-decode, which reads the draft before it on the card; the launch that verifies them reads them there
-as well. The host reads drafts only if sampling depends on them.
+Known tokens that the draft model has not computed run first: the last 1 + k tokens of a request as
+a decode of several tokens, and earlier tokens as a prompt. Each further draft is a decode that
+reads the previous draft on the card; the forward pass that verifies drafts reads them there as
+well. The host reads drafts only if sampling depends on them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -35,10 +35,10 @@ from vllm.worker.runner import plan_batch, run_launch
 
 
 class HPUDraftModel(HPUModel):
-    """A draft model with the vocabulary of the model, from which its own may differ by padding.
+    """A draft model whose vocabulary may be padded differently from the target's.
 
     Attributes:
-        vocab_size: of the model.
+        vocab_size: of the target model.
     """
 
     vocab_size: int
@@ -55,23 +55,24 @@ class HPUDraftModel(HPUModel):
 
 
 class DraftInputBuilder(HPUInputBuilder):
-    """Pack launches of a draft model."""
+    """Packs the inputs of forward passes of a draft model."""
 
     def _on_device(self, launch: PaddedLaunch) -> BoolArray:
         return np.repeat(self.are_resident(launch.rows)[:, None], launch.bucket.query_len, 1)
 
 
 class HPUDraftRunner(DraftMaker):
-    """A draft model or a speculator in padded launches; see `DraftMaker`.
+    """Runs a draft model or a speculator in padded forward passes; see `DraftMaker`.
 
     Args:
         config: of the draft model or speculator.
-        model: which it is, on the card.
-        target: the runner of the model, whose rows, blocks, buckets and random numbers this one
-            uses.
-        max_drafts: k, drafts of a row in one step.
-        launches: make the first draft, the second one, and so on; the last ones make all others.
-        states: of a speculator; None: it is a draft model.
+        model: the draft model or speculator, on the card.
+        target: the runner of the target model, whose batch, blocks, buckets and random numbers this
+            one uses.
+        max_drafts: k, drafts of a request in one step.
+        launches: the first makes the first draft, the second one the second, and so on; the last
+            makes all others.
+        states: hidden states for a speculator; None: it is a draft model.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class HPUDraftRunner(DraftMaker):
         run_launch(launch, launches, begin)
 
     def _sample(self, launches: PaddedLaunches, launch: PaddedLaunch, output: PaddedOutput) -> None:
-        """Append a draft to each row of a launch."""
+        """Append a draft to each request of a forward pass."""
         # With tokens still in flight, only the card has the index of the last token of a request.
         # So parameters are prepared for each token that may be the last one.
         query_len, real, state = launch.bucket.query_len, launch.rows, self._sampling.state
@@ -187,8 +188,10 @@ class HPUDraftRunner(DraftMaker):
 
     @torch.inference_mode()
     def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
-        """Warm up a shape for the draft model; it samples as the model's warm-up does, if that
-        samples on this stage."""
+        """Warm up a shape for the draft model.
+
+        It samples like the model's warm-up if the model samples on this stage.
+        """
         for launches in self._at_place:
             if not launches.runs(shape):
                 continue
@@ -200,7 +203,7 @@ class HPUDraftRunner(DraftMaker):
 
     @torch.inference_mode()
     def warm_up_sampling(self, shape: PaddedShape, metadata: SamplingMetadata) -> None:
-        """Run a launch of padding after the warm-up, and compile how it samples."""
+        """Run a forward pass of padding after the warm-up, to compile how it samples."""
         with self.launches.report.warming_up():
             output = self.launches.run_padding(shape)
             self._sampling.warm_up(self.launches, shape, output, [metadata])
@@ -214,8 +217,10 @@ def make_draft_launches(
     *,
     single_tokens: bool = False,
 ) -> PaddedLaunches:
-    """Return launches of what makes drafts for a model, which bring nothing but tokens and their
-    positions."""
+    """Make the forward passes of a draft model or speculator.
+
+    They get only tokens and their positions, without adapters or images.
+    """
     parts = draft_parts(target.parts, config.model.resolved_arch)
     return PaddedLaunches(
         config, target.bridge, padded, inputs, target.batch, parts, single_tokens=single_tokens
@@ -223,12 +228,12 @@ def make_draft_launches(
 
 
 def draft_positions(target: HPUModelRunner, config: VllmConfig) -> PositionRows | None:
-    """Return the positions of the rows of a model, if what makes drafts for it takes such."""
+    """Return the position offsets of the target's requests, if the draft model needs them."""
     return draft_parts(target.parts, config.model.resolved_arch).find(PositionRows)
 
 
 def resident_drafts(target: HPUModelRunner, tokens_ahead: int) -> DeviceDrafts:
-    """Return the drafts of the rows of a model, on its card."""
+    """Make the storage for the drafts of a model's requests on its card."""
     num_rows, device = len(target.batch.num_tokens), target.bridge.device
     return DeviceDrafts(target.resident, num_rows, device, tokens_ahead)
 

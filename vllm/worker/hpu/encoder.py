@@ -1,5 +1,4 @@
-"""The encoder of images or sounds on a card: forward passes of a few padded sizes, each compiled at
-the start."""
+"""Runs the encoder of images or sounds on a card, in a few padded sizes compiled at the start."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,15 +36,15 @@ class CardEncoder:
 
     Args:
         config: of the engine.
-        encoder: loaded, on the card; of another stage of a pipeline, on the meta device.
+        encoder: loaded, on the card; on other pipeline stages on the meta device.
         family: makes the images of the warm-up.
         bridge: the card.
         tp: the ranks that encode the same images.
-        is_here: images are encoded on this stage. The others name the same steps of the warm-up.
+        is_here: images are encoded on this stage. Other stages only list the same warm-up steps.
 
     Attributes:
-        agree: asks the other ranks which images they have encoded; None: there are none.
-        sizes: of forward passes, padding included.
+        agree: asks the other ranks which images they have encoded; None: there are no other ranks.
+        sizes: sizes of forward passes, padding included, in units of the encoder.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class CardEncoder:
             )
 
     def _largest_size(self, config: VllmConfig, family: MediaFamily) -> int:
-        """Return the units of the largest image that is expected and that a prompt has room for."""
+        """Return the size, in units, of the largest image that is expected and fits in a prompt."""
         encoder, max_model_len = self._encoder, config.scheduler.max_model_len
         image = largest_image(family, config.multimodal.largest_image)
         parts = encoder.divide(_as_tensors(image.tensors))
@@ -105,27 +104,29 @@ class CardEncoder:
 
     @property
     def reads(self) -> str:
-        """Items that it encodes, as messages name them."""
+        """Kind of items that it encodes, for messages."""
         return self._encoder.reads
 
     @property
     def unit(self) -> str:
-        """The unit of sizes."""
+        """Name of the unit in which sizes are counted, for messages."""
         return self._encoder.unit
 
     @property
     def max_embeddings(self) -> int | None:
-        """Embeddings of the largest image that there is a size for; None: all images have one."""
+        """Number of embeddings of the largest image that fits a size; None: all images have one
+        size.
+        """
         units = self._encoder.most_units(1)
         return None if units is None else self.sizes[-1] // units
 
     @torch.inference_mode()
     def encode(self, items: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-        """Encode items in as many forward passes as they need. Waits for the card."""
+        """Encode items in as many forward passes as needed. Waits for the card."""
         return self._encoder.encode_parts(items, self._encode)
 
     def _encode(self, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Encode items that are not divided further."""
+        """Encode items that are already divided into parts."""
         counts = [self._encoder.size_of(item) for item in items]
         if max(counts) > self.sizes[-1]:
             raise ValueError(
@@ -145,7 +146,7 @@ class CardEncoder:
         return found
 
     def _cheapest(self, size: int) -> int:
-        """Return the size to pad to: one that is compiled already, if it is not much larger."""
+        """Return the size to pad to: a compiled one if it is not much larger, else `size`."""
         most = size * _MOST_PADDING
         # `_warm` can contain sizes that are not in `sizes`: they were compiled to measure their
         # memory and then given up.
@@ -163,7 +164,7 @@ class CardEncoder:
         return embeddings
 
     def _add(self, values: Tensor) -> Tensor:
-        """Return the sum over the ranks of values [n] on the host. Every exchange is alike."""
+        """Sum values [n] on the host over the ranks. All calls have the same shape."""
         found = []
         for part in values.split(_AGREED):
             self._bridge.mark_step()  # run earlier operations first: they belong to other graphs
@@ -174,18 +175,19 @@ class CardEncoder:
     # ---- the start ------------------------------------------------------------------------
 
     def warm_up_agreement(self) -> None:
-        """Compile the exchange of ranks. All of them call it."""
+        """Compile the exchange between ranks. All of them must call it."""
         if self.agree is not None:
             self.agree([True])
 
     def measure(self, resident_bytes: int, most_bytes: int, meeting: Rendezvous | None) -> int:
-        """Run larger and larger forward passes. Sizes that need too much memory are given up, and
-        with them images that have no other.
+        """Run larger and larger forward passes, and measure their memory.
+
+        Sizes that need too much memory are disabled, and images that need them are refused later.
 
         Args:
             resident_bytes: in use on the card apart from its workspace.
             most_bytes: that a forward pass may need.
-            meeting: the other ranks, which have the same sizes then; None: there are none.
+            meeting: the other ranks, which then use the same sizes; None: there are none.
 
         Returns:
             The device memory that forward passes need.
@@ -226,15 +228,15 @@ class CardEncoder:
         return needed
 
     def _measure(self, resident_bytes: int, most_bytes: int) -> tuple[int, int, int | None]:
-        """Measure up to the largest size that the card holds.
+        """Measure forward passes up to the largest size that fits on the card.
 
-        A card keeps the workspace of a forward pass. So the next one to run is the largest that
+        A card keeps the workspace of a forward pass. So the next size to run is the largest that
         fits even if memory grows with the square of its size, or else the next larger one, if that
-        fits in proportion to its size.
+        fits when memory grows in proportion to its size.
 
         Returns:
-            The memory that forward passes need, the number of sizes that the card holds, and the
-            memory that the smallest of the other sizes needs at least; None: it was not run.
+            The memory that forward passes need, the number of sizes that fit, and the memory that
+            the smallest of the other sizes needs at least; None: it was not run.
         """
         sizes, needed = self.sizes, 0
         held, lost, refused = -1, len(sizes), None
@@ -261,14 +263,14 @@ class CardEncoder:
         return needed, lost, refused
 
     def warm_up(self, size: int) -> None:
-        """Run a forward pass of padding and a small image."""
+        """Run a forward pass of this size with one small image and padding."""
         if not self.is_here:
             return
         with torch.inference_mode():
             self._forward([self._small], size).cpu()
 
     def give_up(self, size: int, reason: str) -> None:
-        """Take a size out of use.
+        """Disable a size.
 
         Raises:
             ConfigError: it is the only one.
@@ -283,20 +285,20 @@ class CardEncoder:
         )
 
     def capture(self, size: int) -> None:
-        """Record the HPU graph of a size."""
+        """Capture the HPU graph of a size."""
         if self.is_here:
             self._graphs[size] = self._bridge.wrap_in_hpu_graph(_Run(self._encoder))
             self.warm_up(size)
 
     def release(self, size: int) -> None:
-        """Throw the HPU graph of a size away, if it has one, and the memory that it holds."""
+        """Discard the HPU graph of a size, if it has one, and free its memory."""
         graph = self._graphs.pop(size, None)
         if graph is not None:
             graph.clear_cache()
 
     @property
     def graph_sizes(self) -> list[int]:
-        """Sizes that have an HPU graph, in the order of their capture."""
+        """The sizes that have an HPU graph, in the order of their capture."""
         return list(self._graphs)
 
     def _attempt(self, size: int, resident_bytes: int) -> Attempt:
@@ -307,7 +309,7 @@ class CardEncoder:
 def card_encoder(
     config: VllmConfig, model: LayeredModel, bridge: HabanaBridge
 ) -> CardEncoder | None:
-    """Return what runs the encoder of a model; None: it reads text only."""
+    """Make the encoder runner of a model; None if the model reads only text."""
     family = family_of_model(config)
     if family is None:
         return None
@@ -320,7 +322,7 @@ def card_encoder(
 
 
 class _Run(nn.Module):
-    """The operators of an encoder, with tensors as its arguments."""
+    """The operators of an encoder as a module whose arguments are tensors."""
 
     def __init__(self, encoder: MediaEncoder) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Compiles the sampling graphs that the start has left out, one at a time, while no requests run.
+"""Compiles sampling graphs that the start has left out, one at a time, while no requests run.
 
-The steps have the same form as those of the warm-up; the engine asks for one when it is idle.
+Steps have the same format as those of the warm-up; the engine asks for one when it is idle.
 """
 
 import time
@@ -27,14 +27,14 @@ _HELD = (
 
 
 class IdleWarmUp:
-    """Warms up the sampling of one runner.
+    """Warms up the sampling of one runner while the engine is idle.
 
     Args:
         bridge: the card.
-        runner: whose start has ended.
-        ledger: has the budget of launches.
+        runner: the runner, after its warm-up.
+        ledger: has the memory budget of forward passes.
         held_bytes: memory of results that are still to be read.
-        expected_s: seconds of a step, as far as is known.
+        expected_s: expected seconds of a step.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class IdleWarmUp:
         seconds: float | None = None,
         longest_s: float | None = None,
     ) -> WarmUpStep | None:
-        """Finish the last step, and name the next one; see `Worker.next_warm_up`."""
+        """Finish the last step, and return the next one; see `Worker.next_warm_up`."""
         if self._launch is None and seconds is not None:
             self._longest_s = max(self._longest_s, seconds)
         if given_up is not None and not self._given_up:
@@ -85,7 +85,7 @@ class IdleWarmUp:
         return replace(step, expected_s=self._longest_s, must_wait=must_wait)
 
     def warm_up(self) -> str | None:
-        """Run the launch of the step; why it has to be given up, or None."""
+        """Run the forward pass of the step; return why it has to be given up, or None."""
         assert self._launch is not None, "no step has been named"
         (shape, metadata), self._launch = self._launch, None
         self._named = None
@@ -127,7 +127,7 @@ class IdleWarmUp:
         )
 
     def _shapes(self) -> list[PaddedShape]:
-        """Return the smallest launch of each padded batch size, ascending."""
+        """Return the smallest shape of each padded batch size, ascending."""
         launches = self._runner.launches
         catalog = launches.planner.catalog
         found: dict[int, PaddedShape] = {}

@@ -1,5 +1,7 @@
-"""Items that cross-attention layers read on a card: keys and values in pools, and a table of the
-slots of each row. Every shape is fixed at the start.
+"""Items that cross-attention layers read on a card.
+
+Their keys and values are in pools; a table has the slots of each request. Every shape is fixed at
+the start.
 """
 
 from collections.abc import Sequence
@@ -32,7 +34,7 @@ _MULTIPLE = 128
 
 
 class CardItemPool(ItemPool):
-    """An `ItemPool` whose tensors are on a card. Every write is alike.
+    """An `ItemPool` whose tensors are on a card. All writes have the same shape.
 
     Args:
         layers: of the model.
@@ -46,7 +48,7 @@ class CardItemPool(ItemPool):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile the write, to slots that are free."""
+        """Compile the write operation by writing to free slots."""
         width = self._layers[0].state_size
         self._write(torch.zeros(1, width), np.zeros(1, np.int32))
 
@@ -66,19 +68,19 @@ class CardItemPool(ItemPool):
 
 
 class DeviceItems(KeptItems):
-    """The items of the requests in the batch, by row, in a table on the card.
+    """The items of the requests in the batch, in a table on the card.
 
     Args:
-        media: encodes items, and keeps them in `pool`.
+        media: encodes items, and stores them in `pool`.
         pool: of the model.
         num_rows: of the batch.
-        num_slots: that a request with one item may need, and that any request may; a batch reads
-            the least of them that each of its requests has room in.
+        num_slots: slots that a request with one item may need, and that any request may need; a
+            batch reads the smaller number if it is enough for each of its requests.
         bridge: the card.
 
     Attributes:
         sizes: values of `PaddedShape.item_slots`, ascending, then 0.
-        table: [num_rows + 1, NUM_FIELDS, slots] int32; the last one is the row of padding.
+        table: [num_rows + 1, NUM_FIELDS, slots] int32; the last entry is for padding.
     """
 
     pool: CardItemPool
@@ -102,8 +104,9 @@ class DeviceItems(KeptItems):
         self._hide(num_rows)
 
     def slots_of(self, rows: IntArray) -> int:
-        """Return the first of `sizes` with room for what each of some rows sees, which is 0 if no
-        other one has."""
+        """Return the first of `sizes` with enough slots for each of these requests; 0 without
+        items.
+        """
         most = self._used[rows].max(initial=0)
         return next((size for size in self.sizes if size >= most), 0)
 
@@ -128,7 +131,7 @@ class DeviceItems(KeptItems):
         self._put(row, np.zeros((NUM_FIELDS, self._num_slots), np.int32))
 
     def _put(self, row: int, fields: IntArray) -> None:
-        """Write a row of the table. Every write is alike."""
+        """Write the table entry of a request. All writes have the same shape."""
         self._bridge.mark_step()  # run earlier operations first: they belong to other graphs
         index = self._to_device(np.array([row], np.int64))
         self.table.index_copy_(0, index, self._to_device(fields[None]))
@@ -141,7 +144,7 @@ class DeviceItems(KeptItems):
 def card_items(
     config: VllmConfig, model: LayeredModel, bridge: HabanaBridge, encoder: CardEncoder | None
 ) -> DeviceItems | None:
-    """Return the part for items of a model on a card; None: it reads none by cross-attention.
+    """Make the item table of a model on a card; None if it has no cross-attention.
 
     Args:
         config: of the engine.

@@ -1,4 +1,4 @@
-"""The sizes of a model that its speed depends on, read from its layers."""
+"""The sizes of a model that decide its speed, read from its layers."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from vllm.worker.kv_cache import cache_dtype
 
 
 def model_figures(model: nn.Module, config: VllmConfig) -> ModelFigures:
-    """Return the figures of a model whose layers all ranks share.
+    """Return the sizes that decide the speed of a model whose layers are split over all ranks.
 
     Args:
         model: of the first rank.
@@ -56,7 +56,7 @@ def model_figures(model: nn.Module, config: VllmConfig) -> ModelFigures:
 
 
 def _num_params(layer: Experts) -> int:
-    """Return the parameters of all experts of a layer on this rank."""
+    """Return the number of parameters of a layer's experts on this rank."""
     width = layer.options.first_width(layer.intermediate_size) + layer.intermediate_size
     return len(layer.expert_ids) * width * layer.hidden_size
 

@@ -1,4 +1,4 @@
-"""Runs scheduler steps on Gaudi: padded launches, nothing read back before the tokens."""
+"""Runs scheduler steps on Gaudi: padded forward passes; the host reads nothing but tokens."""
 
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -42,27 +42,27 @@ from vllm.worker.runner import RunnerParts, plan_batch
 
 
 class PaddedDrafter(Drafter, PaddedRunner, Protocol):
-    """Makes drafts in the buckets of the model."""
+    """Makes drafts in padded forward passes, in the buckets of the model."""
 
     def warm_up_sampling(self, shape: PaddedShape, metadata: SamplingMetadata) -> None:
-        """Run a launch of padding after the warm-up, and compile how it samples."""
+        """Run a forward pass of padding after the warm-up, to compile how it samples."""
         ...
 
 
 class HPUModelRunner(ModelRunner):
-    """One model on one card.
+    """Runs one model on one card.
 
     Args:
         config: of the engine.
         model: loaded, on the card.
         bridge: the card.
-        kernel: attention of prompts.
-        grammars: of the worker, which begin to load before the model.
+        kernel: attention kernel for prompts.
+        grammars: of the worker; their modules are loaded while the model is loaded.
 
     Attributes:
-        bridge, kernel: as given.
-        card_sampling: of this model, and of what makes its drafts.
-        resident: the newest tokens of the rows, on the card.
+        bridge, kernel: the arguments.
+        card_sampling: sampler for this model, and for the model that makes its drafts.
+        resident: the newest tokens of the requests, on the card.
         encoder: of images, on the first stage; None: the model reads text only.
         items: that cross-attention layers read; None: there are none.
     """
@@ -193,9 +193,11 @@ class HPUModelRunner(ModelRunner):
         return self.launches.recorded(lambda: super(HPUModelRunner, self)._start(step))
 
     def _needs_tokens(self, step: SchedulerOutput) -> bool:
-        """Return whether the host needs the sampled tokens, which are on the card for the next
-        step: if logits depend on the output, as with penalties, structured output or logits
-        processors."""
+        """Return whether the host needs the sampled tokens before the next step.
+
+        It does if logits depend on the output, as with penalties, structured output or logits
+        processors.
+        """
         return self.sampling.follows_output(step.rows)
 
     def _retract(self, expected: ExpectedTokens, places: IntArray) -> None:
@@ -208,7 +210,7 @@ class HPUModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
-        """Run a launch of padding, and compile how it samples."""
+        """Run a forward pass of padding, and compile how it samples."""
         output = self.launches.run_padding(shape)
         if self.launches.mover is not None and shape.bucket.phase is Phase.DECODE:
             self.launches.mover.warm_up()
@@ -227,13 +229,15 @@ class HPUModelRunner(ModelRunner):
             self.drafter.warm_up(shape, sampling=sampling)
 
     def uncompiled_sampling(self, batch: int) -> Iterator[SamplingMetadata]:
-        """Return launches of so many rows that compile what is missing of the sampler."""
+        """Yield the kinds of sampling that are not compiled yet for this batch size."""
         return self.card_sampling.uncompiled(batch)
 
     @torch.inference_mode()
     def warm_up_sampling(self, shape: PaddedShape, metadata: SamplingMetadata) -> None:
-        """Run a launch of padding after the warm-up, and compile how it samples. These compilations
-        count as warmed up."""
+        """Run a forward pass of padding after the warm-up, to compile how it samples.
+
+        These compilations count as part of the warm-up.
+        """
         with self.launches.report.warming_up():
             output = self.launches.run_padding(shape)
             self.card_sampling.warm_up(self.launches, shape, output, [metadata])

@@ -1,4 +1,4 @@
-"""Pooling of whole prompts as the device runs it: packed input of one bucket in, numbers out."""
+"""Pooling of whole prompts on the device: from the packed input of one bucket to pooled values."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from vllm.worker.pooling_runner import TokenTypes
 
 @dataclass(frozen=True)
 class TypedPrefillInput(PrefillInput[Array]):
-    """A prefill whose tokens have types."""
+    """The inputs of a prefill whose tokens have types."""
 
     token_types: Array = packed("T")
     """[T]"""
@@ -42,7 +42,8 @@ class TypedInputBuilder(HPUInputBuilder):
     """Packs prefills with the types of their tokens.
 
     Args:
-        batch, block_size: see `HPUInputBuilder`.
+        batch: see `HPUInputBuilder`.
+        block_size: see `HPUInputBuilder`.
         types: of the tokens in the batch.
     """
 
@@ -63,17 +64,19 @@ class TypedInputBuilder(HPUInputBuilder):
 
 
 class WholePromptModel(LaunchModel):
-    """Pools whole prompts, each of which is one sequence of a prefill.
+    """Pools whole prompts; each prompt is one sequence of a prefill.
 
     Args:
-        model, block_size, kernel, dtype: see `LaunchModel`. With several types of tokens, a
-            `TypedInputBuilder` packs.
-        pooler: how it pools.
+        model: see `LaunchModel`.
+        block_size: see `LaunchModel`.
+        kernel: see `LaunchModel`.
+        dtype: see `LaunchModel`.
+        pooler: how it pools. With several types of tokens, inputs come from a `TypedInputBuilder`.
 
-    Shape: packed input of a launch and, for a stage of a pipeline after the first, the hidden
-    states [B * Q, hidden] of the stage before -> (outputs [B, size], or [B * Q, size] with one
-    result per token, hidden states [B * Q, hidden]). A stage before the last has no outputs, and
-    returns the hidden states instead.
+    Shape: packed input and, for a pipeline stage after the first, the hidden states [B * Q, hidden]
+    of the previous stage -> (outputs [B, size], or [B * Q, size] with one result per token, hidden
+    states [B * Q, hidden]). A stage before the last one returns the hidden states instead of
+    outputs.
     """
 
     def __init__(
@@ -120,7 +123,9 @@ class WholePromptModel(LaunchModel):
     def _pool(
         self, hidden_states: Tensor, given: PrefillInput[Tensor], shape: PaddedShape
     ) -> Tensor:
-        """Return the pooled hidden states [B, hidden], or [B * Q, hidden]."""
+        """Pool the hidden states to [B, hidden], or to [B * Q, hidden] with one result per
+        token.
+        """
         kind, query_len = self._pooler.pooling_type, shape.bucket.query_len
         if kind == "LAST":
             return hidden_states.index_select(0, given.last_tokens)

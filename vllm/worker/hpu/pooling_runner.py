@@ -26,13 +26,13 @@ from vllm.worker.runner import RunnerParts, plan_batch
 
 
 class HPUPoolingRunner(PoolingRunner):
-    """One pooling model on one card.
+    """Runs one pooling model on one card.
 
     Args:
         config: of the engine; `model.pooler` is set.
         model: loaded, on the card.
         bridge: the card.
-        kernel: attention of prompts.
+        kernel: attention kernel for prompts.
     """
 
     launches: PaddedLaunches
@@ -80,5 +80,5 @@ class HPUPoolingRunner(PoolingRunner):
 
     @torch.inference_mode()
     def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
-        """Run a launch of padding; there is no sampler."""
+        """Run a forward pass of padding; pooling models do not sample."""
         self.launches.kept(self.launches.run_padding(shape).result).cpu()

@@ -1,4 +1,4 @@
-"""Samples from the logits of padded launches: in stages, each of which is a recipe of the card."""
+"""Samples from the logits of padded forward passes, in stages that are one recipe each."""
 
 from collections.abc import Iterable, Iterator
 
@@ -30,7 +30,7 @@ from vllm.worker.model_runner import Sampled
 
 
 class PaddedSampling:
-    """Samples on one card, for a model and for what makes its drafts.
+    """Samples on one card, for a model and for the model that makes its drafts.
 
     Args:
         config: of the engine.
@@ -65,17 +65,16 @@ class PaddedSampling:
         output: PaddedOutput,
         metadata: SamplingMetadata,
     ) -> tuple[SamplerOutput, Tensor | None]:
-        """Sample from the logits of a launch. The next step of the rows reads the tokens on the
-        card.
+        """Sample from the logits of a forward pass; the next step reads the tokens on the card.
 
         Args:
-            launches: have run it.
-            launch: n rows.
-            output: of it.
-            metadata: how the rows sample.
+            launches: the object that has run it.
+            launch: the forward pass, of n requests.
+            output: its output.
+            metadata: how the requests sample.
 
         Returns:
-            The tokens, and what `DeviceTokens.accept` has returned.
+            The tokens, and the result of `DeviceTokens.accept`.
         """
         resident = _resident(launches)
         num_logits = len(output.result)
@@ -99,7 +98,7 @@ class PaddedSampling:
         return accepted
 
     def _note_stages(self, batch: int, metadata: SamplingMetadata) -> frozenset[Stage]:
-        """Return the stages of a launch that were not compiled yet; from here on they are."""
+        """Return the sampling stages that are not compiled yet, and mark them as compiled."""
         known = self._compiled.setdefault(batch, set())
         missing = stages_of(metadata) - known
         known |= missing
@@ -108,7 +107,7 @@ class PaddedSampling:
     # ---- warm-up --------------------------------------------------------------------------
 
     def launches_to_warm_up(self, batch: int, sampling: Sampling) -> Iterable[SamplingMetadata]:
-        """Return how launches of so many rows sample in a warm-up."""
+        """Return the kinds of sampling that a warm-up runs for this batch size."""
         if sampling == "none":
             return [ALL_GREEDY]
         if sampling == "heaviest":
@@ -117,8 +116,7 @@ class PaddedSampling:
         return launches(self.state, batch)
 
     def uncompiled(self, batch: int) -> Iterator[SamplingMetadata]:
-        """Yield launches of so many rows that compile what is missing of the sampler; see
-        `warmup_launches`."""
+        """Yield the kinds of sampling that are not compiled yet; see `warmup_launches`."""
         for metadata in warmup_launches(self.state, batch):
             if stages_of(metadata) - self._compiled.get(batch, set()):
                 yield metadata
@@ -130,8 +128,10 @@ class PaddedSampling:
         output: PaddedOutput,
         metadatas: Iterable[SamplingMetadata],
     ) -> None:
-        """Sample from a launch of padding in these ways. A stage of a pipeline that does not sample
-        goes through the same steps as the last."""
+        """Sample from a forward pass of padding, in these ways.
+
+        A pipeline stage that does not sample takes part in the same steps as the last stage.
+        """
         sampled = None
         for metadata in metadatas:
             self._note_stages(shape.num_rows, metadata)
@@ -145,7 +145,7 @@ class PaddedSampling:
 
 
 class PaddedTokens:
-    """Samples the tokens of a model from padded launches; see `SamplesTokens`.
+    """Samples the tokens of a model from padded forward passes; see `SamplesTokens`.
 
     Args:
         sampling: of the card.
@@ -163,7 +163,7 @@ class PaddedTokens:
         num_output: IntArray,
         drafts: RowDrafts | None,
     ) -> Sampled:
-        """Sample from logits that have a row for each padded token of a decode."""
+        """Sample the next tokens; the logits of a decode include its padded tokens."""
         launch, sampled, num_drafts = given.launch, given.sampled, given.num_drafts
         width = launch.tokens_with_logits
         places = sampled * np.int32(width)

@@ -1,9 +1,9 @@
-"""Runs a speculator on Gaudi: a network that predicts next tokens from hidden states of the model.
+"""Runs a speculator on Gaudi: a network that predicts draft tokens from hidden states.
 
-The launches of the model write the hidden states of their tokens to the card, at the slots of the
-KV cache that their keys have. A launch of the speculator reads the hidden states of its positions,
-each together with the token after it. For the newest token of each row it stores a hidden state,
-which the launch for the next draft reads. The draft itself is also kept on the card.
+The forward passes of the model store the hidden states of their tokens on the card, by the KV-cache
+slots of the tokens. A forward pass of the speculator reads the hidden states of its positions, each
+together with the token after it. For the newest token of each request it stores a hidden state,
+which the forward pass for the next draft reads. The draft itself is also kept on the card.
 """
 
 from typing import Any
@@ -30,11 +30,11 @@ from vllm.worker.hpu.speculator_states import DeviceHiddenStates
 
 
 class HPUSpeculatorModel(HPUModel):
-    """A speculator over padded launches, for the draft at one position.
+    """A speculator in padded forward passes, for the draft at one position.
 
     Attributes:
         place: index of the draft.
-        states: what it reads and leaves.
+        states: hidden states that it reads and stores.
     """
 
     place: int
@@ -44,7 +44,7 @@ class HPUSpeculatorModel(HPUModel):
     def forward(
         self, packed: Tensor, shape: PaddedShape, before: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run one step; the hidden states are the next states of the speculator."""
+        """Run one step; the returned hidden states are the next states of the speculator."""
         launch = self.prepare(packed, shape)
         states = self._states(packed, shape, launch.slots)
         result: Tensor = self._run(launch, launch.token_ids, states)
@@ -60,8 +60,11 @@ class HPUSpeculatorModel(HPUModel):
         return self.model.step(self.place, inputs, states, positions)
 
     def _states(self, packed: Tensor, shape: PaddedShape, slots: Tensor) -> Tensor:
-        """Return the hidden states for the tokens of a launch: for tokens of the model the states
-        at their slots [T], for drafts the states of the launch before."""
+        """Return the hidden states for the tokens of a forward pass.
+
+        For tokens of the model these are the stored states at their slots [T]; for drafts the
+        states of the previous step.
+        """
         has_networks = self.model.num_networks > 1
         has_drafts = shape.bucket.phase is Phase.DECODE and shape.bucket.query_len == 1
         if self.place == 0:
@@ -76,7 +79,7 @@ class HPUSpeculatorModel(HPUModel):
         return torch.where(self.resident.are_drafts(given)[:, None], of_rows, states)
 
     def _leave(self, packed: Tensor, shape: PaddedShape, result: Tensor) -> None:
-        """Keep what the last token of each row has become."""
+        """Store the result for the last token of each request, for the next step."""
         given, query_len = unpack_decode(packed, shape), shape.bucket.query_len
         if query_len > 1:
             assert isinstance(self.resident, DeviceDrafts)
@@ -87,7 +90,7 @@ class HPUSpeculatorModel(HPUModel):
 
 
 class SpeculatorInputBuilder(DraftInputBuilder):
-    """Packs launches of a speculator: with the hidden state of a position goes the next token."""
+    """Packs forward passes of a speculator: a position is paired with the token after it."""
 
     tokens_ahead = 1
 
@@ -95,13 +98,13 @@ class SpeculatorInputBuilder(DraftInputBuilder):
 def make_speculator_runner(
     config: VllmConfig, speculator: Speculator, target: HPUModelRunner, max_drafts: int
 ) -> HPUDraftRunner:
-    """Make the runner of a speculator, and let the model leave it hidden states.
+    """Make the runner of a speculator, and let the model store hidden states for it.
 
     Args:
         config: of the speculator.
         speculator: on the card.
         target: see `HPUDraftRunner`.
-        max_drafts: drafts of a row in one step.
+        max_drafts: drafts of a request in one step.
     """
     block_size, num_rows = config.cache.block_size, config.scheduler.max_num_seqs + 1
     dtype: torch.dtype = getattr(torch, config.model.dtype_name)

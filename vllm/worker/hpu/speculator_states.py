@@ -10,18 +10,18 @@ from vllm.platforms.habana.bridge import HabanaBridge
 
 
 class DeviceHiddenStates:
-    """Hidden states for a speculator, by slot of the KV cache and by row of the batch.
+    """Hidden states for a speculator, by slot of the KV cache and by batch index.
 
     Args:
         bridge: the card.
-        speculator: what it keeps.
+        speculator: whose states are stored.
         block_size: tokens of a block.
-        num_rows: of the batch, and one of padding.
+        num_rows: of the batch, plus one of padding.
         dtype: of the states.
 
     Attributes:
-        by_slot: [slots, kept_size]; of each token whose keys and values are in the KV cache.
-        by_row: [rows, step_size]; what the newest token of a row has become in the last launch.
+        by_slot: [slots, kept_size]; the state of each token in the KV cache.
+        by_row: [rows, step_size]; the result of the last step for the newest token of a request.
     """
 
     by_slot: Tensor
@@ -40,16 +40,16 @@ class DeviceHiddenStates:
 
     @property
     def block_bytes(self) -> int:
-        """Of the states of the tokens of a block."""
+        """Bytes of the hidden states of the tokens in a block."""
         return self._block_size * self._speculator.kept_size * self._dtype.itemsize
 
     def bind(self, num_blocks: int) -> None:
-        """Take memory for the states of so many blocks."""
+        """Allocate memory for the states of `num_blocks` blocks."""
         size = (num_blocks * self._block_size, self._speculator.kept_size)
         self.by_slot = self._bridge.zeros(size, self._dtype)
 
     def release(self) -> None:
-        """Give the memory of `bind` back."""
+        """Free the memory that `bind` allocated."""
         del self.by_slot
 
     def keep(self, slots: Tensor, result: Tensor, inner: Sequence[Tensor]) -> None:

@@ -121,8 +121,8 @@ class HPUWorker(WorkerBase):
         platform: has the card; None: the card of this process.
 
     Attributes:
-        memory_uses: all uses of the memory but forward passes, graphs and the KV cache; there
-            from `measure` on.
+        memory_uses: all uses of the memory except forward passes, graphs and the KV cache; exists
+            after `measure`.
     """
 
     model: CausalLM | PoolingModel
@@ -183,7 +183,7 @@ class HPUWorker(WorkerBase):
         return naive_sdpa
 
     def _can_round_prompts(self) -> bool:
-        """Return whether prompts can attend in fp8; log why not."""
+        """Return whether attention of prompts can run in FP8; log the reason if not."""
         layers = [x for x in layers_with_cache(self.model) if isinstance(x, Attention)]
         missing = "the KV cache is not of fp8 (--kv-cache-dtype fp8_inc)"
         if cache_dtype(self.config) is torch.float8_e4m3fn:
@@ -199,7 +199,7 @@ class HPUWorker(WorkerBase):
         return False
 
     def _load_weights(self) -> CausalLM | PoolingModel:
-        """Load the model on the card, with some of its layers on the host if that was asked for."""
+        """Load the model to the card, with some of its layers on the host if configured."""
         asked_bytes = self.config.load.cpu_offload_bytes
         if not asked_bytes:
             return load_model(
@@ -260,11 +260,11 @@ class HPUWorker(WorkerBase):
         return meeting.open_link(self.bridge.device, self.platform.before_collective)
 
     def measure(self) -> MemoryReport:
-        """Run the largest launches, and divide the memory that they leave.
+        """Run the largest shapes, and divide the memory that they leave.
 
         Raises:
-            ConfigError: the cache would not hold one request of max_model_len tokens, or no
-                launch fits the memory.
+            ConfigError: the cache would not hold one request of max_model_len tokens, or no forward
+                pass fits in memory.
         """
         self._preparation = MemoryProfile(self.bridge)
         self._preparation.begin()
@@ -295,8 +295,7 @@ class HPUWorker(WorkerBase):
         return self._report
 
     def _count_items(self, free_bytes: int) -> int:
-        """Return the memory of the items that cross-attention layers read, as many on all
-        ranks."""
+        """Return the memory of the items for cross-attention layers, the same on all ranks."""
         if self._items is None:
             return 0
         found = count_item_states(self.config, self.model, free_bytes)
@@ -313,11 +312,11 @@ class HPUWorker(WorkerBase):
         return self._item_bytes
 
     def _uses(self, total_bytes: int, free_bytes: int) -> list[MemoryUse]:
-        """List what has taken the memory of the card by the time that launches are measured.
+        """List the uses of the card's memory at the time when forward passes are measured.
 
         Args:
             total_bytes: of the card.
-            free_bytes: what the model and its states leave.
+            free_bytes: memory that the model and its recurrent states leave.
         """
         config, runner = self.config, self.runner
         states = self._state_bytes
@@ -336,7 +335,7 @@ class HPUWorker(WorkerBase):
         ]
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocate a KV cache of so many blocks, the null block included."""
+        """Allocate a KV cache of `num_blocks` blocks, the null block included."""
         bridge = self.bridge
         with self._within_memory("the scales of the KV cache"):
             calculate_scales(self.config, self.model, self.device)
@@ -389,7 +388,9 @@ class HPUWorker(WorkerBase):
         seconds: float | None = None,
         longest_s: float | None = None,
     ) -> WarmUpStep | None:
-        """Run the next part of the warm-up; see `Worker.next_warm_up`."""
+        """Finish the last step of the warm-up, and return the next one; see
+        `Worker.next_warm_up`.
+        """
         while self._later:
             step = self._later[0].next_warm_up(given_up, seconds, longest_s)
             if step is not None:
@@ -406,7 +407,7 @@ class HPUWorker(WorkerBase):
         return step
 
     def warm_up(self) -> str | None:
-        """Run the whole warm-up; see `Worker.warm_up`."""
+        """Run the step of the warm-up that `next_warm_up` has returned; see `Worker.warm_up`."""
         running = self._later[0] if self._later else self._warm_up
         assert running is not None
         with self._within_memory("a launch for which other cards of the engine have memory"):
@@ -443,10 +444,10 @@ class HPUWorker(WorkerBase):
         logger.info("init_cache_engine took %s", self._preparation)
 
     def _append_sampling(self, expected_s: float) -> None:
-        """Let the sampling be compiled that is not, once nothing else is left.
+        """Add the compilation of missing sampling graphs as the last part of the warm-up.
 
         Args:
-            expected_s: seconds of a launch.
+            expected_s: expected seconds of a forward pass.
         """
         hpu, runner = self.config.hpu, self.runner
         is_wanted = hpu.sampling_warmup == "basic" and not self.config.model.is_measured
@@ -455,7 +456,7 @@ class HPUWorker(WorkerBase):
             self._later.append(IdleWarmUp(self.bridge, runner, self.ledger, held, expected_s))
 
     def describe_engine(self) -> dict[str, Any] | None:
-        """Return card and model for measured times, unless the layers are divided among stages."""
+        """Return card and model for measured times; None if the layers are divided into stages."""
         name, parallel = self.bridge.device_name.lower(), self.config.parallel
         cards = [card for card in CARDS if name.startswith(card)]
         if not cards or parallel.pipeline_parallel_size > 1:
@@ -471,7 +472,7 @@ class HPUWorker(WorkerBase):
         return described
 
     def list_buckets(self) -> list[tuple[int, int, int, int, bool]]:
-        """Return the sizes of each bucket, in use or still to come, and whether it is warmed up."""
+        """Return the sizes of each bucket and whether it is warmed up, future buckets included."""
         catalog = self.runner.launches.planner.catalog
         later = () if self._later_buckets is None else self._later_buckets.left
         buckets = sorted({*catalog.prefill, *catalog.decode, *later})
@@ -480,7 +481,10 @@ class HPUWorker(WorkerBase):
         ]
 
     def replace_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
-        """Begin to warm up other buckets. Return whether there are any, as `Worker` says."""
+        """Begin to warm up other buckets; return whether there are any.
+
+        See `Worker.replace_buckets`.
+        """
         later = self._later_buckets
         if later is None or later in self._later:
             return False
@@ -495,20 +499,24 @@ class HPUWorker(WorkerBase):
         return load_model(config, self.tp, torch.device("cpu"), stage=self.stage)
 
     def sleep(self, level: int = 1) -> None:
-        """Throw the graphs away, which hold addresses, then give back what they point to."""
+        """Discard the graphs, which contain addresses, then free the memory of weights and
+        cache.
+        """
         self._graphs.release()
         super().sleep(level)
         self._book_what_is_awake()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory again; when all of it is there, capture the graphs again."""
+        """Allocate the memory again; once all of it is there, capture the graphs again."""
         super().wake_up(tags)
         if not self.sleeping_tags():
             self._graphs.capture()
         self._book_what_is_awake()
 
     def _book_what_is_awake(self) -> None:
-        """Let the ledger say what is on the card now; what sleeps keeps its budget."""
+        """Update the ledger to the memory that is on the card now; sleeping parts keep their
+        budget.
+        """
         sleeping = self.sleeping_tags()
         for cls, tags in _SLEEPS_WITH.items():
             if not tags.isdisjoint(sleeping):
@@ -519,8 +527,10 @@ class HPUWorker(WorkerBase):
                 self.ledger.book(cls, self._given_back.pop(cls, 0))
 
     def execute_model(self, step: SchedulerOutput) -> StepHandle:
-        """Start a step; at most one other is in flight. With a step report on, it has ended
-        then."""
+        """Start a step; at most one other may be in flight.
+
+        If step reports are on, this waits for the end of the step.
+        """
         report = self.runner.launches.report
         if not report.is_on:
             with self.profile.step(step):
@@ -531,7 +541,7 @@ class HPUWorker(WorkerBase):
         return handle
 
     def _shape_of(self, step: SchedulerOutput) -> StepShape:
-        """Return the shape by which a report names a step that has not begun."""
+        """Return the shape by which a report names a step that has not started."""
         batch = self.runner.batch
         num_tokens, num_prompt = batch.num_tokens.copy(), batch.num_prompt_tokens.copy()
         for new in step.new_requests:
@@ -546,8 +556,9 @@ class HPUWorker(WorkerBase):
     # ---- memory ---------------------------------------------------------------------------
 
     def _profile(self, free_bytes: int) -> int:
-        """Run the largest launches on an almost empty cache; return the bytes that they need in
-        addition to it."""
+        """Run the largest shapes on an almost empty cache; return the bytes they need in
+        addition.
+        """
         if self._meeting is not None:
             # All ranks must run the same launches, because launches exchange tensors. So all use
             # the least free memory of any rank.
@@ -597,7 +608,9 @@ class HPUWorker(WorkerBase):
 
     @property
     def _num_rows(self) -> int:
-        """Rows of recurrent states: the batch, one of padding, and the kept states."""
+        """Number of recurrent states: one per request of the batch, one of padding, the kept
+        states.
+        """
         return self.config.scheduler.max_num_seqs + 1 + (self._num_kept_states or 0)
 
     @property
@@ -612,7 +625,7 @@ class HPUWorker(WorkerBase):
 
     @property
     def _runners(self) -> list[HPUModelRunner | HPUPoolingRunner | HPUDraftRunner]:
-        """Of the model, and of the draft model, which uses the same blocks."""
+        """The runner of the model, and the one of the draft model, which uses the same blocks."""
         return [self.runner] if self._drafter is None else [self.runner, self._drafter]
 
     def _bind_caches(self, num_blocks: int) -> None:
@@ -639,7 +652,7 @@ class HPUWorker(WorkerBase):
 
     @contextmanager
     def _within_memory(self, what: str) -> Iterator[None]:
-        """Name what there is no memory for, instead of the allocation that failed."""
+        """Let an out-of-memory error in this context name `what`, not the failed allocation."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:
@@ -648,11 +661,11 @@ class HPUWorker(WorkerBase):
             raise self._out_of_memory(what) from error
 
     def _out_of_memory(self, what: str, uses: Sequence[MemoryUse] = ()) -> ConfigError:
-        """Make the error of a card that has no memory for something.
+        """Create the error about a card that has no memory for something.
 
         Args:
-            what: there is no memory for.
-            uses: what has taken the memory; empty: not known.
+            what: the thing that does not fit.
+            uses: uses of the memory; empty: not known.
         """
         total = format_bytes(self.bridge.memory_info().total_bytes)
         scheduler, more = self.config.scheduler, ""
@@ -677,7 +690,9 @@ class HPUWorker(WorkerBase):
     # ---- launches -------------------------------------------------------------------------
 
     def _plan_launches(self, num_blocks: int) -> WarmUp | None:
-        """Choose the shapes of launches; the warm-up that runs them, unless it is to be skipped."""
+        """Choose the padded shapes; return the warm-up that runs them, unless it is to be
+        skipped.
+        """
         plan = plan_buckets(self.config, num_blocks)
         for line in plan.warnings:
             logger.warning(line)
@@ -714,11 +729,11 @@ class HPUWorker(WorkerBase):
 
     @property
     def _serves_while_warming(self) -> bool:
-        """Buckets are left for later. Layers that measure would note padding."""
+        """Whether buckets are left for later. Not while measuring: layers would measure padding."""
         return self.config.hpu.serves_while_warming and not self.config.model.is_measured
 
     def _choose_first(self, wanted: Catalog, limits: StepLimits) -> list[Bucket]:
-        """Choose the buckets that the start warms up."""
+        """Choose the buckets that are warmed up at the start."""
         hpu, traffic = self.config.hpu, even_traffic(limits)
         if hpu.traffic is not None and self.rank == 0:  # rank 0 chooses for all ranks
             traffic = TrafficTable.load(Path(hpu.traffic))
@@ -748,7 +763,7 @@ class HPUWorker(WorkerBase):
         return first
 
     def _of_rank_0(self, name: str, buckets: list[Bucket]) -> list[Bucket]:
-        """Return the buckets of rank 0, so that all ranks do the same."""
+        """Return the buckets of rank 0, so that all ranks warm up the same."""
         if self._meeting is None:
             return buckets
         values = self._meeting.exchange(name, msgspec.json.encode(buckets))

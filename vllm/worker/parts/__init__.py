@@ -1,1 +1,1 @@
-"""Embeddings, adapters and prompt log-probabilities of the requests in a batch."""
+"""Data of the requests in a batch: embeddings, adapters and prompt log-probabilities."""

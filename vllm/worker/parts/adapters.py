@@ -25,19 +25,20 @@ from vllm.worker.parts.row_parts import RowPart
 
 
 class Adapters(RowPart):
-    """The rows that use adapters, and the slots of those adapters. Adapters are held in memory from
-    `prepare` of a request to its end, so no step waits for one; an adapter that cannot be read
-    fails the requests that name it, and no other one.
+    """The requests that use LoRA adapters, and the slots of these adapters.
+
+    An adapter is in memory from `prepare` of a request to its end, so no step waits for one. An
+    adapter that cannot be read fails only the requests that name it.
 
     Args:
         config: of the engine.
-        reader: of adapters for its model.
-        store: has the adapters in use.
+        reader: reads adapters for the model.
+        store: holds the adapters in use.
 
     Attributes:
-        memory: has the adapters in host memory.
-        slot_of_row: [rows + 1] int32: slot of the adapter of each row; -1: it has none. The last
-            row is padding.
+        memory: holds the adapters in host memory.
+        slot_of_row: [rows + 1] int32: adapter slot of each batch index; -1: none. The last entry is
+            padding.
     """
 
     def __init__(self, config: VllmConfig, reader: AdapterReader, store: AdapterStore) -> None:
@@ -56,15 +57,18 @@ class Adapters(RowPart):
         """Load the adapter of a request in the background, and keep it until `release`.
 
         Returns:
-            Done when it is loaded (None), or cannot be (why). None: nothing has to be loaded.
+            A future: None when it is loaded, or the reason why it cannot be. None: nothing has to
+                be loaded.
         """
         if request.adapter is None:
             return None
         return self.memory.hold(request.request_id, request.adapter)
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Release the adapters of requests that have ended and will not run again, whether they are
-        freed yet or not."""
+        """Release the adapters of requests that have ended and will not run again.
+
+        The requests may still be in the batch.
+        """
         ended = set(request_ids)
         for row, (request_id, _) in list(self._rows.items()):
             if request_id in ended:
@@ -74,14 +78,16 @@ class Adapters(RowPart):
         self._tidy()
 
     def unload(self, number: int) -> bool:
-        """Drop an adapter from memory; requests that use it continue. Return False if it is not
-        loaded."""
+        """Drop an adapter from memory; return False if it is not loaded.
+
+        Requests that use it continue.
+        """
         is_found = self.memory.unload(number)
         self._tidy()
         return is_found
 
     def _tidy(self) -> None:
-        """Keep no adapter in a slot that is neither in memory nor in use."""
+        """Clear adapter slots that are neither in use nor have an adapter in memory."""
         for key in self._slots.unused():
             if not self.memory.has(key):
                 self._store.clear(self._slots.forget(key))
@@ -107,7 +113,7 @@ class Adapters(RowPart):
             self._store.put(slot, loaded)
 
     def remove(self, row: int) -> None:
-        """Clear the row."""
+        """Clear the adapter of this batch index."""
         self._errors.pop(row, None)
         if row in self._rows:
             _, key = self._rows.pop(row)
@@ -115,7 +121,7 @@ class Adapters(RowPart):
             self.slot_of_row[row] = -1
 
     def errors_of(self, rows: IntArray) -> dict[int, str]:
-        """Return why the adapters of some rows could not be loaded, by row."""
+        """Return batch index -> why its adapter could not be loaded, for failed ones of these."""
         if not self._errors:
             return {}
         return {row: self._errors[row] for row in rows.tolist() if row in self._errors}
@@ -133,11 +139,11 @@ class Adapters(RowPart):
 
 
 class RaggedRows(Adapters):
-    """Adapters on a device that accepts any shape.
+    """LoRA adapters on a device that runs any shape.
 
     Args:
         config: of the engine.
-        reader: of adapters for its model.
+        reader: reads adapters for the model.
     """
 
     def __init__(self, config: VllmConfig, reader: AdapterReader) -> None:
@@ -152,7 +158,7 @@ class RaggedRows(Adapters):
         return self._of_tokens(np.repeat(slots, launch.num_scheduled_tokens))
 
     def part_of_head(self, rows: IntArray) -> LaunchParts:
-        """Return the adapters of these rows; empty where none adds to the output head."""
+        """Return the adapters of these requests for the output head; empty if none changes it."""
         slots = self.slot_of_row[rows]
         found = (self._host.adapters[slot] for slot in set(slots.tolist()) - {-1})
         if not any(each is not None and each.changes_head for each in found):
@@ -166,10 +172,10 @@ class RaggedRows(Adapters):
 def adapter_reader(
     config: VllmConfig, model: CausalLM, *, has_experts: bool = True
 ) -> AdapterReader:
-    """Make a reader of adapters for a loaded model, whose layers accept adapters from here on.
+    """Make a reader of adapters for a loaded model, and let its layers accept adapters.
 
     Args:
-        has_experts: adapters may change experts where `lora_target_modules` is not set.
+        has_experts: adapters may change experts if `lora_target_modules` is not set.
 
     Raises:
         ConfigError: the model has no module of a name in `lora_target_modules`.

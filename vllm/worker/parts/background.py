@@ -1,4 +1,4 @@
-"""Threads that prepare what later steps need, while other steps run."""
+"""Background threads that prepare data of later steps while other steps run."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ _STILL_BUSY_S = 0.25
 
 
 class StepClock:
-    """Knows whether steps run. For a thread that notes them and others that ask."""
+    """Knows whether steps are running. One thread notes them, others may ask."""
 
     def __init__(self) -> None:
         self._began = -_STILL_BUSY_S
@@ -21,13 +21,15 @@ class StepClock:
         self._began = time.monotonic()
 
     def is_busy(self) -> bool:
-        """Whether steps run."""
+        """Return whether a step has begun within the last moments, so that steps probably run."""
         return time.monotonic() - self._began < _STILL_BUSY_S
 
 
 def run_in_background(work: Callable[[], None]) -> None:
-    """Run work in a thread that takes one core and no long turns of the interpreter: a step asks
-    for the interpreter several times, and waits for up to a turn each time."""
+    """Run work in a thread that takes one core and holds the interpreter lock only briefly.
+
+    A step needs the interpreter lock several times, and waits for it each time.
+    """
 
     def run() -> None:
         compute_alone()

@@ -1,6 +1,7 @@
-"""Embeddings of requests, which replace the embeddings of tokens. Model files do not know of them.
+"""Embeddings that requests give (of images, for example), which replace embeddings of tokens.
 
-They travel in the context of a launch; the layer that looks up embeddings reads them there.
+They are passed in the context of the forward pass, and the embedding layer reads them there. So
+model files need no code for them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -44,15 +45,18 @@ class GivenRun(Protocol):
     def end(self) -> int: ...
 
     def read(self, begin: int, stop: int) -> Tensor:
-        """Return the embeddings [m, embedding_dim] of the tokens from `begin` to `stop`, indices of
-        the prompt, in any floating type, on the host. Each may be followed by what is added to the
-        hidden states of its token after the first layers: embedding_dim values for each layer."""
+        """Return the embeddings [m, embedding_dim] of the tokens from `begin` to `stop`.
+
+        Both are indices in the prompt. The result is on the host, of any floating dtype. Each
+        embedding may be followed by embedding_dim values for each of the first layers, which are
+        added to the hidden states of its token after that layer.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEmbeddings:
-    """A `GivenRun` that the request brings itself."""
+    """Embeddings that are part of the request itself."""
 
     embeddings: TokenEmbeddings
 
@@ -65,7 +69,7 @@ class RequestEmbeddings:
         return self.embeddings.end
 
     def read(self, begin: int, stop: int) -> Tensor:
-        """Return them; no others are copied."""
+        """Return the embeddings of these tokens, without copying others."""
         dtype = getattr(torch, self.embeddings.dtype)
         size = self.embeddings.shape[1]
         width = size * dtype.itemsize
@@ -76,7 +80,7 @@ class RequestEmbeddings:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive tokens of a launch whose embeddings are given."""
+    """Consecutive tokens of a forward pass whose embeddings are given."""
 
     first: int
     """Index of the first such token in the launch."""
@@ -90,23 +94,23 @@ class Span:
         return self.stop - self.begin
 
     def read(self) -> Tensor:
-        """Return them, [m, embedding_dim or a multiple of it] float32."""
+        """Return the embeddings, [m, embedding_dim or a multiple of it] float32."""
         return self.run.read(self.begin, self.stop).float()
 
 
 class EmbeddingRows(RowPart):
-    """The embeddings of the requests in the batch, by row.
+    """The embeddings that requests in the batch give, by batch index.
 
     Args:
-        model: loaded, its weights packed if they are to be; None: another stage of the pipeline
-            looks up embeddings.
+        model: loaded, its weights packed if they are to be; None: another pipeline stage looks up
+            embeddings.
         num_rows: of the batch.
         device: of the model.
-        media: the embeddings of images; None: the model takes no images, or another stage of the
-            pipeline looks up embeddings.
+        media: the embeddings of images; None: the model takes no images, or another pipeline stage
+            looks up embeddings.
 
     Raises:
-        ConfigError: the model does not have exactly one layer that looks up embeddings.
+        ConfigError: the model does not have exactly one embedding layer.
     """
 
     def __init__(
@@ -144,7 +148,7 @@ class EmbeddingRows(RowPart):
             self._media.remove(row)
 
     def begin(self, step: SchedulerOutput) -> None:
-        """Drop and encode the images that the step names."""
+        """Drop and encode images, as the step says."""
         if self._media is not None:
             self._media.update(step)
 
@@ -155,14 +159,16 @@ class EmbeddingRows(RowPart):
         return {} if self._media is None else self._media.errors_of(rows)
 
     def needs_prefill(self, rows: IntArray, indices: IntArray) -> BoolArray | None:
-        """Keep tokens whose embeddings are given out of decodes, which read only tokens."""
+        """Return which tokens have given embeddings: they need a prefill, decodes only read token
+        ids.
+        """
         if not self._rows:
             return None
         is_given: BoolArray = indices < self._ends[rows]
         return is_given
 
     def spans(self, launch: Launch) -> Iterator[Span]:
-        """Yield the embeddings that a launch brings."""
+        """Yield the given embeddings in a forward pass."""
         starts = launch.starts
         has_some = launch.num_computed_tokens < self._ends[launch.rows]
         for index in np.flatnonzero(has_some).tolist():
@@ -198,13 +204,13 @@ class EmbeddingRows(RowPart):
 
 
 def takes_embeddings(config: VllmConfig) -> bool:
-    """Return whether requests may bring embeddings, or images that give some."""
+    """Return whether requests may give embeddings, or images that are encoded to embeddings."""
     model = config.model
     return model.enable_prompt_embeds or model.resolved_arch.media_config is not None
 
 
 def _find_embedding(model: nn.Module) -> VocabParallelEmbedding:
-    """Return the layer that reads the embeddings; refuse a model with none or several."""
+    """Return the embedding layer of a model; raise if it has none or several."""
     found = [
         module
         for module in model.modules()

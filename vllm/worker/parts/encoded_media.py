@@ -1,7 +1,7 @@
-"""The embeddings of images that a worker keeps, on the host, by the key of the image.
+"""Stores the embeddings of images on the host of a worker, by the key of the image.
 
-The scheduler says which images are encoded, and which are dropped. An image that is not there when
-its tokens run is encoded then: a miss costs time and is never an error.
+The scheduler decides which images are encoded, and which are dropped. If an image is missing when
+its tokens run, it is encoded then: this costs time, but is never an error.
 """
 
 import time
@@ -38,7 +38,7 @@ class Encodes(Protocol):
     """Runs the encoder of a model on its device."""
 
     def encode(self, items: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-        """Return the embeddings [n, width] of each image, on the host.
+        """Encode images: return the embeddings [n, width] of each, on the host.
 
         Args:
             items: the tensors of each image, on the host.
@@ -47,30 +47,33 @@ class Encodes(Protocol):
 
 
 class KeepsMedia(Protocol):
-    """Memory for the results of an encoder, by the key of the image: a dictionary, or one that
-    gives something else back."""
+    """Storage for the results of an encoder, by the key of the image.
+
+    It is a dictionary, or an object whose `get` returns something else than was stored, such as
+    slots.
+    """
 
     def __contains__(self, key: str) -> bool: ...
 
     def __setitem__(self, key: str, result: Tensor) -> None:
-        """Keep the result [n, width] of an image.
+        """Store the result [n, width] of an image.
 
         Raises:
-            ValueError: there is no room for it.
+            ValueError: there is not enough space for it.
         """
         ...
 
     def get(self, key: str) -> Tensor | None:
-        """Return what is kept of an image; None: nothing."""
+        """Return the stored result of an image; None if there is none."""
         ...
 
     def pop(self, key: str, default: None) -> Tensor | None:
-        """Drop an image, if it is there."""
+        """Drop an image, if it is stored."""
         ...
 
 
 class ModuleEncoder:
-    """Runs an encoder as it is, without padding; see `Encodes`.
+    """Runs an encoder without padding; see `Encodes`.
 
     Args:
         encoder: loaded.
@@ -81,15 +84,17 @@ class ModuleEncoder:
 
     @torch.inference_mode()
     def encode(self, items: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-        """Encode images one by one, as attention over the patches of several images compares all
-        of them; images of one size together."""
+        """Encode images one by one, or together if they have a fixed size.
+
+        Attention over the patches of several images of any size would compare all of them.
+        """
         if self._encoder.unit == "patches":
             return [self._encoder([item])[0] for item in items]
         return [each.clone() for each in self._encoder.encode_parts(items, self._encoder)]
 
 
 def encoded_media(model: LayeredModel) -> "EncodedMedia | None":
-    """Return what keeps the embeddings of images of a model on the CPU; None: it reads text only.
+    """Make the storage for image embeddings of a model on the CPU; None if it reads only text.
 
     Args:
         model: loaded; the first stage of a pipeline.
@@ -105,8 +110,10 @@ Agree = Callable[[Sequence[bool]], Sequence[bool]]
 
 
 def agreement(tp: TPGroup, add: Callable[[Tensor], Tensor] | None = None) -> Agree | None:
-    """Return how ranks that share every layer agree on the images that they have encoded: a rank
-    without an image would compute other values than the others. None: there is one rank.
+    """Return a function by which ranks agree on the images that all of them have encoded.
+
+    A rank without an image would compute other values than the others. None: there is only one
+    rank.
 
     Args:
         tp: the ranks.
@@ -123,8 +130,10 @@ def agreement(tp: TPGroup, add: Callable[[Tensor], Tensor] | None = None) -> Agr
 
 
 def embedding_width(model: LayeredModel) -> int:
-    """Return the width of the embeddings of images, with everything that `MediaEncoder.num_added`
-    says; 0: the model, or this stage of it, makes none."""
+    """Return the width of image embeddings, including values for layers (`MediaEncoder.num_added`).
+
+    0: the model, or this pipeline stage, does not make any.
+    """
     encoder = model.media_encoder
     if encoder is None or not model.stage.is_first or encoder.max_states:
         return 0
@@ -132,19 +141,19 @@ def embedding_width(model: LayeredModel) -> int:
 
 
 class EncodedMedia:
-    """The embeddings of the images of one model.
+    """Encodes images of one model, and stores their embeddings.
 
     Args:
         encoder: of the model.
-        width: see there.
-        kept: keeps them; None: a dictionary does.
-        agree: with the other ranks, which encode the same images; None: nothing is asked.
-        dtype: of the encoder, in which embeddings that requests bring are kept as well.
+        width: see the attribute.
+        kept: the storage; None: a dictionary.
+        agree: agrees on encoded images with the other ranks; None: there are no other ranks.
+        dtype: of the encoder; embeddings that requests give are stored in it as well.
 
     Attributes:
-        width: of the embeddings, with everything that `MediaEncoder.num_added` says.
-        num_encoded: items that have been encoded.
-        encode_seconds: that this took.
+        width: of the embeddings, including the values of `MediaEncoder.num_added` layers.
+        num_encoded: number of items that were encoded.
+        encode_seconds: seconds that this took.
     """
 
     def __init__(
@@ -171,11 +180,13 @@ class EncodedMedia:
         self.encode_seconds = 0.0
 
     def prepare(self, request: EngineRequest) -> Future[str] | None:
-        """Open the files of the images of a request, so that all ranks can read them until it has
-        ended, whatever becomes of the process that made them.
+        """Open the image files of a request, and keep them open until it has ended.
+
+        So all ranks can read them even if the process that made them ends.
 
         Returns:
-            Done: why they cannot be opened. None: they are open, or there are none.
+            A future with the reason why they cannot be opened. None: they are open, or there are
+            none.
         """
         try:
             files = open_files(chain.from_iterable(item.tensors for item in request.media))
@@ -193,18 +204,18 @@ class EncodedMedia:
             self._files.pop(request_id, None)
 
     def add(self, row: int, request: EngineRequest) -> None:
-        """Note the images of a row."""
+        """Note the images of a new request."""
         self._items[row] = request.media
         self._request_ids[row] = request.request_id
 
     def remove(self, row: int) -> None:
-        """Forget the images of a row; their embeddings stay."""
+        """Forget the images of a request; their embeddings remain stored."""
         self._items.pop(row, None)
         self._request_ids.pop(row, None)
         self._errors.pop(row, None)
 
     def update(self, step: SchedulerOutput) -> None:
-        """Drop and encode the images that a step names."""
+        """Drop and encode images, as the step says."""
         for key in step.dropped_media:
             self._kept.pop(key, None)
         if step.encoded_media:
@@ -212,34 +223,40 @@ class EncodedMedia:
             self._encode([each for each in wanted if each[1].key not in self._kept])
 
     def read(self, row: int, item: MediaItem) -> Tensor:
-        """Return the embeddings [n, width] of an image of a row; zeros if it cannot be
-        encoded, which `errors_of` tells."""
+        """Return the embeddings [n, width] of an image of a request.
+
+        Zeros if it cannot be encoded; then `errors_of` returns the reason.
+        """
         found = self.find(row, item)
         if found is None:
             return torch.zeros(item.num_embeddings, self.width)
         return found
 
     def find(self, row: int, item: MediaItem) -> Tensor | None:
-        """Return what is kept of an image of a row; None: it cannot be encoded, which `errors_of`
-        tells."""
+        """Return the stored result for an image of a request; encode it first if needed.
+
+        None if it cannot be encoded; then `errors_of` returns the reason.
+        """
         if item.key not in self._kept and row not in self._errors:
             self._encode([(row, item)])
         return self._kept.get(item.key)
 
     def count(self, stats: RunnerStats) -> RunnerStats:
-        """Return counters of the runner with what the encoder has counted."""
+        """Return the counters with the number of encoded items and the encoding time added."""
         return msgspec.structs.replace(
             stats, num_encoded_items=self.num_encoded, encode_seconds=self.encode_seconds
         )
 
     def errors_of(self, rows: IntArray) -> dict[int, str]:
-        """Return why images of some of these rows cannot be encoded, by row."""
+        """Return batch index -> why an image of the request cannot be encoded, for failed ones of
+        these.
+        """
         if not self._errors:
             return {}
         return {row: self._errors[row] for row in rows.tolist() if row in self._errors}
 
     def _encode(self, wanted: Sequence[tuple[int, MediaItem]]) -> None:
-        """Encode images, each of them on all ranks or on none."""
+        """Encode images; each is then stored either on all ranks or on none."""
         self._encode_here(wanted)
         if self._agree is None or not wanted:
             return
@@ -251,7 +268,10 @@ class EncodedMedia:
                 self._errors.setdefault(row, reason)
 
     def _encode_here(self, wanted: Sequence[tuple[int, MediaItem]]) -> None:
-        """Encode images together; if that fails, one by one, so that only the reason fails."""
+        """Encode images together.
+
+        If that fails, one by one, so that only the faulty image fails.
+        """
         read: list[tuple[int, MediaItem, dict[str, Tensor]]] = []
         for row, item in wanted:
             try:
@@ -295,7 +315,7 @@ class EncodedMedia:
 
 @dataclass(frozen=True, slots=True)
 class MediaRun:
-    """A run of tokens of a prompt whose embeddings an image gives; see `GivenRun`."""
+    """Consecutive tokens of a prompt whose embeddings an image gives; see `GivenRun`."""
 
     row: int
     item: MediaItem
@@ -314,12 +334,12 @@ class MediaRun:
 
 
 def media_runs(row: int, request: EngineRequest, media: EncodedMedia | None) -> Iterable[MediaRun]:
-    """Note the images of a row, and return the runs of tokens that they give embeddings to.
+    """Note the images of a request, and return the runs of tokens that they give embeddings to.
 
     Args:
-        row: of the batch.
-        request: that has the row.
-        media: the embeddings; None: another stage of the pipeline has them.
+        row: batch index of the request.
+        request: the request.
+        media: the embeddings; None: another pipeline stage has them.
     """
     if request.media and media is not None:
         media.add(row, request)
@@ -337,6 +357,6 @@ def _tensors(arrays: Iterable[MediaTensor], files: Mapping[str, OpenFile]) -> di
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: it is not open, or has another size.
+        ValueError: a file is not open, or has the wrong size.
     """
     return {array.name: torch.from_numpy(read_tensor(array, files)) for array in arrays}

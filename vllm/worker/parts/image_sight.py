@@ -1,6 +1,6 @@
-"""The last keys of tokens: a token of an image sees to the end of its image, if the model needs it.
+"""Bidirectional attention within images: how far ahead each token of an image attends.
 
-Each stage of a pipeline has this part, whether it encodes images or not.
+Each pipeline stage has this part, whether it encodes images or not.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from vllm.worker.parts.row_parts import RowPart
 
 
 class ImageSight(RowPart):
-    """The images of the requests in the batch, by row.
+    """The images of the requests in the batch, by batch index.
 
     Args:
         num_rows: of the batch.
@@ -35,8 +35,9 @@ class ImageSight(RowPart):
             self._ends[row] = 0
 
     def last_keys(self, launch: Launch) -> IntArray | None:
-        """Return the last key [T] that each token of a launch sees, as an index in its request;
-        None: its own.
+        """Return the last key [T] that each token attends to, as an index in its request.
+
+        None if no token attends to later ones.
 
         Args:
             launch: of T tokens, without padding.
@@ -49,19 +50,22 @@ class ImageSight(RowPart):
         return last_keys
 
     def piece_end(self, row: int, start: int, stop: int) -> int:
-        """Return where a piece of a prompt from `start` ends that should end at `stop`: not inside
-        of an image, so before it, or after an image that is longer than the piece."""
+        """Return where a prompt chunk from `start` must end if it should end at `stop`.
+
+        It must not end inside of an image: it ends before the image, or after it if the chunk would
+        be empty.
+        """
         for begin, count in self._runs.get(row, ()):
             if begin < stop < begin + count:
                 return begin if begin > start else begin + count
         return stop
 
     def lengthen(self, launch: Launch, last_keys: IntArray) -> None:
-        """Let the tokens of images see to the end of their image.
+        """Set the last key of image tokens to the end of their image.
 
         Args:
-            launch: all tokens of an image that are not computed yet are in it.
-            last_keys: [T] own index of each token, padded as the launch is; changed.
+            launch: contains all tokens of an image that are not computed yet.
+            last_keys: [T] own index of each token, padded like the forward pass; changed.
         """
         starts, ends = launch.starts, launch.num_computed_tokens + launch.num_scheduled_tokens
         has_some = launch.num_computed_tokens < self._ends[launch.rows]

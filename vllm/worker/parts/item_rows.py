@@ -1,5 +1,6 @@
-"""Items that cross-attention layers read: the pool of their keys and values, and the rows that see
-them. Model files do not know of slots.
+"""Items that cross-attention layers read: pools of keys and values, and slots by request.
+
+Model files need no code for slots.
 """
 
 from abc import ABC, abstractmethod
@@ -45,10 +46,10 @@ _NO_SLOTS: IntArray = np.empty(0, np.int32)
 
 
 class ItemPool:
-    """Keys and values of items in all cross-attention layers of a model, by the key of the item.
+    """A pool for keys and values of items in all cross-attention layers, by the key of the item.
 
-    As the memory of an `EncodedMedia` it takes hidden states and gives back slots. All ranks give
-    the same slots to an item, as they keep the same items.
+    As the storage of an `EncodedMedia` it receives hidden states and returns slots. All ranks give
+    the same slots to an item, as they store the same items.
 
     Args:
         layers: of the model.
@@ -60,7 +61,7 @@ class ItemPool:
         self._is_free = np.empty(0, np.bool_)
 
     def allocate(self, num_slots: int, platform: Platform, dtype: torch.dtype) -> None:
-        """Allocate so many slots in all layers, all of them free."""
+        """Allocate `num_slots` free slots in all layers."""
         self._slots.clear()
         self._is_free = np.ones(num_slots, np.bool_)
         for layer in self._layers:
@@ -68,7 +69,7 @@ class ItemPool:
             layer.bind_pool(*(platform.allocate_cache(shape, dtype) for _ in range(2)))
 
     def release(self) -> None:
-        """Give the memory of all layers back, until it is allocated again."""
+        """Free the memory of all layers, until it is allocated again."""
         self._slots.clear()
         for layer in self._layers:
             layer.release_pool()
@@ -77,11 +78,11 @@ class ItemPool:
         return key in self._slots
 
     def get(self, key: str) -> Tensor | None:
-        """Return the slots [n] int32 of an item; None: it is not there."""
+        """Return the slots [n] int32 of an item; None if it is not stored."""
         return self._slots.get(key)
 
     def pop(self, key: str, default: Tensor | None = None) -> Tensor | None:
-        """Free the slots of an item."""
+        """Free the slots of an item, and return them; `default` if it is not stored."""
         slots = self._slots.pop(key, default)
         if slots is not None:
             self._is_free[slots.numpy()] = True
@@ -89,10 +90,10 @@ class ItemPool:
 
     @torch.inference_mode()
     def __setitem__(self, key: str, states: Tensor) -> None:
-        """Compute and keep keys and values of an item with hidden states [n, state_size].
+        """Compute and store keys and values of an item from its hidden states [n, state_size].
 
         Raises:
-            ValueError: there are not so many free slots.
+            ValueError: there are fewer than n free slots.
         """
         found = np.flatnonzero(self._is_free)[: len(states)].astype(np.int32)
         if len(found) < len(states):
@@ -104,7 +105,9 @@ class ItemPool:
         self._slots[key] = torch.from_numpy(found)
 
     def _write(self, states: Tensor, slots: IntArray) -> None:
-        """Compute and write keys and values of hidden states [n, state_size], n at least one."""
+        """Compute keys and values of hidden states [n, state_size], n at least 1, and write them to
+        slots.
+        """
         where = torch.from_numpy(slots)
         for layer in self._layers:
             layer.store(states, where)
@@ -112,7 +115,7 @@ class ItemPool:
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    """The slots that the tokens of a row see. They change at some indices."""
+    """The slots that the tokens of a request see. They change at certain token indices."""
 
     starts: tuple[int, ...]
     """k indices from which tokens see other items, ascending; the first is 0."""
@@ -120,12 +123,12 @@ class _Views:
     """k arrays of slots."""
 
     def runs(self, first: int, count: int, token: int) -> Iterable[SeenRun]:
-        """Yield what some tokens see.
+        """Yield the ranges of slots that consecutive tokens see.
 
         Args:
-            first: index of the first one in its request.
-            count: of tokens.
-            token: index of the first one in the launch.
+            first: index of the first token in its request.
+            count: number of tokens.
+            token: index of the first token in the forward pass.
         """
         at = bisect_right(self.starts, first) - 1
         end, begin = first + count, first
@@ -138,10 +141,10 @@ class _Views:
 
 
 class KeptItems(RowPart, ABC):
-    """The items of the requests in the batch. Subclasses tell the layers which slots a row sees.
+    """The items of the requests in the batch. Subclasses pass to the layers which slots are seen.
 
     Args:
-        media: encodes items, and keeps them in `pool`.
+        media: encodes items, and stores them in `pool`.
         pool: of the model.
     """
 
@@ -168,7 +171,7 @@ class KeptItems(RowPart, ABC):
             self._hide(row)
 
     def begin(self, step: SchedulerOutput) -> None:
-        """Drop and encode the items that the step names, and look up the items of new rows."""
+        """Drop and encode items, as the step says, and look up the items of new requests."""
         self._media.update(step)
         first_of = dict(zip(step.rows.tolist(), step.num_computed_tokens.tolist(), strict=True))
         for row, request in self._new:
@@ -180,11 +183,11 @@ class KeptItems(RowPart, ABC):
 
     @abstractmethod
     def _show(self, row: int, items: Sequence[MediaItem]) -> None:
-        """Let the tokens of a row see these items."""
+        """Let the tokens of a request see these items."""
 
     @abstractmethod
     def _hide(self, row: int) -> None:
-        """Let the tokens of a row see nothing."""
+        """Let the tokens of a request see no items."""
 
     def count(self, stats: RunnerStats) -> RunnerStats:
         return self._media.count(stats)
@@ -194,14 +197,15 @@ class KeptItems(RowPart, ABC):
 
 
 class ItemRows(KeptItems):
-    """The items of the requests in the batch, by row, for forward passes without padding.
+    """The items of the requests in the batch, for forward passes without padding.
 
     Args:
-        media, pool: see `KeptItems`.
+        media: see `KeptItems`.
+        pool: see `KeptItems`.
         num_rows: of the batch.
 
     Attributes:
-        of_output: by row, the slots that tokens of the output see. The arrays are never replaced.
+        of_output: the slots that output tokens see, by batch index. The arrays are never replaced.
     """
 
     def __init__(self, media: EncodedMedia, pool: ItemPool, num_rows: int) -> None:
@@ -250,7 +254,7 @@ class ItemRows(KeptItems):
 
 
 def item_rows(model: LayeredModel, num_rows: int) -> ItemRows | None:
-    """Return the part for items of a model on the CPU; None: it reads none by cross-attention.
+    """Make the item part of a model on the CPU; None if it has no cross-attention.
 
     Args:
         model: loaded.
@@ -266,7 +270,7 @@ def item_rows(model: LayeredModel, num_rows: int) -> ItemRows | None:
 
 
 def most_items(config: VllmConfig) -> int:
-    """Return how many items a request may have, of a model that reads some."""
+    """Return how many items a request may have. The model must read some."""
     family = family_of_model(config)
     assert family is not None, "the model reads text only"
     if family.required is not None:
@@ -277,8 +281,9 @@ def most_items(config: VllmConfig) -> int:
 def count_item_states(
     config: VllmConfig, model: nn.Module, free_bytes: int
 ) -> tuple[int, int] | None:
-    """Return how many hidden states of items are kept, and their bytes; None: the model has no
-    cross-attention, or no encoder.
+    """Return (number of hidden states of items that are kept, their bytes).
+
+    None: the model has no cross-attention, or no encoder.
 
     Args:
         config: limits.

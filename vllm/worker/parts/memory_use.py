@@ -1,4 +1,4 @@
-"""Lists what the memory of a device is used for, for the errors of a KV cache that is too small."""
+"""Lists the uses of a device's memory, for errors about a KV cache that is too small."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """A use of the memory that the KV cache might have had."""
+    """One use of memory that is then missing for the KV cache."""
 
     what: str
     num_bytes: int
@@ -25,11 +25,11 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class CacheBudget:
-    """The memory of the KV cache, and why it is not more.
+    """The memory of the KV cache, and why it is not larger.
 
     Args:
         num_bytes: of the cache.
-        setting: the flag that has said how much it is; None: it has what the others leave.
+        setting: the flag that decides its size; None: the cache gets what the other uses leave.
         others: the other uses of the same memory.
     """
 
@@ -39,7 +39,7 @@ class CacheBudget:
 
     @property
     def reason(self) -> str:
-        """Return why the cache has so little memory: a sentence for an error."""
+        """Sentence for an error: why the cache has so little memory."""
         size = format_bytes(self.num_bytes)
         if self.setting is not None:
             return f"It has {size} by {self.setting}"
@@ -47,62 +47,64 @@ class CacheBudget:
 
     @property
     def fix(self) -> str:
-        """Return advice for giving the cache more: an imperative without a capital. It is about the
-        largest of the other uses."""
+        """Advice for getting a larger cache: an imperative that starts in lower case.
+
+        It is about the largest of the other uses.
+        """
         if self.setting is not None:
             return f"raise {self.setting}"
         return _fix(self.others)
 
 
 def division(uses: Sequence[MemoryUse]) -> str:
-    """Return what has the memory and how to change that, as sentences for an error."""
+    """Return sentences for an error: how the memory is divided, and how to change it."""
     fix = _fix(uses)
     return f"The memory is divided into: {', '.join(_listed(uses))}. {fix[0].upper()}{fix[1:]}"
 
 
 def _listed(uses: Sequence[MemoryUse]) -> list[str]:
-    """Return the texts of uses, the largest first."""
+    """Return the texts of the uses, the largest first."""
     return [str(use) for use in sorted(uses, key=lambda use: -use.num_bytes) if use.num_bytes > 0]
 
 
 def _fix(uses: Sequence[MemoryUse]) -> str:
-    """Return what makes the largest use smaller."""
+    """Return advice that makes the largest use smaller."""
     largest = max(uses, key=lambda use: use.num_bytes, default=None)
     return largest.fix if largest and largest.num_bytes > 0 else "use a smaller model"
 
 
 def unused_share(config: VllmConfig, num_bytes: int) -> MemoryUse:
-    """Return the use of what gpu_memory_utilization keeps free."""
+    """Return the memory that `gpu_memory_utilization` leaves unused, as a use."""
     utilization = config.cache.gpu_memory_utilization
     flag = "--gpu-memory-utilization"
     return MemoryUse("unused", num_bytes, f"raise {flag}", f"{flag} {utilization:g}")
 
 
 def weights_use(num_bytes: int, *more_fixes: str) -> MemoryUse:
-    """Return the use of the weights of the model.
+    """Return the memory of the model's weights as a use.
 
     Args:
         num_bytes: of the weights.
-        more_fixes: what else makes them smaller on this device, as imperatives without a capital.
+        more_fixes: other advice for making them smaller, as imperatives in lower case.
     """
     fixes = ("use a smaller model or dtype", "use more devices (--tensor-parallel-size)")
     return MemoryUse("weights", num_bytes, ", or ".join([*fixes, *more_fixes]))
 
 
 def draft_use(num_bytes: int) -> MemoryUse:
-    """Return the use of the weights of the draft model."""
+    """Return the memory of the draft model's weights as a use."""
     fix = "use a smaller draft model, or leave --speculative-config out"
     return MemoryUse("draft model", num_bytes, fix, "--speculative-config")
 
 
 def states_use(config: VllmConfig, num_bytes: int) -> MemoryUse:
-    """Return the use of the recurrent states of all requests."""
+    """Return the memory of the recurrent states of all requests as a use."""
     setting = f"--max-num-seqs {config.scheduler.max_num_seqs}"
     return MemoryUse("recurrent states", num_bytes, "lower --max-num-seqs", setting)
 
 
 def adapters_use(config: VllmConfig, num_bytes: int) -> MemoryUse:
-    """Return the use of the LoRA adapters on the device."""
+    """Return the memory of the LoRA adapters on the device as a use."""
     lora = config.lora
     setting = f"--max-loras {lora.num_slots}, --max-lora-rank {lora.max_lora_rank}"
     fix = "lower --max-loras or --max-lora-rank"
@@ -110,7 +112,7 @@ def adapters_use(config: VllmConfig, num_bytes: int) -> MemoryUse:
 
 
 def embeddings_use(config: VllmConfig, num_bytes: int) -> MemoryUse:
-    """Return the use of the table of embeddings that prompts bring."""
+    """Return the memory of the table of given embeddings as a use."""
     setting = f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens}"
     fix = "lower --max-num-batched-tokens"
     if config.model.enable_prompt_embeds:
@@ -119,18 +121,18 @@ def embeddings_use(config: VllmConfig, num_bytes: int) -> MemoryUse:
 
 
 def items_use(num_bytes: int, what: str = "keys and values of images and sounds") -> MemoryUse:
-    """Return the use of what cross-attention layers read."""
+    """Return the memory of items that cross-attention layers read as a use."""
     return MemoryUse(what, num_bytes, "lower --max-num-seqs")
 
 
 def launches_use(config: VllmConfig, num_bytes: int) -> MemoryUse:
-    """Return the use of forward passes while they run."""
+    """Return the memory of running forward passes as a use."""
     setting = f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens}"
     return MemoryUse("forward passes", num_bytes, "lower --max-num-batched-tokens", setting)
 
 
 def graphs_use(config: VllmConfig, num_bytes: int) -> MemoryUse:
-    """Return the use of HPU graphs."""
+    """Return the memory of HPU graphs as a use."""
     name = "VLLM_GRAPH_RESERVED_MEM"
     setting = f"{name}={config.hpu.graph_reserved_mem:g}"
     return MemoryUse("HPU graphs", num_bytes, f"lower {name}", setting)

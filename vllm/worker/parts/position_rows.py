@@ -1,7 +1,7 @@
-"""Positions that requests bring instead of the indices of their tokens.
+"""Positions that requests give instead of the indices of their tokens (M-RoPE).
 
-A position rotates queries and keys. Slots, lengths, masks and limits of chunks depend on the index
-of a token in its request, whatever its positions are.
+A position only rotates queries and keys. Slots, lengths, masks and limits of chunks depend on the
+index of a token in its request, whatever its positions are.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from vllm.worker.parts.row_parts import BoolArray, RowPart, RowParts
 
 
 class PositionRows(RowPart):
-    """The positions of the requests in the batch, by row.
+    """The positions that requests in the batch give, by batch index.
 
     Args:
         arch: of the model.
@@ -29,7 +29,7 @@ class PositionRows(RowPart):
     Attributes:
         num_positions: P, positions of a token.
         offsets: [rows] position minus index of tokens after the prompt.
-        ends: [rows] tokens of each row up to the last one with another difference; 0: none has.
+        ends: [rows] number of tokens up to the last one with a different offset; 0: none has.
     """
 
     def __init__(self, arch: ModelArch, num_rows: int, device: torch.device) -> None:
@@ -56,7 +56,9 @@ class PositionRows(RowPart):
             self.ends[row] = self.offsets[row] = 0
 
     def needs_prefill(self, rows: IntArray, indices: IntArray) -> BoolArray | None:
-        """Keep tokens whose positions are given from decodes, which add an offset to indices."""
+        """Return which tokens have given positions: they need a prefill, decodes only add an
+        offset.
+        """
         if not self._rows:
             return None
         is_given: BoolArray = indices < self.ends[rows]
@@ -74,11 +76,11 @@ class PositionRows(RowPart):
         return {"positions": torch.from_numpy(positions.astype(np.int64)).to(self._device)}
 
     def write_prompts(self, launch: Launch, positions: npt.NDArray[np.integer[Any]]) -> None:
-        """Write the positions of tokens of prompts.
+        """Write the given positions of prompt tokens.
 
         Args:
-            launch: of the tokens.
-            positions: [P, T] of the launch; changed.
+            launch: a forward pass with these tokens.
+            positions: [P, T] of the forward pass; changed.
         """
         starts = launch.starts
         is_given = launch.num_computed_tokens < self.ends[launch.rows]
@@ -91,12 +93,13 @@ class PositionRows(RowPart):
 
 
 def draft_parts(parts: RowParts, arch: ModelArch) -> RowParts:
-    """Return what rows bring to a model that makes drafts for another one: their positions, if it
-    takes as many for each token.
+    """Return the parts that a draft model needs of the target's requests: their positions.
+
+    Empty if the draft model takes another number of positions for each token.
 
     Args:
-        parts: of the rows, which the other model runs.
-        arch: of the model that makes drafts.
+        parts: of the target model.
+        arch: of the draft model.
     """
     found = parts.find(PositionRows)
     if found is None or found.num_positions != arch.num_positions:

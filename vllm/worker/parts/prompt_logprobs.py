@@ -21,14 +21,13 @@ PADDING_ROW = -1
 
 
 class PromptLogprobs(RowPart):
-    """Remembers which requests want log-probabilities of their prompts, and computes them from a
-    launch's hidden states.
+    """Computes prompt log-probabilities for the requests that ask for them.
 
     Args:
         batch: has the prompts.
-        sampler: has the log-probabilities of given tokens, for the device of the model.
+        sampler: computes log-probabilities of given tokens on the device.
         head: computes logits.
-        round_width: rounds the number of most likely tokens up, for a device that compiles shapes.
+        round_width: rounds up the number of most likely tokens, for a device that compiles shapes.
             Positions are then computed in parts of one fixed size.
         end_stage: ends a recorded graph, for such a device.
     """
@@ -49,30 +48,34 @@ class PromptLogprobs(RowPart):
         self._wanted: dict[int, int] = {}
 
     def add(self, new: NewRequest) -> None:
-        """Note what the request wants, even if another stage computes it: all stages plan the same
-        launches."""
+        """Note what the request asks for, even if another pipeline stage computes it.
+
+        All stages must plan the same forward passes.
+        """
         wanted = new.request.sampling_params.prompt_logprobs
         if wanted is not None:
             self._wanted[new.row] = wanted
 
     def remove(self, row: int) -> None:
-        """Clear the row."""
+        """Clear the entry of this batch index."""
         self._wanted.pop(row, None)
 
     def needs_prefill(self, rows: IntArray, indices: IntArray) -> BoolArray | None:
-        """Keep tokens of these requests out of decodes: only a prefill gives the log-probabilities
-        of the next token."""
+        """Return which tokens need a prefill: only a prefill gives log-probabilities of prompt
+        tokens.
+        """
         if not self._wanted:
             return None
         is_inside: BoolArray = indices + 1 < self._batch.num_prompt_tokens[rows]
         return is_inside & np.isin(rows, list(self._wanted))
 
     def read(self, launch: Launch, hidden_states: Tensor) -> list[PendingRows]:
-        """Compute log-probabilities of the tokens that follow this launch's prompt positions.
+        """Compute log-probabilities of the tokens that follow the prompt positions of a forward
+        pass.
 
         Returns:
-            (row, one entry per position p of the launch with p + 1 inside the prompt, for token
-            p + 1), in the order of the launch.
+            (batch index, one entry per position p of the forward pass with p + 1 inside the prompt,
+            for token p + 1), in the order of the forward pass.
         """
         if not self._wanted:
             return []
@@ -104,11 +107,11 @@ class PromptLogprobs(RowPart):
         """Compute log-probabilities of `targets`, which follow the positions from `first` on.
 
         Args:
-            hidden_states: of a launch.
+            hidden_states: of a forward pass.
             first: index of the first position among them.
             targets: [n] token ids.
             num_logprobs: number of most likely tokens to return in addition.
-            row: of the batch, whose adapter counts.
+            row: batch index of the request, whose adapter is used.
         """
         parts, vocab_size = [], 0
         for start in range(0, len(targets), PART_SIZE):
@@ -134,8 +137,9 @@ class PromptLogprobs(RowPart):
     def _fixed_size(
         self, hidden_states: Tensor, begin: int, targets: IntArray
     ) -> tuple[Tensor, IntArray]:
-        """Return [PART_SIZE, hidden] from `begin` on, and their targets; the last ones are
-        repeated."""
+        """Return [PART_SIZE, hidden] from `begin` on, and their targets; the last one is
+        repeated.
+        """
         index = np.minimum(np.arange(PART_SIZE), len(targets) - 1)
         positions = torch.from_numpy((begin + index).astype(np.int32)).to(hidden_states.device)
         hidden = hidden_states.index_select(0, positions)

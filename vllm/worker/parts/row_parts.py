@@ -1,8 +1,8 @@
-"""The data of requests in a batch other than tokens: one protocol, and the list of parts that a
-runner keeps.
+"""The data of requests in a batch other than tokens: one protocol, and the list of parts.
 
-Examples are sampling parameters, grammars, log-probabilities of the prompt, embeddings, and
-adapters. Runners and workers use the list; each part stores its data of the rows that have some.
+Examples of parts are sampling parameters, grammars, log-probabilities of the prompt, embeddings,
+and adapters. Runners and workers use the list; each part stores the data of the requests that have
+some.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,67 +29,74 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class RowPart:
-    """One thing that requests may bring. A hook that a subclass leaves out is never called."""
+    """Base class: one kind of data of requests.
+
+    Methods that a subclass does not override are never called.
+    """
 
     def prepare(self, request: EngineRequest) -> Future[Any] | None:
         """Load in the background what the steps of a request need.
 
         Returns:
-            Done when it is loaded (None), or cannot be (why). None: nothing has to be loaded.
+            A future: None when it is loaded, or the reason why it cannot be. None: nothing has to
+                be loaded.
         """
         return None
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Drop what requests have needed that have ended."""
+        """Drop the data of requests that have ended."""
 
     def remove(self, row: int) -> None:
-        """Clear a row of the batch, if it has something."""
+        """Clear the data of this batch index, if there is any."""
 
     def add(self, new: NewRequest) -> None:
-        """Note what a request brings into its row."""
+        """Store the data of a new request under its batch index."""
 
     def note_step(self) -> None:
-        """Note that a step begins."""
+        """Note that a step begins. Used to know whether steps run."""
 
     def begin(self, step: SchedulerOutput) -> None:
-        """Do what a step asks for before its tokens run; its new requests are noted."""
+        """Prepare a step before its tokens run; its new requests were added already."""
 
     def needs_prefill(self, rows: IntArray, indices: IntArray) -> BoolArray | None:
-        """Return which single tokens a card may not run as decodes, which cost less; None: it may
-        run all of them.
+        """Return which single tokens need a prefill, so that they must not run as a decode.
+
+        A decode costs less, but does not read all data. None: no token needs it.
 
         Args:
-            rows: [n] of the tokens.
-            indices: [n] in their requests.
+            rows: [n] batch indices of the tokens.
+            indices: [n] of the tokens in their requests.
         """
         return None
 
     def send(self, launch: Launch) -> None:
-        """Copy to a card what a prefill reads there in addition to its packed input."""
+        """Copy data to a card that a prefill reads in addition to its packed input."""
 
     def part_of(self, launch: Launch) -> LaunchParts:
-        """Return what the layers need to know of the tokens of a launch; empty: nothing."""
+        """Return the data that layers need of the tokens of a forward pass; empty: nothing."""
         return {}
 
     def part_of_head(self, rows: IntArray) -> LaunchParts:
-        """Return what the output head needs to know of one hidden state of each of these rows [N];
-        empty: nothing."""
+        """Return the data that the output head needs for hidden states of these requests [N].
+
+        Empty: nothing.
+        """
         return {}
 
     def read(self, launch: Launch, hidden_states: Tensor) -> list[PendingRows]:
-        """Make results from the hidden states [T, hidden] of a launch."""
+        """Compute results from the hidden states [T, hidden] of a forward pass."""
         return []
 
     def count(self, stats: RunnerStats) -> RunnerStats:
-        """Return counters of the runner with what this part has counted."""
+        """Return the counters of the runner, with the counters of this part added."""
         return stats
 
     def errors_of(self, rows: IntArray) -> dict[int, str]:
-        """Return why some of these rows have failed, by row."""
+        """Return batch index -> error, for the requests among these that have failed."""
         return {}
 
     def memory_uses(self) -> Sequence[MemoryUse]:
-        """Return the memory of the device that is taken from the start, whatever requests bring."""
+        """Return the uses of device memory that this part allocates at the start."""
         return ()
 
 
@@ -97,7 +104,7 @@ PartT = TypeVar("PartT", bound=RowPart)
 
 
 class RowParts:
-    """The parts of one batch.
+    """The list of all parts of one batch.
 
     Args:
         parts: called in this order.
@@ -119,20 +126,20 @@ class RowParts:
         return tuple(part for part in self._parts if getattr(type(part), hook) is not default)
 
     def find(self, kind: type[PartT]) -> PartT | None:
-        """Return the part of a class; None: there is none."""
+        """Return the part of this class; None if there is none."""
         return next((part for part in self._parts if isinstance(part, kind)), None)
 
     def prepare(self, request: EngineRequest) -> Future[str | None] | None:
-        """Load in the background what a request needs of any part."""
+        """Load in the background what a request needs, for all parts."""
         return wait_all([part.prepare(request) for part in self._parts])
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Let every part drop what these requests have needed."""
+        """Let every part drop the data of requests that have ended."""
         for part in self._parts:
             part.release(request_ids)
 
     def update(self, step: SchedulerOutput) -> None:
-        """Clear the rows that a step has freed, and note what its new requests bring."""
+        """Clear the data of requests that a step has removed, and store the data of new ones."""
         for row in step.freed_rows:
             for part in self._removing:
                 part.remove(row)
@@ -148,52 +155,52 @@ class RowParts:
             part.note_step()
 
     def needs_prefill(self, rows: IntArray, indices: IntArray) -> BoolArray | None:
-        """Return which single tokens one of the parts keeps from running as decodes."""
+        """Return which single tokens some part does not allow to run as decodes; None: all may."""
         found = [part.needs_prefill(rows, indices) for part in self._choosing]
         asked = [each for each in found if each is not None]
         return np.logical_or.reduce(asked) if asked else None
 
     def send(self, launch: Launch) -> None:
-        """Let every part bring to a card what a prefill reads there."""
+        """Let every part copy to a card what a prefill reads there."""
         for part in self._sending:
             part.send(launch)
 
     def of_launch(self, launch: Launch) -> LaunchParts:
-        """Join what the parts bring to a launch."""
+        """Return the data of all parts for the layers in a forward pass."""
         found: LaunchParts = {}
         for part in self._in_launch:
             found.update(part.part_of(launch))
         return found
 
     def of_head(self, rows: IntArray) -> LaunchParts:
-        """Join what the parts bring to the output head for these rows."""
+        """Return the data of all parts for the output head, for these requests."""
         found: LaunchParts = {}
         for part in self._in_head:
             found.update(part.part_of_head(rows))
         return found
 
     def read(self, launch: Launch, hidden_states: Tensor) -> list[PendingRows]:
-        """Join the results that the parts make from the hidden states of a launch."""
+        """Return the results that the parts compute from the hidden states of a forward pass."""
         found: list[PendingRows] = []
         for part in self._reading:
             found += part.read(launch, hidden_states)
         return found
 
     def count(self, stats: RunnerStats) -> RunnerStats:
-        """Return counters of the runner with what the parts have counted."""
+        """Return the counters of the runner, with the counters of the parts added."""
         for part in self._counting:
             stats = part.count(stats)
         return stats
 
     def errors_of(self, rows: IntArray) -> dict[int, str]:
-        """Join the errors of these rows."""
+        """Return batch index -> error of these requests, from all parts."""
         errors: dict[int, str] = {}
         for part in self._failing:
             errors.update(part.errors_of(rows))
         return errors
 
     def memory_uses(self) -> list[MemoryUse]:
-        """Join what the parts have taken of the memory of the device."""
+        """Return the uses of device memory of all parts."""
         return [use for part in self._parts for use in part.memory_uses()]
 
 
@@ -201,7 +208,7 @@ class SamplingRows(RowPart):
     """The sampling parameters of requests, and the grammars of their output.
 
     Args:
-        sampling: of the rows.
+        sampling: sampling parameters by batch index.
         grammars: of the requests.
         samples: whether tokens are sampled here; otherwise only drafts are.
     """
@@ -231,13 +238,13 @@ _NO_TOKENS = LaunchContext(None, torch.empty(1, 0, dtype=torch.int64))
 
 
 class OutputHead:
-    """The output head of a model, with what rows bring to it.
+    """The output head of a model, with the data of requests that it needs, such as adapters.
 
     Args:
         model: loaded.
 
     Attributes:
-        parts: of the rows; there once all of them are made.
+        parts: of the batch; set after all of them are made.
     """
 
     parts: RowParts
@@ -246,7 +253,9 @@ class OutputHead:
         self._model, self._holder = model, share_context(model)
 
     def __call__(self, hidden_states: Tensor, rows: IntArray) -> Tensor:
-        """Return the logits [N, vocab_size] of hidden states [N, hidden] of rows [N]."""
+        """Return the logits [N, vocab_size] of hidden states [N, hidden] of the requests `rows`
+        [N].
+        """
         parts = self.parts.of_head(rows)
         if not parts:
             return self._model.compute_logits(hidden_states)

@@ -1,7 +1,7 @@
 """Measures largest absolute values while a model runs, for FP8 scales (`QUANT_CONFIG`, MEASURE).
 
-Linear layers measure their inputs and weights, attention layers their keys and values. The values are kept on the
-device, so measuring does not wait for it.
+Linear layers measure their inputs and weights, attention layers their keys and values. The values
+are kept on the device, so measuring does not wait for it.
 """
 
 from typing import Any

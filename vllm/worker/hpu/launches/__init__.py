@@ -1,1 +1,1 @@
-"""Padded batches of a card: planned, filled and run."""
+"""Padded forward passes of a card: planning, inputs, execution."""

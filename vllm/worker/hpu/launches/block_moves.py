@@ -1,6 +1,4 @@
-"""Copies blocks of the KV cache and recurrent states on a card, in few shapes, all of which are
-warmed up.
-"""
+"""Copies KV blocks and recurrent states on a card, in a few shapes that are all warmed up."""
 
 from collections.abc import Iterator, Sequence
 
@@ -19,14 +17,14 @@ _STATE_SIZES = (2, 8)
 
 
 class BlockMover:
-    """Copies blocks within the caches of all layers.
+    """Copies blocks within the KV caches of all layers.
 
     Args:
         bridge: the card.
         layers: with caches of one group.
         block_size: tokens per block.
-        sizes: blocks that are copied at a time, ascending.
-        padding: a block that nobody reads.
+        sizes: numbers of blocks that are copied at a time, ascending.
+        padding: a block that is never read.
     """
 
     def __init__(
@@ -44,7 +42,7 @@ class BlockMover:
         self._to_device = HostBuffers(bridge).to_device
 
     def move(self, copied: IntArray) -> None:
-        """Copy blocks, [n, 2] (source, target); see `BlockMoves.copied`."""
+        """Copy blocks: [n, 2] (source, target); see `BlockMoves.copied`."""
         for part in padded_parts(copied, self._sizes, self._padding):
             slots = part.T[:, :, None] * np.int32(len(self._offsets)) + self._offsets
             slots_on_card = self._to_device(slots.reshape(2, -1))
@@ -55,22 +53,22 @@ class BlockMover:
                     self._copy(cache, sources, targets)
 
     def warm_up(self) -> None:
-        """Copy the block of padding to itself in every shape."""
+        """Warm up every shape by copying the padding block to itself."""
         for size in self._sizes:
             self.move(np.full((size, 2), self._padding, np.int32))
 
     def _copy(self, cache: Tensor, sources: Tensor, targets: Tensor) -> None:
-        """Copy slots within a cache of [slots, ...]: all are read before any is written."""
+        """Copy slots within a cache [slots, ...]; all are read before any is written."""
         cache.index_copy_(0, targets, cache.index_select(0, sources))
         self._bridge.mark_step()
 
 
 class StateMover:
-    """Copies recurrent states between rows of the batch and kept states.
+    """Copies recurrent states between requests of the batch and kept states.
 
     Args:
         bridge: the card.
-        layers: with recurrent states, in rows: the batch, one of padding, the kept states.
+        layers: with recurrent states, in the order: batch, padding, kept states.
         num_requests: rows of the batch.
     """
 
@@ -81,22 +79,23 @@ class StateMover:
         self._mover = BlockMover(bridge, layers, 1, _STATE_SIZES, padding=num_requests)
 
     def copy(self, copied: IntArray) -> None:
-        """Copy states, [n, 2] (source, target), each a row of the batch or the number of a kept
-        state; no source is a target."""
+        """Copy recurrent states: [n, 2] (source, target).
+
+        Each is a batch index or the index of a kept state; no source is a target as well.
+        """
         self._mover.move(copied + (copied >= self._num_requests))
 
     def warm_up(self) -> None:
-        """Copy the row of padding to itself in every shape."""
+        """Warm up every shape by copying the padding state to itself."""
         self._mover.warm_up()
 
 
 def padded_parts(
     copied: IntArray, sizes: Sequence[int] = MOVE_SIZES, padding: int = NULL_BLOCK_ID
 ) -> Iterator[IntArray]:
-    """Divide [n, 2] moves into parts of these sizes; a block of padding fills the last.
+    """Divide [n, 2] moves into parts of these sizes; the last part is padded.
 
-    >>> [len(part) for part in padded_parts(np.ones((43, 2), np.int32))]
-    [32, 8, 2, 2]
+    >>> [len(part) for part in padded_parts(np.ones((43, 2), np.int32))] [32, 8, 2, 2]
     """
     while len(copied):
         left = len(copied)

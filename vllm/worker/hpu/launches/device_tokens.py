@@ -1,11 +1,11 @@
-"""Keeps the newest tokens of the requests in a batch on the card, which has them before the host
-does.
+"""Keeps the newest tokens of the requests on the card, which knows them before the host.
 
-A launch leaves the newest token of each row on the card, where the next launch of the row reads
-it. With drafts it also tells how many of them were right. Every shape depends on the bucket alone.
+A forward pass leaves the newest token of each request on the card, and the next one reads it there.
+With drafts the card also counts how many of them were accepted. Every shape depends only on the
+bucket.
 
-Letters: R rows of the batch and one of padding, k most drafts of a row, B, Q and T as in a packed
-decode.
+Letters: R rows of the batch plus one of padding, k largest number of drafts of a request, B, Q and
+T as in a packed decode.
 """
 
 from dataclasses import fields
@@ -28,16 +28,16 @@ class DeviceTokens:
     Args:
         num_rows: of the batch.
         device: the card.
-        max_drafts: k, drafts of a row that are made on the card; 0: none are.
-        num_positions: that requests may give for each token of their prompts; 0: none.
-        sees_ahead: tokens of images see later ones.
+        max_drafts: k, drafts of a request that are made on the card; 0: none are.
+        num_positions: positions that requests may give for each prompt token; 0: none.
+        sees_ahead: tokens of images attend to later ones.
 
     Attributes:
-        newest: [R] int32, the newest token of each row.
-        ends: [R] int32, its index in the request. This and what follows only where drafts are made
-            on the card.
-        drafts: [R * k] int32, the drafts that the next launch of the row verifies.
-        draft_tokens: the tokens of the draft model, which begins where this model is.
+        newest: [R] int32, the newest token of each request.
+        ends: [R] int32, its index in the request. This and the following attributes exist only if
+            drafts are made on the card.
+        drafts: [R * k] int32, the drafts that the next forward pass of the request verifies.
+        draft_tokens: the tokens of the draft model, which starts from the tokens of this model.
     """
 
     tokens_ahead = 0
@@ -63,7 +63,7 @@ class DeviceTokens:
     # ---- a launch begins ------------------------------------------------------------------
 
     def fill_in(self, given: DecodeInput[Tensor], shape: PaddedShape) -> DecodeInput[Tensor]:
-        """Return a decode with the tokens that are on the card."""
+        """Return the inputs of a decode, with the tokens that only the card knows filled in."""
         on_card = self._tokens(given.rows, shape.bucket.query_len)
         known = torch.where(given.token_ids < 0, on_card, given.token_ids)
         others = {name: getattr(given, name) for name in _FIELDS}
@@ -82,12 +82,14 @@ class DeviceTokens:
     # ---- a launch has sampled -------------------------------------------------------------
 
     def accept(self, packed: Tensor, shape: PaddedShape, sampled: SamplerOutput) -> Tensor | None:
-        """Keep the newest token of each request that has sampled. With drafts, that is the first
-        token that is not the draft at its position, or the last one.
+        """Store the newest token of each request that has sampled.
+
+        With drafts, this is the first sampled token that differs from the draft at its position, or
+        the last one.
 
         Returns:
-            [B, 1 + Q] int32 of a decode of several tokens: how many of the sampled tokens of each
-            row are output, and these tokens, -1 where none could be sampled. None for others: all
+            [B, 1 + Q] int32 for a decode of several tokens: how many of the sampled tokens of each
+            request are output, and these tokens, -1 if none could be sampled. None for others: all
             are output.
         """
         if shape.bucket.phase is not Phase.DECODE:
@@ -116,8 +118,9 @@ class DeviceTokens:
         return torch.cat([counts[:, None], host_ids], 1)
 
     def _prompts(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
-        """Return [L] requests of the logits of a prefill, and the indices of the tokens that they
-        sample."""
+        """Return the requests [L] of the logits of a prefill, and the indices of the sampled
+        tokens.
+        """
         if shape.merged_prompts:
             merged = unpack_merged(packed, shape, self._num_positions, sees_ahead=self._sees_ahead)
             metadata = merged.metadata
@@ -127,7 +130,7 @@ class DeviceTokens:
         return given.sample_rows, given.metadata.context_lens + given.metadata.query_lens
 
     def _keep(self, rows: Tensor, token_ids: Tensor, counts: Tensor, ends: Tensor) -> None:
-        """Keep what rows [B] have put out: the first `counts` of `token_ids` [B, n]."""
+        """Store the output of the requests `rows` [B]: the first `counts` of `token_ids` [B, n]."""
         index = rows.long()
         newest = _at(token_ids, counts - 1)
         for tokens in (self, *self.draft_tokens):
@@ -137,13 +140,15 @@ class DeviceTokens:
 
 
 class DeviceDrafts(DeviceTokens):
-    """The newest tokens of the draft model: drafts, after the tokens of the model.
+    """The newest tokens of the draft model: drafts, which follow the tokens of the model.
 
-    Its launches of several tokens run known tokens.
+    Its forward passes of several tokens run known tokens.
 
     Args:
-        target: of the model; without drafts, these are kept here alone, and the host reads them.
-        num_rows, device: see `DeviceTokens`.
+        target: tokens of the model; if it has no drafts, they are kept only here, and the host
+            reads them.
+        num_rows: see `DeviceTokens`.
+        device: see `DeviceTokens`.
         tokens_ahead: see `HPUInputBuilder`.
     """
 
@@ -161,19 +166,20 @@ class DeviceDrafts(DeviceTokens):
         target.draft_tokens.append(self)
 
     def last_column(self, given: DecodeInput[Tensor], shape: PaddedShape) -> Tensor:
-        """Return [B] the index of the last token of each row of a decode."""
+        """Return [B], the index of the last token of each request in a decode."""
         return _num_more(given.indices, shape)
 
     def are_drafts(self, given: DecodeInput[Tensor]) -> Tensor:
-        """Return [B] bool for a decode of single tokens: whether they are drafts, which are on the
-        card."""
+        """Return [B] bool for a decode of single tokens: whether the token is a draft on
+        the card.
+        """
         if not self._target.max_drafts:
             return given.token_ids < 0
         ends = self.ends.index_select(0, given.rows)
         return (given.token_ids < 0) & (ends > self._target.ends.index_select(0, given.rows))
 
     def accept(self, packed: Tensor, shape: PaddedShape, sampled: SamplerOutput) -> None:
-        """Keep the draft after the last token of each request of a decode."""
+        """Store the draft after the last token of each request of a decode."""
         if shape.bucket.phase is not Phase.DECODE:
             return
         given, query_len = unpack_decode(packed, shape), shape.bucket.query_len
@@ -201,20 +207,22 @@ def _range(size: int, like: Tensor) -> Tensor:
 
 
 def _first(of_tokens: Tensor, shape: PaddedShape) -> Tensor:
-    """Return [B]: the first of the Q entries [B * Q] of each request."""
+    """Return [B]: the first of the Q entries of each request in [B * Q]."""
     query_len = shape.bucket.query_len
     return of_tokens if query_len == 1 else of_tokens.view(-1, query_len)[:, 0]
 
 
 def _num_more(indices: Tensor, shape: PaddedShape) -> Tensor:
-    """Return [B]: how many tokens of each request follow the first; padding repeats the last
-    index."""
+    """Return [B]: the number of tokens of each request after its first one.
+
+    Padding repeats the last index.
+    """
     by_row = indices.view(-1, shape.bucket.query_len)
     return by_row[:, -1] - by_row[:, 0]
 
 
 def _at(values: Tensor, column: Tensor) -> Tensor:
-    """Return [B] of values [B, n]: the values at a column [B] of each request."""
+    """Select from `values` [B, n] the value at one column [B] per request: [B]."""
     if values.shape[1] == 1:
         return values[:, 0]
     is_chosen = _range(values.shape[1], column) == column[:, None]

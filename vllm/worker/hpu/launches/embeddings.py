@@ -1,4 +1,6 @@
-"""The embeddings of requests on a card: in a table of one size, which a prefill reads by index."""
+"""Given embeddings (of images, for example) in a table on the card, which prefills read by
+index.
+"""
 
 from collections.abc import Iterator
 
@@ -29,10 +31,9 @@ _PART_SIZE = 256
 
 
 class DeviceEmbeddings(EmbeddingRows):
-    """Embeddings on a card. A prefill that has some writes them to the table before it runs.
+    """Embeddings that requests give, on a card; a prefill writes its own to a table before it runs.
 
-    The memory of the table is in use before that of launches is measured, so the ledger counts it
-    with the weights.
+    The table is allocated before the memory of forward passes is measured, so it counts as weights.
 
     Args:
         model: see `EmbeddingRows`.
@@ -41,8 +42,8 @@ class DeviceEmbeddings(EmbeddingRows):
         media: see `EmbeddingRows`.
 
     Attributes:
-        table: [1 + num_added, tokens of a step or more, embedding_dim]: embeddings, and what
-            `MediaEncoder.num_added` layers add; None: another stage of the pipeline looks up
+        table: [1 + num_added, tokens of a step or more, embedding_dim]: embeddings, and the values
+            that `MediaEncoder.num_added` layers add; None: another pipeline stage looks up
             embeddings.
     """
 
@@ -72,11 +73,11 @@ class DeviceEmbeddings(EmbeddingRows):
         )
 
     def mark(self, launch: Launch, token_ids: IntArray) -> None:
-        """Write entries of the table instead of tokens whose embeddings are given.
+        """Replace token ids by table indices where the request gives the embedding.
 
         Args:
             launch: a prefill.
-            token_ids: [T] of the launch; changed.
+            token_ids: [T] of the prefill; changed.
         """
         num_entries = 0
         for span in self.spans(launch):
@@ -104,7 +105,9 @@ class DeviceEmbeddings(EmbeddingRows):
         return [] if self.table is None else [embeddings_use(self._config, self.table.nbytes)]
 
     def _write(self, table: Tensor, begin: int, embeddings: Tensor) -> None:
-        """Write up to a part of entries, and zeros after them. Every write is alike."""
+        """Write embeddings to the table, padded with zeros to a fixed size, so all writes are
+        alike.
+        """
         num_parts, _, size = table.shape
         part = np.zeros((num_parts, _PART_SIZE, size), np.float32)
         part[:, : len(embeddings)] = embeddings.view(-1, num_parts, size).transpose(0, 1).numpy()

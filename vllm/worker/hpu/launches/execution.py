@@ -4,7 +4,7 @@
     PT_HPU_LAZY_MODE=0  torch.compile                eager
     PT_HPU_LAZY_MODE=1  HPU graphs                   lazy: recorded up to a mark
 
-Whichever it is, the caller sees one object that runs a launch.
+All have the same interface: an object that runs a forward pass.
 """
 
 from typing import Any
@@ -23,11 +23,11 @@ pipeline that is not the last, the hidden states twice."""
 
 
 class Execution:
-    """Runs launches operator by operator: eager, or lazy up to a mark.
+    """Runs forward passes operator by operator: eager, or lazy up to a mark.
 
     Args:
         bridge: the card.
-        model: padded launches.
+        model: runs padded forward passes.
     """
 
     name = "eager"
@@ -39,13 +39,13 @@ class Execution:
         self.model = model
 
     def run(self, packed: Tensor, shape: PaddedShape, *before: Tensor) -> Outputs:
-        """Run one launch; the outputs are overwritten by the next launch of the same shape.
+        """Run one forward pass; the next one of the same shape overwrites its outputs.
 
         Args:
-            packed: input of the launch.
-            shape: of the launch.
-            before: [B * Q, hidden], what the stage of the pipeline before this one has returned;
-                nothing for the first.
+            packed: its packed input.
+            shape: its padded shape.
+            before: [B * Q, hidden], the output of the previous pipeline stage; none on the first
+                stage.
         """
         # Clears the context also if the forward pass raises.
         with self.model.launch_holder.running(None):
@@ -57,18 +57,18 @@ class Execution:
         return outputs
 
     def how(self, shape: PaddedShape) -> str:
-        """Describe how a launch of this shape runs, for a trace."""
+        """Return the name of the way a forward pass of this shape runs, for a trace."""
         return self.name
 
     def allow_shapes(self, num_shapes: int) -> None:
-        """Prepare the compiler, if there is one, for launches of so many shapes."""
+        """Prepare the compiler, if there is one, for forward passes of `num_shapes` shapes."""
 
     def forbid_recompilation(self) -> None:
         """Note that everything has run once; a compiler may skip its guards from now on."""
 
 
 class LazyExecution(Execution):
-    """Operators are recorded; a mark after every few layers lets the device start on them.
+    """Records operators lazily; a mark after every few layers lets the device start on them.
 
     Args:
         layers_per_mark: decoder layers between two marks.
@@ -88,7 +88,7 @@ class LazyExecution(Execution):
 
 
 class GraphExecution(LazyExecution):
-    """Launches with a captured graph replay it; the others run lazily."""
+    """Replays captured HPU graphs; shapes without a graph run lazily."""
 
     name = "HPU graphs"
 
@@ -104,11 +104,13 @@ class GraphExecution(LazyExecution):
         return outputs
 
     def how(self, shape: PaddedShape) -> str:
-        """Return whether a launch of this shape is replayed or run lazily, for a trace."""
+        """Return "replay" for a shape with a graph, else the name of lazy execution, for a
+        trace.
+        """
         return "replay" if shape in self._graphs else LazyExecution.name
 
     def capture(self, packed: Tensor, shape: PaddedShape, *before: Tensor) -> None:
-        """Record the graph of a shape; the arguments are those of `run`."""
+        """Capture the graph of a shape; the arguments are those of `run`."""
         graph = self._bridge.wrap_in_hpu_graph(_ShapedModel(self.model, shape))
         with self.model.launch_holder.running(None):
             graph(packed, *before)
@@ -116,20 +118,20 @@ class GraphExecution(LazyExecution):
 
     @property
     def shapes(self) -> list[PaddedShape]:
-        """Return the shapes that have a graph, in the order of their capture."""
+        """The shapes that have a graph, in the order of their capture."""
         return list(self._graphs)
 
     def release(self, shape: PaddedShape) -> None:
-        """Throw the graph of a shape away, if it has one, and the memory it holds."""
+        """Discard the graph of a shape, if it has one, and free its memory."""
         graph: Any = self._graphs.pop(shape, None)
         if graph is not None:
             graph.clear_cache()
 
 
 class _ShapedModel(nn.Module):
-    """The model for launches of one shape: only tensors vary between calls.
+    """The model for forward passes of one shape: only tensors vary between calls.
 
-    One module per shape, because a bridge can throw away only all graphs of a module.
+    There is one module per shape, because a bridge can only discard all graphs of a module.
     """
 
     def __init__(self, model: LaunchModel, shape: PaddedShape) -> None:
@@ -143,8 +145,9 @@ class _ShapedModel(nn.Module):
 
 
 class CompiledExecution(Execution):
-    """torch.compile with the backend of the bridge: of each layer and of the modules outside the
-    layers, or of all together.
+    """Runs the model with torch.compile and the backend of the bridge.
+
+    Compiled are each layer and the modules outside the layers separately, or all together.
 
     Args:
         config: `config.hpu` has the options.
@@ -175,10 +178,10 @@ class CompiledExecution(Execution):
         return outputs
 
     def allow_shapes(self, num_shapes: int) -> None:
-        """Raise torch's limit on recompilations of a function, which is meant for dynamic programs.
+        """Raise torch's limit on recompilations of a function to fit the number of shapes.
 
-        Layers share the code that is compiled, and a layer may have variants, for example with a
-        sliding window, so the limit counts every layer.
+        Layers share the compiled code, and there may be variants of a layer, for example with a
+        sliding window. So the limit counts every layer.
         """
         dynamo: Any = torch._dynamo.config
         wanted = 1 + num_shapes * (1 + len(self.model.model.layers))
@@ -188,12 +191,12 @@ class CompiledExecution(Execution):
         dynamo.accumulated_cache_size_limit = max(dynamo.accumulated_cache_size_limit, 8 * wanted)
 
     def forbid_recompilation(self) -> None:
-        """Skip the guards; what would have been compiled raises in torch."""
+        """Skip the guards; torch then raises an error instead of compiling."""
         torch.compiler.set_stance(skip_guard_eval_unsafe=True)
 
 
 def make_execution(bridge: HabanaBridge, model: LaunchModel, config: VllmConfig) -> Execution:
-    """Make the execution that the mode of the bridge and `enforce_eager` choose."""
+    """Make the execution for the bridge's mode and `enforce_eager`."""
     is_eager, layers = config.model.enforce_eager, config.hpu.hidden_layers_per_graph
     if bridge.is_lazy:
         # The bridge's compile backend does not support lazy mode, so torch.compile is disabled:

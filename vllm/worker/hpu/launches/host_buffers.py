@@ -1,4 +1,4 @@
-"""Host memory that launches are copied to the device from, without the host waiting."""
+"""Host memory from which inputs are copied to the device, while the host continues."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +19,10 @@ class _Buffer:
 
 
 class HostBuffers:
-    """Copies arrays to the device. No buffer is written while a copy from it may be in flight.
+    """Copies arrays to the device. A buffer is not written while a copy from it may be in flight.
 
     There are as many buffers as copies in flight at once: one or two, more for a step with many
-    launches.
+    forward passes.
 
     Args:
         bridge: the card.
@@ -33,7 +33,7 @@ class HostBuffers:
         self._buffers: list[_Buffer] = []
 
     def to_device(self, array: npt.NDArray[Any]) -> Tensor:
-        """Copy an array to the device, where launches from now on can read it.
+        """Copy an array to the device; forward passes started from now on can read it.
 
         Args:
             array: of any shape, of elements of 4 or 8 bytes.
@@ -59,9 +59,8 @@ class HostBuffers:
 
 
 def _capacity(size: int) -> int:
-    """Round up to a power of two, so that launches of similar sizes share buffers.
+    """Round up to a power of two, so that arrays of similar sizes share buffers.
 
-    >>> [_capacity(size) for size in (1, 1024, 1025)]
-    [1024, 1024, 2048]
+    >>> [_capacity(size) for size in (1, 1024, 1025)] [1024, 1024, 2048]
     """
     return 1 << max(10, (size - 1).bit_length())

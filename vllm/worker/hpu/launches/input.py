@@ -1,7 +1,7 @@
-"""The inputs of a padded launch: one host buffer, one copy to the device, one split into parts.
+"""The inputs of a padded forward pass: one host buffer, one copy to the device, then split.
 
-The fields of the three dataclasses, and of those inside them, are what the buffer holds, in this
-order. Their sizes depend only on the shape of the launch.
+The buffer holds the fields of the three dataclasses, and of those nested in them, in this order.
+Their sizes depend only on the shape of the forward pass.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ RESIDENT = -1
 
 @dataclass(frozen=True)
 class DecodeInput(Generic[Array]):
-    """A decode of B padded rows with Q padded tokens each, T = B * Q."""
+    """Inputs of a decode of B padded requests with Q padded tokens each, T = B * Q."""
 
     token_ids: Array = packed("T")
     """[T]; RESIDENT where the device has it."""
@@ -68,7 +68,7 @@ class DecodeInput(Generic[Array]):
 
 @dataclass(frozen=True)
 class PrefillInput(Generic[Array]):
-    """A prefill of B padded rows with Q padded tokens each, T = B * Q."""
+    """Inputs of a prefill of B padded requests with Q padded tokens each, T = B * Q."""
 
     token_ids: Array = packed("T")
     """[T]; negative where the embedding is given, see `DeviceEmbeddings.mark`."""
@@ -87,7 +87,9 @@ class PrefillInput(Generic[Array]):
 
 @dataclass(frozen=True)
 class MergedInput(Generic[Array]):
-    """A prefill of P padded prompts in one row of Q padded tokens."""
+    """Inputs of a prefill of P padded prompts that are merged into one sequence of Q
+    padded tokens.
+    """
 
     token_ids: Array = packed("Q")
     """[Q] as in a prefill."""
@@ -108,12 +110,12 @@ _MERGED: PackedFields[MergedInput[Any]] = PackedFields(MergedInput)
 def padded_sizes(
     shape: PaddedShape, num_positions: int = 0, *, sees_ahead: bool = False
 ) -> dict[str, int]:
-    """Return the sizes that fields are made of, by the letters in their shapes.
+    """Return the sizes of the dimensions of fields, by the letters in their shapes.
 
     Args:
-        shape: of the launch.
-        num_positions: that requests may give for each token of their prompts; 0: none.
-        sees_ahead: tokens of images see later ones.
+        shape: of the forward pass.
+        num_positions: positions that requests may give for each prompt token; 0: none.
+        sees_ahead: tokens of images attend to later ones.
     """
     bucket = shape.bucket
     num_rows = 1 if shape.merged_prompts else bucket.batch
@@ -135,7 +137,7 @@ def padded_sizes(
 
 
 def fields_of(shape: PaddedShape) -> PackedFields[Any]:
-    """Return the fields of the packed input of a launch."""
+    """Return the fields of the packed input of a forward pass."""
     if shape.bucket.phase is Phase.DECODE:
         return _DECODE
     return _MERGED if shape.merged_prompts else _PREFILL
@@ -161,18 +163,17 @@ def unpack_merged(
 
 
 class HPUInputBuilder:
-    """Packs the inputs of launches, and tracks which requests have their newest token on the
-    device.
+    """Packs the inputs of forward passes, and tracks which newest tokens are only on the device.
 
     Args:
-        batch: tokens and block tables of the rows.
+        batch: tokens and block tables of the requests.
         block_size: tokens per block.
-        slot_of_row: [rows] int32: slot of the LoRA adapter of each row, or -1; None: there are no
-            adapters.
-        has_resident_drafts: drafts are made on the card, too.
-        embeddings: that requests bring in place of tokens; None: none may.
-        positions: that requests bring instead of indices; None: none may.
-        sight: how far forward tokens see; None: to themselves.
+        slot_of_row: [rows] int32: slot of the LoRA adapter of each request, or -1; None: there are
+            no adapters.
+        has_resident_drafts: drafts are made on the card as well.
+        embeddings: that requests give instead of tokens; None: not supported.
+        positions: that requests give instead of indices; None: not supported.
+        sight: how far ahead tokens attend; None: only up to themselves.
     """
 
     tokens_ahead: ClassVar[int] = 0
@@ -202,12 +203,14 @@ class HPUInputBuilder:
 
     @property
     def padding_row(self) -> int:
-        """The row of padding, one beyond all others."""
+        """The batch index used for padding, one after all others."""
         return self._num_rows
 
     def place(self, rows: list[int]) -> None:
-        """Take the tokens of these requests from the host: the requests are new, or the host has
-        newer tokens than the device."""
+        """Take the newest tokens of these requests from the host in the next forward pass.
+
+        The requests are new, or the host has newer tokens than the device.
+        """
         self._is_resident[rows] = False
 
     def mark_sampled(self, rows: IntArray) -> None:
@@ -215,13 +218,14 @@ class HPUInputBuilder:
         self._is_resident[rows] = True
 
     def are_resident(self, rows: IntArray) -> BoolArray:
-        """Whether the newest token of each row is on the device."""
+        """Return whether the newest token of each request is on the device."""
         resident: BoolArray = self._is_resident[rows]
         return resident
 
     def pack(self, launch: PaddedLaunch) -> tuple[IntArray, IntArray]:
-        """Return (packed input on the host, indices into `launch.rows` of the requests that
-        sample)."""
+        """Pack the inputs; return them, and the indices into `launch.rows` of requests
+        that sample.
+        """
         batch, start = self._batch, launch.num_computed_tokens
         seq_lens = start + launch.num_scheduled_tokens
         num_known = batch.num_tokens[launch.rows] - self.tokens_ahead
@@ -234,7 +238,7 @@ class HPUInputBuilder:
         return self._fields(launch.shape).pack(given, sizes), sampled
 
     def _on_device(self, launch: PaddedLaunch) -> BoolArray:
-        """Return [n, Q]: which tokens of a decode are on the device."""
+        """Return [n, Q]: which tokens of a decode are only on the device."""
         on_device = np.zeros((len(launch.rows), launch.bucket.query_len), np.bool_)
         newest = launch.num_computed_tokens >= self._batch.num_tokens[launch.rows] - 1
         on_device[:, 0] = self._is_resident[launch.rows] & newest
@@ -288,7 +292,7 @@ class HPUInputBuilder:
         )
 
     def _replays(self, launch: PaddedLaunch) -> IntArray:
-        """Return what a decode replays: `DecodeInput.replays`."""
+        """Return the value of `DecodeInput.replays` for a decode."""
         batch, replayed = launch.bucket.batch, launch.num_replayed_tokens
         if launch.bucket.query_len == 1:
             return np.empty((3, 0), np.int32)
@@ -359,8 +363,9 @@ class HPUInputBuilder:
         return MergedInput(token_ids, positions, metadata, slots, sample_rows)
 
     def _later_keys(self, launch: PaddedLaunch, num_rows: int) -> IntArray | None:
-        """Return the last keys [rows, Q] that the tokens of a prefill see where they are later
-        ones; None: no model of such tokens runs."""
+        """Return the last key [rows, Q] that each token of a prefill sees; None: tokens never look
+        ahead.
+        """
         if self._sight is None:
             return None
         last_keys = np.zeros(num_rows * launch.bucket.query_len, np.int32)
@@ -368,7 +373,7 @@ class HPUInputBuilder:
         return last_keys.reshape(num_rows, -1)
 
     def _offsets(self, rows: IntArray) -> IntArray | None:
-        """Return what is added to the indices of tokens after prompts; None: nothing."""
+        """Return the offsets added to the indices of tokens after prompts; None: there are none."""
         return None if self._positions is None else self._positions.offsets[rows]
 
     def _positions_of(self, launch: PaddedLaunch, indices: IntArray) -> IntArray:

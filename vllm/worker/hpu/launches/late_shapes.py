@@ -1,10 +1,9 @@
-"""Tracks launch shapes that were compiled at their first use, and decides when to compile another
-one.
+"""Tracks shapes that were compiled at their first use, and decides when to compile another one.
 
-A launch compiles if there was no warm-up, or if the warm-up left its bucket out. From then on its
-shape counts as warmed up: a later launch that fits into it is padded to it and compiles nothing.
+A shape is compiled at its first use if there was no warm-up, or if the warm-up left its bucket out.
+From then on it counts as warmed up: a later batch that fits is padded to it, and compiles nothing.
 This has a limit; otherwise the first long prompt would make every short prompt as slow as itself.
-The cost of padding is counted for the shape that would have been compiled. When it reaches
+The cost of padding is added up for the shape that would have been compiled. When the sum reaches
 `COMPILE_COST`, that shape is compiled. So a rarely needed shape is not compiled, a frequently
 needed shape is, and padding never costs more than compiling would have.
 """
@@ -26,11 +25,11 @@ published compilations take 0.3 to 7 s."""
 
 
 class BucketShape(Protocol):
-    """A shape of launches, which can be hashed."""
+    """A hashable shape of padded forward passes."""
 
     @property
     def bucket(self) -> Bucket:
-        """Its padded sizes."""
+        """The padded sizes of the shape."""
         ...
 
 
@@ -52,17 +51,21 @@ class LateShapes(Generic[Shape]):
         return iter(self._shapes)
 
     def add(self, shape: Shape) -> None:
-        """Note that a shape is compiled."""
+        """Note that a shape has been compiled."""
         self._shapes[shape] = None
         self._lost.pop(shape, None)
 
     def price(self, shape: Shape) -> float:
-        """Return the remaining cost of compiling a shape, in padded cost: the full cost, less what
-        was lost by padding its launches to other shapes."""
+        """Return the remaining cost of compiling a shape, in units of padded cost.
+
+        It is the full cost, minus the cost of padding its batches to other shapes so far.
+        """
         return max(0, COMPILE_COST[shape.bucket.phase] - self._lost.get(shape, 0))
 
     def note_loss(self, shapes: Iterable[Shape], lost: float) -> None:
-        """Note how much launches have cost more than they would have in these shapes."""
+        """Add the extra cost of running batches in larger shapes than these to the shapes'
+        records.
+        """
         shapes = list(shapes)
         for shape in shapes:
             self._lost[shape] = self._lost.get(shape, 0) + lost / len(shapes)

@@ -1,5 +1,4 @@
-"""Traces one launch instead of starting an engine: the cost of its operators, without other
-launches."""
+"""Traces one forward pass instead of starting an engine, to show the cost of its operators."""
 
 from typing import NoReturn
 
@@ -26,16 +25,16 @@ def profile_launch(
 ) -> NoReturn:
     """Write the trace that VLLM_PT_PROFILE asks for, and end the start.
 
-    The file is in the folder of VLLM_TORCH_PROFILER_DIR, or in the working directory.
+    The file is written to VLLM_TORCH_PROFILER_DIR, or to the working directory.
 
     Args:
         config: of the engine.
         bridge: the card.
-        runner: has its KV cache and its catalog.
+        runner: with its KV cache and its bucket catalog.
         num_blocks: of the cache, the null block included.
 
     Raises:
-        ConfigError: always: the trace is written, or the launch is not possible.
+        ConfigError: always: the trace is written, or the forward pass is not possible.
     """
     text = config.hpu.profiled_launch
     assert text is not None

@@ -1,4 +1,4 @@
-"""Padded launches on a card: what runners that generate and runners that pool have in common."""
+"""Padded forward passes on a card: the common part of generating and pooling runners."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -52,7 +52,7 @@ compiles for its batch size, or the kind that needs the most memory."""
 
 @dataclass(frozen=True, slots=True)
 class PaddedInput(LaunchInput):
-    """A padded launch, ready to run."""
+    """A padded forward pass whose inputs are packed."""
 
     launch: PaddedLaunch
     packed: IntArray
@@ -60,7 +60,7 @@ class PaddedInput(LaunchInput):
 
 
 class PaddedOutput(NamedTuple):
-    """The output of a padded launch, and its input on the card."""
+    """The output of a padded forward pass, and its input on the card."""
 
     packed: Tensor
     """Its input, on the card."""
@@ -70,34 +70,35 @@ class PaddedOutput(NamedTuple):
 
 
 class PaddedLaunches:
-    """Plans, packs and counts the launches of one model, in the shapes of a catalog.
+    """Plans, packs, runs and counts the forward passes of one model, in the shapes of a catalog.
 
     Args:
         config: of the engine.
         bridge: the card.
-        model: runs a packed launch.
-        inputs: packs them.
-        batch: the rows.
-        parts: what they bring.
-        whole_prompts: every prompt runs in one launch, and there are no decodes.
-        single_tokens: each row of a launch has one token, and there are no prompts.
-        mover: moves blocks of the cache; None: they stay where they are.
-        items: that rows read by cross-attention; None: nothing.
+        model: runs a packed forward pass.
+        inputs: packs the inputs.
+        batch: the running requests.
+        parts: what else requests bring, such as adapters or images.
+        whole_prompts: every prompt runs in one forward pass, and there are no decodes.
+        single_tokens: each request of a forward pass has one token, and there are no prompts.
+        mover: copies blocks of the cache; None: blocks are never copied.
+        items: that requests read by cross-attention; None: nothing.
         state_mover: copies recurrent states; None: none are kept for prefixes.
 
     Attributes:
-        stage: of the model.
+        stage: pipeline stage of the model.
         block_size: tokens of a block.
-        may_compile: the launches of this step run what no warm-up can know.
-        warmed: of the launch that runs; closed where it may compile.
-        inputs, to_device, execution, report: pack a launch, copy it to the card, run it, and
+        may_compile: forward passes of this step contain code that no warm-up can know.
+        warmed: section of the running forward pass in which nothing may compile or wait; closed
+            where it may.
+        inputs, to_device, execution, report: pack a forward pass, copy it to the card, run it, and
             report what it compiled.
-        phases: of its launches.
-        planner: there from the first `use_catalog`.
+        phases: of its forward passes: prefill, decode.
+        planner: exists after the first `use_catalog`.
         is_warm: the warm-up has ended.
-        traffic: counts what steps of the model need before padding; None: nobody asks.
-        peers: the cards that run every launch together with this one; None: there are none.
-        draft_launches: launches of the draft model or speculator, which use the same
+        traffic: counts what steps of the model need before padding; None: not counted.
+        peers: the cards that run every forward pass together with this one; None: there are none.
+        draft_launches: forward passes of the draft model or speculator, which use the same
             buckets and are warmed up together with these.
     """
 
@@ -152,10 +153,11 @@ class PaddedLaunches:
         self.traffic: TrafficTable | None = None
 
     def use_catalog(self, catalog: Catalog, limits: StepLimits) -> None:
-        """Launch in these buckets from now on.
+        """Use the buckets of this catalog from now on.
 
         Raises:
-            ConfigError: prompts have to be whole, and one of max_model_len tokens has no bucket.
+            ConfigError: prompts must not be split, and a prompt of max_model_len tokens has no
+                bucket.
         """
         longest = max((bucket.query_len for bucket in catalog.prefill), default=0)
         max_model_len = self._config.scheduler.max_model_len
@@ -182,34 +184,34 @@ class PaddedLaunches:
             launches.use_catalog(catalog, limits)
 
     def add_draft_launches(self, launches: "PaddedLaunches") -> None:
-        """Let the launches of a draft model use the same buckets; both have one report."""
+        """Let the forward passes of a draft model use the same buckets; both share one report."""
         self.draft_launches.append(launches)
         launches._is_draft = True
         launches.report = self.report
 
     def runs(self, shape: PaddedShape) -> bool:
-        """Whether launches of this shape occur."""
+        """Return whether forward passes of this shape can occur."""
         bucket = shape.bucket
         if shape.item_slots and self._items is None:
             return False
         return not self._single_tokens or (bucket.phase is Phase.DECODE and bucket.query_len == 1)
 
     def launch_shapes(self, bucket: Bucket) -> list[PaddedShape]:
-        """Return every shape in which launches of a bucket can run."""
+        """Return all padded shapes in which batches of a bucket can run."""
         sizes = (0,) if self._items is None else self._items.sizes
         return launch_shapes(bucket, self._limits, self._merged_prompts, sizes)
 
     def plan(self, step: SchedulerOutput) -> list[Launch]:
-        """Split a step into launches."""
+        """Split a step into forward passes."""
         if self._whole_prompts:
             return self.planner.plan_prompts(step)
         return self.planner.plan(step)
 
     def recorded(self, start: Callable[[], Finish]) -> Finish:
-        """Start a step, and record its forward passes once its result is there.
+        """Start a step, and record its forward passes once its result is available.
 
         Args:
-            start: launches the step, and returns what waits for its result.
+            start: starts the step, and returns a function that waits for its result.
         """
         self._recent.begin_step()
         finish = start()
@@ -223,8 +225,11 @@ class PaddedLaunches:
 
     @contextmanager
     def running(self, launch: Launch) -> Iterator[None]:
-        """Count and trace all that a launch does. After the warm-up, let nothing compile or wait
-        until `warmed` is closed; after a full warm-up that includes unexpected shapes."""
+        """Count and trace everything that a forward pass does, while the context is open.
+
+        After the warm-up, nothing may compile or wait until `warmed` is closed; after a full
+        warm-up this includes unexpected shapes.
+        """
         assert isinstance(launch, PaddedLaunch)
         bucket, trace = launch.bucket, get_trace()
         is_known = self.report.check_warmed(
@@ -258,7 +263,7 @@ class PaddedLaunches:
             trace_launch(trace, launch, self.block_size)
 
     def build(self, launch: Launch) -> PaddedInput:
-        """Pack a launch, and bring to the card what else a prefill reads."""
+        """Pack the inputs of a forward pass, and send other inputs of a prefill to the card."""
         assert isinstance(launch, PaddedLaunch)
         if launch.bucket.phase is Phase.PREFILL:
             self._parts.send(launch)
@@ -266,7 +271,9 @@ class PaddedLaunches:
         return PaddedInput(launch, sampled, packed)
 
     def run(self, given: PaddedInput) -> PaddedOutput:
-        """Copy a launch to the card, run it there, and keep recurrent states of its rows."""
+        """Copy inputs to the card, run the forward pass, and save recurrent states of its
+        requests.
+        """
         shape, kept = given.launch.shape, given.launch.kept_states
         packed = self.to_device(given.packed)
         outputs = self.execution.run(packed, shape, *self.received(shape))
@@ -275,19 +282,24 @@ class PaddedLaunches:
         return PaddedOutput(packed, *outputs)
 
     def send(self, output: PaddedOutput) -> None:
-        """Send hidden states to the next stage."""
+        """Send hidden states to the next pipeline stage."""
         self.stage.connected.send(self.kept(output.hidden_states))
 
     def kept(self, output: Tensor) -> Tensor:
-        """Return a copy: the next launch of this shape writes over what a graph gives."""
+        """Return a copy of a graph's output, which the next forward pass of this shape
+        overwrites.
+        """
         kept = output.clone()
         self._bridge.mark_step()
         return kept
 
     def _note_compiled(self, launch: PaddedLaunch) -> None:
-        """Note that a launch has compiled its shape. A bucket is warmed up once all of its shapes
-        are, including the shapes of draft models. (After a launch that samples nothing, a part of a
-        prompt, the small recipe that keeps its tokens is not compiled yet.)"""
+        """Note that a forward pass has compiled its shape.
+
+        A bucket is warmed up once all of its shapes are compiled, including the shapes of draft
+        models. (After a part of a prompt, which samples nothing, the small recipe that stores its
+        tokens is not compiled yet.)
+        """
         self._late.add(launch.shape)
         ends = launch.num_computed_tokens + launch.num_scheduled_tokens
         samples = bool((ends >= self._batch.num_tokens[launch.rows]).any())
@@ -302,15 +314,18 @@ class PaddedLaunches:
 
     @contextmanager
     def warmed_section(self, *, is_promised: bool) -> Iterator[ExitStack]:
-        """Forbid compilations and waits, if that is promised, until the stack is closed."""
+        """Forbid compiling and waiting until the returned stack is closed, if `is_promised`."""
         with ExitStack() as warmed:
             if is_promised:
                 warmed.enter_context(self._bridge.warmed_section())
             yield warmed
 
     def stats(self, num_steps: int, num_useful_tokens: int) -> RunnerStats:
-        """Return the counters of a runner. Padding is counted as the model computes it: the batch
-        size of a bucket times its length, less the tokens of requests."""
+        """Return the counters of a runner.
+
+        Padding is counted as the model computes it: batch size times length of the bucket, minus
+        the tokens of requests.
+        """
         report = self.report
         return RunnerStats(
             num_steps=num_steps,
@@ -325,28 +340,33 @@ class PaddedLaunches:
         )
 
     def size_before(self, shape: PaddedShape) -> tuple[int, int] | None:
-        """Return the size of the hidden states that a launch receives from the previous stage of
-        the pipeline, [B * Q, hidden] or more; None: this is the first stage."""
+        """Return the size of the hidden states from the previous pipeline stage; None on the first
+        stage.
+
+        It is [B * Q, hidden], or larger if inputs of inner layers are appended.
+        """
         if self.stage.is_first:
             return None
         return shape.bucket.num_tokens, self.execution.model.size_before
 
     def received(self, shape: PaddedShape) -> list[Tensor]:
-        """Receive the data of the previous stage of the pipeline for a launch; nothing on the first
-        stage."""
+        """Receive the data of the previous pipeline stage; an empty list on the first stage."""
         size = self.size_before(shape)
         if size is None:
             return []
         return [self.stage.receive(*size, self._dtype, self._bridge.device)]
 
     def run_padding(self, shape: PaddedShape) -> PaddedOutput:
-        """Run a launch without rows."""
+        """Run a forward pass without requests."""
         packed, *before = self.padding_inputs(shape)
         return PaddedOutput(packed, *self.execution.run(packed, shape, *before))
 
     def padding_inputs(self, shape: PaddedShape) -> list[Tensor]:
-        """Make the packed input on the device of a launch without requests, which writes only to
-        the null block, and the hidden states of the previous stage, if there is one."""
+        """Make the inputs of a forward pass without requests, on the device.
+
+        These are the packed input, which writes only to the null block, and the hidden states of
+        the previous stage, if there is one.
+        """
         none = np.empty(0, np.int32)
         launch = PaddedLaunch(
             none,
@@ -364,7 +384,7 @@ class PaddedLaunches:
         return [self.to_device(packed), *states]
 
     def allow_buckets(self, num_buckets: int) -> None:
-        """Prepare for launches of so many buckets; see `Execution.allow_shapes`."""
+        """Prepare for forward passes of `num_buckets` buckets; see `Execution.allow_shapes`."""
         num_shapes = num_buckets * _SHAPES_OF_BUCKET
         if self._items is not None:
             num_shapes *= len(self._items.sizes)
@@ -374,7 +394,7 @@ class PaddedLaunches:
             launches.execution.allow_shapes(num_models * num_shapes)
 
     def capture(self, shape: PaddedShape) -> None:
-        """Record the graph of a shape, if launches of it occur."""
+        """Capture the graph of a shape, if forward passes of it can occur."""
         assert isinstance(self.execution, GraphExecution)
         if not self.runs(shape):
             return
@@ -384,29 +404,29 @@ class PaddedLaunches:
             launches.capture(shape)
 
     def release(self, shape: PaddedShape) -> None:
-        """Throw the graph of a shape away, if it has one."""
+        """Discard the graph of a shape, if it has one."""
         assert isinstance(self.execution, GraphExecution)
         self.execution.release(shape)
         for launches in self.draft_launches:
             launches.release(shape)
 
     def finish_warmup(self) -> None:
-        """Note that nothing new should compile from now on."""
+        """Note that the warm-up has ended, and nothing new should compile from now on."""
         for launches in (self, *self.draft_launches):
             launches.is_warm = True
         self.report.finish_warmup()
 
 
 class PaddedRunner(Protocol):
-    """The methods of a runner that profiling, warm-up and sleep mode need."""
+    """The methods of a runner that profiling, warm-up and sleep mode use."""
 
     launches: PaddedLaunches
 
     def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
-        """Run a launch that has only padding.
+        """Run a forward pass of this shape that has only padding.
 
         Args:
-            shape: of the launch.
-            sampling: what follows it.
+            shape: the padded shape.
+            sampling: which sampling follows it.
         """
         ...

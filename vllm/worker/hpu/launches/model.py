@@ -1,7 +1,7 @@
-"""Runs a model on the device: packed input of one bucket in, logits or pooled values out.
+"""Runs a model on the device: from the packed input of one bucket to logits or pooled values.
 
-Everything between the one copy to the device and these happens in here, on the device, with
-shapes that depend on the bucket alone. So this is what a graph captures and what is compiled.
+Everything between the one copy to the device and this result is computed here, on the device, with
+shapes that depend only on the bucket. So this is what a graph captures and what is compiled.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ from vllm.worker.hpu.launches.planner import PaddedShape
 
 
 def softmax_normaliser(config: HPUConfig, kernels: FusedKernels) -> Softmax:
-    """Return what the decodes of an engine normalise scores with, on a card with these kernels."""
+    """Return how decodes of an engine normalise attention scores, on a card with these kernels."""
     if config.softmax_const_norm is not None:
         return config.softmax_const_norm
     if config.pa_softmax_impl:
@@ -58,7 +58,7 @@ def softmax_normaliser(config: HPUConfig, kernels: FusedKernels) -> Softmax:
 
 @dataclass(frozen=True)
 class PreparedLaunch:
-    """A launch of T tokens, unpacked, with what its layers share."""
+    """An unpacked forward pass of T tokens, with the data that its layers share."""
 
     attention: AttentionMetadata
     """Metadata of the attention of its tokens."""
@@ -80,7 +80,7 @@ class PreparedLaunch:
     """Images or sounds that its tokens see; None: no layer reads any."""
 
     def context(self, rotary_angles: Sequence[tuple[Tensor, Tensor]]) -> LaunchContext:
-        """Return the launch as the layers see it."""
+        """Return the context of the forward pass that the layers read."""
         has_added = self.replaced is not None and self.replaced.num_layers > 0
         added = self.replaced if has_added else None
         return LaunchContext(
@@ -95,7 +95,7 @@ class PreparedLaunch:
         )
 
     def context_of_head(self) -> LaunchContext:
-        """Return the context for the output head, which gets only `last_tokens`."""
+        """Return the context for the output head, which only processes `last_tokens`."""
         adapters = self.adapters
         if adapters is not None and self.last_tokens is not None:
             adapters = adapters.select(self.last_tokens)
@@ -103,19 +103,19 @@ class PreparedLaunch:
 
 
 class LaunchModel(nn.Module):
-    """A model over padded launches. Subclasses say what a launch does.
+    """A model that runs padded forward passes; subclasses define their inputs and results.
 
     Args:
-        model: on the device; its attention layers have their caches when a launch runs.
+        model: on the device; its KV caches are bound when a forward pass runs.
         block_size: tokens per KV block.
-        kernel: attention of prompts.
+        kernel: attention kernel for prompts.
         adapters: LoRA adapters on the device; None: there are none.
         dtype: of the hidden states; None: of the first parameter, which is the embedding.
 
     Raises:
-        ConfigError: a layer asks for what no launch has.
+        ConfigError: a layer needs an input that forward passes do not have.
 
-    Shape: packed input of a launch -> (result, hidden states [B * Q, hidden])
+    Shape: packed input -> (result, hidden states [B * Q, hidden])
     """
 
     def __init__(
@@ -138,12 +138,15 @@ class LaunchModel(nn.Module):
 
     @property
     def size_before(self) -> int:
-        """Elements of a token that the stage of the pipeline before this one sends."""
+        """Values per token that the previous pipeline stage sends."""
         return self.model.arch.hidden_size
 
     def compile_regions(self, **options: Any) -> None:
-        """Compile the parts of a launch each by itself, with these options of `torch.compile`: the
-        layers, and the modules outside them, such as embeddings, the last norm and the head."""
+        """Compile the parts of a forward pass separately, with these options of `torch.compile`.
+
+        The parts are the layers, and the modules outside them, such as embeddings, the last norm
+        and the head.
+        """
         for module in regions_of(self.model):
             module.compile(**options)
 
@@ -157,13 +160,15 @@ class LaunchModel(nn.Module):
         return result
 
     def _forward(self, inputs: Tensor, positions: Tensor, *more: Any) -> Any:
-        """Run the model with the context of the launch."""
+        """Run the model; `prepare` has set the context of the forward pass."""
         return self.model(inputs, positions, *more)
 
 
 def regions_of(model: LayeredModel) -> list[nn.Module]:
-    """Return the layers of a model, and the largest modules outside the layers, for this stage of a
-    pipeline."""
+    """Return the modules of this pipeline stage that are compiled separately.
+
+    They are the layers, and the largest modules outside the layers.
+    """
     layers = present_layers(model)
     inside = {id(module) for layer in layers for module in layer.modules()}
 
@@ -181,13 +186,13 @@ def regions_of(model: LayeredModel) -> list[nn.Module]:
 
 
 class StateKeeper(Protocol):
-    """Keeps hidden states of the tokens of a launch on the card, as a part of the launch."""
+    """Stores hidden states of tokens on the card, as a part of the forward pass."""
 
     def keep(self, slots: Tensor, result: Tensor, inner: Sequence[Tensor]) -> None:
-        """Keep hidden states for the speculator.
+        """Store hidden states for the speculator.
 
         Args:
-            slots: [T] of the KV cache, one for each token.
+            slots: [T] slots of the KV cache, one for each token.
             result: [T, hidden] of the forward pass.
             inner: [T, hidden] each, inputs of the layers that are read in addition to the result.
         """
@@ -195,27 +200,31 @@ class StateKeeper(Protocol):
 
 
 class HPUModel(LaunchModel):
-    """A decoder, or a stage of one, over prefills and decodes, of which last tokens count.
+    """A decoder, or a pipeline stage of one, that runs prefills and decodes and computes logits.
 
     Args:
-        model, block_size, kernel, adapters, dtype: see `LaunchModel`.
+        model: see `LaunchModel`.
+        block_size: see `LaunchModel`.
+        kernel: see `LaunchModel`.
+        adapters: see `LaunchModel`.
+        dtype: see `LaunchModel`.
         normaliser: of the softmax of decodes, see `flat_paged_attention`.
-        resident: the newest tokens of the rows, which were sampled on the device. None: nothing is
-            sampled.
-        num_positions: that requests may give for each token of their prompts; 0: none.
-        sees_ahead: tokens of images see later ones.
+        resident: the newest tokens of the requests, which were sampled on the device. None: nothing
+            is sampled.
+        num_positions: positions that requests may give for each prompt token; 0: none.
+        sees_ahead: tokens of images attend to later ones.
 
     Attributes:
-        keeper: takes the hidden states of all tokens; None: nothing does.
-        inner_layers: whose inputs a speculator reads.
-        embeddings: `DeviceEmbeddings.table`; None: prompts bring no embeddings.
-        items: table of the items that rows see, see `DeviceItems`; None: no layer reads any.
+        keeper: stores the hidden states of all tokens; None: they are not stored.
+        inner_layers: layers whose inputs a speculator reads.
+        embeddings: `DeviceEmbeddings.table`; None: prompts give no embeddings.
+        items: table of the items that requests see, see `DeviceItems`; None: no cross-attention.
         keeps_states: recurrent states of prefixes are kept.
 
-    Shape: packed input of a launch and, for a stage after the first, what the stage before has
-    returned, hidden states [B * Q, hidden] and inputs of inner layers behind them -> (logits
-    [B, V], of a decode [B * Q, V]; hidden states [B * Q, hidden]). A stage before the last has no
-    logits: what it sends stands for them.
+    Shape: packed input and, for a stage after the first, the output of the previous stage, hidden
+    states [B * Q, hidden] followed by inputs of inner layers -> (logits [B, V], of a decode [B * Q,
+    V]; hidden states [B * Q, hidden]). A stage before the last one returns the data that it sends
+    instead of logits.
     """
 
     def __init__(
@@ -277,7 +286,9 @@ class HPUModel(LaunchModel):
         return super().size_before * (1 + self.inner_layers.num_before)
 
     def _forward(self, inputs: Tensor, positions: Tensor, *more: Any) -> Any:
-        """Return the hidden states, and the inputs of inner layers if there are any."""
+        """Run the model; return the hidden states, and the inputs of inner layers if there
+        are any.
+        """
         if not self.inner_layers.own:
             return super()._forward(inputs, positions, *more)
         assert isinstance(self.model, CausalLM)
@@ -288,7 +299,7 @@ class HPUModel(LaunchModel):
         self.prepare = torch.compile(self.prepare, **options)  # type: ignore[method-assign]
 
     def prepare(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
-        """Unpack a launch, and derive what its layers share."""
+        """Unpack the input of a forward pass, and compute the data that its layers share."""
         if shape.bucket.phase is Phase.DECODE:
             return self._prepare_decode(packed, shape)
         if shape.merged_prompts:
@@ -304,11 +315,11 @@ class HPUModel(LaunchModel):
         return self.model.compute_logits(rows)
 
     def _token_ids(self, token_ids: Tensor) -> Tensor:
-        """Return the tokens [T] of a launch as the model takes them."""
+        """Convert the tokens [T] of a forward pass to the ids that the model's embedding knows."""
         return token_ids
 
     def _separate(self, token_ids: Tensor) -> tuple[Tensor, TableEmbeddings | None]:
-        """Separate the tokens [T] of a prefill from embeddings that replace some of them."""
+        """Separate the tokens [T] of a prefill from given embeddings that replace some of them."""
         if self.embeddings is None:
             return self._token_ids(token_ids), None
         replaced = TableEmbeddings(FIRST_GIVEN - token_ids, self.embeddings)
@@ -348,7 +359,7 @@ class HPUModel(LaunchModel):
         )
 
     def _states_of(self, given: DecodeInput[Tensor], query_len: int) -> PaddedStates:
-        """Return the recurrent states of a decode."""
+        """Return the recurrent states that a decode reads and updates."""
         rows = given.rows.long()
         if query_len == 1:
             return PaddedStates(rows, given.indices == 0)
@@ -402,7 +413,7 @@ class HPUModel(LaunchModel):
         )
 
     def _items_of(self, shape: PaddedShape, rows: Tensor, indices: Tensor) -> PaddedItems | None:
-        """Return the items that tokens with these indices [B, Q] of rows [B] see."""
+        """Return the items that tokens with the indices [B, Q] of the requests `rows` [B] see."""
         if self.items is None:
             return None
         tables = self.items.index_select(0, rows)
@@ -411,7 +422,7 @@ class HPUModel(LaunchModel):
         return PaddedItems.derive(tables, indices, self._kernel)
 
     def _adapters_of(self, slots: Tensor, query_len: int = 1) -> SlottedAdapters | None:
-        """Return the adapters of the tokens of requests with these slots."""
+        """Return the adapters of each token, given the adapter slot of each request."""
         if self._adapters is None:
             return None
         if query_len > 1:

@@ -1,12 +1,12 @@
-"""Splits a step into launches that have a bucket.
+"""Splits a step into forward passes that fit buckets.
 
-    decodes    all rows with one token, or with drafts to verify, in as few launches as the largest
-               bucket allows; with drafts, rows without any are padded to the same query length
-    prefills   a prompt longer than the longest bucket in pieces; neighbours share a launch where
-               padding them to one shape costs less than another launch
+    decodes    all requests with one token, or with drafts to verify, in as few forward passes as
+    the largest bucket allows; requests without drafts are padded to the same query length prefills
+    a prompt longer than the longest bucket in chunks; neighbours share a forward pass if padding
+    them to one shape costs less than another forward pass
 
-The catalog is closed (`bucketing/catalog/closure`), so every launch finds a bucket. Should it be
-wrong, the launch gets the shape it has: it compiles, which is logged, and nothing is lost.
+The catalog is closed (`bucketing/catalog/closure`), so every batch has a bucket. If that is ever
+wrong, the batch runs in its own shape: this compiles and is logged, but no request fails.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ Sizes = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class PaddedLaunch(Launch):
-    """A launch that is padded to a bucket."""
+    """A forward pass that is padded to a bucket."""
 
     bucket: Bucket
     is_contiguous: bool = False
@@ -51,12 +51,14 @@ class PaddedLaunch(Launch):
 
     @property
     def tokens_with_logits(self) -> int:
-        """Tokens of each row that have logits: the last one of a prompt, all of a decode."""
+        """Number of tokens per request that have logits: the last one of a prompt, all of
+        a decode.
+        """
         return self.bucket.query_len if self.bucket.phase is Phase.DECODE else 1
 
     @property
     def starts(self) -> IntArray:
-        """[n] where the tokens of each row begin among the padded ones."""
+        """[n] index of the first token of each request among the padded tokens."""
         if self.merged_prompts:
             count = self.num_scheduled_tokens
             return np.cumsum(count, dtype=np.int32) - count
@@ -64,7 +66,7 @@ class PaddedLaunch(Launch):
 
     @property
     def shape(self) -> "PaddedShape":
-        """Return the shape, which decides the recipe of this launch."""
+        """The padded shape, which decides which compiled recipe runs."""
         return PaddedShape(
             self.bucket,
             self.is_contiguous,
@@ -76,7 +78,7 @@ class PaddedLaunch(Launch):
 
 @dataclass(frozen=True, slots=True)
 class PaddedShape:
-    """Padded sizes of a launch: the key of what is compiled, captured and warmed up."""
+    """Padded sizes of a forward pass: the key of what is compiled, captured and warmed up."""
 
     bucket: Bucket
     is_contiguous: bool = False
@@ -89,25 +91,25 @@ class PaddedShape:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the logits: one for each token of a decode, the last token of each prompt."""
+        """Number of tokens that have logits: all of a decode, the last one of each prompt."""
         if self.bucket.phase is Phase.DECODE:
             return self.bucket.num_tokens
         return self.merged_prompts or self.bucket.batch
 
     @property
     def num_entries(self) -> int:
-        """Entries of the block list of a decode."""
+        """Number of entries of the block list of a decode."""
         return self.bucket.blocks + self.num_shared
 
     @property
     def read_cost(self) -> int:
-        """Return the cost of the attention of a decode, in blocks of a slice."""
+        """Cost of the attention of a decode, in units of one block read from a contiguous slice."""
         num_sliced = self.bucket.blocks if self.is_contiguous else 0
         return num_sliced + GATHER_COST * (self.num_entries - num_sliced)
 
     @property
     def cost(self) -> int:
-        """Return the cost of a batch of this shape, in the unit of `padded_cost`."""
+        """Cost of a batch of this shape, in the unit of `padded_cost`."""
         if self.bucket.phase is Phase.DECODE:
             return self.bucket.num_tokens + self.read_cost
         return padded_cost(self.bucket)
@@ -121,8 +123,8 @@ def launch_shapes(
 ) -> list[PaddedShape]:
     """Return every shape in which batches of a bucket can run.
 
-    With contiguous access a decode reads a slice or gathers, whichever costs less for the blocks
-    that its sequences have.
+    With contiguous access a decode reads a slice of the cache or gathers blocks, whichever costs
+    less for the blocks of its sequences.
 
     Args:
         bucket: of the batches.
@@ -151,9 +153,12 @@ def _shapes_of_bucket(bucket: Bucket, limits: StepLimits, merged_prompts: int) -
 
 
 def _sliced_shapes(bucket: Bucket, limits: StepLimits) -> list[PaddedShape]:
-    """Return the shapes of contiguous decodes, the cheapest first: without and with room for blocks
-    that several requests share. Empty if the cache has no such slice; shapes that cost more than
-    gathering all blocks are left out."""
+    """Return the shapes of decodes that read a contiguous slice of the cache, cheapest first.
+
+    There is one without and there are others with space for blocks that several requests share.
+    Shapes that cost more than gathering all blocks are left out. Empty if the cache has no such
+    slice.
+    """
     if limits.num_blocks is not None and bucket.blocks > limits.num_blocks:
         return []
     exact = PaddedShape(bucket, is_contiguous=True)
@@ -165,8 +170,10 @@ def _sliced_shapes(bucket: Bucket, limits: StepLimits) -> list[PaddedShape]:
 
 
 class _Rows(NamedTuple):
-    """The tokens that a launch, or a part of a step, runs. A request may occur twice, in the order
-    of its tokens."""
+    """The tokens that a forward pass, or a part of a step, runs, request by request.
+
+    A request may occur twice, in the order of its tokens.
+    """
 
     ids: IntArray
     computed: IntArray
@@ -191,7 +198,7 @@ class _Rows(NamedTuple):
         return _Rows(*(column[start:end] for column in self))
 
     def split_at(self, ends: Collection[tuple[int, int]]) -> "_Rows":
-        """Divide the tokens of rows where some (row, position) end."""
+        """Divide the tokens of requests at the given (batch index, position) pairs."""
         found: list[tuple[int, int, int, int, int]] = []
         for row, start, count, drafts, replayed in zip(*(x.tolist() for x in self), strict=True):
             inside = sorted(end for of_row, end in ends if of_row == row)
@@ -221,7 +228,7 @@ PieceEnd = Callable[[int, int, int], int]
 
 
 class ItemSlots(Protocol):
-    """Slots that rows read by cross-attention.
+    """The item slots that requests read by cross-attention.
 
     Attributes:
         sizes: values of `PaddedShape.item_slots`.
@@ -230,7 +237,7 @@ class ItemSlots(Protocol):
     sizes: tuple[int, ...]
 
     def slots_of(self, rows: IntArray) -> int:
-        """Return the first of `sizes` with room for what each of some rows sees."""
+        """Return the first of `sizes` with enough slots for each of these requests."""
         ...
 
 
@@ -239,23 +246,23 @@ NeedsPrefill = Callable[[IntArray, IntArray], npt.NDArray[np.bool_] | None]
 
 
 class HPULaunchPlanner:
-    """Plans steps for one runner.
+    """Plans the forward passes of steps for one runner.
 
     Args:
-        catalog: the buckets; it is asked anew for every launch, so it may be warming up.
-        limits: what a launch may ask for; larger ones are split.
-        batch: block tables of the rows.
-        merged_prompts: most prompts in one row of a merged prefill; 0: prompts have rows of
-            their own.
-        has_states: a launch takes the state of a row as the launch before it has left it, so that
-            it runs one piece of a prompt only.
-        needs_prefill: which single tokens may not run as decodes; None: all may.
-        piece_end: where prompts may be divided; None: anywhere.
+        catalog: the buckets; it is read again for every forward pass, so it may still be warming
+            up.
+        limits: of a forward pass; larger batches are split.
+        batch: block tables of the requests.
+        merged_prompts: most prompts in one sequence of a merged prefill; 0: prompts are not merged.
+        has_states: the model has recurrent state, which a forward pass reads as the previous one
+            has left it; so it runs only one chunk of a prompt.
+        needs_prefill: tells which single tokens must not run as decodes; None: all may.
+        piece_end: tells where prompts may be divided; None: anywhere.
         late: shapes that were compiled at their first use.
-        item_slots: how much rows read by cross-attention; None: nothing.
+        item_slots: how much requests read by cross-attention; None: nothing.
 
     Attributes:
-        catalog, limits: as given.
+        catalog, limits: the arguments.
     """
 
     def __init__(
@@ -283,8 +290,10 @@ class HPULaunchPlanner:
         self._size = limits.block_size
 
     def plan(self, step: SchedulerOutput) -> list[Launch]:
-        """Split a step into launches: decodes, then prefills in the order of the batch. A launch
-        ends at each token whose recurrent state is kept."""
+        """Split a step into forward passes: decodes, then prefills in the order of the batch.
+
+        A forward pass ends at each token whose recurrent state is kept.
+        """
         decodes, prompts = self._separate(_Rows.of(step))
         if step.kept_states is None:
             return [*self._decodes(decodes), *self._prefills(prompts)]
@@ -296,13 +305,13 @@ class HPULaunchPlanner:
     def plan_known(
         self, rows: IntArray, computed: IntArray, scheduled: IntArray, *, is_decode: bool
     ) -> list[PaddedLaunch]:
-        """Plan the launches of known tokens that a draft model lacks.
+        """Plan forward passes for known tokens that a draft model has not computed.
 
         Args:
-            rows: [n]
+            rows: [n] batch indices.
             computed: [n] position of the first token of each.
             scheduled: [n] tokens of each.
-            is_decode: they are no more than the tokens of a decode that verifies drafts.
+            is_decode: they fit in a decode of several tokens, like one that verifies drafts.
         """
         none = np.zeros_like(rows)
         if is_decode:
@@ -326,12 +335,15 @@ class HPULaunchPlanner:
         ]
 
     def _slots_of(self, rows: _Rows) -> int:
-        """Return `PaddedShape.item_slots` of a launch of these rows."""
+        """Return `PaddedShape.item_slots` of a forward pass with these requests."""
         return 0 if self._item_slots is None else self._item_slots.slots_of(rows.ids)
 
     def _separate(self, rows: _Rows) -> tuple[_Rows, _Rows]:
-        """Separate decodes from prompts. A single token of a prompt runs as a decode, which costs
-        less, unless its request has data that only prefills read."""
+        """Separate decodes from prompts.
+
+        A single token of a prompt runs as a decode, which costs less, unless its request has data
+        that only prefills read.
+        """
         num_decodes = int(np.count_nonzero(rows.scheduled - rows.drafts == 1))
         is_prompt = None
         if self._needs_prefill is not None:
@@ -342,14 +354,14 @@ class HPULaunchPlanner:
         return rows.select(~is_prompt), rows.select(is_prompt)
 
     def plan_prompts(self, step: SchedulerOutput) -> list[Launch]:
-        """Plan the launches of a step of whole prompts, none of which is split or decoded."""
+        """Plan the forward passes of a step of whole prompts, none of which is split or decoded."""
         rows = _Rows.of(step)
         return [_launch(group, PaddedShape(group.bucket)) for group in self._group_prefills(rows)]
 
     # ---- decodes --------------------------------------------------------------------------
 
     def _split_decodes(self, rows: _Rows, max_batch: int | None = None) -> list[_Rows]:
-        """Split decodes into groups within the largest batch and the most blocks of one launch."""
+        """Split decodes into groups that fit the largest batch and the largest number of blocks."""
         if not len(rows.ids):
             return []
         limits = self.limits
@@ -398,7 +410,9 @@ class HPULaunchPlanner:
     def _decode_shape(
         self, batch: int, query_len: int, counts: DecodeBlockCounts, *, warmed_only: bool = False
     ) -> PaddedShape | None:
-        """Return the cheapest shape of the catalog that holds a decode, or None."""
+        """Return the cheapest shape of the catalog into which a decode fits; None if there
+        is none.
+        """
 
         def fit(blocks: int) -> Bucket | None:
             return self.catalog.fit(Phase.DECODE, batch, query_len, blocks, warmed_only)
@@ -419,7 +433,7 @@ class HPULaunchPlanner:
         counts: DecodeBlockCounts,
         item_slots: int,
     ) -> bool:
-        """Whether a decode can be padded to a shape."""
+        """Return whether a decode can be padded to this shape."""
         if shape.item_slots not in (0, item_slots):
             return False
         blocks = counts.span if shape.is_contiguous else counts.references
@@ -431,9 +445,11 @@ class HPULaunchPlanner:
     # ---- prefills -------------------------------------------------------------------------
 
     def _split_prompts(self, rows: _Rows) -> _Rows:
-        """Split prompts that are longer than a launch into chunks, each of which has the previous
-        ones as context. Chunks may even be in one launch: all of its keys are written before any is
-        read."""
+        """Split prompts that are longer than the longest bucket into chunks.
+
+        Each chunk has the previous ones as context. They may run in one forward pass: all of its
+        keys are written before any is read.
+        """
         longest = self.limits.max_query_len
         if not len(rows.ids) or rows.scheduled.max() <= longest:
             return rows
@@ -455,7 +471,7 @@ class HPULaunchPlanner:
     def _ends_of_pieces(
         rows: _Rows, longest: int, piece_end: PieceEnd
     ) -> Iterator[tuple[int, int]]:
-        """Yield row and index of the end of each piece but the last ones."""
+        """Yield (batch index, end position) of each chunk of prompts, except their last ones."""
         columns = (rows.ids.tolist(), rows.computed.tolist(), rows.scheduled.tolist())
         for row, start, count in zip(*columns, strict=True):
             end = start + count
@@ -464,8 +480,10 @@ class HPULaunchPlanner:
                 yield row, start
 
     def _group_prefills(self, rows: _Rows) -> list[_Group]:
-        """Group neighbours, in the order of the batch, into the launches that cost the least
-        together, including what they compile."""
+        """Group neighbouring prompts into forward passes at the lowest total cost.
+
+        The order of the batch is kept; the cost of compiling is included.
+        """
         cheapest, slots = self._cheapest_groups(rows), self._slots_of(rows)
         shapes = [self._shape(group.bucket, slots) for group in cheapest]
         new = [shape for shape in shapes if not self.is_compiled(shape)]
@@ -478,11 +496,11 @@ class HPULaunchPlanner:
         return groups
 
     def _cheapest_groups(self, rows: _Rows, *, pays_compiling: bool = False) -> list[_Group]:
-        """Group neighbours into the launches that cost the least.
+        """Group neighbouring prompts into forward passes at the lowest cost.
 
         Args:
             rows: of prompts.
-            pays_compiling: what compiles costs more than what does not.
+            pays_compiling: include the cost of compiling.
         """
         ids, scheduled = rows.ids.tolist(), rows.scheduled.tolist()
         contexts = _num_blocks(rows.computed, self._size).tolist()
@@ -515,13 +533,14 @@ class HPULaunchPlanner:
     def _padded_prefill(
         self, bucket: Bucket, asked: tuple[int, int, int], item_slots: int
     ) -> tuple[Bucket, float]:
-        """Return the bucket in which a prefill runs, considering what is compiled, and the cost of
-        compiling it.
+        """Return the bucket in which a prefill runs, and the cost of compiling it.
+
+        It prefers compiled buckets if they do not cost much more.
 
         Args:
             bucket: the cheapest one.
             asked: batch, query length and blocks.
-            item_slots: of the launch.
+            item_slots: of the forward pass.
         """
         shape, wanted = self._shape(bucket, item_slots), Bucket(Phase.PREFILL, *asked)
         if self.is_compiled(shape):
@@ -540,8 +559,10 @@ class HPULaunchPlanner:
     def _groups_before(
         self, ids: list[int], scheduled: list[int], contexts: list[int]
     ) -> Iterator[tuple[int, Sizes]]:
-        """Yield first index and shape of each group that ends with the last request, the smallest
-        first."""
+        """Yield first index and padded sizes of each group that ends with the last request.
+
+        The smallest group comes first.
+        """
         longest = tokens = most = blocks = 0
         for start in range(len(scheduled) - 1, -1, -1):
             count = len(scheduled) - start
@@ -559,11 +580,11 @@ class HPULaunchPlanner:
     # ---- buckets --------------------------------------------------------------------------
 
     def is_compiled(self, shape: PaddedShape) -> bool:
-        """Whether a launch of this shape compiles nothing."""
+        """Return whether a forward pass of this shape is compiled already."""
         return self.catalog.is_warmed(shape.bucket) or shape in self._late
 
     def _has_compiled(self, phase: Phase) -> bool:
-        """Whether any shape of a phase is compiled."""
+        """Return whether any shape of a phase is compiled."""
         compiled = (*self.catalog.warmed, *(shape.bucket for shape in self._late))
         return any(bucket.phase is phase for bucket in compiled)
 
@@ -574,8 +595,7 @@ class HPULaunchPlanner:
         return PaddedShape(bucket, item_slots=item_slots)
 
     def _instead_of(self, shape: PaddedShape, compiled: Iterable[PaddedShape]) -> PaddedShape:
-        """Return the cheapest of some compiled shapes, unless it costs more than compiling
-        `shape`."""
+        """Return the cheapest of the compiled shapes, or `shape` if compiling it costs less."""
         padded = min(compiled, key=lambda each: each.cost, default=None)
         if padded is None or padded.cost > shape.cost + self._late.price(shape):
             return shape
@@ -583,7 +603,9 @@ class HPULaunchPlanner:
         return padded
 
     def _own_shape(self, phase: Phase, batch: int, query_len: int, blocks: int) -> Bucket:
-        """Return the bucket to which a launch without a bucket of the catalog is padded."""
+        """Return the bucket for a batch that fits no bucket of the catalog: its own padded
+        sizes.
+        """
         padded = query_len if phase is Phase.DECODE else round_up(query_len, self._size)
         return Bucket(phase, batch, padded, blocks)
 
@@ -606,7 +628,9 @@ def _launch(group: _Group, shape: PaddedShape) -> PaddedLaunch:
 
 
 def _kept_ends(step: SchedulerOutput) -> dict[tuple[int, int], list[int]]:
-    """Return row and position -> kept states of the state of the row there."""
+    """Return (batch index, position) -> indices of kept states to which the state is
+    copied there.
+    """
     assert step.kept_states is not None
     computed = dict(zip(step.rows.tolist(), step.num_computed_tokens.tolist(), strict=True))
     ends: dict[tuple[int, int], list[int]] = {}
@@ -618,13 +642,14 @@ def _kept_ends(step: SchedulerOutput) -> dict[tuple[int, int], list[int]]:
 def _with_kept(
     launch: PaddedLaunch, ends: dict[tuple[int, int], list[int]], of_step: IntArray
 ) -> PaddedLaunch:
-    """Return a launch with the states that are kept at the ends of its rows, and among the tokens
-    that it replays.
+    """Return a forward pass with the indices of the recurrent states that are kept after it.
+
+    These are at the ends of its requests, and among the tokens that it replays.
 
     Args:
         launch: of the step.
         ends: from `_kept_ends`.
-        of_step: all that are kept: `SchedulerOutput.kept_states`.
+        of_step: all states that the step keeps: `SchedulerOutput.kept_states`.
     """
     if launch.num_replayed_tokens is not None:
         is_replayed = (of_step[:, 1] <= 0) & np.isin(of_step[:, 0], launch.rows)

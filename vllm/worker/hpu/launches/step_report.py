@@ -1,8 +1,7 @@
-"""Reports what a step cost that it should not: compilations, operators on the host, shapes that
-were not warmed up.
+"""Reports avoidable costs of a step: compilations, operators on the host, unexpected shapes.
 
 The lines are those that users of the Gaudi stack grep for, at level WARNING. A report makes the
-host wait for the device after each step, so there is none unless it is asked for.
+host wait for the device after each step, so it is off by default.
 """
 
 import time
@@ -28,7 +27,7 @@ _Stats = list[tuple[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The size of a step, as its report shows it."""
+    """The size of a step, as a report shows it."""
 
     is_prompt: bool
     """Whether any row is in its prompt."""
@@ -68,7 +67,7 @@ class _Step:
 class RecentLaunches:
     """Sizes and times of the forward passes of the last two steps that have ended.
 
-    Only the process that collects metrics counts them by size, so that a step does not wait for it.
+    Only the process that collects metrics counts them by size, so that a step need not do it.
 
     Args:
         clock: in seconds, of the device; None: steps are not timed.
@@ -100,9 +99,9 @@ class RecentLaunches:
         """Record a forward pass of the step that has begun last.
 
         Args:
-            needed: batch, query length and blocks that it has.
-            bucket: that it is padded to.
-            is_compiled: nothing compiles in it.
+            needed: its batch, query length and blocks.
+            bucket: to which it is padded.
+            is_compiled: nothing is compiled while it runs.
         """
         step, phase = self._steps[-1], int(bucket.phase)
         padded = (bucket.batch, bucket.query_len, bucket.blocks)
@@ -113,8 +112,11 @@ class RecentLaunches:
             self.num_padded_blocks += bucket.blocks - needed[2]
 
     def end_step(self) -> None:
-        """Note that the oldest step has ended. It ran since the end of the step before it, or since
-        it began if that was later; its forward passes divide this time as their predicted times."""
+        """Note that the oldest step has ended, and divide its time over its forward passes.
+
+        It ran since the previous step ended, or since it began if that was later. The time is
+        divided in proportion to predicted times.
+        """
         step, micros = self._steps.popleft(), 0.0
         if self._clock is not None:
             now = self._clock()
@@ -140,17 +142,17 @@ class RecentLaunches:
 
 
 class StepReport:
-    """Reports of one worker.
+    """Writes the reports of one worker's steps to the log.
 
     Args:
         bridge: whose counters are read.
         log_compilations: which steps report their graph compilations.
         log_fallbacks: which steps report their operators that ran on the host.
-        log_recipes: a report of compilations lists them, as far as the bridge does.
+        log_recipes: a report of compilations lists recipes, as far as the bridge supports it.
 
     Attributes:
-        num_hits: launches of a shape that was known.
-        num_misses: launches of a shape that was not; it is known from then on.
+        num_hits: forward passes of a known shape.
+        num_misses: forward passes of an unknown shape; it is known from then on.
     """
 
     def __init__(
@@ -174,13 +176,15 @@ class StepReport:
 
     @property
     def is_on(self) -> bool:
-        """Whether any step is reported."""
+        """Whether steps are reported."""
         return self._log_compilations != "off" or self._log_fallbacks != "off"
 
     def step(self, describe: Callable[[], StepShape]) -> AbstractContextManager[None]:
-        """Report the step that runs inside, once it has ended; one that raises is not reported.
+        """Report the step that runs in this context, after it ends; a step that raises is not
+        reported.
 
-        When on, leaving waits for the device: what is still being compiled is counted too.
+        If reports are on, leaving the context waits for the device, so that running compilations
+        are counted.
 
         Args:
             describe: called on entering, and only when a report is on.
@@ -204,11 +208,11 @@ class StepReport:
                 logger.warning("VLLM_HPU_STEP_%s: %s, %s", tag, stats, shape)
 
     def mark_warmed(self, phase: Phase, batch: int, query_len: int, blocks: int) -> None:
-        """Note that this shape has been launched by the warm-up."""
+        """Note that the warm-up has run this shape."""
         self._known.add((phase, batch, query_len, blocks))
 
     def check_warmed(self, phase: Phase, batch: int, query_len: int, blocks: int) -> bool:
-        """Whether a padded shape is known; if not, warn, and know it from now on."""
+        """Return whether a padded shape is known. If not, warn once; it is known from then on."""
         shape = (phase, batch, query_len, blocks)
         if shape in self._known:
             self.num_hits += 1
@@ -220,7 +224,7 @@ class StepReport:
         return False
 
     def miss_sampling(self, batch: int, stages: Sequence[tuple[str, int]]) -> None:
-        """Warn of stages of the sampler, with their sizes, that compile now."""
+        """Warn that stages of the sampler, with these sizes, are compiled now."""
         self.num_misses += 1
         self._next_read = 0.0
         for name, size in stages:
@@ -229,14 +233,13 @@ class StepReport:
             )
 
     def finish_warmup(self) -> None:
-        """Start to count `compilations_after_warmup`."""
+        """Start to count compilations for `compilations_after_warmup`."""
         self._bridge.synchronize()
         self._warmup_compilations = self._bridge.counters().compilations
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Exclude a launch from the count, because it belongs to the warm-up although it runs
-        later."""
+        """Exclude compilations in this context from the count, as part of a later warm-up."""
         before = self._bridge.counters().compilations
         yield
         self._bridge.synchronize()
@@ -244,15 +247,16 @@ class StepReport:
             self._warmup_compilations += self._bridge.counters().compilations - before
 
     def compilations_after_warmup(self) -> int:
-        """Return the compilations since `finish_warmup`, 0 before it. Reads the counters, so it is
-        not for every step."""
+        """Return the number of compilations since `finish_warmup`; 0 before it.
+
+        It reads the counters of the device, so do not call it in every step.
+        """
         if self._warmup_compilations is None:
             return 0
         return self._bridge.counters().compilations - self._warmup_compilations
 
     def recent_compilations(self) -> int:
-        """Return `compilations_after_warmup` of at most a second ago; cheap enough for every
-        step."""
+        """Return `compilations_after_warmup`, at most a second old; cheap enough for every step."""
         now = time.monotonic()
         if now >= self._next_read:
             self._next_read = now + _MIN_READ_INTERVAL_S
@@ -263,7 +267,7 @@ class StepReport:
 def not_warmed_line(phase: Phase, batch: int, query_len: int, blocks: int) -> str:
     """Return a line such as `Configuration: (prompt, 1, 36864) was not warmed-up!`.
 
-    A prompt with context names its blocks too: (prompt, batch, length, blocks). A decode is
+    A prompt with context also names its blocks: (prompt, batch, length, blocks). A decode is
     (decode, batch, blocks), with drafts (decode, batch, blocks, length).
     """
     if phase is Phase.DECODE:
@@ -274,8 +278,9 @@ def not_warmed_line(phase: Phase, batch: int, query_len: int, blocks: int) -> st
 
 
 def _compilation_stats(before: DeviceCounters, after: DeviceCounters) -> tuple[int, _Stats]:
-    """Return the number of compilations, and their times in microseconds as the bridge's metric
-    shows them."""
+    """Return the number of compilations, and their times in microseconds as in the bridge's
+    metrics.
+    """
     count = after.compilations - before.compilations
     total_us = round((after.compile_s - before.compile_s) * 1e6)
     average_us = total_us // count if count else 0

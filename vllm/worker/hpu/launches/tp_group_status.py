@@ -1,9 +1,8 @@
-"""Exchanges the outcome of launches between cards, that run every launch together because their
-layers exchange tensors.
+"""Exchanges the outcome of forward passes between cards that run every one together.
 
-If one card runs out of memory in the middle of a launch, the others wait in an exchange that it
-never joins, and the engine has to stop. If all cards run out of memory, or all reach the end of the
-launch, they can continue with a smaller one.
+Their layers exchange tensors. If one card runs out of memory in the middle of a forward pass, the
+others wait in an exchange that it never joins, and the engine has to stop. If all cards run out of
+memory, or all reach the end, they can continue with a smaller batch.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ _LEAST_PATIENCE_S = 1.0
 
 
 class TPGroupStatus:
-    """The ranks that share layers with this one.
+    """Communicates the outcome of forward passes between the ranks that share layers.
 
     Args:
         meeting: of this rank.
@@ -27,21 +26,20 @@ class TPGroupStatus:
         self._num_launches = 0
 
     def end_launch(self) -> None:
-        """Say that this card is done with a launch, whatever became of it."""
+        """Tell the other cards that this one has finished a forward pass, successfully or not."""
         self._num_launches += 1
         self._meeting.arrive(self._name)
 
     def are_done(self, took_s: float) -> bool:
-        """Whether all cards are done with the launch that this one has ended.
+        """Return whether all cards have finished the forward pass that this one has finished.
 
         Args:
-            took_s: by this card; the others are given as much time again, and a second at least.
+            took_s: seconds it took here; the others get the same time again, and at least a second.
         """
         return self._meeting.is_stage_here(self._name, max(_LEAST_PATIENCE_S, took_s))
 
     def all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
-        """Return the largest of the numbers that each card has of the last launch, position by
-        position."""
+        """Return the elementwise maximum of these integers over all cards."""
         data = msgspec.msgpack.encode(list(numbers))
         found = self._meeting.exchange(
             f"{self._name}: memory", data, "memory of a launch", ranks=self._meeting.stage_ranks

@@ -6,8 +6,7 @@ from vllm.worker.hpu.launches.planner import PaddedLaunch
 
 
 def trace_launch(trace: Trace, launch: PaddedLaunch, block_size: int) -> None:
-    """Write the counters of a launch: the sizes that were asked for, and the bucket that it was
-    padded to."""
+    """Write the counters of a forward pass to a trace: requested sizes, and the bucket used."""
     bucket = launch.bucket
     is_prompt = bucket.phase is Phase.PREFILL
     seq_lens = launch.num_computed_tokens + launch.num_scheduled_tokens

@@ -1,4 +1,4 @@
-"""Logs which weights and caches each launch of a card converts before it multiplies."""
+"""Logs which weights and caches each forward pass converts before it multiplies."""
 
 from torch import nn
 
@@ -13,7 +13,7 @@ logger = init_logger(__name__)
 
 
 def log_widened(config: VllmConfig, model: nn.Module) -> None:
-    """Say which weights and which cache are narrow in memory, and wide where they are multiplied.
+    """Log which weights and which cache are stored in a smaller format than they are multiplied in.
 
     Args:
         config: of the engine.

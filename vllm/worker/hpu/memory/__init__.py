@@ -1,1 +1,1 @@
-"""Memory of a card: measured, forecast, moved to the host and back."""
+"""Memory of a card: measuring, predicting, moving to the host and back."""

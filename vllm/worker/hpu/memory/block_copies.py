@@ -1,5 +1,4 @@
-"""Copies KV blocks between the caches of a card and bytes, in few shapes, all of which are warmed
-up."""
+"""Copies KV blocks from the caches of a card to bytes and back, in a few warmed-up shapes."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +16,8 @@ COPY_SIZES = (1, 8)
 
 
 class CardBlockCopies:
-    """The caches of some layers, block by block; see `vllm.worker.block_store.BlockStore`.
+    """Access to the KV caches of some layers, block by block; see
+    `vllm.worker.block_store.BlockStore`.
 
     Args:
         bridge: the card.
@@ -26,7 +26,7 @@ class CardBlockCopies:
 
     Attributes:
         block_bytes: bytes of one block in all layers.
-        layout: shape and type of a block in each of the caches.
+        layout: shape and dtype of a block in each of the caches.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class CardBlockCopies:
         return [cache for layer in self._layers for cache in layer.kv_caches]
 
     def read(self, block_ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes of blocks, layer after layer."""
+        """Return the bytes of each block, all layers concatenated."""
         blocks: list[bytes] = []
         for part, count in padded_parts(block_ids):
             slots = self._slots(part)
@@ -59,11 +59,10 @@ class CardBlockCopies:
         return blocks
 
     def write(self, block_ids: Sequence[int], blocks: Sequence[bytes]) -> bool:
-        """Write blocks that `read` has returned. Return False, and write nothing, if one has an
-        unexpected size.
+        """Write blocks that `read` has returned.
 
-        Numbers that are not finite become 0, as a block of theirs would spoil all requests: see
-        `write_kv_cache`.
+        Return False, and write nothing, if a block has the wrong size. Values that are not finite
+        become 0, because one such block could spoil all requests: see `write_kv_cache`.
         """
         if any(len(block) != self.block_bytes for block in blocks):
             return False
@@ -85,7 +84,7 @@ class CardBlockCopies:
         return True
 
     def warm_up(self) -> None:
-        """Copy the null block in every shape."""
+        """Warm up every shape by copying the null block."""
         for size in COPY_SIZES:
             none = [NULL_BLOCK_ID] * size
             self.write(none, self.read(none))
@@ -97,13 +96,10 @@ class CardBlockCopies:
 
 
 def padded_parts(block_ids: Sequence[int]) -> Iterator[tuple[IntArray, int]]:
-    """Yield parts of one of the copy sizes, padded by the null block, and how many blocks each of
-    them has.
+    """Yield (block ids padded with the null block to a copy size, number of real blocks).
 
-    >>> [(len(part), count) for part, count in padded_parts([5] * 19)]
-    [(8, 8), (8, 8), (8, 3)]
-    >>> [(len(part), count) for part, count in padded_parts([5])]
-    [(1, 1)]
+    >>> [(len(part), count) for part, count in padded_parts([5] * 19)] [(8, 8), (8, 8), (8, 3)] >>>
+    [(len(part), count) for part, count in padded_parts([5])] [(1, 1)]
     """
     for start in range(0, len(block_ids), COPY_SIZES[-1]):
         ids = np.array(block_ids[start : start + COPY_SIZES[-1]], np.int32)

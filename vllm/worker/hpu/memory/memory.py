@@ -1,6 +1,6 @@
-"""Divides the memory of a card between launches, graphs and the KV cache.
+"""Divides the memory of a card between forward passes, graphs and the KV cache.
 
-Arithmetic over what was measured; asks no card.
+It only computes with measured values, without access to a card.
 """
 
 import sys
@@ -27,7 +27,9 @@ logger = init_logger(__name__)
 
 
 def most_launch_bytes(config: VllmConfig, free_bytes: int, block_bytes: int) -> int:
-    """Return how many bytes launches may need so that the cache still holds the longest request."""
+    """Return how many bytes forward passes may need, so that the cache still holds the longest
+    request.
+    """
     cache = config.cache
     if cache.kv_cache_memory_bytes is not None and cache.num_gpu_blocks_override is None:
         graph_bytes = free_bytes * cache.gpu_memory_utilization * _graph_share(config)
@@ -39,10 +41,10 @@ def most_launch_bytes(config: VllmConfig, free_bytes: int, block_bytes: int) -> 
 
 
 def most_kv_blocks(config: VllmConfig, free_bytes: int, block_bytes: int) -> int:
-    """Return how many KV blocks the cache can have at most, the null block included.
+    """Return the largest number of KV blocks of the cache, the null block included.
 
     Args:
-        config: shares and limits.
+        config: fractions and limits of the memory.
         free_bytes: device memory that weights do not use.
         block_bytes: of one KV block in all layers; 0: there is no cache, and no limit.
     """
@@ -60,16 +62,17 @@ def most_kv_blocks(config: VllmConfig, free_bytes: int, block_bytes: int) -> int
 def subtract_states(
     config: VllmConfig, free_bytes: int, state_bytes: int
 ) -> tuple[VllmConfig, int]:
-    """Return the config with the memory of the cache that recurrent states leave to blocks, and the
-    memory that they leave to everything.
+    """Subtract the memory of recurrent states; return the new config and free memory.
+
+    In the config, the memory of the KV cache is reduced to the part for blocks.
 
     Args:
         config: of the engine.
         free_bytes: device memory that weights do not use.
-        state_bytes: of the states of all rows.
+        state_bytes: of the recurrent states of all requests.
 
     Raises:
-        ConfigError: the states do not fit.
+        ConfigError: the recurrent states do not fit.
     """
     cache = config.cache
     budget, source = int(free_bytes * cache.gpu_memory_utilization), "--gpu-memory-utilization"
@@ -91,14 +94,14 @@ def divide_memory(
     block_bytes: int,
     others: Sequence[MemoryUse] = (),
 ) -> MemoryReport:
-    """Divide what weights have left over, and count the KV blocks there is memory for.
+    """Divide the memory that weights leave, and count the KV blocks that fit.
 
     Args:
-        config: shares and limits.
+        config: fractions and limits of the memory.
         free_bytes: device memory that weights do not use.
-        launch_bytes: of it, what launches need while they run.
+        launch_bytes: the part of it that forward passes need while they run.
         block_bytes: of one KV block in all layers.
-        others: what uses the memory that is not free, for an error.
+        others: uses of the memory that is not free, for the error.
 
     Raises:
         ConfigError: the cache would not hold one request of max_model_len tokens, or is larger than
@@ -137,13 +140,14 @@ def divide_memory(
 def make_ledger(
     config: VllmConfig, report: MemoryReport, total_bytes: int, num_blocks: int
 ) -> MemoryLedger:
-    """Make the ledger of a card before its KV cache is allocated.
+    """Make the ledger of a card's memory before its KV cache is allocated.
 
     Args:
-        config: shares.
+        config: fractions of the memory.
         report: of this card.
         total_bytes: memory of the card.
-        num_blocks: of the KV cache; what fewer blocks than reported leave belongs to no class.
+        num_blocks: of the KV cache; memory freed by having fewer blocks than reported stays
+            unassigned.
     """
     ledger = open_ledger(
         total_bytes=total_bytes,

@@ -1,11 +1,11 @@
-"""Predicts what a launch takes of memory at least, from smaller ones that have run.
+"""Predicts the minimum memory of a forward pass from smaller ones that have run.
 
-A failed allocation may be fatal on a card, so the warm-up does not run what cannot fit. The model:
-memory is a sum of parts that grow with the padded sizes of a launch (tokens, block list, scores,
-rows of logits, a constant), each with a factor that is unknown, but not negative. Two launches that
-have run leave a range of factors; the least memory that any of them gives for a larger launch is
-the prediction. So it is rather too low than too high: a launch that fits is not refused, and one
-that is predicted too low is given up when its allocation fails, as without a prediction.
+A failed allocation may be fatal on a card, so the warm-up does not run shapes that cannot fit. The
+model: memory is a sum of parts that grow with the padded sizes (tokens, block list, scores, logits,
+a constant), each with an unknown factor that is not negative. Two measured forward passes leave a
+range of factors; the smallest memory that any of them gives for a larger one is the prediction. So
+it is rather too low than too high: a shape that fits is not refused, and a shape whose prediction
+is too low is given up when its allocation fails, as without a prediction.
 """
 
 from collections.abc import Callable
@@ -33,16 +33,17 @@ _Sizes = npt.NDArray[np.float64]
 
 
 class MemoryForecast:
-    """The memory of the launches of one runner that have run.
+    """Records the memory of forward passes of one runner, and predicts the memory of others.
 
     Args:
         slicing: of the attention of prompts.
         block_size: tokens of a block.
 
     Attributes:
-        most_blocks: entries of the longest block list of a decode in the profiling run, which has
-            no slices of the cache. None: there was no profiling run.
-        passing_bytes: the most memory that a launch has taken in addition to the shared workspace.
+        most_blocks: entries of the longest block list of a decode in the profiling run, which does
+            not read slices of the cache. None: there was no profiling run.
+        passing_bytes: the most memory that a forward pass has taken in addition to the shared
+            workspace.
     """
 
     def __init__(self, slicing: PromptSlicing = UNSLICED, block_size: int = 1) -> None:
@@ -54,7 +55,7 @@ class MemoryForecast:
         self._seen: dict[_Way, list[tuple[_Sizes, int, bool]]] = {}
 
     def add(self, shape: PaddedShape, attempted: Attempt) -> None:
-        """Take in a launch that has completed."""
+        """Record the memory of a forward pass that has completed."""
         if attempted.refused_bytes is None:
             # With a shared workspace, its size is known for each launch. Memory that recipes pass
             # to each other depends on the sampling as well, so only its maximum is kept.
@@ -65,10 +66,10 @@ class MemoryForecast:
             seen.append((self._sizes(shape), num_bytes, attempted.has_grown))
 
     def exceeds(self, shape: PaddedShape, most_bytes: int) -> int | None:
-        """Return the minimum number of bytes that a launch takes if that is more than `most_bytes`,
-        else None.
+        """Return the minimum bytes that a forward pass needs, if more than `most_bytes`, else None.
 
-        Its workspace stays for good, so launches must find room besides it for what they pass on.
+        Its workspace is never freed, so the memory that passes between its parts needs space in
+        addition.
         """
         sizes = self._sizes(shape)
         smaller = [each for each in self._seen.get(_way(shape), ()) if (each[0] <= sizes).all()]
@@ -88,7 +89,8 @@ class MemoryForecast:
 
     @property
     def memory_sizes(self) -> tuple[Callable[[Bucket], float], ...]:
-        """Return the sizes of a bucket that decide which launches need the most memory.
+        """Functions of a bucket's sizes, the largest values of which show the most memory-hungry
+        buckets.
 
         Decodes that verify drafts have fewer requests but more tokens, and so more logits. Other
         decodes run other operators: their cross-attention has scores for each slot of an item.
@@ -96,8 +98,10 @@ class MemoryForecast:
         return (padded_cost, self.num_scores, _num_tokens, _num_pairs, _cost_without_drafts)
 
     def num_scores(self, bucket: Bucket) -> int:
-        """Return how many scores of one head there are at a time: of new tokens against all that
-        they attend to."""
+        """Return how many attention scores of one head exist at a time.
+
+        These are the scores of new tokens for all tokens that they attend to.
+        """
         return self._queries_at_once(bucket) * (bucket.query_len + bucket.blocks * self._block_size)
 
     def _queries_at_once(self, bucket: Bucket) -> int:
@@ -105,7 +109,7 @@ class MemoryForecast:
         return bucket.batch * self._slicing.queries_at_once(bucket.query_len, num_keys)
 
     def _sizes(self, shape: PaddedShape) -> _Sizes:
-        """Return what parts of the memory are in proportion to."""
+        """Return the sizes to which the parts of the memory are proportional."""
         bucket, size = shape.bucket, shape.bucket.num_tokens
         if bucket.phase is Phase.DECODE:
             entries = shape.num_entries
@@ -120,7 +124,7 @@ def _num_tokens(bucket: Bucket) -> int:
 
 
 def _num_pairs(bucket: Bucket) -> int:
-    """Return the pairs of a token and a block that it may attend to."""
+    """Return the number of pairs of a token and a block that it may attend to."""
     return bucket.num_tokens * bucket.blocks
 
 
@@ -136,9 +140,10 @@ def _way(shape: PaddedShape) -> _Way:
 def _least(
     small: tuple[_Sizes, int, bool], large: tuple[_Sizes, int, bool], sizes: _Sizes
 ) -> float | None:
-    """Return the least memory of a launch by all factors that fit two others.
+    """Return the least memory of a shape over all factors that fit two measured forward passes.
 
-    The least is reached with two parts only, as there are two equations. None: no factors do.
+    The minimum is reached with only two non-zero factors, as there are two equations. None: no
+    factors fit.
     """
     found = []
     for i, j in combinations(range(len(sizes)), 2):

@@ -1,5 +1,4 @@
-"""Measures how much device and host memory a part of the start took, in the form of Gaudi's log
-lines."""
+"""Measures how much device and host memory a part of the start took, for Gaudi's log lines."""
 
 import gc
 import re
@@ -18,18 +17,18 @@ _REFUSED = re.compile(re.escape(OUT_OF_MEMORY_TEXT) + r"(\d+)")
 
 
 class MemoryProfile:
-    """Measures the block it is entered for, or from `begin` to `end`.
+    """Measures the memory change in a `with` block, or from `begin` to `end`.
 
-    Afterwards `str()` is the text of the log:
+    Afterwards `str()` is the text for the log:
 
-    `15.05 GiB of device memory (15.05 GiB/94.62 GiB used) and 1.067 GiB of host memory
-    (8.199 GiB/108.2 GiB used)`. Negative values are released memory.
+    `15.05 GiB of device memory (15.05 GiB/94.62 GiB used) and 1.067 GiB of host memory (8.199
+    GiB/108.2 GiB used)`. Negative values are released memory.
 
     Args:
         bridge: the card.
-        is_peak: measure the peak of the block, instead of the memory that it leaves in use.
+        is_peak: measure the peak in the block, instead of the memory still in use after it.
         resident_bytes: measure relative to this memory in use, instead of the memory in use when
-            the block begins, which includes the workspace of earlier launches.
+            the block begins, which includes the workspace of earlier forward passes.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class MemoryProfile:
         return self
 
     def begin(self) -> None:
-        """Measure from here."""
+        """Begin to measure."""
         device_bytes, host_bytes = self._measure()
         if self._resident_bytes is not None:
             device_bytes = self._resident_bytes
@@ -64,7 +63,7 @@ class MemoryProfile:
         self.end()
 
     def end(self) -> None:
-        """Measure up to here."""
+        """End the measurement."""
         device_bytes, host_bytes = self._measure()
         if self._is_peak:
             device_bytes = self._bridge.peak_bytes()
@@ -72,7 +71,7 @@ class MemoryProfile:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory in use after the block, or at its peak, that was not before it."""
+        """Device memory that the block added: at its end, or at its peak."""
         return self._after[0] - self._before[0]
 
     def __str__(self) -> str:
@@ -84,7 +83,7 @@ class MemoryProfile:
         )
 
     def _measure(self) -> tuple[int, int]:
-        """Return the bytes in use on the device and on the host."""
+        """Measure the bytes in use on the device and on the host."""
         device, host = self._bridge.memory_info(), psutil.virtual_memory()
         self._totals = (device.total_bytes, host.total)
         return device.total_bytes - device.free_bytes, host.total - host.available
@@ -92,7 +91,7 @@ class MemoryProfile:
 
 @dataclass(frozen=True)
 class Attempt:
-    """The outcome of a launch that may have run out of memory."""
+    """The outcome of a forward pass that may have run out of memory."""
 
     profile: MemoryProfile
     """Of its peak, workspace included."""
@@ -107,21 +106,24 @@ class Attempt:
 
     @property
     def needed_bytes(self) -> int:
-        """Device memory it needs at a time; at least that much if it did not run to its end."""
+        """Device memory that it needs at a time; a minimum if it did not complete."""
         return max(0, self.peak_bytes) + (self.refused_bytes or 0)
 
     @property
     def passing_bytes(self) -> int:
-        """Of it, what goes from one recipe to the next and is given back after the launch."""
+        """The part of that memory that is passed between recipes, and freed after the
+        forward pass.
+        """
         return max(0, self.peak_bytes - self.kept_bytes)
 
     def without(self, held_bytes: int) -> "Attempt":
-        """Return the attempt without memory that was held while the launch ran."""
+        """Return the attempt minus memory that was held by other data while it ran."""
         return replace(self, peak_bytes=max(self.kept_bytes, self.peak_bytes - held_bytes))
 
     def max_over_ranks(self, peers: TPGroupStatus | None) -> "Attempt":
-        """Return the attempt with the most that any of the cards has needed, so that all decide
-        alike."""
+        """Return the attempt with the largest memory need of all cards, so that all decide the
+        same.
+        """
         if peers is None:
             return self
         refused = -1 if self.refused_bytes is None else self.refused_bytes
@@ -136,15 +138,16 @@ def attempt(
     resident_bytes: int,
     peers: TPGroupStatus | None = None,
 ) -> Attempt:
-    """Run a launch and measure it. Out of memory is an outcome; only the workspace of the launch
-    remains.
+    """Run a forward pass and measure its memory; running out of memory is not an error.
+
+    Only its workspace remains allocated.
 
     Args:
         resident_bytes: in use on the card apart from its workspace: weights, cache, graphs.
         peers: the cards that run it together with this one.
 
     Raises:
-        RuntimeError: this card alone is out of memory, and the others wait for it in the launch.
+        RuntimeError: only this card is out of memory, and the others wait for it in the pass.
     """
     started = time.monotonic()
     in_use = used_bytes(bridge)
@@ -182,5 +185,8 @@ def used_bytes(bridge: HabanaBridge) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device had no memory left; the bridge has no exception of its own for that."""
+    """Return whether an error means that the device is out of memory.
+
+    The bridge has no exception class for it.
+    """
     return OUT_OF_MEMORY_TEXT in str(error)

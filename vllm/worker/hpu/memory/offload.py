@@ -1,8 +1,8 @@
-"""Keeps the weights of layers on the host, for models that are larger than the card.
+"""Keeps the weights of some layers on the host, for models that are larger than the card.
 
-The parameters of such layers are one set of tensors on the card, the slot, which they share. It
-holds the weights of the layer that runs next: when a layer has run, those of the one after it are
-copied, while the layers in between, whose weights are on the card, are computed.
+The parameters of these layers share one set of tensors on the card, the slot. It holds the weights
+of the layer that runs next: after a layer has run, the weights of the next such layer are copied
+while the layers in between, whose weights are on the card, are computed.
 """
 
 from collections.abc import Sequence
@@ -26,15 +26,15 @@ _Signature = tuple[tuple[str, torch.Size, torch.dtype], ...]
 
 
 def choose_layers(model: LoadableModel, num_bytes: int) -> list[nn.Module]:
-    """Choose the layers whose weights are kept on the host: the fewest that save so many bytes of
-    the card, or all.
+    """Choose the layers whose weights are kept on the host: the fewest that save `num_bytes`.
 
-    The card is spared all of them but one, which has the slot. They are spread evenly, so that a
-    copy has the time of several other layers.
+    One of them still takes its memory on the card, for the slot. They are spread evenly, so that a
+    copy has the time of several other layers. If `num_bytes` cannot be saved, all layers are
+    chosen.
 
     Args:
         model: its parameters may be on the meta device.
-        num_bytes: of device memory to spare.
+        num_bytes: of device memory to save.
     """
     layers = present_layers(model)
     # Ascending order; which layers are chosen is decided below.
@@ -50,25 +50,27 @@ def _num_bytes(layer: nn.Module) -> int:
 
 @dataclass
 class _Slot:
-    """Parameters on the card that layers share, and the number of the layer they hold."""
+    """Parameters on the card that several layers share, and the index of the layer they
+    hold now.
+    """
 
     params: list[nn.Parameter]
     held: int | None = None
 
 
 class StreamedLayers:
-    """Copies weights from the host to the card, layer by layer, for as long as the model lives.
+    """Copies weights from the host to the card, layer by layer, while the model is in use.
 
     Args:
-        bridge: the card; its mode records no graphs.
-        layers: in the order they run; their parameters are on the host. They get others.
+        bridge: the card; its mode must not record graphs.
+        layers: in the order they run; their parameters are on the host, and are replaced.
 
     Attributes:
         host_bytes: of weights on the host.
         device_bytes: of the slots.
 
     Raises:
-        MemoryError: the card has no room for a slot.
+        MemoryError: the card has no memory for a slot.
     """
 
     def __init__(self, bridge: HabanaBridge, layers: Sequence[nn.Module]) -> None:
@@ -126,13 +128,13 @@ class StreamedLayers:
 def stream_layers(
     bridge: HabanaBridge, model: LoadableModel, layers: Sequence[nn.Module], asked_bytes: int
 ) -> StreamedLayers:
-    """Stream layers of a model, and log how many bytes are kept on the host.
+    """Stream layers of a model from the host, and log how many bytes are kept there.
 
     Args:
         bridge: the card.
         model: has the layers.
         layers: from `choose_layers`, with their weights on the host.
-        asked_bytes: of device memory that was to be spared.
+        asked_bytes: of device memory that was to be saved.
     """
     streamed = StreamedLayers(bridge, layers)
     logger.info(

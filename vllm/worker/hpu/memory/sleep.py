@@ -1,7 +1,7 @@
 """Sleep mode on a card: weights are moved to the host or dropped, the KV cache is dropped.
 
-Tensors come back at other addresses, so graphs that were captured with the old ones go first and
-are captured again afterwards.
+Tensors get other addresses afterwards. So captured graphs are discarded first, and captured again
+after waking up.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ logger = init_logger(__name__)
 
 
 class CardWeights:
-    """The weights of a model on a card.
+    """The weights of a model on a card, for sleep mode.
 
     Args:
         model: loaded, on the card.
         folder: of the checkpoint.
-        build: reads a checkpoint again, into host memory.
+        build: loads a checkpoint into a new model in host memory.
         bridge: the card.
     """
 
@@ -43,7 +43,7 @@ class CardWeights:
         self._is_on_host = False
 
     def release(self, *, keep: bool) -> None:
-        """Move the weights to the host, or drop them."""
+        """Move the weights to the host, or drop them if `keep` is False."""
         with MemoryProfile(self._bridge) as profile:
             if keep:
                 replace_tensors(self._model, lambda name, tensor: tensor.cpu())
@@ -54,7 +54,7 @@ class CardWeights:
         logger.info("Moving model to CPU for sleep mode took %s", profile)
 
     def restore(self) -> None:
-        """Move the weights back; weights that were dropped are read from the checkpoint.
+        """Move the weights back to the card; dropped ones are read from the checkpoint.
 
         Raises:
             WeightLoadError: the checkpoint cannot be read.
@@ -70,8 +70,7 @@ class CardWeights:
         logger.info("Waking up model, moving it back to HPU took %s", profile)
 
     def reload(self, folder: str | None) -> None:
-        """Read the weights again, from another folder if one is given; see
-        `SleepingWeights.reload`."""
+        """Read the weights again, optionally from another folder; see `SleepingWeights.reload`."""
         folder = folder or self._folder
         if self._is_released:
             self._is_on_host = False
@@ -82,7 +81,9 @@ class CardWeights:
 
     @torch.no_grad()
     def _read(self, folder: str) -> None:
-        """Put the weights of a folder on the card; into the same memory where there is some."""
+        """Load the weights of a checkpoint folder to the card, into existing memory if there is
+        any.
+        """
         fresh = self._build(folder)
         tensors = dict([*fresh.named_parameters(), *fresh.named_buffers()])
 
@@ -98,11 +99,11 @@ class CardWeights:
 
 
 class CardCache:
-    """The KV cache on a card. It is empty after waking up.
+    """The KV cache on a card, for sleep mode. It is empty after waking up.
 
     Args:
         bridge: the card.
-        drop: lets go of the cache.
+        drop: frees the cache.
         bind: allocates it again.
     """
 
@@ -114,7 +115,7 @@ class CardCache:
         self._bind = bind
 
     def release(self, *, keep: bool) -> None:
-        """Drop the cache."""
+        """Free the memory of the cache."""
         with MemoryProfile(self._bridge) as profile:
             self._drop()
         logger.info("Discarding KV cache for sleep mode took %s", profile)
@@ -135,16 +136,16 @@ class EncoderGraphs(Protocol):
         ...
 
     def capture(self, size: int) -> None:
-        """Record the graph of a size."""
+        """Capture the graph of a size."""
         ...
 
     def release(self, size: int) -> None:
-        """Throw the graph of a size away."""
+        """Discard the graph of a size."""
         ...
 
 
 class SleepingGraphs:
-    """The HPU graphs of a runner that sleeps.
+    """Discards and restores the HPU graphs of a runner for sleep mode.
 
     Args:
         runner: warmed up.
@@ -157,7 +158,7 @@ class SleepingGraphs:
         self._encoder_sizes: list[int] = []
 
     def release(self) -> None:
-        """Throw away all graphs, as they hold addresses of weights and cache."""
+        """Discard all graphs, because they contain addresses of weights and cache."""
         execution = self._runner.launches.execution
         if isinstance(execution, GraphExecution):
             self._shapes += execution.shapes
@@ -170,7 +171,7 @@ class SleepingGraphs:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture again what was thrown away. Their recipes are compiled already."""
+        """Capture the discarded graphs again. Their recipes are compiled already."""
         execution = self._runner.launches.execution
         while self._shapes:
             assert isinstance(execution, GraphExecution)

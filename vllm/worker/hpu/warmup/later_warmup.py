@@ -1,13 +1,13 @@
-"""Warms up the buckets that the start has left out, one launch at a time, while the engine serves.
+"""Warms up the buckets that the start has left out, one at a time, while the engine serves.
 
-The engine asks for a step when none of its own is in flight. A bucket is compiled, launched and,
-with HPU graphs, captured, and only then in use: until then launches are padded to others, which
-are closed. The next one is the bucket that saves the most device time for each second that it
-takes, by the traffic so far and by launches of its kind. All ranks choose alike: they have seen the
-same steps, and the engine tells them how long each part took.
+The engine asks for a step when no step of requests is in flight. A bucket is compiled, run and,
+with HPU graphs, captured; only then is it used. Until then batches are padded to other buckets. The
+next one is the bucket that saves the most device time for each second of warm-up, judged by the
+traffic so far and by the times of similar forward passes. All ranks choose the same: they have seen
+the same steps, and the engine tells them how long each part took.
 
-Later the engine may want other buckets, for the traffic of the last hour. They are warmed up in
-the same way; when all of them are in use, the buckets that they replace are taken out of use.
+Later the engine may want other buckets, for the traffic of the last hour. They are warmed up in the
+same way; when all of them are in use, the buckets that they replace are disabled.
 """
 
 from collections.abc import Callable, Iterable
@@ -44,24 +44,24 @@ _RECOUNTED_AFTER = 16
 
 
 class _Part(NamedTuple):
-    """A launch that a bucket needs."""
+    """A forward pass that a bucket still needs, to compile, run or capture it."""
 
     stage: Stage
     shape: PaddedShape
 
 
 class LaterWarmUp:
-    """Warms up the rest of the buckets of one runner.
+    """Warms up the remaining buckets of one runner while it serves.
 
     Args:
         bridge: the card.
-        runner: whose start has ended.
+        runner: after its warm-up at the start.
         start: the warm-up of the start.
-        ledger: has the budgets of launches and of graphs.
-        forecast: knows what launches have taken.
+        ledger: has the memory budgets of forward passes and of graphs.
+        forecast: knows the memory of past forward passes.
         held_bytes: memory of results that are still to be read.
         traffic: of the runner; it grows.
-        on_warm: is told each bucket that is in use from now on.
+        on_warm: called with each bucket that is used from now on.
     """
 
     def __init__(
@@ -120,18 +120,18 @@ class LaterWarmUp:
 
     @property
     def left(self) -> list[Bucket]:
-        """Return the buckets that are not in use yet."""
+        """The buckets that are not in use yet."""
         return list(self._left)
 
     def replace(self, wanted: Iterable[Bucket], *, keeps_prompts: bool) -> bool:
         """Begin to warm up other buckets, which replace the present ones once all are warm.
 
         Args:
-            wanted: for the traffic. The present ones that closure needs are kept.
+            wanted: buckets for the traffic. Present buckets that are needed for closure are kept.
             keeps_prompts: keep the present buckets of prompts.
 
         Returns:
-            Whether there is any that is not in use yet.
+            Whether any of them is not in use yet.
         """
         assert not self._left, "buckets are still being warmed up"
         present = self._catalog
@@ -164,7 +164,7 @@ class LaterWarmUp:
         seconds: float | None = None,
         longest_s: float | None = None,
     ) -> WarmUpStep | None:
-        """Finish the last step, and name the next one; see `Worker.next_warm_up`."""
+        """Finish the last step, and return the next one; see `Worker.next_warm_up`."""
         if self._running is not None:
             has_run = self._launch is None
             self._estimate.end(has_run=has_run, seconds=seconds)
@@ -205,7 +205,7 @@ class LaterWarmUp:
         return step
 
     def warm_up(self) -> str | None:
-        """Run the launch of the step. Return the reason to give it up, or None."""
+        """Run the forward pass of the step; return why it has to be given up, or None."""
         assert self._launch is not None, "no step has been named"
         launch, self._launch = self._launch, None
         with torch.inference_mode(), self._launches.report.warming_up():
@@ -231,7 +231,7 @@ class LaterWarmUp:
             self._use(bucket)
 
     def _use(self, bucket: Bucket) -> None:
-        """Put a bucket into use, all of whose launches have run."""
+        """Use a bucket from now on, after all of its forward passes have run."""
         del self._left[bucket]
         for part in self._parts_of(bucket):
             self._graph_bytes.pop(part.shape, None)
@@ -247,7 +247,7 @@ class LaterWarmUp:
             logger.info("All %d buckets are warmed up", len(self._catalog))
 
     def _give_up(self, bucket: Bucket, reason: str) -> None:
-        """Leave out a bucket and all larger ones."""
+        """Give up a bucket and all larger ones."""
         lost = [other for other in self._left if other.covers(bucket)]
         self._num_wanted -= len(lost)
         for other in lost:
@@ -262,8 +262,10 @@ class LaterWarmUp:
     # ---- buckets that are replaced --------------------------------------------------------
 
     def _release_replaced(self, phase: Phase) -> bool:
-        """Throw away a graph of a bucket that is to be replaced, which has the memory that a new
-        one needs. Return whether there was one. All ranks throw away the same."""
+        """Discard a graph of a bucket that is to be replaced, to free memory for a new graph.
+
+        Return whether there was one. All ranks discard the same graph.
+        """
         graphs = [
             shape
             for shape in self._graph_shapes
@@ -275,14 +277,14 @@ class LaterWarmUp:
         return bool(graphs)
 
     def _release_graph(self, shape: PaddedShape) -> None:
-        """Throw away a graph, and let the ledger have its memory."""
+        """Discard a graph, and release its memory in the ledger."""
         in_use, cls = used_bytes(self._bridge), _GRAPHS[shape.bucket.phase]
         self._launches.release(shape)
         freed = max(0, in_use - used_bytes(self._bridge))
         self._ledger.release(cls, min(freed, self._ledger.booked(cls)))
 
     def _take_out_replaced(self) -> None:
-        """Take the buckets out of use that others have replaced."""
+        """Disable the buckets that others have replaced."""
         if not self._replacing:
             return
         present, before = self._catalog, len(self._replaced)
@@ -347,7 +349,7 @@ class LaterWarmUp:
         return self._ledger.booked(MemoryClass.WORKSPACE) + self._ledger.unassigned_bytes
 
     def _refuse(self, part: _Part) -> str | None:
-        """Return the reason not even to try a launch; None: there may be memory for it."""
+        """Return the reason not to try a forward pass; None: there may be enough memory."""
         if part.stage == "capture":
             cls = _GRAPHS[part.shape.bucket.phase]
             left, graphs = self._ledger.left(cls), self._num_graphs(part.shape.bucket.phase)
@@ -363,7 +365,7 @@ class LaterWarmUp:
 
     @property
     def _graph_shapes(self) -> list[PaddedShape]:
-        """Shapes that have a graph, in the order of their capture."""
+        """The shapes that have a graph, in the order of their capture."""
         execution = self._launches.execution
         return execution.shapes if isinstance(execution, GraphExecution) else []
 
@@ -371,7 +373,7 @@ class LaterWarmUp:
         return sum(shape.bucket.phase is phase for shape in self._graph_shapes)
 
     def _run(self, part: _Part) -> str | None:
-        """Run a launch. Return the reason to give it up, or None."""
+        """Run a forward pass; return the reason to give it up, or None."""
         if part.stage == "capture":
             return self._capture(part.shape)
         mode = self._bridge.compile_only if part.stage == "compile" else self._bridge.dry_run

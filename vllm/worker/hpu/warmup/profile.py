@@ -1,8 +1,8 @@
-"""The profiling run: how much memory launches need, before the KV cache takes what is left.
+"""The profiling run: measures the memory that forward passes need, before the KV cache is sized.
 
-The largest launches are run on next to no cache. A card never gives the workspace of a launch back,
-so smaller ones come first: a launch that in proportion to them would need more than there is, or
-leave no cache, is not run but given up, as the warm-up will do.
+The largest forward passes run with almost no cache. A card never frees the workspace of a forward
+pass, so smaller ones run first. A shape that in proportion to them would need more memory than
+there is, or would leave none for the cache, is not run but given up, as the warm-up will do.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +23,10 @@ from vllm.worker.parts.prompt_logprobs import PART_SIZE
 
 
 def held_bytes(config: VllmConfig) -> int:
-    """Return how many bytes of device memory requests and the results of a step hold at most while
-    a launch runs.
+    """Return the device memory that requests and results hold at most while a forward pass runs.
 
-    A mask of the vocabulary for each request, and for each token of the step and each request the
-    log-probabilities of all that may be asked for.
+    These are a mask of the vocabulary for each request, and for each token of the step and each
+    request the largest number of log-probabilities.
     """
     scheduler, vocab_size = config.scheduler, config.model.resolved_arch.vocab_size
     positions = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * (PART_SIZE + 2)
@@ -43,23 +42,22 @@ def profile_launches(
     most_blocks: int | None,
     forecast: MemoryForecast,
 ) -> tuple[MemoryProfile, int] | None:
-    """Run the largest launches that need `most_bytes` at most, and return the one of them that
-    needs most.
+    """Run the largest shapes that need at most `most_bytes`, and return the one that needs most.
 
-    Launches that need more are reported only if no smaller one can run.
+    Shapes that need more are reported only if no smaller one can run.
 
     Args:
         config: of the engine.
         bridge: the card.
-        runner: has a cache of a block or more, which is written to.
+        runner: has a cache of a block or more, which is overwritten.
         most_bytes: device memory.
         most_blocks: of the KV cache; decodes of more blocks cannot occur. None: there is no cache.
-        forecast: learns what the launches take.
+        forecast: records the memory of the forward passes.
 
     Returns:
-        The peak of that launch, and the memory that one launch needs: the workspace that all of
-        them share, plus the most that a launch takes in addition. None: the card cannot run any
-        launch of some phase.
+        The peak of that forward pass, and the memory that one forward pass needs: the workspace
+        that all of them share, plus the most that one takes in addition. None: the card cannot run
+        any shape of some phase.
     """
     plan = plan_buckets(config, most_blocks)
     runner.launches.allow_buckets(len(plan.catalog))
@@ -120,12 +118,12 @@ def _largest_within(
 
 
 class _ProfileOrder:
-    """Chooses the launches that may run, from the smaller ones that have run.
+    """Chooses the shapes that may run, given the smaller ones that have run.
 
     Args:
-        attempts: launches that have run; others may be added.
-        most_bytes: that a launch may need.
-        num_scores: of one head, that a launch has at a time.
+        attempts: forward passes that have run; others may be added.
+        most_bytes: that a forward pass may need.
+        num_scores: function that counts the attention scores of one head that exist at a time.
     """
 
     def __init__(
@@ -139,8 +137,7 @@ class _ProfileOrder:
         self._num_scores = num_scores
 
     def next_bucket(self, buckets: Sequence[Bucket], heaviest: set[Bucket]) -> Bucket | None:
-        """Return the launch to run next; None: the heaviest have run, or the remaining ones do not
-        fit."""
+        """Return the shape to run next; None if the heaviest have run, or the others do not fit."""
         if not self._attempts:
             return min(buckets, key=padded_cost)
         wanted = [bucket for bucket in heaviest if bucket not in self._attempts]
@@ -154,12 +151,12 @@ class _ProfileOrder:
         return max(smaller, key=padded_cost, default=None)
 
     def exceeds_memory(self, attempted: Attempt) -> bool:
-        """Whether an attempt ran out of memory, or took more than there is for launches."""
+        """Return whether an attempt ran out of memory, or took more than forward passes may."""
         is_above = attempted.has_grown and attempted.needed_bytes > self._most_bytes
         return attempted.refused_bytes is not None or is_above
 
     def cannot_fit(self, bucket: Bucket) -> bool:
-        """Whether the launch does not fit, or would not in proportion to all that have run."""
+        """Return whether the shape did not fit, or would not in proportion to all that have run."""
         if bucket in self._attempts:
             return self.exceeds_memory(self._attempts[bucket])
         return all(
@@ -168,7 +165,7 @@ class _ProfileOrder:
         )
 
     def _reach(self, attempted: Attempt) -> float:
-        """Return how many times larger a launch may be to fit into the memory."""
+        """Return how many times larger a shape may be and still fit in memory."""
         if self.exceeds_memory(attempted):
             return 1.0
         # Memory that recipes pass to each other hardly depends on the bucket, so it is not scaled.
@@ -184,7 +181,7 @@ class _ProfileOrder:
 def _run_in_full_memory(
     config: VllmConfig, bridge: HabanaBridge, runner: PaddedRunner, bucket: Bucket
 ) -> None:
-    """Run a launch while all memory that other data may occupy is in use."""
+    """Run a forward pass while other data occupies as much memory as it ever may."""
     held = bridge.zeros((held_bytes(config),), torch.uint8)
     runner.warm_up(PaddedShape(bucket), sampling="heaviest")
     del held

@@ -1,8 +1,8 @@
-"""The list of buckets whose recipes are on disk, in the folder where the bridge keeps the recipes.
+"""The list of buckets whose recipes are on disk, in the folder with the bridge's recipes.
 
-The names of the files of the bridge do not tell the bucket. From the list a later start knows which
-recipes will be read instead of compiled, for its estimate and for the choice of its first buckets.
-The list is a hint: a recipe that is no longer on disk is compiled. Only rank 0 writes it.
+The names of the bridge's files do not tell the bucket. With the list, a later start knows which
+recipes will be read instead of compiled, for its time estimate and for the choice of its first
+buckets. The list is a hint: a recipe that is no longer on disk is compiled. Only rank 0 writes it.
 """
 
 import os
@@ -29,7 +29,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class _Entry(msgspec.Struct):
-    """The buckets of one configuration."""
+    """The buckets of one configuration, as stored in the file."""
 
     fields: dict[str, str]
     buckets: list[tuple[str, _Count, _Count, Annotated[int, msgspec.Meta(ge=0)]]]
@@ -42,7 +42,7 @@ class _Entry(msgspec.Struct):
 
 
 class _Content(msgspec.Struct):
-    """Content of the file."""
+    """The content of the file: the entries of all configurations."""
 
     format: str
     version: int
@@ -50,15 +50,15 @@ class _Content(msgspec.Struct):
 
 
 class RecipeManifest:
-    """The buckets of one configuration in the list.
+    """The list of buckets with recipes on disk, for one configuration.
 
     Args:
         path: of the file; None: recipes are not kept.
-        fields: settings on which recipes depend, in addition to the bucket.
-        is_writer: this rank writes.
+        fields: settings that recipes depend on, in addition to the bucket.
+        is_writer: whether this rank writes the file.
 
     Attributes:
-        found: buckets whose recipes are on disk, by the list that was there at the start.
+        found: buckets whose recipes are on disk, by the list that existed at the start.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RecipeManifest:
 
     @classmethod
     def of(cls, config: VllmConfig, mode: str, num_blocks: int, rank: int) -> "RecipeManifest":
-        """Return the list for the configuration of an engine.
+        """Make the list for the configuration of an engine.
 
         Args:
             config: of the engine.
@@ -121,7 +121,7 @@ class RecipeManifest:
         return cls(path, texts, is_writer=not rank)
 
     def add(self, buckets: Iterable[Bucket]) -> None:
-        """Note that the recipes of buckets are on disk now. If that fails, there is one warning."""
+        """Record that the recipes of these buckets are on disk now. If that fails, warn once."""
         if self._path is None or not self._is_writer:
             return
         entries = _read(self._path)  # another engine may have written the file meanwhile
@@ -151,7 +151,9 @@ class RecipeManifest:
             self._has_failed = True
 
     def _difference(self, others: Iterable[Mapping[str, str]]) -> str:
-        """Return the fields in which the most similar configuration differs."""
+        """Return the fields in which the most similar configuration in the file differs, for the
+        log.
+        """
         differing = [
             [name for name in self._fields if other.get(name) != self._fields[name]]
             for other in others
@@ -163,7 +165,7 @@ class RecipeManifest:
 
 
 def _delete(path: Path) -> None:
-    """Delete the list, if there is one, or say why not."""
+    """Delete the list if it exists; log a warning if that fails."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -171,8 +173,7 @@ def _delete(path: Path) -> None:
 
 
 def _read(path: Path) -> list[_Entry]:
-    """Return the configurations of a file; none if the file does not exist, is damaged, or is
-    newer."""
+    """Read the configurations of a file; empty if it does not exist, is damaged, or is newer."""
     try:
         content = msgspec.json.decode(path.read_bytes(), type=_Content)
         is_ours = (content.format, content.version) == (_FORMAT, _VERSION)

@@ -1,16 +1,16 @@
-"""Runs every launch there can be once, before the first request needs it.
+"""Runs every padded shape once, before the first request needs it.
 
 Forward passes of an encoder of images come first. Phase 1 compiles: prompts, then decodes, the
-largest first, each through the entry of real steps. Slices of the cache that are longer than what
-the profiling run has measured come before, the smallest first, so that what does not fit is
-predicted and not tried. If the bridge supports it, all shapes are only compiled first, and then
-each is launched once: only a launch shows how much memory it takes, and a first launch is slower
-than later ones. Phase 2, with HPU graphs, captures them in the order and within the memory that
-were asked for. A shape that the memory does not hold is given up, with what it cost, and launches
-that would have used it are padded to a larger one or launched in smaller groups.
+largest first, each in the same way as in real steps. Decodes that read longer slices of the cache
+than the profiling run has measured come before these, the smallest first, so that shapes that do
+not fit are predicted and not tried. If the bridge supports it, all shapes are compiled without
+running, and then each runs once: only running shows how much memory it takes, and a first run is
+slower than later ones. Phase 2, with HPU graphs, captures them in the configured order and memory.
+A shape that does not fit in memory is given up, with its cost in the log, and batches that would
+have used it are padded to a larger one or split.
 
-Each launch is a step: the caller decides when it runs and, as several ranks may warm up together,
-whether it is kept. Ranks with the same decisions go through the same steps.
+Each forward pass is a step: the caller decides when it runs and, as several ranks may warm up
+together, whether it is kept. Ranks with the same decisions go through the same steps.
 """
 
 import time
@@ -57,7 +57,7 @@ ChooseFirst = Callable[[Catalog, StepLimits], Sequence[Bucket]]
 
 
 class PaddedEncoder(Protocol):
-    """An encoder of images or sounds.
+    """An encoder of images or sounds that the warm-up can run.
 
     Attributes:
         sizes: of forward passes, ascending, in units.
@@ -67,12 +67,12 @@ class PaddedEncoder(Protocol):
 
     @property
     def reads(self) -> str:
-        """Return how messages name the items that it encodes."""
+        """The kind of items that it encodes, for messages."""
         ...
 
     @property
     def unit(self) -> str:
-        """Return the unit of sizes."""
+        """The name of the unit of sizes, for messages."""
         ...
 
     def warm_up(self, size: int) -> None:
@@ -80,41 +80,41 @@ class PaddedEncoder(Protocol):
         ...
 
     def give_up(self, size: int, reason: str) -> None:
-        """Take a size out of use."""
+        """Disable a size."""
         ...
 
     def capture(self, size: int) -> None:
-        """Record the HPU graph of a size."""
+        """Capture the HPU graph of a size."""
         ...
 
     def release(self, size: int) -> None:
-        """Throw the HPU graph of a size away, if it has one."""
+        """Discard the HPU graph of a size, if it has one."""
         ...
 
 
 class WarmUp:
-    """Warms one runner up.
+    """Warms up one runner at the start.
 
     Args:
         config: of the engine.
         bridge: the card.
         runner: has its KV cache.
         catalog: buckets to warm up.
-        limits: of a launch.
-        ledger: has the budgets of launches and of graphs.
-        forecast: knows what the launches of the profiling run have taken; None: there was none.
+        limits: of a forward pass.
+        ledger: has the memory budgets of forward passes and of graphs.
+        forecast: knows the memory of the forward passes of the profiling run; None: there was none.
         encoder: of images; None: the model reads text only.
-        choose_first: the buckets that are warmed up, going by all that are wanted and the limits;
-            the others are left for later. None: all of them.
+        choose_first: chooses from all wanted buckets and the limits the buckets to warm up; the
+            others are left for later. None: all of them.
         on_disk: buckets whose recipes need not be compiled.
 
     Attributes:
-        wanted: all buckets but the ones that were given up.
+        wanted: all buckets except the ones that were given up.
         catalog: the part of them that is warmed up.
-        limits: of a launch, as memory allows.
-        on_disk: as given.
-        batches: padded batch sizes whose sampling has been launched.
-        estimate: knows what kinds of launches take.
+        limits: of a forward pass, as memory allows.
+        on_disk: the argument.
+        batches: padded batch sizes whose sampling has run.
+        estimate: knows how long each kind of forward pass takes.
     """
 
     def __init__(
@@ -169,10 +169,10 @@ class WarmUp:
     def next_warm_up(
         self, given_up: str | None = None, seconds: float | None = None
     ) -> WarmUpStep | None:
-        """Finish the last step, and name the next one; see `Worker.next_warm_up`.
+        """Finish the last step, and return the next one; see `Worker.next_warm_up`.
 
         Raises:
-            ConfigError: the memory does not hold even the smallest launches.
+            ConfigError: the memory does not hold even the smallest shapes.
         """
         self.estimate.end(has_run=self._launch is None, seconds=seconds)
         try:
@@ -182,7 +182,7 @@ class WarmUp:
         return msgspec.structs.replace(step, eta_seconds=self._eta_s)
 
     def warm_up(self) -> str | None:
-        """Run the launch of the step; why it has to be given up, or None."""
+        """Run the forward pass of the step; return why it has to be given up, or None."""
         assert self._launch is not None, "no step has been named"
         launch, self._launch = self._launch, None
         with torch.inference_mode():
@@ -219,7 +219,7 @@ class WarmUp:
         return isinstance(self._launches.execution, GraphExecution)
 
     def _work_left(self) -> Iterator[Work]:
-        """Yield every launch from here to the end of the warm-up, if nothing more is given up."""
+        """Yield every forward pass that is left of the warm-up, if nothing more is given up."""
         for size in self._encoder_sizes:
             yield _encoder_work(size)
         batches, slices = set(self.batches), self._long_slices()
@@ -244,8 +244,10 @@ class WarmUp:
     def _work_of(
         self, stage: Stage, buckets: Sequence[Bucket], batches: set[int]
     ) -> Iterator[Work]:
-        """Yield the launches of buckets, in this order; add to the batch sizes that have
-        sampled."""
+        """Yield the forward passes of buckets in this order, and note the batch sizes that sample.
+
+        `batches` is updated.
+        """
         for bucket in buckets:
             for shape in self._shapes(bucket):
                 yield self._work(stage, shape, samples=shape.num_rows not in batches)
@@ -265,15 +267,18 @@ class WarmUp:
         return Work(Kind(stage, shape.bucket.phase, samples), shape.cost)
 
     def _stage_of(self, bucket: Bucket) -> Stage:
-        """Whether the launch of a bucket compiles it."""
+        """Return whether the next forward pass of a bucket compiles it ("compile") or not
+        ("run").
+        """
         will_be = self._compiles_first and not self._is_long_slice(bucket)
         return "run" if will_be or bucket in self._compiled else "compile"
 
     # ---- the encoder of images ------------------------------------------------------------
 
     def _encode(self, encoder: PaddedEncoder) -> _Steps:
-        """Run a forward pass of each size, the largest first, as a smaller one needs no more
-        memory."""
+        """Run the encoder in each size, the largest first, as a smaller one needs no more
+        memory.
+        """
         total = len(self._encoder_sizes)
         for index, size in enumerate(reversed(encoder.sizes), start=1):
             self._eta_s = self.estimate.begin([_encoder_work(size)])
@@ -289,7 +294,7 @@ class WarmUp:
         self._book_workspace(0)
 
     def _encode_padding(self, encoder: PaddedEncoder, size: int) -> str | None:
-        """Run a forward pass of the encoder. Return the reason to give it up, or None."""
+        """Run a forward pass of the encoder; return the reason to give it up, or None."""
         with self._bridge.dry_run():
             attempted = attempt(
                 self._bridge, partial(encoder.warm_up, size), self._resident_bytes()
@@ -301,7 +306,7 @@ class WarmUp:
     # ---- phase 1 --------------------------------------------------------------------------
 
     def _compile(self, phase: Phase) -> _Steps:
-        """Compile every bucket of a phase. The set of buckets may change meanwhile."""
+        """Compile every bucket of a phase. The set of buckets may change while this runs."""
         done = 0
         with _progress_bar(phase) as bar:
             while pending := [b for b in self._pending(phase) if b not in self._compiled]:
@@ -319,17 +324,21 @@ class WarmUp:
                 bar.update()
 
     def _launch_long_slices(self) -> _Steps:
-        """Launch the decodes that read longer slices of the cache than the profiling run has, the
-        smallest first: only so the larger ones can be predicted."""
+        """Run the decodes that read longer slices of the cache than the profiling run did.
+
+        The smallest one runs first, because the larger ones are predicted from it.
+        """
         yield from self._launch_each("decode slices", self._long_slices)
 
     def _launch_once(self, phase: Phase) -> _Steps:
-        """Launch every bucket of a phase, the largest first; this compiles the buckets that are not
-        compiled yet."""
+        """Run every bucket of a phase, the largest first.
+
+        This compiles the buckets that are not compiled yet.
+        """
         yield from self._launch_each(f"{phase!s} launches", lambda: self._pending(phase)[::-1])
 
     def _launch_each(self, what: str, pending_buckets: Callable[[], list[Bucket]]) -> _Steps:
-        """Launch the first of the pending buckets until there are none."""
+        """Run the first of the pending buckets until none is left."""
         done = 0
         while pending := pending_buckets():
             bucket, total = pending[0], done + len(pending)
@@ -348,13 +357,15 @@ class WarmUp:
             done += 1
 
     def _long_slices(self) -> list[Bucket]:
-        """Return pending decodes with long slices, ascending."""
+        """Return the pending decodes that read long slices of the cache, ascending."""
         pending = [b for b in self._pending(Phase.DECODE) if self._is_long_slice(b)]
         return sorted(pending, key=lambda bucket: (padded_cost(bucket), bucket))
 
     def _is_long_slice(self, bucket: Bucket) -> bool:
-        """Whether a decode reads more blocks than the decodes of the profiling run. The same on all
-        ranks, as it depends only on the config."""
+        """Return whether a decode reads more blocks than the decodes of the profiling run.
+
+        The result is the same on all ranks, as it depends only on the config.
+        """
         most = self._forecast.most_blocks
         is_long = most is not None and bucket.blocks > most
         return is_long and self.limits.contiguous_pa and bucket.phase is Phase.DECODE
@@ -370,7 +381,7 @@ class WarmUp:
         stage: Stage,
         run: Callable[[PaddedShape], str | None],
     ) -> Generator[WarmUpStep, str | None, str | None]:
-        """Run all launches of a bucket; why they are given up, or None."""
+        """Run all forward passes of a bucket; return why they are given up, or None."""
         for shape in self._shapes(bucket):
             self._needed_bytes = 0
             samples = shape.num_rows not in self.batches
@@ -387,14 +398,19 @@ class WarmUp:
         return None
 
     def _compile_shape(self, shape: PaddedShape) -> str | None:
-        """Compile a launch, and return why it is given up: there is no memory even for its
-        outputs."""
+        """Compile a shape; return why it is given up, or None.
+
+        It is given up if there is no memory even for its outputs.
+        """
         with self._bridge.compile_only():
             attempted = self._attempt(shape)
         return self._refusal(attempted) if attempted.refused_bytes is not None else None
 
     def _launch_shape(self, shape: PaddedShape) -> str | None:
-        """Run a launch, and return why it is given up: it needs more memory than there will be."""
+        """Run a shape; return why it is given up, or None.
+
+        It is given up if it needs more memory than there will be.
+        """
         with self._bridge.dry_run():
             attempted = self._attempt(shape)
         passing = max(self._passing_bytes, attempted.passing_bytes)
@@ -406,8 +422,7 @@ class WarmUp:
         return None
 
     def _predict(self, shape: PaddedShape) -> str | None:
-        """Return why a launch must not even be tried: by the smaller ones there is no memory for
-        it. None: there may be."""
+        """Return the reason not to try a shape, predicted from smaller ones; None: it may fit."""
         most_bytes = self._launch_bytes()
         needed_bytes = self._forecast.exceeds(shape, most_bytes - self._held_bytes)
         if needed_bytes is None:
@@ -436,8 +451,11 @@ class WarmUp:
         return [bucket for bucket in buckets if not self.catalog.is_warmed(bucket)]
 
     def _book_workspace(self, needed_bytes: int) -> None:
-        """Keep memory for launches that need more than the profiling run did: memory of graphs, and
-        of the margin if a card has taken more and does not give it back."""
+        """Reserve memory for forward passes that need more than in the profiling run.
+
+        The memory is taken from graphs, and also from the margin if a card has allocated more and
+        does not free it.
+        """
         ledger, workspace = self._ledger, MemoryClass.WORKSPACE
         self._kept_bytes = max(0, used_bytes(self._bridge) - self._resident_bytes())
         if self._kept_bytes:
@@ -457,18 +475,18 @@ class WarmUp:
         ledger.book(workspace, more)
 
     def _resident_bytes(self) -> int:
-        """Return the bytes that are in use whatever is launched."""
+        """Return the bytes that are in use independent of forward passes."""
         held = (MemoryClass.WEIGHTS, MemoryClass.KV_CACHE, *GRAPHS)
         return sum(self._ledger.booked(cls) for cls in held)
 
     def _launch_bytes(self) -> int:
-        """Return the bytes that launches can have at most, if no graph is captured."""
+        """Return the bytes that forward passes can have at most, if no graph is captured."""
         ledger = self._ledger
         graphs = sum(ledger.left(cls) for cls in GRAPHS)
         return ledger.booked(MemoryClass.WORKSPACE) + ledger.unassigned_bytes + graphs
 
     def _give_up(self, bucket: Bucket) -> None:
-        """Drop a bucket; steps that need it use smaller launches."""
+        """Drop a bucket; steps that need it use smaller forward passes."""
         self._given_up.append(bucket)
         was_sliced = self.limits.contiguous_pa
         found = shrink_launches(self.wanted.without([bucket]), self.limits, self._given_up)
@@ -493,7 +511,7 @@ class WarmUp:
         self.estimate.plan(self._work_left())
 
     def _choose_catalog(self) -> Catalog:
-        """Return the catalog with the buckets that are warmed up."""
+        """Return the catalog of the buckets that are warmed up now."""
         if self._choose_first is None:
             return self.wanted
         first = set(self._choose_first(self.wanted, self.limits))
@@ -537,12 +555,14 @@ class WarmUp:
             _log_graphs(phase, result)
 
     def _assign_graphs(self) -> tuple[int, int]:
-        """Give graphs all that is left but the margin; bytes for prompts and for decodes."""
+        """Assign all remaining memory except the margin to graphs: (bytes for prompts, for
+        decodes).
+        """
         left = self._free_bytes() - self._ledger.booked(MemoryClass.MARGIN)
         return assign_graphs(self._ledger, self._config.hpu.graph_prompt_ratio, left)
 
     def _capture_one(self, step: CaptureStep) -> Generator[WarmUpStep, str | None, Capture]:
-        """Capture the graphs of a bucket, unless they are given up before."""
+        """Capture the graphs of a bucket, unless it has to be given up first."""
         self._used_bytes = None
         self._eta_s = self.estimate.begin(self._capture_work(step.bucket))
         self._launch = partial(self._capture_bucket, step)
@@ -561,7 +581,7 @@ class WarmUp:
         return Capture(self._used_bytes, given_up)
 
     def _capture_bucket(self, step: CaptureStep) -> str | None:
-        """Capture all launches of a bucket; why they take more memory than there is, or None."""
+        """Capture the graphs of a bucket; return why they need too much memory, or None."""
         free_bytes, in_use = self._free_bytes(), used_bytes(self._bridge)
         logger.info(
             warmup_line(step.phase, step.index, step.total, step.bucket, free_bytes, graph=True)
@@ -577,9 +597,13 @@ class WarmUp:
         return step.refusal_of(self._used_bytes)
 
     def _capture_encoder(self, encoder: PaddedEncoder) -> _Steps:
-        """Capture the graphs of the encoder, the smallest first, in what prompts have left, and
-        decodes if all of theirs are there: the smaller a forward pass is, the more of its time is
-        work of the host."""
+        """Capture the graphs of the encoder, the smallest first, in memory left over by other
+        graphs.
+
+        It is the memory left over by prompts, and by decodes if all of their graphs exist. Small
+        forward passes come first because most of their time is work of the host, which a graph
+        saves.
+        """
         ledger, cls, decodes = self._ledger, MemoryClass.PREFILL_GRAPHS, MemoryClass.DECODE_GRAPHS
         if self._captured.issuperset(self.wanted.decode):
             ledger.move(decodes, cls, ledger.left(decodes))
@@ -607,8 +631,7 @@ class WarmUp:
         logger.info(encoder_graphs_line(captured, len(encoder.sizes), encoder.unit, used))
 
     def _capture_size(self, encoder: PaddedEncoder, size: int, left_bytes: int) -> str | None:
-        """Capture a graph of the encoder. Return why it takes more memory than there is, or
-        None."""
+        """Capture a graph of the encoder; return why it needs too much memory, or None."""
         in_use = used_bytes(self._bridge)
         with self._bridge.dry_run():
             captured = attempt(self._bridge, partial(encoder.capture, size), in_use)
@@ -625,7 +648,7 @@ class WarmUp:
         return self._launches.launch_shapes(bucket)
 
     def _free_bytes(self) -> int:
-        """Free memory while the launch that needs the most of it runs."""
+        """Return the free memory while the forward pass that needs the most of it runs."""
         to_come = self._ledger.booked(MemoryClass.WORKSPACE) - self._kept_bytes
         return self._bridge.memory_info().free_bytes - max(0, to_come)
 
@@ -653,7 +676,7 @@ def _name(bucket: Bucket) -> str:
 
 
 def _progress_bar(phase: Phase) -> "tqdm[Bucket]":
-    """Make a progress bar, which is shown on a terminal only."""
+    """Make a progress bar, which is shown only on a terminal."""
     name = "Prompt" if phase is Phase.PREFILL else "Decode"
     bar: Callable[..., tqdm[Bucket]] = tqdm
     return bar(

@@ -1,13 +1,12 @@
 """Estimates how long a whole warm-up still takes, all of its passes together.
 
-All launches are counted before the first one: compile, run once, capture, each for every launch
-shape of every bucket. The time of a kind of launch is measured as it goes on: a part for each
-launch, and a part in proportion to its padded cost, because large shapes come first and take
+All forward passes are counted before the first one: compile, run once, capture, each for every
+shape of every bucket. The time of each kind of forward pass is measured as the warm-up proceeds: a
+constant part, and a part in proportion to its padded cost, because large shapes come first and take
 longer. A kind that has not run yet is assumed in proportion to those that have (`_PRIOR_S`).
 
-The estimate may fall at any time. It rises by a third at most from one step to the next, so that
-nobody who waits sees it jump; a warm-up that is slower than expected is caught up with in a few
-steps.
+The estimate may fall at any time. It rises by at most a third from one step to the next, so that it
+does not seem to jump; a slower warm-up than expected is corrected in a few steps.
 """
 
 import time
@@ -54,7 +53,9 @@ _MOST_RISE = 4 / 3
 
 
 class Kind(NamedTuple):
-    """Launches that take about the same time, apart from their size."""
+    """A kind of warm-up step whose forward passes take about the same time, apart from
+    their size.
+    """
 
     stage: Stage
     """`compile` is also a launch that compiles what it runs."""
@@ -64,13 +65,12 @@ class Kind(NamedTuple):
 
     @property
     def prior_s(self) -> float:
-        """Return the assumed seconds of an average launch, in proportion to launches of other
-        kinds."""
+        """Assumed seconds of an average forward pass; only the ratio between kinds matters."""
         return _PRIOR_S[self.stage, self.phase] * (_PRIOR_SAMPLING if self.samples else 1)
 
 
 class Work(NamedTuple):
-    """One launch of the warm-up."""
+    """One forward pass of the warm-up."""
 
     kind: Kind
     cost: float
@@ -79,9 +79,9 @@ class Work(NamedTuple):
 
 @dataclass
 class _Pace:
-    """The remaining launches of a kind, and sums over the measured steps of it.
+    """The remaining forward passes of a kind, and sums over its measured steps.
 
-    Sizes are in units of the mean size when the kind was planned first.
+    Sizes are in units of the mean size when the kind was first planned.
     """
 
     unit: float
@@ -98,7 +98,7 @@ class _Pace:
     """Seconds of each launch of the latest step."""
 
     def measure(self, num: int, size: float, seconds: float) -> None:
-        """Take in a step of `num` launches."""
+        """Add the measurement of a step of `num` forward passes."""
         self.num_measured += num
         self.nn += num * num
         self.nx += num * size
@@ -108,11 +108,12 @@ class _Pace:
         self.latest_s = seconds / num
 
     def fit(self, assumed_s: float | None = None) -> tuple[float, float]:
-        """Return the seconds for each launch and for each unit of size, by the measured launches.
+        """Return the seconds for each forward pass and for each unit of size, fitted to
+        measurements.
 
         Args:
-            assumed_s: of an average launch, going by other kinds; it counts as one measurement, as
-                the first launch of a kind may be unlike the others. None: unknown.
+            assumed_s: of an average forward pass, according to other kinds; it counts as one
+                measurement, as the first one of a kind may be unlike the others. None: unknown.
         """
         nn, nx, xx, nt, xt = self.nn, self.nx, self.xx, self.nt, self.xt
         if assumed_s is not None:
@@ -130,7 +131,7 @@ class _Pace:
 
 
 class WarmUpEstimate:
-    """The time that is left of one warm-up.
+    """Estimates the remaining time of one warm-up.
 
     Args:
         clock: in seconds.
@@ -145,13 +146,13 @@ class WarmUpEstimate:
         self._shown: float | None = None
 
     def plan(self, work: Iterable[Work]) -> None:
-        """Replace what is left by these launches."""
+        """Replace the remaining work by these forward passes."""
         for pace in self._paces.values():
             pace.num_left, pace.size_left = 0, 0.0
         self.add(work)
 
     def add(self, work: Iterable[Work]) -> None:
-        """Add launches to what is left."""
+        """Add forward passes to the remaining work."""
         by_kind: dict[Kind, list[float]] = {}
         for kind, cost in work:
             by_kind.setdefault(kind, []).append(cost)
@@ -162,7 +163,7 @@ class WarmUpEstimate:
             pace.size_left += total / pace.unit
 
     def begin(self, step: Sequence[Work]) -> float | None:
-        """Begin a step of launches of one kind.
+        """Begin a step of forward passes of one kind.
 
         Returns:
             Seconds until the end of the warm-up, this step included; None: unknown.
@@ -178,11 +179,11 @@ class WarmUpEstimate:
         return self._shown
 
     def end(self, *, has_run: bool, seconds: float | None = None) -> None:
-        """End the step, if there is one. One that was given up before it ran has taken no time.
+        """End the step, if there is one. A step that was given up before it ran took no time.
 
         Args:
             has_run: it has run.
-            seconds: that it has taken; None: since it began.
+            seconds: that it has taken; None: measured since `begin`.
         """
         if not self._step:
             return
@@ -197,8 +198,11 @@ class WarmUpEstimate:
             pace.measure(num, size, self._clock() - self._began if seconds is None else seconds)
 
     def expect(self, work: Work) -> float:
-        """Return the seconds that a launch will take: going by all of its kind, but no less than
-        the latest one. Of kinds that have not run, in proportion to others."""
+        """Return the expected seconds of a forward pass.
+
+        It follows from all measurements of its kind, but is at least the latest one. For kinds that
+        have not run, it is in proportion to others.
+        """
         pace, assumed_s = self._paces.get(work.kind), self._assume(work.kind)
         if pace is None or not pace.num_measured:
             return work.kind.prior_s if assumed_s is None else assumed_s
@@ -218,8 +222,10 @@ class WarmUpEstimate:
         return left
 
     def _assume(self, kind: Kind) -> float | None:
-        """Return the seconds of an average launch in proportion to other kinds that were measured:
-        of the same stage, or of any. None: there are none."""
+        """Return the expected seconds of an average forward pass, from other kinds.
+
+        They are kinds of the same stage, or of any stage; None if nothing was measured.
+        """
         others = [(k, p) for k, p in self._paces.items() if p.num_measured and k != kind]
         others = [(k, p) for k, p in others if k.stage == kind.stage] or others
         if not others:
