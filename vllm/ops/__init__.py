@@ -1,7 +1,7 @@
-"""The table of device-dependent operators that is in use.
+"""Holds the table of device-dependent operators that is in use.
 
 Layers call `get_ops().rms_norm(...)`. The platform installs its implementation once, before the
-model is built; until then the torch reference answers, so a layer can be tested alone.
+model is built. Until then the torch reference is used, so a layer can be tested without a platform.
 """
 
 from vllm.ops.interface import Ops
@@ -12,7 +12,7 @@ _ops: Ops | None = None
 
 
 def get_ops() -> Ops:
-    """Return the installed operators; `NativeOps` when none were installed."""
+    """Return the installed operators; `NativeOps` if none were installed."""
     global _ops
     if _ops is None:
         from vllm.ops.native.operators import NativeOps

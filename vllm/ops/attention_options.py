@@ -1,6 +1,6 @@
-"""Options of attention layers: facts of their models, such as the scale and the window.
+"""Options of attention layers: properties of their models, such as scale and window.
 
-The formulas are here, in torch, for every implementation in torch; kernels get the fields.
+The torch formulas are here, for all implementations in torch; kernels get the fields.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """The options of a layer; made once, when the layer is.
+    """The options of an attention layer, which never change.
 
     Raises:
         ValueError: a window, a chunk or a soft cap is not positive.
@@ -38,32 +38,34 @@ class AttentionOptions:
             )
 
     def scale_of(self, head_size: int) -> float:
-        """Return what multiplies query @ key, for heads of this size."""
+        """Return the factor on query @ key, for heads of this size."""
         return head_size**-0.5 if self.scale is None else self.scale
 
     @property
     def adjusts_scores(self) -> bool:
-        """Whether `adjusted` changes scores."""
+        """Whether `adjusted` changes scores (soft cap)."""
         return self.logits_soft_cap is not None
 
     def adjusted(self, scores: Tensor) -> Tensor:
-        """Return scaled scores as they are before ALiBi and masks."""
+        """Return scaled scores with the soft cap, before ALiBi and masks are applied."""
         cap = self.logits_soft_cap
         return scores if cap is None else cap * torch.tanh(scores / cap)
 
     @property
     def sight(self) -> tuple[int | None, ...]:
-        """Return the options that `sees` reads: layers with the same sight can share masks."""
+        """The options that decide which keys are visible; layers with equal values can
+        share masks.
+        """
         return self.sliding_window, self.chunk_size
 
     @property
     def sees_all(self) -> bool:
-        """Whether a query sees every earlier key."""
+        """Whether a query attends to every earlier key."""
         return self.reach is None
 
     @property
     def reach(self) -> int | None:
-        """Keys that a query may see, its own included; None: no limit."""
+        """Largest number of keys that a query may attend to, its own included; None: no limit."""
         window, chunk = self.sliding_window, self.chunk_size
         if window is None or chunk is None:
             return chunk if window is None else window
@@ -71,23 +73,23 @@ class AttentionOptions:
 
     @property
     def lone_window(self) -> int | None:
-        """The window, where nothing else hides earlier keys; else None."""
+        """The sliding window, if no chunks hide earlier keys as well; else None."""
         return self.sliding_window if self.chunk_size is None else None
 
     @property
     def needs_indices(self) -> bool:
-        """Whether `sees` asks for the indices of the queries."""
+        """Whether `sees` needs the indices of the queries."""
         return self.chunk_size is not None
 
     def sees(self, age: Tensor, indices: Tensor | None = None) -> Tensor | None:
-        """Return which of the keys that are not after it a query sees.
+        """Return which keys a query attends to, of those that are not after it.
 
         Args:
             age: how many tokens a key is before the query, any shape.
             indices: of the queries in their requests, broadcast to age; with `needs_indices`.
 
         Returns:
-            bool like age, and what it says of keys after the query has no meaning; None: all.
+            bool like age; the values for keys after the query have no meaning. None: all keys.
         """
         seen = None if self.sliding_window is None else age < self.sliding_window
         if self.chunk_size is not None:
@@ -102,7 +104,7 @@ PLAIN_ATTENTION = AttentionOptions()
 
 
 class AttentionTensors(NamedTuple):
-    """Tensors of a layer that operators of attention read, in addition to its cache."""
+    """Tensors of a layer that attention operators read, in addition to its KV cache."""
 
     alibi_slopes: Tensor | None = None
     """[H] float32, dense: each score gets minus the slope of its head times the distance of the key

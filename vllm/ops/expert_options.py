@@ -13,7 +13,7 @@ over itself and the experts near below it, without those chosen before (`toleran
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertOptions:
-    """Activation of the experts of a layer, use of their routing weights, and their ids."""
+    """Options of the experts of a layer: activation, use of routing weights, ids."""
 
     has_gate: bool = True
     """False: there are no gates, and the middle is max(up, 0)^2 (Nemotron 3)."""
@@ -33,23 +33,27 @@ class ExpertOptions:
 
     @property
     def is_silu(self) -> bool:
-        """Whether the middle is silu(gate) * up, and routing weights multiply results."""
+        """Whether experts compute silu(gate) * up, with routing weights applied to their
+        results.
+        """
         is_plain = self.limit is None and not self.is_gelu
         return self.has_gate and is_plain and not self.scales_inputs
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The weights of an expert by their names in checkpoints, `down_proj` last."""
+        """Names in checkpoints of an expert's weights, `down_proj` last."""
         return ("gate_proj", "up_proj", "down_proj") if self.has_gate else ("up_proj", "down_proj")
 
     def first_width(self, size: int) -> int:
-        """Return the output features of the first matmul of an expert of this intermediate size."""
+        """Return the output features of the first matmul of an expert, given its
+        intermediate size.
+        """
         return 2 * size if self.has_gate else size
 
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Equally many experts each, in their order; a token chooses from some of them only."""
+    """Groups of consecutive experts, equal in size; a token chooses only from some groups."""
 
     num_groups: int
     top_groups: int
@@ -62,7 +66,7 @@ ONE_GROUP = ExpertGroups(1, 1)
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingOptions:
-    """Choice of the experts of each token, and their weights."""
+    """How the experts of each token are chosen, and their weights computed."""
 
     top_k: int
     """Experts of a token, from 1 to all."""

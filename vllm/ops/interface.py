@@ -1,14 +1,14 @@
 """The contract of every device-dependent operator, written once for all implementations.
 
-Knows tensors. Knows no model, no request, no scheduler, and no device: `native` (torch), `cpu`
-(csrc) and `hpu` (bridge) each implement this class, and the platform picks one at start.
+Knows tensors, but no model, request, scheduler or device: `native` (torch), `cpu` (csrc) and `hpu`
+(bridge) each implement this class, and the platform chooses one at start.
 
-In shapes, T is tokens of one launch. Float tensors of one call have one dtype unless a line says
-otherwise. Rows may be strided (a slice of a packed QKV tensor): only the dimensions after the first
-have to be dense.
+In shapes, T is the number of tokens of one forward pass. Float tensors of one call have one dtype
+unless a line says otherwise. Tokens may be strided (a slice of a packed QKV tensor): only the
+dimensions after the first have to be dense.
 
-An index out of range raises IndexError where the host can see it (on the CPU); on a device its
-effect is undefined.
+An index out of range raises IndexError if the host can see it (on the CPU); on a device its effect
+is undefined.
 """
 
 from abc import abstractmethod
@@ -34,13 +34,13 @@ from vllm.utils.background_work import Rest, no_rest
 class Ops(AttentionOps):
     """One implementation of every operator; the attention operators are in `AttentionOps`.
 
-    Stateless: the same object serves every layer and every launch. Operators run under
+    Stateless: the same object is used by every layer and forward pass. Operators run under
     `torch.inference_mode()`; none of them supports autograd.
     """
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: int = 0) -> Tensor:
-        """Scale every row to unit root mean square, then multiply by the weight.
+        """Divide every vector by its root mean square, then multiply by the weight.
 
         All of it is done in float32 and rounded once, as Gemma, OLMo 2 and GPT-OSS were trained.
         Llama rounds before it multiplies as well, which only adds to the error.
@@ -49,7 +49,7 @@ class Ops(AttentionOps):
             x: [..., hidden]. A head norm passes [T, H, D]. Not changed.
             weight: [hidden].
             eps: added to the mean of squares.
-            offset: added to the weight: 1 where a checkpoint has weights less one.
+            offset: added to the weight: 1 if the checkpoint stores weights minus 1.
 
         Returns:
             A new dense tensor, shape and dtype of x.
@@ -64,15 +64,15 @@ class Ops(AttentionOps):
     ) -> tuple[Tensor, Tensor]:
         """Compute `new_residual = x + residual`, and `rms_norm` of it, in one pass.
 
-        May write both results over x and residual: the caller owns both, and uses only what is
-        returned from then on.
+        May write both results over x and residual: the caller must only use the returned tensors
+        afterwards.
 
         Args:
             x: [T, hidden], the output of the previous layer.
             residual: [T, hidden].
             weight: [hidden].
             eps: added to the mean of squares.
-            offset: as in `rms_norm`.
+            offset: see `rms_norm`.
 
         Returns:
             (normed, new_residual), both [T, hidden]. The sum is rounded to the dtype of x
@@ -86,13 +86,13 @@ class Ops(AttentionOps):
     def layer_norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        """Shift and scale every row to mean 0 and variance 1, then apply weight and bias.
+        """Shift and scale every vector to mean 0 and variance 1, then apply weight and bias.
 
         All of it is done in float32 and rounded once.
 
         Args:
             x: [..., hidden]. Not changed.
-            weight: [hidden]; of x [T, H, hidden] also [H, hidden], for each head its own; None: 1.
+            weight: [hidden]; for x [T, H, hidden] also [H, hidden], one per head; None: 1.
             bias: [hidden]; None: 0.
             eps: added to the variance.
 
@@ -105,7 +105,7 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        """Compute `silu(x[..., :I]) * x[..., I:]`, the middle of a gated MLP.
+        """Compute `silu(x[..., :I]) * x[..., I:]`, the activation of a gated MLP.
 
         Args:
             x: [..., 2 * I]: gate, then up. Not changed.
@@ -119,12 +119,13 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def gelu(self, x: Tensor, is_tanh: bool) -> Tensor:
-        """Multiply x by the probability that a normally distributed value is below x (arXiv
-        1606.08415).
+        """Compute GELU: x times the probability that a standard normal value is below x.
+
+        arXiv 1606.08415.
 
         Args:
             x: [..., N]. Not changed.
-            is_tanh: the approximation by tanh.
+            is_tanh: use the tanh approximation.
 
         Returns:
             A new dense tensor, shape and dtype of x.
@@ -132,7 +133,7 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def squared_relu(self, x: Tensor) -> Tensor:
-        """Return the squares of positive elements, and zero for the others (arXiv 2109.08668).
+        """Compute the squares of positive elements, and 0 for all others (arXiv 2109.08668).
 
         Args:
             x: [..., N]. Not changed.
@@ -143,13 +144,14 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
-        """Return p x^2 + x / 2 of positive elements, and n (e^x - 1 - x) + x / 2 of the others
-        (xIELU, Huang and Schlag 2024, arXiv 2411.13010).
+        """Compute xIELU (Huang and Schlag 2024, arXiv 2411.13010).
+
+        p x^2 + x / 2 for positive elements, and n (e^x - 1 - x) + x / 2 for the others.
 
         Args:
             x: [..., N]. Not changed.
-            alpha_p: [1]: its softplus is p.
-            alpha_n: [1]: its softplus and 1 / 2 are n.
+            alpha_p: [1]: p is its softplus.
+            alpha_n: [1]: n is its softplus plus 1 / 2.
 
         Returns:
             A new dense tensor, shape and dtype of x.
@@ -157,11 +159,11 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def gelu_and_mul(self, x: Tensor, is_tanh: bool) -> Tensor:
-        """Compute `gelu(x[..., :I]) * x[..., I:]`, the middle of a gated MLP.
+        """Compute `gelu(x[..., :I]) * x[..., I:]`, the activation of a gated MLP.
 
         Args:
             x: [..., 2 * I]: gate, then up. Not changed.
-            is_tanh: the approximation of gelu by tanh.
+            is_tanh: use the tanh approximation of gelu.
 
         Returns:
             [..., I], new and dense.
@@ -172,14 +174,14 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        """cap * tanh(x / cap), which stays between -cap and cap (Gemma 2; arXiv 2408.00118).
+        """Compute cap * tanh(x / cap), which is between -cap and cap (Gemma 2; arXiv 2408.00118).
 
         Args:
             x: any shape. Not changed.
             cap: above 0.
 
         Returns:
-            A new dense tensor, shape and dtype of x; rounded after each of the three steps.
+            A new dense tensor, shape and dtype of x; rounded after each of the three operations.
         """
 
     @abstractmethod
@@ -189,13 +191,13 @@ class Ops(AttentionOps):
         Args:
             x: [T, ...]. Not changed.
             factor: [T, 1].
-            is_gate: the value is the sigmoid of the factor, rounded to the dtype of x.
+            is_gate: multiply by the sigmoid of the factor, rounded to the dtype of x.
 
         Returns:
             A new dense tensor, shape and dtype of x.
 
         Raises:
-            ValueError: factor does not have one number per token.
+            ValueError: factor does not have one value per token.
         """
 
     @abstractmethod
@@ -210,25 +212,25 @@ class Ops(AttentionOps):
         b: Tensor,
         c: Tensor,
     ) -> Tensor:
-        """Run the scan of Mamba-2 over one token of each of B sequences; see
-        `state_space.scan_heads`.
+        """Run the Mamba-2 scan over one token of each of B sequences; see `state_space.scan_heads`.
 
-        All but indices are float32.
+        All tensors except indices are float32.
 
         Args:
-            states: [rows, H, P, N]; the states of the sequences are replaced.
-            rows: [B] int64, no row twice.
-            is_new: [B] bool, sequences that begin with the state 0, whatever their rows hold.
+            states: [rows, H, P, N]; the recurrent states of the sequences are updated in place.
+            rows: [B] int64, index of the state of each sequence, none twice.
+            is_new: [B] bool, sequences that begin with the state 0, whatever `states` contains.
             x: [B, H, P].
             steps: [B, H] time steps.
             decay: [H] negative.
-            b, c: [B, G, N].
+            b: [B, G, N].
+            c: [B, G, N].
 
         Returns:
             [B, H, P]
 
         Raises:
-            IndexError: a row is out of range.
+            IndexError: an index of a state is out of range.
         """
 
     @abstractmethod
@@ -243,18 +245,18 @@ class Ops(AttentionOps):
         logs: Tensor,
         beta: Tensor,
     ) -> Tensor:
-        """Apply the gated delta rule to one token of each of B sequences, as
-        `delta_rule.run_delta_rule` does.
+        """Apply the gated delta rule to one token of each of B sequences; see `delta_rule`.
 
-        All but indices are float32.
+        All tensors except indices are float32.
 
         Args:
-            states: [rows, H, V, K]; the B rows are replaced.
-            rows: [B] int64, no row twice.
-            is_new: [B] bool, sequences that begin with the state 0, whatever their rows hold.
-            q, k: [B, G, K].
+            states: [rows, H, V, K]; the recurrent states of the sequences are updated in place.
+            rows: [B] int64, index of the state of each sequence, none twice.
+            is_new: [B] bool, sequences that begin with the state 0, whatever `states` contains.
+            q: [B, G, K].
+            k: [B, G, K].
             v: [B, H, V].
-            logs: [B, H] logarithm of what is left of a state, at most 0; or [B, H, K], of each
+            logs: [B, H] logarithm of the decay of the state, at most 0; or [B, H, K], one for each
                 element of keys.
             beta: [B, H].
 
@@ -262,7 +264,7 @@ class Ops(AttentionOps):
             [B, H, V]
 
         Raises:
-            IndexError: a row is out of range.
+            IndexError: an index of a state is out of range.
         """
 
     @abstractmethod
@@ -277,27 +279,27 @@ class Ops(AttentionOps):
 
         Args:
             logits: [T, E]. Not changed.
-            options: how many, from which, and how much they count.
-            bias: [E] float32: choices are by the score of each expert, which is its part of the
-                softmax or its sigmoid, plus this. Weights are without it.
-            scales: [E] float32: the weight of a chosen expert is multiplied by its own.
+            options: how many experts, from which groups, and how their weights are computed.
+            bias: [E] float32: experts are chosen by their score plus this bias, where the score is
+                their value of the softmax or their sigmoid. Weights do not include the bias.
+            scales: [E] float32: the weight of a chosen expert is multiplied by its scale.
 
         Returns:
-            (ids [T, k] int64, weights [T, k] float32), as `moe` takes them; the largest first.
+            (ids [T, k] int64, weights [T, k] float32) for `moe`; the largest first.
 
         Raises:
-            ValueError: top_k is out of range, or `bias` or `scales` are not as said.
+            ValueError: top_k is out of range, or the shape or dtype of `bias` or `scales` is wrong.
         """
 
     @property
     def fp8_max(self) -> float:
-        """The largest number of e4m3 on this device."""
+        """The largest e4m3 value on this device."""
         return torch.finfo(torch.float8_e4m3fn).max
 
     @abstractmethod
     def to_fp8(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Compute x * factor, rounded to nearest and limited to the range of the device; NaN stays
-        NaN.
+        """Compute x * factor, rounded to nearest and limited to the range of the device; NaN is
+        kept.
 
         Args:
             x: any shape.
@@ -307,7 +309,7 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def from_fp8(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Compute x * scale, of `dtype`.
+        """Compute x * scale in `dtype`.
 
         Args:
             x: of one of `attention_interface.FP8_DTYPES`, any shape.
@@ -317,12 +319,12 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def round_to_fp8(self, x: Tensor, factor: float, largest: int) -> Tensor:
-        """Round x * factor to the nearest values of e4m3, in the dtype of x; NaN stays NaN.
+        """Round x * factor to the nearest values of e4m3, in the dtype of x; NaN is kept.
 
         Args:
             x: [..., N], bfloat16 or float32. Not changed.
-            factor: rounded to float32.
-            largest: the results are at most this, and at least its negative.
+            factor: multiplies x; rounded to float32.
+            largest: the results are limited to [-largest, largest].
 
         Returns:
             A new dense tensor, shape and dtype of x.
@@ -330,14 +332,14 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
-        """Bring a quantized weight into the layout that runs.
+        """Convert a quantized weight to the layout of the device.
 
         Args:
             weight: on the host. Must not be used afterwards.
             dtype: of the inputs.
 
         Returns:
-            On the host; one with parameters can be moved to the device.
+            The weight, on the host; if it is a module, it can be moved to the device.
 
         Raises:
             ValueError: the device cannot multiply with it; the message says why.
@@ -345,7 +347,7 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def prepare_heads(self, matrices: Tensor) -> PreparedHeads:
-        """Bring matrices, one for each head, into the layout of the device.
+        """Convert matrices, one for each head, to the layout of the device.
 
         Args:
             matrices: [H, I, O], on the device. Not changed.
@@ -353,18 +355,20 @@ class Ops(AttentionOps):
 
     @abstractmethod
     def prepare_table(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedTable | None:
-        """Bring the quantized weight of embeddings, or of a head that shares it, into the layout
-        that runs.
+        """Convert the quantized weight of embeddings or of an output head to the layout of the
+        device.
 
-        Args: as of `prepare_weight`.
+        For the arguments see `prepare_weight`.
 
         Returns:
             None: the device has no kernel for it; it has to be dequantized.
         """
 
     def expect_experts(self, options: ExpertOptions) -> None:
-        """Get ready for `moe` with these options; models call this while they are loaded. Compiled
-        code could not ask what the device has."""
+        """Prepare for `moe` with these options; models call this while they are loaded.
+
+        Compiled code could not ask which operators the device has.
+        """
 
     @abstractmethod
     def prepare_experts(
@@ -376,19 +380,21 @@ class Ops(AttentionOps):
         biases: ExpertBiases = NO_BIASES,
         options: ExpertOptions = SILU_EXPERTS,
     ) -> PreparedExperts | None:
-        """Bring the quantized weights of experts into the layout that runs.
+        """Convert the quantized weights of experts to the layout of the device.
 
         Args:
-            gate, up: [I, hidden] for each expert, on the host; without gates none in `gate`.
+            gate: [I, hidden] for each expert, on the host; empty for experts without gates.
+            up: [I, hidden] for each expert, on the host.
             down: [hidden, I] for each expert.
             dtype: of the inputs.
-            biases, options: as in `moe`.
+            biases: see `moe`.
+            options: see `moe`.
 
         Returns:
             None: the device has no kernel for them; they have to be dequantized.
 
         Raises:
-            ValueError: experts are stored in different ways.
+            ValueError: experts are stored in different formats.
         """
 
     @abstractmethod
@@ -399,36 +405,36 @@ class Ops(AttentionOps):
         dtype: torch.dtype,
         rest: Rest = no_rest,
     ) -> PreparedAdapter:
-        """Bring an adapter into the layout that runs.
+        """Convert a LoRA adapter to the layout of the device.
 
         Args:
             layers: of the model.
-            parts: of the adapter by their numbers, on the host; None: not changed.
+            parts: weights of the adapter by projection index, on the host; None: not changed.
             dtype: of the inputs.
-            rest: between two projections.
+            rest: called between two projections, to pause.
         """
 
     @abstractmethod
     def add_low_rank(
         self, y: Tensor, x: Tensor, layer: AdaptedLayer | LoRAHeads, rows: AdaptedRows
     ) -> Tensor:
-        """Add `(x @ a.T) @ b.T` of the adapter of each row to y, for all projections of a layer.
+        """Add `(x @ a.T) @ b.T` of the adapter of each token to y, for all projections of a layer.
 
-        Sums are made in float32, and the result is rounded once more. Rows without an adapter keep
-        their bits.
+        Sums are computed in float32, and the result is rounded once more. Tokens without an adapter
+        keep their bits.
 
         Args:
-            y: [T, out_features or more], what the layer computes; of H heads [T, H, out_features
+            y: [T, out_features or more], the output of the layer; for H heads [T, H, out_features
                 or more]. Changed in place.
-            x: [T, in_features], its inputs; of H heads [T, H, in_features].
-            layer: which one.
-            rows: the adapters of the T rows.
+            x: [T, in_features], the input of the layer; for H heads [T, H, in_features].
+            layer: the layer.
+            rows: the adapters of the T tokens.
 
         Returns:
             y
 
         Raises:
-            IndexError: a row has an adapter that is not there.
+            IndexError: the adapter of a token is not loaded.
             ValueError: shapes do not fit.
         """
 
@@ -443,19 +449,20 @@ class Ops(AttentionOps):
         biases: ExpertBiases = NO_BIASES,
         options: ExpertOptions = SILU_EXPERTS,
     ) -> Tensor:
-        """Compute the sum over a token's k experts e of `weight * (act(x @ gate_up[e].T) @
-        down[e].T)`. E experts of intermediate size I.
+        """Compute a mixture of experts: a weighted sum of the experts that each token uses.
 
-        The output of an expert is rounded to the dtype of x, the weighted sum is made in float32.
+        The sum over a token's k experts e is `weight * (act(x @ gate_up[e].T) @ down[e].T)`. E
+        experts of intermediate size I. The output of an expert is rounded to the dtype of x, the
+        weighted sum is computed in float32.
 
         Args:
             x: [T, hidden]. Not changed.
-            topk_ids: [T, k], int64, each below E. An id may occur twice in a row.
+            topk_ids: [T, k], int64, each below E. An id may occur twice for a token.
             topk_weights: [T, k], float32.
             gate_up: [E, 2 * I, hidden], gate then up; without gates [E, I, hidden].
             down: [E, hidden, I].
             biases: of the experts.
-            options: act, what the weights multiply, and which experts these are.
+            options: act, what the weights multiply, and the ids of these experts.
 
         Returns:
             [T, hidden], new and dense.
@@ -468,12 +475,12 @@ class Ops(AttentionOps):
     def rows_of_part(
         self, embed: Callable[[Tensor], Tensor], ids: Tensor, first_id: int, num_rows: int
     ) -> Tensor:
-        """Look up rows of a table of which other ranks have the other parts.
+        """Look up rows of a table that is split over ranks; ids of other ranks give zeros.
 
         Args:
-            embed: gives the rows of this part for their indices there, [T] -> [T, W].
+            embed: looks up rows of this rank's part by their indices in it, [T] -> [T, W].
             ids: [T] int64, in the whole table.
-            first_id: of this part.
+            first_id: first id of this part.
             num_rows: of this part.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Slots of images and sounds that tokens see by cross-attention, as kernels take them."""
+"""Slots of images and sounds that tokens see by cross-attention, in the format of the kernels."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,9 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class ItemSlots:
-    """For each of n tokens, or rows of a batch, the slots that it sees.
+    """For each of n tokens, or requests of a batch, the slots that it sees.
 
-    Whoever makes this keeps the slots where they are, as long as it is used.
+    It stores addresses: keep the arrays of slots alive as long as it is used.
     """
 
     addresses: npt.NDArray[np.int64]
@@ -20,9 +20,9 @@ class ItemSlots:
 
     @classmethod
     def empty(cls, size: int) -> "ItemSlots":
-        """Return the slots of tokens that see nothing."""
+        """Return the slots of `size` tokens that see nothing."""
         return cls(np.zeros(size, np.int64), np.zeros(size, np.int32))
 
     def put(self, where: int | slice, slots: npt.NDArray[np.int32]) -> None:
-        """Let tokens see these slots [n], which are dense."""
+        """Let tokens see these slots [n], a dense array."""
         self.addresses[where], self.counts[where] = slots.ctypes.data, len(slots)

@@ -1,6 +1,6 @@
-"""Low-rank weights that adapters add to linear layers (LoRA), in the form that operators use.
+"""Low-rank weights that LoRA adapters add to linear layers, in the format of the operators.
 
-Knows tensors and numbers of projections; knows no files, no names and no requests.
+Knows tensors and indices of projections; knows no files, names or requests.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LoRAWeights:
-    """The weights that an adapter adds to one projection: (x @ a.T) @ b.T."""
+    """The weights that an adapter adds to one projection: y += (x @ a.T) @ b.T."""
 
     a: Tensor
     """[r, in_features]"""
@@ -22,7 +22,7 @@ class LoRAWeights:
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """A linear layer that adapters can change, and the projections that it packs."""
+    """A linear layer that adapters can change, with the projections that are packed in it."""
 
     number: int
     """Index of the layer among the layers of its model."""
@@ -34,30 +34,30 @@ class AdaptedLayer:
 
     @property
     def out_features(self) -> int:
-        """Features that are added to."""
+        """Number of output features that an adapter may change, from the first on."""
         return max(offset + size for offset, size in self.parts)
 
 
 @dataclass(frozen=True)
 class LoRAHeads:
-    """A matrix for each head that adapters can change."""
+    """Matrices of heads that adapters can change, one for each head."""
 
     heads: Sequence[AdaptedLayer]
     """One projection each, with consecutive indices and equal sizes."""
 
     @property
     def first_part(self) -> int:
-        """Number of the projection of the first head."""
+        """Index of the projection of the first head."""
         return self.heads[0].first_part
 
     @property
     def in_features(self) -> int:
-        """Of a head."""
+        """Input features of a head."""
         return self.heads[0].in_features
 
     @property
     def out_features(self) -> int:
-        """Of a head."""
+        """Output features of a head."""
         return self.heads[0].out_features
 
 
@@ -79,11 +79,11 @@ class AdaptedExperts:
 
 
 class PreparedAdapter(Protocol):
-    """An adapter in the layout that a device multiplies with."""
+    """A LoRA adapter in the layout of a device."""
 
     @property
     def num_bytes(self) -> int:
-        """Of its weights."""
+        """Bytes of the weights."""
         ...
 
 
@@ -99,12 +99,12 @@ class AdaptedRows:
 
 @dataclass(frozen=True)
 class PlainAdapter:
-    """The projections of an adapter as they are."""
+    """The projections of an adapter as plain tensors."""
 
     parts: Sequence[LoRAWeights | None]
     """By their numbers; None: the adapter does not change it."""
 
     @property
     def num_bytes(self) -> int:
-        """Of its weights."""
+        """Bytes of the weights."""
         return sum(part.a.nbytes + part.b.nbytes for part in self.parts if part is not None)

@@ -1,4 +1,4 @@
-"""Weights in the layout that a device multiplies with: what each kind can do."""
+"""Interfaces of weights in the layout of a device: the operations of each kind."""
 
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -10,9 +10,9 @@ from vllm.ops.expert_options import NO_BIASES, ExpertBiases, ExpertOptions
 
 
 class PreparedWeight(Protocol):
-    """A weight of a linear layer in the layout that a device multiplies with.
+    """A weight of a linear layer in the layout of a device.
 
-    One that holds parameters is an `nn.Module`.
+    If it has parameters, it is an `nn.Module`.
     """
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -24,35 +24,37 @@ class PreparedTable(PreparedWeight, Protocol):
     """The weight of an output head, or of embeddings, in the layout of a device."""
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return rows [N] int64 of the weight, [N, in_features]."""
+        """Return the rows `ids` [N] int64 of the weight, [N, in_features]."""
         ...
 
 
 class PreparedExperts(Protocol):
-    """The weights of gated experts in the layout that a device multiplies with."""
+    """The weights of experts in the layout of a device."""
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """Run the experts, as `Ops.moe` does."""
+        """Compute the experts of each token; see `Ops.moe`."""
         ...
 
 
 @runtime_checkable
 class ExpertProducts(Protocol):
-    """The two matmuls of gated experts, one expert at a time."""
+    """The two matmuls of experts, computed for one expert at a time."""
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
-        """Multiply [n, hidden] -> [n, 2 * I], gate then up; new. The expert is the one of this
-        index on this rank."""
+        """Multiply x [n, hidden] with gate and up of one expert -> [n, 2 * I], gate then up; new.
+
+        `expert` is the index on this rank.
+        """
         ...
 
     def multiply_down(self, expert: int, x: Tensor) -> Tensor:
-        """Multiply [n, I] -> [n, hidden], new."""
+        """Multiply x [n, I] with down of one expert -> [n, hidden], new."""
         ...
 
 
 @dataclass(frozen=True)
 class SingleExperts:
-    """Computes the experts of a layer, one expert and one matmul at a time."""
+    """Computes the experts of a layer, one expert and one matmul at a time, with biases."""
 
     products: ExpertProducts
     options: ExpertOptions
@@ -61,28 +63,30 @@ class SingleExperts:
     """As this rank adds them."""
 
     def gate_up(self, expert: int, x: Tensor) -> Tensor:
-        """Compute [n, hidden] -> [n, 2 * I], new. The expert is the one of this index on this
-        rank."""
+        """Compute gate and up of one expert with bias: [n, hidden] -> [n, 2 * I], new.
+
+        `expert` is the index on this rank.
+        """
         y = self.products.multiply_gate_up(expert, x)
         return y if self.biases.gate_up is None else y + self.biases.gate_up[expert]
 
     def down(self, expert: int, x: Tensor) -> Tensor:
-        """Compute [n, I] -> [n, hidden], new."""
+        """Compute down of one expert with bias: [n, I] -> [n, hidden], new."""
         y = self.products.multiply_down(expert, x)
         return y if self.biases.down is None else y + self.biases.down[expert]
 
 
 class PreparedHeads(Protocol):
-    """A matrix [I, O] for each of H heads, in the layout that a device multiplies with.
+    """A matrix [I, O] for each of H heads, in the layout of a device.
 
-    One that holds parameters is an `nn.Module`.
+    If it has parameters, it is an `nn.Module`.
     """
 
     def multiply(self, x: Tensor, appended: Tensor | None = None) -> Tensor:
         """Multiply each head with its matrix.
 
         Args:
-            x: [T, H, I]; heads are dense, but need not follow each other.
+            x: [T, H, I]; each head is dense, but heads need not be adjacent.
             appended: [T, H, R], concatenated after the result of each head.
 
         Returns:
@@ -91,5 +95,5 @@ class PreparedHeads(Protocol):
         ...
 
     def dense(self) -> Tensor:
-        """Return the matrices, [H, I, O]."""
+        """Return the dense matrices [H, I, O]."""
         ...

@@ -17,15 +17,15 @@ from vllm.ops.stored_weight import Fp8Weight, StoredWeight
 
 
 def is_rounding_inputs(weight: StoredWeight) -> TypeGuard[Fp8Weight]:
-    """Whether inputs have to be rounded for matmuls with this weight."""
+    """Return whether inputs must be rounded to FP8 for matmuls with this weight."""
     return isinstance(weight, Fp8Weight) and weight.rounds_inputs and weight.input_scale is not None
 
 
 class RoundedInputs:
-    """A `PreparedWeight` whose inputs are rounded to fp8 with one scale.
+    """A `PreparedWeight` whose inputs are rounded to FP8 with one static scale.
 
     Args:
-        weight: `is_rounding_inputs`.
+        weight: one for which `is_rounding_inputs` is true.
         ops: of the device.
         dtype: of the inputs.
     """
@@ -45,6 +45,6 @@ class RoundedInputs:
         return self._weight
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply with the weight after rounding the inputs; see `PreparedWeight`."""
+        """Compute x @ weight.T + bias after rounding x; see `PreparedWeight`."""
         rounded = self._ops.round_to_fp8(x, self._inverse_scale, self._largest)
         return self._weight.linear(rounded, bias)

@@ -1,7 +1,7 @@
-"""Weights of linear layers as quantized checkpoints store them, and what they mean.
+"""Weights of linear layers as quantized checkpoints store them, and their meaning.
 
-`dequantize` is the formula of the format, in float32: every device multiplies with these numbers,
-or says how it rounds them. Knows no files, no layers and no devices.
+`dequantize` is the formula of the format, in float32: every device multiplies with these values, or
+documents how it rounds them. Knows no files, no layers and no devices.
 """
 
 from abc import ABC, abstractmethod
@@ -20,36 +20,39 @@ class StoredWeight(ABC):
     @property
     @abstractmethod
     def shape(self) -> torch.Size:
-        """(out_features, in_features)"""
+        """The shape of the dequantized weight: (out_features, in_features)."""
 
     @property
     @abstractmethod
     def kind(self) -> str:
-        """Words of the log for its format."""
+        """Name of the format, for the log."""
 
     @abstractmethod
     def dequantize(self) -> Tensor:
         """Dequantize to [out_features, in_features] float32."""
 
     def joined(self, other: "StoredWeight") -> "StoredWeight | None":
-        """Return one weight with the outputs of this one, then the outputs of another one of the
-        same inputs; None: they are stored in other ways, or this kind is not joined."""
+        """Concatenate the outputs of two weights with the same inputs; None if that is not
+        possible.
+
+        Their formats differ, or this kind cannot be concatenated.
+        """
         return None
 
     def as_grouped(self) -> "GroupedWeight | None":
-        """Return the same weight as integers in groups; None: this kind has no such form."""
+        """Convert to integers in groups, with the same values; None if this kind cannot be."""
         return None
 
     def with_neighbours(self, unit: int | None) -> "tuple[StoredWeight, Tensor | None] | None":
-        """Return the same weight with the inputs of each of its groups side by side.
+        """Return the same weight with the inputs of each group adjacent; None if that is not
+        possible.
 
         Args:
-            unit: groups that differ in size become several of so many columns, a multiple of 32;
-                None: they are refused.
+            unit: groups of unequal size are divided into several with this number of columns, a
+                multiple of 32; None: they are not supported.
 
         Returns:
-            (the weight, which input each of its columns is for, [columns] int64, or None: as they
-            come); None: it has no such form.
+            (the weight, the input of each of its columns [columns] int64; None: order unchanged)
         """
         return self, None
 
@@ -58,14 +61,14 @@ Weight = TypeVar("Weight", bound=StoredWeight)
 
 
 def all_of(kind: type[Weight], weights: Sequence[StoredWeight]) -> list[Weight] | None:
-    """Return the weights, if all of them are of this kind."""
+    """Return the weights if all of them are of this kind, else None."""
     found = [weight for weight in weights if isinstance(weight, kind)]
     return found if len(found) == len(weights) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Weight(StoredWeight):
-    """float8_e4m3fn numbers times a scale for each block of inputs of an output."""
+    """float8_e4m3fn values times a scale for each block of inputs of an output."""
 
     numbers: Tensor
     """[out_features, in_features] float8_e4m3fn, none of them NaN."""
@@ -96,7 +99,7 @@ class Fp8Weight(StoredWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Weight(StoredWeight):
-    """int8 numbers times a scale per output, for inputs that are rounded to int8 too."""
+    """int8 values times a scale per output, for inputs that are quantized to int8 as well."""
 
     numbers: Tensor
     """[out_features, in_features] int8."""
@@ -129,7 +132,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedWeight(StoredWeight):
-    """Integers less a zero point, times a scale; both of them for each group of inputs."""
+    """Integers minus a zero point, times a scale; each group of inputs has both."""
 
     words: Tensor
     """int32. [in_features * bits / 32, out_features]: the numbers of an output follow each other
@@ -149,8 +152,10 @@ class GroupedWeight(StoredWeight):
     def from_int8(
         cls, numbers: Tensor, scales: Tensor, groups: Tensor | None = None
     ) -> "GroupedWeight":
-        """Return a weight of int8 numbers [out_features, in_features], as many as fill words, with
-        scales [G, out_features] and groups as of the class."""
+        """Make a weight from int8 values [out_features, in_features] and scales [G, out_features].
+
+        The values must fill whole words; for `groups` see the class.
+        """
         codes = numbers.contiguous().view(torch.uint8) ^ _BYTE_MIDDLE
         return cls(
             words=codes.view(torch.int32).T.contiguous(),
@@ -172,7 +177,7 @@ class GroupedWeight(StoredWeight):
         return torch.Size((second, first * 32 // self.bits))
 
     def numbers(self) -> Tensor:
-        """Return the codes [out_features, in_features] uint8, not dense."""
+        """Unpack the quantized values [out_features, in_features] uint8, not dense."""
         if self.is_awq:
             return unpack_awq(self.words).T
         return unpack_bits(self.words.T.contiguous(), self.bits)
@@ -205,17 +210,16 @@ class GroupedWeight(StoredWeight):
 
     @property
     def has_equal_groups(self) -> bool:
-        """Whether each group has as many inputs as the others."""
+        """Whether all groups have the same number of inputs."""
         sizes = None if self.groups is None else self.groups.bincount()
         return sizes is None or bool((sizes == sizes[0]).all())
 
     def with_neighbours(self, unit: int | None) -> "tuple[GroupedWeight, Tensor | None] | None":
-        """Return the weight with neighbouring groups, and the order of inputs, as in
-        `StoredWeight`.
+        """Return the weight with neighbouring groups, and the order of inputs; see `StoredWeight`.
 
-        Columns are sorted by group. Where groups differ in size, one that is no multiple of `unit`
-        begins with columns that are 0, for one of its inputs. None where a zero point is 2^bits, as
-        no integer means 0 then.
+        Columns are sorted by group. If groups differ in size, a group that is not a multiple of
+        `unit` begins with columns of 0, which belong to one of its inputs. None if a zero point is
+        2^bits, since no integer means 0 then.
         """
         if self.groups is None:
             return self, None
@@ -253,9 +257,9 @@ class GroupedWeight(StoredWeight):
 
 
 def round_to_fp8(weight: Tensor) -> Fp8Weight:
-    """Round a dense weight [out_features, in_features] to FP8, with a scale per output feature.
+    """Quantize a dense weight [out_features, in_features] to FP8, with a scale per output feature.
 
-    The largest number of an output becomes 448, the largest of float8_e4m3fn. NaN and infinity
+    The largest value of an output becomes 448, the largest float8_e4m3fn value. NaN and infinity
     make the scale NaN, so that they reach the results.
     """
     scales, numbers = _divided(weight.abs().amax(dim=1, keepdim=True), 448, weight)
@@ -265,14 +269,19 @@ def round_to_fp8(weight: Tensor) -> Fp8Weight:
 
 
 def round_to_int8(weight: Tensor) -> Int8Weight:
-    """Round a dense weight to int8, with a scale per output feature, as `round_to_fp8` does."""
+    """Quantize a dense weight to int8, with a scale per output feature.
+
+    NaN and infinity make the scale NaN, so that they reach the results.
+    """
     scales, numbers = _divided(weight.abs().amax(dim=1, keepdim=True), 127, weight)
     return Int8Weight(numbers=numbers.round().to(torch.int8), scales=scales[:, 0])
 
 
 def round_in_groups(groups: Tensor) -> GroupedWeight:
-    """Return int8 in groups for dense weights [out_features, G, inputs of a group], of which a
-    multiple of four are in a group."""
+    """Quantize dense weights [out_features, G, inputs of a group] to int8 in groups.
+
+    The inputs of a group must be a multiple of four.
+    """
     rows = groups.flatten(0, 1)
     scales, numbers = _divided(rows.abs().amax(dim=1, keepdim=True), 127, rows)
     whole = numbers.round().to(torch.int8).view(len(groups), -1)
@@ -280,8 +289,7 @@ def round_in_groups(groups: Tensor) -> GroupedWeight:
 
 
 def _divided(largest: Tensor, becomes: int, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales with which the largest values become a given one, and the weight divided by
-    them."""
+    """Return scales that map `largest` to `becomes`, and the weight divided by them."""
     largest = largest.float()
     scales = torch.where(largest == 0, 1.0, largest / becomes)
     scales = scales.where(scales.isfinite(), float("nan"))
@@ -296,8 +304,11 @@ _INT4_MIDDLE = 8
 
 
 def round_to_int4(weight: Tensor) -> GroupedWeight | Int8Weight:
-    """Round a dense weight to values from -8 to 7 with a scale for each 32 inputs: the largest of a
-    group becomes -8. int8 if the inputs are not a multiple of 32."""
+    """Quantize a dense weight to values from -8 to 7 with a scale for each 32 inputs.
+
+    The largest value of a group becomes -8. The result is int8 if the inputs are not a multiple of
+    32.
+    """
     if weight.shape[1] % _INT4_GROUP:
         return round_to_int8(weight)
     groups = weight.float().unflatten(1, (-1, _INT4_GROUP))
@@ -317,7 +328,7 @@ def round_to_int4(weight: Tensor) -> GroupedWeight | Int8Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupScales:
-    """A value for each group of neighbours: a factor of many times a small integer."""
+    """A value for each group of neighbours, stored as a shared factor times a small integer."""
 
     factors: Tensor
     """[rows, N] float32, each a number of float16."""
@@ -325,13 +336,13 @@ class GroupScales:
     """[rows, G] int8; G / N neighbouring groups have the same factor."""
 
     def values(self) -> Tensor:
-        """Return the values [rows, G] float32."""
+        """Compute the values [rows, G] float32."""
         num_groups = self.multipliers.shape[1]
         factors = self.factors.repeat_interleave(num_groups // self.factors.shape[1], dim=1)
         return factors * self.multipliers.float()
 
     def joined(self, other: "GroupScales") -> "GroupScales | None":
-        """Return the rows of both; None: they have other groups."""
+        """Concatenate the rows of both; None if their groups differ."""
         factors, multipliers = (self.factors, other.factors), (self.multipliers, other.multipliers)
         if any(first.shape[1:] != second.shape[1:] for first, second in (factors, multipliers)):
             return None
@@ -340,7 +351,7 @@ class GroupScales:
 
 @dataclass(frozen=True, kw_only=True)
 class MinimumWeight(StoredWeight):
-    """Integers times a scale, less a minimum; both of them for each group of inputs."""
+    """Integers times a scale, minus a minimum; each group of inputs has both."""
 
     codes: Tensor
     """[out_features, in_features] uint8, below 2^bits."""
@@ -380,12 +391,13 @@ class MinimumWeight(StoredWeight):
     def of_groups(
         cls, codes: Tensor, bits: int, scales: Tensor, minimums: Tensor
     ) -> "MinimumWeight":
-        """Return a weight whose groups of inputs have a scale and a minimum each.
+        """Make a weight with a scale and a minimum for each group of inputs.
 
         Args:
             codes: [out_features, in_features] uint8, below 2^bits.
             bits: 5 or less.
-            scales, minimums: [out_features, G], which are rounded to float16.
+            scales: [out_features, G], rounded to float16.
+            minimums: [out_features, G], rounded to float16.
         """
         num_in, num_groups = codes.shape[1], scales.shape[1]
         size = num_in // num_groups
@@ -404,7 +416,7 @@ _MINIMUM_BLOCK = 32
 
 @dataclass(frozen=True, kw_only=True)
 class DenseValues(StoredWeight):
-    """A weight that was stored in another way, and is dense on every device."""
+    """A weight of another format that is dequantized on every device."""
 
     values: Tensor
     """[out_features, in_features] of the dtype of the model."""
@@ -423,7 +435,7 @@ class DenseValues(StoredWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class StackedWeight(StoredWeight):
-    """The outputs of several weights of the same inputs, one after the other."""
+    """Several weights with the same inputs, whose outputs are concatenated."""
 
     parts: tuple[StoredWeight, ...]
 
@@ -446,11 +458,10 @@ _E8M0_BIAS = 127
 
 @dataclass(frozen=True, kw_only=True)
 class Mxfp4Weight(StoredWeight):
-    """Elements of four bits (E2M1) times a power of two (E8M0) for each 32 inputs, or for parts of
-    these, where ranks share them.
+    """4-bit elements (E2M1) times a power of two (E8M0) for each 32 inputs.
 
-    OCP Microscaling Formats (MX) Specification 1.0, 2023: an element has a sign, two bits of
-    exponent and one of mantissa.
+    If ranks split a group, it has several parts with the same scale. OCP Microscaling Formats (MX)
+    Specification 1.0, 2023: an element has a sign, two bits of exponent and one of mantissa.
     """
 
     blocks: Tensor
@@ -469,12 +480,12 @@ class Mxfp4Weight(StoredWeight):
         return torch.Size((*outputs, num_blocks * num_bytes * 2))
 
     def powers(self) -> Tensor:
-        """Return the factors of the elements, [..., B] float32."""
+        """Return the factor of each group, a power of two, [..., B] float32."""
         exponents = self.scales.to(torch.int32) - _E8M0_BIAS
         return torch.ldexp(torch.ones(exponents.shape), exponents)
 
     def codes(self) -> Tensor:
-        """Return the four bits of each element, [..., in_features] uint8."""
+        """Unpack the four bits of each element, [..., in_features] uint8."""
         return nibbles_of(self.blocks).flatten(-2)
 
     def dequantize(self) -> Tensor:
@@ -491,8 +502,10 @@ class Mxfp4Weight(StoredWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class Nvfp4Weight(StoredWeight):
-    """Elements of four bits (E2M1) times a scale for each group of inputs: a number of e4m3 times a
-    factor of the output."""
+    """4-bit elements (E2M1) times a scale for each group of inputs.
+
+    The scale is an e4m3 value times a factor of the output.
+    """
 
     packed: Tensor
     """[out_features, in_features / 2] uint8: two elements each, the first in the lower four
@@ -528,7 +541,9 @@ class Nvfp4Weight(StoredWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class TableWeight(StoredWeight):
-    """Elements of four bits, each an index of a table, times a scale for each group of inputs."""
+    """4-bit elements, each an index of a table of values, times a scale for each group of
+    inputs.
+    """
 
     codes: Tensor
     """[out_features, in_features] uint8, below 16."""
@@ -561,8 +576,11 @@ class TableWeight(StoredWeight):
         )
 
     def as_grouped(self) -> GroupedWeight | None:
-        """Return int8 with a step of which the table has nearly integer multiples. For NF4 and FP4
-        they differ from it by at most 0.4 % of its largest value."""
+        """Convert to int8, with a step that approximates the values of the table by multiples.
+
+        For NF4 and FP4 the error is at most 0.4 % of the table's largest value. None if the inputs
+        are not a multiple of 4.
+        """
         if self.shape[1] % 4:
             return None
         whole, step = _whole_multiples(self.table)
@@ -581,9 +599,11 @@ _NF4_GROUP = 64
 
 
 def round_to_nf4(weight: Tensor) -> TableWeight | Int8Weight:
-    """Return a dense weight with elements of NF4 and a scale for each 64 inputs, or for fewer that
-    divide its inputs: the largest of a group is 1 or -1. In int8 where these would be less than
-    16."""
+    """Quantize a dense weight to NF4, with a scale for each 64 inputs.
+
+    Groups have fewer inputs if 64 does not divide all inputs; if fewer than 16, the result is int8.
+    The largest value of a group becomes 1 or -1.
+    """
     size = gcd(_NF4_GROUP, weight.shape[1])
     if size < 16:
         return round_to_int8(weight)
@@ -596,8 +616,10 @@ def round_to_nf4(weight: Tensor) -> TableWeight | Int8Weight:
 
 
 def _whole_multiples(table: Tensor) -> tuple[Tensor, float]:
-    """Return int8 numbers and the step that they are multiplied with for a table [N] of numbers,
-    with the smallest sum of squared errors that was found."""
+    """Approximate a table [N] of values by int8 values times a step.
+
+    Return the values and the step with the smallest sum of squared errors that was found.
+    """
     most = 127
     largest = float(table.abs().max()) or 1.0
     factors = torch.arange(most * 32, most * 64 + 1) / 64 / largest
@@ -608,20 +630,22 @@ def _whole_multiples(table: Tensor) -> tuple[Tensor, float]:
 
 
 def nibbles_of(packed: Tensor) -> Tensor:
-    """Split the two elements of four bits in each byte, the lower one first: [..., N] uint8 ->
-    [..., 2 * N] uint8."""
+    """Split the two 4-bit elements in each byte, the lower one first.
+
+    [..., N] uint8 -> [..., 2 * N] uint8.
+    """
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
 def e2m1_numbers(codes: Tensor) -> Tensor:
-    """Return elements of E2M1 in float32, of four bits each."""
+    """Convert 4-bit codes of E2M1 elements to float32."""
     return torch.tensor([*E2M1, *(-x for x in E2M1)])[codes.int()]
 
 
 def unpack_bits(words: Tensor, bits: int) -> Tensor:
     """Unpack rows of int32 words to values of 2 to 6 or 8 bits, [R, W] -> [R, W * 32 / bits] uint8.
 
-    Numbers follow each other from the lowest bits on, also over the end of a word.
+    Values are stored from the lowest bits on, and may cross the end of a word.
     """
     if 32 % bits:  # 32 values of n bits fill n whole words
         several = words.unflatten(1, (-1, bits)).long() & 0xFFFFFFFF

@@ -3,7 +3,7 @@
     step            update the batch, plan forward passes, run each of them, collect their results
     forward pass    build inputs, begin results (masks), run the model, send on or finish results
 
-`Launches` differ by device. A function computes tokens, drafts or pooled vectors from hidden states.
+`Launches` differ by device. A function turns hidden states into tokens, drafts or pooled vectors.
 """
 
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""Operators on the C++ kernels of csrc/cpu.
+"""Operators that use the C++ kernels of csrc/cpu.
 
 `library` loads the kernels; `operators` has the table of the platform, and `weights` the packed
 weights. `attention`, `low_rank`, `state_space` and `row_operations` call kernels for the table, and

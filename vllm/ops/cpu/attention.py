@@ -1,7 +1,7 @@
-"""Paged attention on the C++ kernels: what they are told, and what is checked before.
+"""Paged attention with the C++ kernels: fills in their arguments after checking them.
 
-Knows the meaning of the arguments (csrc/cpu/attention_args.h). Knows no dtype table and no
-fallback: that is `vllm.ops.cpu.operators`.
+The meaning of the arguments is in csrc/cpu/attention_args.h. Choosing kernels by dtype and falling
+back to torch is done in `vllm.ops.cpu.operators`.
 """
 
 import ctypes
@@ -25,13 +25,13 @@ _FP8_TYPES = {torch.float8_e4m3fn: "kE4m3", torch.float8_e5m2: "kE5m2"}
 
 
 def cache_type(kernels: Any, dtype: torch.dtype) -> int:
-    """Return the CacheType of the kernels for a cache of a dtype; 0: the dtype of the queries."""
+    """Return the kernels' CacheType for a cache of this dtype; 0: the dtype of the queries."""
     name = _FP8_TYPES.get(dtype)
     return 0 if name is None else int(kernels.CacheType[name])
 
 
 def option_fields(options: AttentionOptions, head_size: int) -> dict[str, float]:
-    """Return the options of a layer as the kernels have them: fields of their struct, by name."""
+    """Return the options of a layer as fields of the kernels' struct, by name."""
     return {
         "scale": options.scale_of(head_size),
         "soft_cap": options.logits_soft_cap or 0.0,
@@ -50,7 +50,7 @@ def fp8_arguments(
     key_scales: Tensor | None,
     value_scales: Tensor | None,
 ) -> Any:
-    """Make the struct for `Ops.reshape_and_cache` of a cache whose dtype is in FP8_DTYPES."""
+    """Make the argument struct of `Ops.reshape_and_cache` for an FP8 cache."""
     num_tokens, num_kv_heads, head_size = key.shape
     if key_scales is None or value_scales is None:
         ones = torch.ones(num_kv_heads)
@@ -84,7 +84,7 @@ def paged_attention_decode(
     options: AttentionOptions,
     tensors: AttentionTensors,
 ) -> Tensor:
-    """Run `Ops.paged_attention_decode` with the kernels for the dtype of query."""
+    """Compute `Ops.paged_attention_decode` with the kernels for the dtype of query."""
     _check(query, key_cache, value_cache, block_tables, tensors)
     num_requests, num_heads, _ = query.shape
     if seq_lens.shape != (num_requests,) or block_tables.shape[0] != num_requests:
@@ -122,11 +122,11 @@ def paged_attention_prefill(
     tensors: AttentionTensors,
     last_keys: np.ndarray | None = None,
 ) -> Tensor:
-    """Run `Ops.paged_attention_prefill` with the kernels for the dtype of query.
+    """Compute `Ops.paged_attention_prefill` with the kernels for the dtype of query.
 
-    The result of a token has the same bits however its prompt was cut into chunks, whatever else
-    is in the batch, and on any number of threads. It may differ in the last bits from what
-    `paged_attention_decode` has for the same token, and between instruction sets.
+    The result of a token has the same bits however its prompt was cut into chunks, whatever else is
+    in the batch, and on any number of threads. It may differ in the last bits from the result of
+    `paged_attention_decode` for the same token, and between instruction sets.
     """
     _check(query, key_cache, value_cache, block_tables, tensors)
     num_tokens, num_heads, _ = query.shape
@@ -162,10 +162,10 @@ def paged_attention_prefill(
 def full_attention(
     kernels: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None
 ) -> Tensor:
-    """Return `Ops.full_attention` without a mask. `kernels` has the dtype of query.
+    """Compute `Ops.full_attention` without a mask, with the decode kernel for the dtype of query.
 
-    The last token of a prompt sees all keys, and query heads can share the keys of one head. So
-    each image is a prompt of which one token is new, and its N * H queries are heads of it. torch
+    The last token of a prompt attends to all keys, and query heads can share the keys of one head.
+    So each image is passed as a prompt with one new token, whose heads are its N * H queries. torch
     takes four times as long in bfloat16.
     """
     num_images, num_heads, num_queries, head_size = query.shape
@@ -200,7 +200,7 @@ def _arguments(
     options: AttentionOptions,
     tensors: AttentionTensors,
 ) -> Any:
-    """Make the struct for both kernels, without the fields that only prefill has."""
+    """Make the argument struct of both kernels, without the fields for prefill."""
     slopes, sinks, key_scales, value_scales = tensors
     num_blocks, block_size, num_kv_heads, head_size = key_cache.shape
     num_requests, max_blocks = block_tables.shape
@@ -238,7 +238,7 @@ def _check(
     block_tables: Tensor,
     tensors: AttentionTensors,
 ) -> None:
-    """Check the conditions that both kernels rely on."""
+    """Check the conditions on shapes, dtypes and strides that both kernels rely on."""
     check_attention(query, key_cache, value_cache, tensors)
     if not key_cache.is_contiguous():
         _refuse_strides("key_cache", key_cache)
@@ -254,7 +254,7 @@ def _check(
 
 
 def _scales_address(scales: Tensor | None, num_kv_heads: int) -> int | None:
-    """Return the address of the scales of a cache, one for each of its heads; None stays None."""
+    """Return the address of the scales of a cache, one for each head; None stays None."""
     if scales is None:
         return None
     is_known = scales.shape == (num_kv_heads,) and scales.dtype == torch.float32
@@ -267,7 +267,7 @@ def _scales_address(scales: Tensor | None, num_kv_heads: int) -> int | None:
 
 
 def last_keys_address(last_keys: np.ndarray, num_tokens: int) -> int:
-    """Return where the last keys are that the tokens of a launch see."""
+    """Return the address of the last keys of the tokens, after checking their number."""
     if last_keys.shape != (num_tokens,) or last_keys.dtype != np.int32:
         raise ValueError(
             f"last_keys is {last_keys.dtype} {list(last_keys.shape)}, it must be int32 "
@@ -291,7 +291,7 @@ def _refuse_chunk(
     key_cache: Tensor,
     last_keys: np.ndarray | None,
 ) -> NoReturn:
-    """Say what is wrong with request b of a prefill."""
+    """Raise the error about request b of a prefill that the kernel has refused."""
     if b != _NO_MEMORY:
         start, end, seq_len = int(starts[b]), int(starts[b + 1]), int(lens[b])
         block_size, max_blocks = key_cache.shape[1], block_tables.shape[1]
@@ -314,7 +314,7 @@ def _refuse_chunk(
 def _refuse_request(
     b: int, seq_lens: Tensor | np.ndarray, block_tables: Tensor, key_cache: Tensor
 ) -> NoReturn:
-    """Say why a kernel did not compute request b."""
+    """Raise the error about request b that a kernel has refused."""
     if b == _NO_MEMORY:
         raise MemoryError("not enough memory for paged attention")
     block_size, max_blocks = key_cache.shape[1], block_tables.shape[1]

@@ -20,12 +20,12 @@ class SharedMemoryCollectives:
     Args:
         kernels: of the CPU.
         arena_fd: memory, zeros at first.
-        arena_offset: where header_bytes + 2 * size * buffer_bytes of it are those of the group; a
-            multiple of the size of a page.
+        arena_offset: offset in the memory of the group's header_bytes + 2 * size * buffer_bytes
+            bytes; a multiple of the page size.
         rank, size: of this process in the group.
         header_bytes, buffer_bytes: of the arena.
         timeout_s: longest wait for another rank.
-        first_rank: rank in the engine of the first of the group, for messages.
+        first_rank: rank in the engine of the group's first rank, for messages.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SharedMemoryCollectives:
         self._missing = plain.kMissing
 
     def all_reduce(self, x: Any) -> Tensor:
-        """Sum over the ranks, added in float; in place if the kernels have the dtype."""
+        """Sum a tensor over the ranks, in float; in place if the kernels support its dtype."""
         if isinstance(x, Rows):
             return cast(Tensor, x.recorder.all_reduce(x, self))
         run = self._sums.get(x.dtype)
@@ -79,7 +79,7 @@ class SharedMemoryCollectives:
         return cast(Tensor, x)
 
     def all_gather(self, x: Any) -> Tensor:
-        """Gather [..., n] of each rank to [..., n * size], in rank order."""
+        """Concatenate [..., n] of all ranks to [..., n * size], in rank order."""
         if isinstance(x, Rows):
             return cast(Tensor, x.recorder.all_gather(x, self))
         x = x.contiguous()
@@ -92,7 +92,9 @@ class SharedMemoryCollectives:
         return cast(Tensor, out)
 
     def failure(self, operation: str, status: int) -> CollectiveError:
-        """Make the error for a status of csrc/cpu/collectives.h that an operation has returned."""
+        """Create the error for the status that an operation of csrc/cpu/collectives.h has
+        returned.
+        """
         if status == self._aborted:
             return CollectiveError(operation, self._rank, "another rank has failed")
         missing = self._first_rank + status - self._missing

@@ -1,8 +1,8 @@
-"""Loading the C++ kernels that setup.py builds from csrc/cpu.
+"""Loads the C++ kernels that setup.py builds from csrc/cpu.
 
-The library describes itself: which kernels it has, their types, and the fields of the structs that
-they take. All of this is read from it here, so nothing of it is written down in Python. Knows no
-operator contract: that is `vllm.ops.cpu.operators`.
+The library describes itself: its kernels, their types, and the fields of the structs that they
+take. All of this is read from it here, so none of it is repeated in Python. The meaning of the
+operators is in `vllm.ops.cpu.operators`.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ class CPUKernels:
     """The kernels of a library, ready to be called on the threads of torch.
 
     Attributes:
-        of: dtype -> its kernels, and all that `plain` has.
+        of: dtype -> its kernels, and everything in `plain`.
         plain: the kernels without a dtype, structs, enums and constants, as attributes. A struct
             is a `ctypes` class whose fields are given by name; a field that C++ does not have
             raises AttributeError.
@@ -86,24 +86,24 @@ class CPUKernels:
 
     @property
     def isa(self) -> str:
-        """The instruction set in use: the best one, unless `set_isa` has chosen another."""
+        """The instruction set in use: the best one, unless `set_isa` has chosen another one."""
         isa: bytes = self._library.vllm_cpu_isa()
         return isa.decode()
 
     def set_isa(self, name: str) -> bool:
-        """Use another instruction set; not while a kernel runs.
+        """Use another instruction set; must not be called while a kernel runs.
 
-        False, and no change, when this build lacks it or this processor cannot run it.
+        Return False, and change nothing, if this build lacks it or this processor cannot run it.
         """
         is_set: bool = self._library.vllm_cpu_set_isa(name.encode())
         return is_set
 
 
 def load_cpu_kernels() -> CPUKernels | None:
-    """Load the kernels, once per process.
+    """Load the kernels, once per process; None if there are none.
 
-    None when VLLM_CPU_KERNELS is 0, and when they were not built or cannot be loaded here; the
-    reason is logged once, and the torch operators serve instead.
+    None if VLLM_CPU_KERNELS is 0, or if they were not built or cannot be loaded here. The reason is
+    logged once, and the torch operators are used instead.
 
     Raises:
         ConfigError: the library was built from other sources than those of this package, or it
@@ -114,6 +114,9 @@ def load_cpu_kernels() -> CPUKernels | None:
 
 def require_cpu_kernels(what: str) -> CPUKernels:
     """Return the kernels, for code that does not work without them.
+
+    Args:
+        what: beginning of the error, such as "a program needs".
 
     Raises:
         RuntimeError: there are none.
@@ -144,10 +147,10 @@ def _load() -> CPUKernels | None:
 
 
 def _refuse_stale(path: Path, build: str) -> None:
-    """Check what a library says it was built from: a version and the hash of its sources.
+    """Check that a library was built from the sources of this package.
 
-    With other structs than this package fills in, or other meanings of their fields, kernels would
-    write anywhere.
+    It tells its version and the hash of its sources. With other structs or other meanings of their
+    fields, kernels would write anywhere.
     """
     version, _, sources = build.partition(" ")
     expected = hash_sources(_ROOT)
@@ -170,15 +173,17 @@ _Described = tuple[str, Any, torch.dtype | None]
 
 
 def _read_kernel(description: str) -> _Described:
-    """Read the description of a kernel, such as "rms_norm bf16 vpppqqqqfi 139836471": its name,
-    dtype, C types (one letter each) and address."""
+    """Parse the description of a kernel, such as "rms_norm bf16 vpppqqqqfi 139836471".
+
+    The fields are name, dtype, C types (one letter each) and address.
+    """
     name, dtype, types, address = description.split()
     function = CFUNCTYPE(*(_C_TYPES[letter] for letter in types))(int(address))
     return name, function, _DTYPES.get(dtype)
 
 
 def _read_struct(description: str) -> _Described:
-    """Read a struct from "Args 24 const T* x; int64_t n, size;"."""
+    """Parse the description of a struct, such as "Args 24 const T* x; int64_t n, size;"."""
     name, size, declarations = description.split(" ", 2)
     fields = []
     for declaration in declarations.split(";")[:-1]:
@@ -194,13 +199,13 @@ def _read_struct(description: str) -> _Described:
 
 
 def _read_enum(description: str) -> _Described:
-    """Read an enum from "Format 8 kFloat, kBf16": its members count from 0."""
+    """Parse the description of an enum, such as "Format 8 kFloat, kBf16"; members count from 0."""
     name, _, members = description.split(" ", 2)
     return name, IntEnum(name, members.replace(",", " "), start=0), None
 
 
 def _read_constant(description: str) -> _Described:
-    """Read a constant from "kPanel 64 "."""
+    """Parse the description of a constant, such as "kPanel 64 "."""
     name, value = description.split()
     return name, int(value), None
 
@@ -214,10 +219,12 @@ _DESCRIBED: dict[str, Callable[[str], _Described]] = {
 
 
 def packer(struct: Any, names: str) -> Callable[..., bytes]:
-    """Return a function that makes the bytes of a struct from its fields: faster than a `ctypes`
-    object.
+    """Return a function that packs field values into the bytes of a struct.
+
+    It is faster than a `ctypes` object.
 
     Args:
+        struct: the struct, from the kernels.
         names: of the fields in the order in which they will be given.
     """
     fields = struct._fields_

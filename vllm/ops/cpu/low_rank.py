@@ -1,6 +1,7 @@
-"""Adapters in the layout of csrc/cpu/low_rank.h.
+"""LoRA adapters in the layout of csrc/cpu/low_rank.h.
 
-A kernel gets raw addresses, so what it relies on is checked here: shapes, dtypes, strides, device.
+A kernel gets raw addresses, so everything it relies on is checked here: shapes, dtypes, strides,
+device.
 """
 
 import ctypes
@@ -18,15 +19,15 @@ _num_threads = torch.get_num_threads
 
 
 class PackedAdapter:
-    """The projections of an adapter as the kernel reads them: in one piece of memory, in its order.
+    """The projections of an adapter in one block of memory, in the order that the kernel needs.
 
-    Weights in bfloat16 stay so; others become float32.
+    Weights in bfloat16 are kept; others are converted to float32.
 
     Args:
         kernels: of any dtype.
         layers: of the model.
-        parts: of the adapter, by their numbers.
-        rest: between two projections.
+        parts: of the adapter, by layer index.
+        rest: called between two projections, to pause.
     """
 
     def __init__(
@@ -77,15 +78,16 @@ class PackedAdapter:
 
     @property
     def num_bytes(self) -> int:
-        """Of its weights."""
+        """Bytes of the weights."""
         return self._memory.nbytes
 
 
 def _parts_of(
     layer: AdaptedLayer, parts: Sequence[LoRAWeights | None]
 ) -> list[tuple[int, LoRAWeights]]:
-    """Return the weights that an adapter adds to a layer, with their indices among the projections
-    of the layer."""
+    """Return the weights that an adapter adds to a layer, with their projection index in
+    the layer.
+    """
     found = []
     for index, (_, size) in enumerate(layer.parts):
         part = parts[layer.first_part + index]
@@ -101,14 +103,14 @@ def _parts_of(
 
 
 class _Tiled:
-    """Location of a matrix in memory, tile by tile, beginning with the tiles of the first rows.
+    """Stores a matrix in memory tile by tile, beginning with the tiles of the first rows.
 
     Args:
-        matrix: it ends with zeros where its last tiles are not full.
+        matrix: the matrix; it is padded with zeros to full tiles.
         rows: of a tile.
         columns: of a tile.
-        unit: how many columns, with zeros, are a multiple of this.
-        start: element of the memory where it begins.
+        unit: the number of columns is padded to a multiple of this.
+        start: element of the memory at which it begins.
     """
 
     def __init__(self, matrix: Tensor, rows: int, columns: int, unit: int, start: int) -> None:
@@ -120,7 +122,7 @@ class _Tiled:
         self.start, self.end = start, start + self.padded_rows * self._padded_columns
 
     def fill(self, memory: Tensor, kernels: Any) -> None:
-        """Copy the matrix to its location."""
+        """Copy the matrix to its tiles in the memory."""
         rows, columns = self._tile
         count, length = self._matrix.shape
         matrix = self._matrix.to(memory.dtype)
@@ -143,15 +145,15 @@ class _Tiled:
 
 
 class PackedRows:
-    """The `AdaptedRows` struct of a launch. Keeps what it points to.
+    """The kernels' struct `AdaptedRows` for one forward pass; keeps its memory alive.
 
     Args:
         kernels: of any dtype.
-        rows: of the launch, with adapters of these kernels.
-        num_rows: of the launch.
+        rows: the adapter of each token, with adapters of these kernels.
+        num_rows: number of tokens.
 
     Raises:
-        ValueError: the rows do not fit.
+        ValueError: the number of tokens or an adapter does not fit.
     """
 
     def __init__(self, kernels: Any, rows: AdaptedRows, num_rows: int) -> None:
@@ -184,7 +186,7 @@ class PackedRows:
 def add_low_rank(
     kernels: Any, y: Tensor, x: Tensor, layer: AdaptedLayer | LoRAHeads, rows: PackedRows
 ) -> None:
-    """Add the low-rank updates of adapters to y, as `Ops.add_low_rank` does.
+    """Add the low-rank updates of adapters to y; see `Ops.add_low_rank`.
 
     Args:
         kernels: of the dtype of x.

@@ -1,6 +1,7 @@
-"""Running one operation of csrc/cpu/row_operations.h on the rows of tensors.
+"""Runs one operation of csrc/cpu/row_operations.h on tensors.
 
-A kernel gets raw addresses, so what it relies on is checked here: shapes, dtypes, strides, device.
+A kernel gets raw addresses, so everything it relies on is checked here: shapes, dtypes, strides,
+device.
 """
 
 from typing import Any, NoReturn
@@ -23,7 +24,7 @@ _FIELDS = (
 
 
 class RowOperations:
-    """Calls the operations for one dtype by name.
+    """Calls row operations for one dtype by their names.
 
     Args:
         kernels: the kernels of the dtype.
@@ -59,16 +60,16 @@ class RowOperations:
             kind: the name of the operation.
             x: [..., N], dense; or [T, N] or [T, H, N] with strided rows.
             y: the second operand, dense, of the shape of x. An operation may write there.
-            weight: [N]; of x [T, H, N] also [H, N], for each head its own.
+            weight: [N]; for x [T, H, N] also [H, N], one per head.
             bias: [N].
-            is_gated: the result has N / 2 elements in its last dimension, and not N.
+            is_gated: the result has N / 2 elements in its last dimension instead of N.
             in_place: the result may be written over x.
-            factor: [T, 1], dense: a second operand with one number for each row x[t].
-            table, scales: float32, dense, only for `route`: the bias and scales of `Ops.route`.
-            top_k: not 0: the result has that many choices of each row, see `choices_in`.
-            groups: of what is chosen.
-            option: what it means is said in csrc/cpu/program_args.h.
-            scalar, second_scalar: the same.
+            factor: [T, 1], dense: a second operand with one value for each x[t].
+            table, scales: float32, dense, only for `route`: bias and scales of `Ops.route`.
+            top_k: if not 0, the result has this many choices for each token, see `choices_in`.
+            groups: of experts, for `route`.
+            option: documented in csrc/cpu/program_args.h.
+            scalar, second_scalar: documented in csrc/cpu/program_args.h.
 
         Raises:
             ValueError: shapes, dtypes, strides or devices do not fit.
@@ -139,19 +140,24 @@ ROUTINGS: dict[Routing, int] = {
 
 
 def choice_width(top_k: int, dtype: torch.dtype) -> int:
-    """Return the elements that the choices of a token take: k ids of 8 bytes, then k weights of 4,
-    in whole multiples of 8 bytes."""
+    """Return the elements that the choices of a token take: k 8-byte ids, then k 4-byte weights.
+
+    They are padded to a multiple of 8 bytes.
+    """
     return 8 * (top_k + (top_k + 1) // 2) // dtype.itemsize
 
 
 def choices_in(rows: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Read the output of `route`, [T, choice_width]: ids [T, k] int64 and weights [T, k]
-    float32."""
+    """Split the output of `route`, [T, choice_width], into ids [T, k] int64 and weights [T, k]
+    float32.
+    """
     return rows.view(torch.int64)[:, :top_k], rows.view(torch.float32)[:, 2 * top_k : 3 * top_k]
 
 
 def gated_size(size: int) -> int:
-    """Return the number of elements that a gated activation makes of `size`: gate, then up."""
+    """Return the output size of a gated activation whose input has `size` elements: gate,
+    then up.
+    """
     if size % 2:
         raise ValueError(f"the last dimension of x must be even (gate and up), got {size}")
     return size // 2
@@ -167,7 +173,7 @@ def _check_factor(factor: Tensor, x: Tensor) -> Tensor:
 
 
 def _strided(x: Tensor) -> tuple[int, int, int]:
-    """Return the number of rows, the heads of a row, and the distance between rows."""
+    """Return the number of tokens, the heads of a token, and the distance between tokens."""
     if x.dim() not in (2, 3):
         refuse_strides("x", x)
     check_rows("x", x)

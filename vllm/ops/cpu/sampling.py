@@ -1,7 +1,7 @@
-"""Sampling and log-probabilities on the C++ kernels: what they are told, and what is checked.
+"""Sampling and log-probabilities with the C++ kernels: fills in their checked arguments.
 
-Knows the meaning of the arguments (csrc/cpu/sampling_args.h). Knows no request; what the numbers of
-a row mean is said in `vllm.sample`, which uses this where its rows are on the host.
+The meaning of the arguments is in csrc/cpu/sampling_args.h. The parameters of a request
+are documented in `vllm.sample`, which uses this if the logits are on the host.
 """
 
 import functools
@@ -26,7 +26,7 @@ _num_threads = torch.get_num_threads
 
 @dataclass(frozen=True)
 class RowNumbers:
-    """Random numbers of n rows: the numbers, or the keys and positions to make them of."""
+    """Random values for n requests: the values, or the keys and positions to compute them from."""
 
     keys: npt.NDArray[np.uint64] | None = None
     """[n]"""
@@ -38,7 +38,7 @@ class RowNumbers:
 
 @dataclass(frozen=True)
 class RowChanges:
-    """Changes of the logits of some of n rows, in this order: edits, masks, penalties."""
+    """Changes of the logits of some of n requests, in this order: edits, masks, penalties."""
 
     changed: npt.NDArray[np.bool_]
     """[n] rows that are changed; nothing below is looked at for the others."""
@@ -51,7 +51,7 @@ class RowChanges:
 
 
 class SamplingKernels:
-    """The kernels of all dtypes; made by `load_sampling_kernels`."""
+    """The sampling kernels of all dtypes; made by `load_sampling_kernels`."""
 
     def __init__(self, kernels: CPUKernels) -> None:
         self._of = kernels.of
@@ -60,7 +60,7 @@ class SamplingKernels:
         """The parameters of a row as C++ names them, in their order."""
 
     def supports(self, logits: Tensor) -> bool:
-        """Whether the kernels read such logits: float32 or bfloat16 on the host."""
+        """Return whether the kernels support these logits: float32 or bfloat16 on the host."""
         return logits.dtype in self._of and logits.is_cpu
 
     def _readable(self, logits: Tensor) -> Tensor:
@@ -82,20 +82,20 @@ class SamplingKernels:
         numbers: RowNumbers | None = None,
         changes: RowChanges | None = None,
     ) -> None:
-        """Sample one token for each row.
+        """Sample one token for each request.
 
         Args:
-            logits: [n, V] that are supported, V at least 1; only read.
+            logits: [n, V], supported ones, V at least 1; only read.
             out: [n] and [n] int32 to write to: token ids, always in the vocabulary, and the same
-                with -1 in rows whose logits hold NaN or +inf or allow no token.
-            rows: [m] the rows to sample, each below n; None: all of them.
-            params: [params, n] float32 in the order of `vllm.sample.features.Param`; None: all rows
-                are greedy and have no penalty.
-            numbers: of the random rows; None: all rows are greedy.
+                with -1 for requests whose logits contain NaN or +inf or allow no token.
+            rows: [m] the requests to sample, each below n; None: all of them.
+            params: [params, n] float32 in the order of `vllm.sample.features.Param`; None: all
+                requests are greedy and have no penalty.
+            numbers: random values of requests that are not greedy; None: all are greedy.
             changes: to the logits before anything else; None: none.
 
         Raises:
-            ValueError: a shape or dtype is not as said.
+            ValueError: a shape or dtype is wrong.
             MemoryError: there is no scratch memory.
         """
         logits = self._readable(logits)
@@ -136,9 +136,9 @@ class SamplingKernels:
         """Gather log-probabilities of given tokens and of the most likely ones.
 
         Args:
-            logits: [n, V] that are supported, V at least 1.
+            logits: [n, V], supported ones, V at least 1.
             token_ids: [n] the given tokens, int32 or int64.
-            num_logprobs: k most likely tokens, at most V; equal ones are in their order.
+            num_logprobs: k most likely tokens, at most V; equal ones in order of their ids.
             rows: [m] of the n, each below n, in the order of the result; None: all of them.
 
         Returns:
@@ -146,7 +146,7 @@ class SamplingKernels:
             [m] int32 ranks of the given tokens, 1 + the number of tokens with a larger logit.
 
         Raises:
-            ValueError: a shape or dtype is not as said.
+            ValueError: a shape or dtype is wrong.
             IndexError: a token is not in the vocabulary.
             MemoryError: there is no scratch memory.
         """
@@ -191,8 +191,11 @@ class SamplingKernels:
     def exponentials(
         self, keys: npt.NDArray[np.uint64], positions: Int64Array, count: int
     ) -> npt.NDArray[np.float32]:
-        """Compute [n, count] like `vllm.sample.random.exponentials_at`, equal except for the last
-        bits."""
+        """Compute exponential random values [n, count], as `vllm.sample.random.exponentials_at`
+        does.
+
+        The last bits may differ.
+        """
         _check_pairs(keys, positions, len(keys))
         out = np.empty((len(keys), count), np.float32)
         self._draw_exponentials(
@@ -208,7 +211,7 @@ class SamplingKernels:
 
 @functools.cache
 def load_sampling_kernels() -> SamplingKernels | None:
-    """Return the kernels, or None if the library was not built."""
+    """Return the sampling kernels, or None if the library was not built."""
     library = load_cpu_kernels()
     return None if library is None else SamplingKernels(library)
 

@@ -1,4 +1,4 @@
-"""The hash of the sources of the C++ kernels, by which a library tells what it was built from.
+"""The hash of the C++ kernels' sources, which tells whether a built library is up to date.
 
 Imports nothing of the package: setup.py runs this file without it.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 def hash_sources(root: Path) -> str | None:
     """Hash the files that decide the content of the library: setup.py and csrc/cpu under `root`.
 
-    None where they are not: the package is installed, and not from a checkout in place.
+    None if they do not exist, because the package is not installed from a checkout in place.
     """
     setup, sources = root / "setup.py", sorted((root / "csrc" / "cpu").glob("*.[hc]*"))
     if not sources or not setup.is_file():

@@ -1,4 +1,4 @@
-"""Layers with states on the C++ kernels: one token of each sequence."""
+"""Layers with recurrent state on the C++ kernels: one token of each sequence."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,11 +18,11 @@ def scan_tokens(
     b: Tensor,
     c: Tensor,
 ) -> Tensor:
-    """Run the scan of Mamba-2 over one token of each sequence, as `Ops.scan_tokens` does.
+    """Run the Mamba-2 scan over one token of each sequence; see `Ops.scan_tokens`.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
-        IndexError: a row is out of range.
+        IndexError: an index of a state is out of range.
     """
     num_rows, num_heads, head_size, state_size = states.shape
     num_sequences, num_groups = len(rows), b.shape[1]
@@ -67,11 +67,11 @@ def delta_tokens(
     logs: Tensor,
     beta: Tensor,
 ) -> Tensor:
-    """Run the kernel of `Ops.delta_tokens`.
+    """Run the delta rule over one token of each sequence; see `Ops.delta_tokens`.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
-        IndexError: a row is out of range.
+        IndexError: an index of a state is out of range.
     """
     num_rows, num_heads, value_size, key_size = states.shape
     num_sequences, num_groups = len(rows), k.shape[1]
@@ -120,7 +120,7 @@ def _check_states(states: Tensor, num_groups: int) -> None:
 
 
 def _dense(given: Mapping[str, tuple[Tensor, torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
-    """Return the tensors, dense, after a check of their dtypes and shapes."""
+    """Check dtypes and shapes of tensors, and return the tensors in dense memory."""
     for name, (tensor, dtype, shape) in given.items():
         if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_cpu:
             raise ValueError(
@@ -131,7 +131,7 @@ def _dense(given: Mapping[str, tuple[Tensor, torch.dtype, tuple[int, ...]]]) -> 
 
 
 def _check_row(bad: int, rows: Tensor, num_rows: int) -> None:
-    """Raise for the sequence that a kernel has refused; -1: none."""
+    """Raise the error about the sequence that a kernel has refused; do nothing for -1."""
     if bad >= 0:
         raise IndexError(
             f"rows[{bad}] must be one of the {num_rows} recurrent states, got {rows[bad]}"

@@ -1,6 +1,6 @@
-"""Stand-ins for the tensors of a launch, with which a model is run once to record its operations.
+"""Symbols: replacements for tensors, with which a model runs once to record its operations.
 
-They have a shape but no values. Each operation on one is either recorded or raises
+They have a shape but no values. Each operation on a symbol is either recorded or raises
 `NotFusibleError`, so a recording never differs from the computation of the modules.
 """
 
@@ -12,13 +12,13 @@ import torch
 
 
 class NotFusibleError(ValueError):
-    """Something of a model cannot be recorded; the message says what."""
+    """A part of a model cannot be recorded; the message says which."""
 
 
 class SymbolRecorder(Protocol):
-    """The part of a recorder that symbols, and code that is given some, call.
+    """The methods of a recorder that symbols, and code that may be given symbols, call.
 
-    Its methods raise NotFusibleError for what the kernels cannot take.
+    Its methods raise NotFusibleError for operations that the kernels do not support.
     """
 
     dtype: torch.dtype
@@ -26,60 +26,63 @@ class SymbolRecorder(Protocol):
 
     @property
     def torch_functions(self) -> Mapping[Any, Callable[..., Any]]:
-        """Functions of torch that can be recorded, and what records them."""
+        """torch functions that can be recorded, and the methods that record them."""
         ...
 
     def cat(self, parts: Any, dim: int = -1) -> Any:
-        """Put rows together along their last dimension."""
+        """Record a concatenation along the last dimension."""
         ...
 
     def widen(self, x: Any) -> Any:
-        """Make rows float32."""
+        """Record a conversion to float32."""
         ...
 
     def clip(self, x: Any, limit: float) -> Any:
-        """Limit elements to a number and its negative."""
+        """Record clipping of elements to [-limit, limit]."""
         ...
 
     def add(self, x: Any, y: Any) -> Any:
-        """Add rows, or rows and a tensor."""
+        """Record an addition of two tensors, at least one of them recorded."""
         ...
 
     def scale(self, x: Any, factor: Any) -> Any:
-        """Multiply rows by a number."""
+        """Record a multiplication by a scalar."""
         ...
 
     def row_operation(self, kind: str, x: Any, y: Any = None, **arguments: Any) -> Any:
-        """Record an operation, with the arguments of `RowOperations`."""
+        """Record a row operation, with the arguments of `RowOperations`."""
         ...
 
     def lookup(self, ids: Any, table: Any, dtype: torch.dtype | None = None) -> Any:
-        """Look up rows of a table."""
+        """Record a lookup of rows in a table."""
         ...
 
     def linear(self, x: Any, weight: Any, bias: Any) -> Any:
-        """Multiply rows with a packed weight."""
+        """Record a matmul with a packed weight."""
         ...
 
     def multiply_heads(self, x: Any, heads: Any, appended: Any = None) -> Any:
-        """Multiply each head with its packed matrix."""
+        """Record a matmul of each head with its packed matrix."""
         ...
 
     def experts(self, experts: Any, x: Any, ids: Any, weights: Any) -> Any:
-        """Compute the packed experts of each token."""
+        """Record the packed experts of each token."""
         ...
 
     def all_reduce(self, x: Any, collectives: Any) -> Any:
-        """Add rows up over the ranks."""
+        """Record a sum over the ranks."""
         ...
 
     def all_gather(self, x: Any, collectives: Any) -> Any:
-        """Put the rows of all ranks together."""
+        """Record a concatenation of the tensors of all ranks."""
         ...
 
 
 class Symbol:
-    """A tensor with a row per token of a launch. Everything that it does not define is refused."""
+    """A tensor without values whose first dimension is tokens.
+
+    Undefined operations raise an error.
+    """
 
     is_cpu = False
     """Operators check it before they read memory, and there is none."""
@@ -118,15 +121,15 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg", "po
 
 
 class Ids(Symbol):
-    """Token ids, positions or types of tokens, [T] int64.
+    """Token ids, positions or token types of a forward pass, [T] int64.
 
     Args:
-        recorder: of the operations that use them.
+        recorder: records the operations that use them.
         is_position: False for token ids and types.
-        offset: what is added to every one.
-        num_rows: of this rank's part of a table, where other ids than those below are looked up by
-            other ranks; 0: tables are whole.
-        is_type: True for types of tokens.
+        offset: is added to every one.
+        num_rows: size of this rank's part of a table; other ranks look up ids outside of it.
+            0: tables are not split.
+        is_type: True for token types.
     """
 
     dtype = torch.int64
@@ -157,10 +160,10 @@ class Ids(Symbol):
 
 
 class Buffer:
-    """The buffer for the result of an operation: a row per token.
+    """The buffer for the result of an operation: `width` elements per token.
 
     Args:
-        width: elements of a row.
+        width: elements per token.
     """
 
     def __init__(self, width: int) -> None:
@@ -171,12 +174,12 @@ class Rows(Symbol):
     """Some or all elements of each token in a buffer, [T, *sizes].
 
     Args:
-        recorder: of the operations that use them.
-        buffer: that has them.
+        recorder: records the operations that use them.
+        buffer: contains the elements.
         sizes: of the dimensions after the first.
-        offset: the element of a row of the buffer where they begin.
-        head_stride: elements from one head to the next, of sizes (H, D); None: they are dense.
-        dtype: None: that of the recorder. Offsets and widths count elements of that.
+        offset: index of the first element among the elements of a token in the buffer.
+        head_stride: elements from one head to the next, for sizes (H, D); None: heads are dense.
+        dtype: None: the dtype of the recorder, in whose elements offsets and widths are counted.
     """
 
     def __init__(
@@ -197,12 +200,12 @@ class Rows(Symbol):
 
     @property
     def width(self) -> int:
-        """Elements of a row."""
+        """Number of elements per token."""
         return torch.Size(self.sizes).numel()
 
     @property
     def is_whole(self) -> bool:
-        """Whether they are all elements of the buffer."""
+        """Whether it contains all elements of the buffer."""
         return self.head_stride is None and self.width == self.buffer.width
 
     @property
@@ -248,7 +251,7 @@ class Rows(Symbol):
         return Rows(self.recorder, self.buffer, (1, self.width), self.offset, None, self.dtype)
 
     def unflatten(self, dim: int, sizes: tuple[int, ...]) -> "Rows":
-        """Split the last dimension into several, one of which may be -1."""
+        """Split the last dimension into several sizes, one of which may be -1."""
         if dim not in (-1, len(self.sizes)) or self.head_stride is not None:
             raise NotFusibleError(
                 f"unflatten: dimension {dim} of {self.sizes} cannot be unflattened"
@@ -257,7 +260,7 @@ class Rows(Symbol):
         return Rows(self.recorder, self.buffer, (*self.sizes[:-1], *last), self.offset)
 
     def flatten(self, start_dim: int = 0) -> "Rows":
-        """Join all dimensions after the first."""
+        """Join all dimensions after the first; `start_dim` must be 1."""
         if start_dim != 1 or self.head_stride is not None:
             raise NotFusibleError("the dimension of tokens, and parts of heads, cannot be changed")
         return Rows(self.recorder, self.buffer, (self.width,), self.offset)

@@ -1,4 +1,4 @@
-"""The OpenMP runtime whose threads torch and the C++ kernels use."""
+"""Access to the OpenMP runtime whose threads torch and the C++ kernels use."""
 
 import ctypes
 from ctypes import CDLL
@@ -11,8 +11,8 @@ import torch
 def find_openmp(name: str) -> Any:
     """Return a function of the OpenMP runtime that torch itself calls, or None.
 
-    The global scope comes first because the dynamic linker looks there first for torch too: a
-    preloaded runtime (LD_PRELOAD=libiomp5.so) is the one that runs.
+    The global scope is searched first, as the dynamic linker does for torch: a preloaded runtime
+    (LD_PRELOAD=libiomp5.so) is the one that torch uses.
     """
     torch_lib = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     for path in (None, str(torch_lib)):
@@ -24,10 +24,11 @@ def find_openmp(name: str) -> Any:
 
 
 def compute_alone() -> None:
-    """Let torch use one thread where the calling thread calls it: work in the background that
-    takes a team of threads has a core less than steps, and each step waits for it.
+    """Let torch use only one thread when called from the calling thread.
 
-    `torch.set_num_threads` would also count for threads that begin later.
+    Background work with a whole team of threads would take a core from running steps, and each step
+    waits for all of its threads. `torch.set_num_threads` would also affect threads that start
+    later.
     """
     torch.get_num_threads()  # the first call in each thread sets its number of threads
     function = find_openmp("omp_set_num_threads")

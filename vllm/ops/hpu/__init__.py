@@ -1,1 +1,1 @@
-"""The operators of a card."""
+"""The operators of a Gaudi card."""

@@ -1,4 +1,4 @@
-"""Experts of a Gaudi card whose weights are dense: one operator where there is one."""
+"""Dense experts on a Gaudi card: one operator for all experts, if there is a suitable one."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,8 +25,10 @@ _PARTS = (
 
 
 class ExpertOperators(NamedTuple):
-    """The operators for experts that can be used. Asked before a model runs: compiled code cannot
-    ask."""
+    """Which fused operators for experts a card has.
+
+    It is asked before a model runs, because compiled code cannot ask.
+    """
 
     plain: bool
     biased: bool
@@ -36,9 +38,11 @@ class ExpertOperators(NamedTuple):
 
     @classmethod
     def of(cls, kernels: FusedKernels, options: ExpertOptions = SILU_EXPERTS) -> "ExpertOperators":
-        """Return the operators of a card that experts with these options may need. Only experts
-        with biases ask for operators with biases: the first question tries one of them on the
-        card."""
+        """Return the operators of a card that experts with these options may need.
+
+        Only experts with biases ask for operators with biases, because the first question tries one
+        of them on the card.
+        """
         has_biases = options.limit is not None
         return cls(*(("biases" not in x or has_biases) and kernels.has(x) for x in _PARTS))
 
@@ -59,11 +63,11 @@ class CardExperts:
 
     @property
     def can_fuse(self) -> bool:
-        """Whether operators for experts can be called here."""
+        """Whether fused operators for experts can be called: in lazy mode, or while compiling."""
         return self.is_lazy or torch.compiler.is_compiling()
 
     def is_plain(self, biases: ExpertBiases) -> bool:
-        """Whether every operator computes such experts: silu without biases."""
+        """Return whether every fused operator supports these experts: silu without biases."""
         return self.options.is_silu and biases.gate_up is biases.down is None
 
     def moe(
@@ -76,13 +80,16 @@ class CardExperts:
         biases: ExpertBiases,
         has_inputs_first: bool = False,
     ) -> Tensor:
-        """Run experts, as `Ops.moe` does.
+        """Compute the experts of each token; see `Ops.moe`.
 
         Args:
-            x, ids, weights, biases: as there.
+            x: see `Ops.moe`.
+            ids: see `Ops.moe`.
+            weights: see `Ops.moe`.
             gate_up: [E, 2 * I, hidden], or [E, I, hidden] without gates.
             down: [E, hidden, I].
-            has_inputs_first: the last two dimensions of both are the other way round.
+            biases: see `Ops.moe`.
+            has_inputs_first: the last two dimensions of both weights are exchanged.
         """
         is_plain = self.is_plain(biases)
         if self.can_fuse and not self.options.scales_inputs:
@@ -119,17 +126,20 @@ class CardExperts:
 
 
 def in_turn(x: Tensor, dim: int) -> Tensor:
-    """Return x with gate and up of each feature alternating along a dimension that has all gates
-    before all ups, as operators with biases need it."""
+    """Interleave gates and ups along a dimension that has all gates before all ups.
+
+    Operators with biases need this order.
+    """
     return x.unflatten(dim, (2, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
 class CardLayer(nn.Module):
-    """Experts of a layer in the layout of a card. Their biases are the parameters of the layer, so
-    that the memory of the model has them once.
+    """Experts of a layer in the layout of a card.
+
+    Their biases remain parameters of the layer, so they are in memory only once.
 
     Args:
-        card: how it computes them.
+        card: computes the experts.
         biases: of the experts.
     """
 

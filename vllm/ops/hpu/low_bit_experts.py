@@ -1,8 +1,8 @@
-"""Experts of 4 and 8 bits on a Gaudi card, which are dequantized for each launch.
+"""Experts of 4 and 8 bits on a Gaudi card, dequantized in each forward pass.
 
-The operator for experts multiplies bf16 or fp8. So the weights of a layer are converted to the
-dtype of its inputs before it, in each launch: what stays in memory is narrow, and one layer at a
-time is wide. Shapes depend on the arguments alone.
+The operator for experts multiplies bf16 or FP8. So the weights of a layer are converted to the
+dtype of its inputs before it, in each forward pass: in memory they stay small, and only one layer
+at a time is dequantized. Shapes depend only on the arguments.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,13 @@ from vllm.ops.stored_weight import StoredWeight
 
 
 class HPULowBitExperts(CardLayer):
-    """Experts of numbers of 4 or 8 bits.
+    """Experts whose weights have 4 or 8 bits.
 
     Args:
         gate_up: of all experts, gate then up, or only up.
         down: of all experts.
-        biases, card: see `CardLayer`.
+        biases: see `CardLayer`.
+        card: see `CardLayer`.
     """
 
     def __init__(
@@ -37,18 +38,18 @@ class HPULowBitExperts(CardLayer):
         self.gate_up, self.down = gate_up, down
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """Run the experts; see `PreparedExperts`."""
+        """Compute the experts of each token; see `PreparedExperts`."""
         gate_up, down = (each.dense(x.dtype) for each in (self.gate_up, self.down))
         return self._card.moe(
             *(x, topk_ids, topk_weights, gate_up, down, self._biases), has_inputs_first=True
         )
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
-        """Multiply with gate and up of an expert; see `ExpertProducts`."""
+        """Multiply x with gate and up of one expert; see `ExpertProducts`."""
         return x @ self.gate_up.of_expert(expert, x.dtype)
 
     def multiply_down(self, expert: int, x: Tensor) -> Tensor:
-        """Multiply with down of an expert; see `ExpertProducts`."""
+        """Multiply x with down of one expert; see `ExpertProducts`."""
         return x @ self.down.of_expert(expert, x.dtype)
 
 
@@ -60,12 +61,15 @@ def prepare_narrow_experts(
     biases: ExpertBiases,
     card: CardExperts,
 ) -> HPULowBitExperts | None:
-    """Prepare experts for the card; None: it supports them only in the dtype of the inputs.
+    """Prepare low-bit experts for the card; None if it only supports them dequantized.
 
     Args:
-        gate, up, down: see `Ops.prepare_experts`.
+        gate: see `Ops.prepare_experts`.
+        up: see `Ops.prepare_experts`.
+        down: see `Ops.prepare_experts`.
         dtype: of the inputs.
-        biases, card: see `CardLayer`.
+        biases: see `CardLayer`.
+        card: see `CardLayer`.
     """
     both: Sequence[StoredWeight | None] = up
     if card.options.has_gate:
@@ -77,7 +81,7 @@ def prepare_narrow_experts(
 
 
 def _side_by_side(gate: StoredWeight, up: StoredWeight) -> StoredWeight | None:
-    """Join gate and up into one weight; None: their formats or groups differ."""
+    """Join gate and up into one weight; None if their formats or groups differ."""
     return (gate.as_grouped() or gate).joined(up.as_grouped() or up)
 
 
@@ -102,12 +106,14 @@ def _stack(
 
 
 class _NarrowStack(nn.Module):
-    """One matrix of E experts. Inputs of a group from everywhere are neighbours in memory, and are
-    reordered when they are dequantized.
+    """One low-bit matrix of each of E experts, in one tensor.
+
+    If the inputs of a group are not neighbours, they are sorted by group in memory, and reordered
+    when they are dequantized.
 
     Args:
-        rows: of the experts after each other.
-        places: of each expert, the row of each of its inputs [in].
+        rows: the matrices of the experts, one after another.
+        places: for each expert, the row of each of its inputs [in].
     """
 
     def __init__(self, rows: LowBitWeight, places: Sequence[Tensor]) -> None:
@@ -119,14 +125,14 @@ class _NarrowStack(nn.Module):
             self.places = nn.Parameter(all_places.int(), requires_grad=False)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return all matrices [E, in, out]."""
+        """Dequantize the matrices of all experts, [E, in, out]."""
         rows = self.rows.widened(dtype)
         if self.places is not None:
             rows = rows.index_select(0, self.places)
         return rows.unflatten(0, (self.num_experts, -1))
 
     def of_expert(self, expert: int, dtype: torch.dtype) -> Tensor:
-        """Return the matrix [in, out] of the expert of this index."""
+        """Dequantize the matrix [in, out] of one expert."""
         rows = self.rows.widened(dtype, partial(self._part, expert))
         if self.places is not None:
             rows = rows.index_select(0, self._part(expert, self.places) - expert * len(rows))

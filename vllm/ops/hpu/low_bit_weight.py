@@ -1,4 +1,4 @@
-"""Weights of few bits in the memory of a Gaudi card, which are dequantized for each launch.
+"""Low-bit weights in the memory of a Gaudi card, dequantized in each forward pass.
 
 A card multiplies bf16 or FP8. `convert_from_uint4` reads 4-bit codes, and a cast of int8 reads
 8-bit codes; torch operators then compute the weights. A row contains one input feature, so the
@@ -35,12 +35,15 @@ _UINT4_MIDDLE = 8
 
 
 def whole(kept: Tensor) -> Tensor:
-    """Return every row."""
+    """Return the whole tensor: the default for `part`."""
     return kept
 
 
 class LowBitWeight(nn.Module, ABC):
-    """Weights of the same inputs after each other, [rows, N]: a row for each input of each."""
+    """Low-bit weights with the same inputs, transposed and concatenated to [rows, N].
+
+    A weight has one row for each of its inputs.
+    """
 
     @abstractmethod
     def widened(self, dtype: torch.dtype, part: Part = whole) -> Tensor:
@@ -50,10 +53,10 @@ class LowBitWeight(nn.Module, ABC):
 def low_bit_weight(
     weights: Sequence[StoredWeight], kernels: FusedKernels, dtype: torch.dtype
 ) -> LowBitWeight | None:
-    """Join weights that are stored alike; None: they are not, or a card has no kernel for them.
+    """Join weights of the same format; None if formats differ, or the card has no kernel for them.
 
     Args:
-        weights: on the host, neighbours in groups.
+        weights: on the host; groups consist of neighbouring inputs.
         kernels: of the card.
         dtype: of the inputs.
     """
@@ -65,7 +68,7 @@ def low_bit_weight(
 
 
 def _is_even(weights: Sequence[StoredWeight]) -> bool:
-    """Whether the output features fill words of eight elements."""
+    """Return whether the output features fill whole words of eight elements."""
     return all(weight.shape[0] % _WORD == 0 for weight in weights)
 
 
@@ -109,7 +112,7 @@ _KINDS: dict[type[StoredWeight], Callable[..., LowBitWeight | None]] = {
 
 
 class _Uint4Rows(LowBitWeight):
-    """Of 4 bits, less a zero point, times a scale: `convert_from_uint4` does all of it."""
+    """4-bit values minus a zero point, times a scale, computed by `convert_from_uint4`."""
 
     def __init__(
         self, weights: Sequence[GroupedWeight], kernels: FusedKernels, dtype: torch.dtype
@@ -128,7 +131,7 @@ class _Uint4Rows(LowBitWeight):
 
 
 class _ByteRows(LowBitWeight):
-    """Of 8 bits, less a zero point, times a scale, in float32."""
+    """8-bit values minus a zero point, times a scale, computed in float32."""
 
     def __init__(self, weights: Sequence[GroupedWeight]) -> None:
         super().__init__()
@@ -151,11 +154,11 @@ class _ByteRows(LowBitWeight):
 
 
 class _WholeNumbers(nn.Module):
-    """Rows of 4 bits as integers from -zero to 15 - zero, which every dtype has exactly.
+    """Rows of 4-bit values, as integers from -zero to 15 - zero, which are exact in every dtype.
 
     Args:
-        numbers: [N, inputs] uint8 below 16 of each weight.
-        zero: what is taken off.
+        numbers: [N, inputs] uint8 below 16 for each weight.
+        zero: is subtracted.
         kernels: of the card.
     """
 
@@ -168,20 +171,20 @@ class _WholeNumbers(nn.Module):
         self.ones = _parameter(torch.ones(1, num_columns))
 
     def widened(self, dtype: torch.dtype, part: Part) -> Tensor:
-        """Dequantize to [rows, N] of `dtype`."""
+        """Convert the integers to [rows, N] of `dtype`."""
         ones = self.ones.to(dtype)
         return self._kernels.from_uint4(part(self.words), ones, self.zeros, dtype)
 
 
 class _E2m1Rows(nn.Module):
-    """Elements of E2M1.
+    """Rows of elements in E2M1.
 
-    The elements are twice 0, 1/2, 1, 3/2, 2, 3, 4, 6: their places -7 to 7 in this order are what
-    is in memory. The steps between them double twice, so an element is
-    2 n - clamp(n, -4, 4) / 2 - clamp(n, -6, 6) of its place n. No dtype rounds any of this.
+    The values are 0, 1/2, 1, 3/2, 2, 3, 4, 6 and their negatives; the memory holds their index n,
+    -7 to 7. The step between values doubles twice, so a value is 2 n - clamp(n, -4, 4) / 2 -
+    clamp(n, -6, 6). This is exact in every dtype.
 
     Args:
-        codes: [N, inputs] uint8 of each weight: the four bits of its elements.
+        codes: [N, inputs] uint8 for each weight: the four bits of its elements.
         kernels: of the card.
     """
 
@@ -194,13 +197,13 @@ class _E2m1Rows(nn.Module):
         self.places = _WholeNumbers(places, _UINT4_MIDDLE, kernels)
 
     def widened(self, dtype: torch.dtype, part: Part) -> Tensor:
-        """Return [rows, N] of `dtype`."""
+        """Convert the elements to [rows, N] of `dtype`."""
         places = self.places.widened(dtype, part)
         return 2 * places - 0.5 * places.clamp(-4, 4) - places.clamp(-6, 6)
 
 
 class _Mxfp4Rows(LowBitWeight):
-    """Elements of E2M1 times a power of two, which no dtype rounds."""
+    """E2M1 elements times a power of two, which is exact in every dtype."""
 
     def __init__(
         self, weights: Sequence[Mxfp4Weight], kernels: FusedKernels, dtype: torch.dtype
@@ -218,7 +221,7 @@ class _Mxfp4Rows(LowBitWeight):
 
 
 class _Nvfp4Rows(LowBitWeight):
-    """Elements of E2M1 times a scale, multiplied in float32."""
+    """E2M1 elements times a scale, computed in float32."""
 
     def __init__(
         self, weights: Sequence[Nvfp4Weight], kernels: FusedKernels, dtype: torch.dtype
@@ -239,7 +242,7 @@ class _Nvfp4Rows(LowBitWeight):
 
 
 class _MinimumRows(LowBitWeight):
-    """Integers times a scale, less a minimum, in float32.
+    """Integers times a scale, minus a minimum, computed in float32.
 
     Args:
         weights: on the host.
@@ -269,7 +272,7 @@ class _MinimumRows(LowBitWeight):
 
 
 class _FactorRows(nn.Module):
-    """The `GroupScales` of weights, a row for each group."""
+    """The `GroupScales` of weights, one row for each group."""
 
     def __init__(self, scales: Sequence[GroupScales]) -> None:
         super().__init__()
@@ -284,7 +287,7 @@ class _FactorRows(nn.Module):
 
 
 def _packed(numbers: Sequence[Tensor]) -> Tensor:
-    """Pack [N, inputs] uint8 of each weight -> [all inputs, N / 8] int32 words."""
+    """Pack 4-bit values [N, inputs] uint8 of each weight into [all inputs, N / 8] int32 words."""
     return pack_nibbles(torch.cat([each.T for each in numbers]).contiguous())
 
 

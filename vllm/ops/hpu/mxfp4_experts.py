@@ -1,6 +1,7 @@
-"""Experts in MXFP4 on a Gaudi card whose operator for experts takes them as they are stored.
+"""Experts in MXFP4 on a Gaudi card whose operator for experts supports the format directly.
 
-Without that operator they are `HPULowBitExperts`, which become bfloat16 for each forward pass.
+Without that operator they are `HPULowBitExperts`, which are dequantized to bfloat16 in each forward
+pass.
 """
 
 from collections.abc import Sequence
@@ -19,13 +20,14 @@ _E8M0_BIAS = 127
 class HPUMxfp4Experts(CardLayer):
     """Gated experts in MXFP4.
 
-    With the clamped activation, which the operator has with biases only, gate and up of a feature
-    are neighbours in the weights; with silu all gates come before all ups. Biases stay as they are.
+    For the clamped activation, for which the operator needs biases, gates and ups are interleaved;
+    for silu all gates come before all ups. Biases are not converted.
 
     Args:
         gate_up: of each expert, gate then up.
         down: of each expert.
-        biases, card: see `CardLayer`.
+        biases: see `CardLayer`.
+        card: see `CardLayer`.
     """
 
     elements: Tensor
@@ -55,7 +57,7 @@ class HPUMxfp4Experts(CardLayer):
         self.register_buffer("elements", values, persistent=False)
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """Run the experts; see `PreparedExperts`."""
+        """Compute the experts of each token; see `PreparedExperts`."""
         card = self._card
         if not card.can_fuse:
             return self._one_by_one(x, topk_ids, topk_weights)
@@ -92,12 +94,12 @@ class HPUMxfp4Experts(CardLayer):
         )
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
-        """Multiply with gate and up of an expert; see `ExpertProducts`."""
+        """Multiply x with gate and up of one expert; see `ExpertProducts`."""
         weight = self._dense(self.gate_up[expert], self.gate_up_scales[expert], x.dtype)
         return x @ (_apart(weight, 0) if self._is_biased else weight).T
 
     def multiply_down(self, expert: int, x: Tensor) -> Tensor:
-        """Multiply with down of an expert; see `ExpertProducts`."""
+        """Multiply x with down of one expert; see `ExpertProducts`."""
         return x @ self._dense(self.down[expert], self.down_scales[expert], x.dtype).T
 
     def _dense(self, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -116,12 +118,15 @@ def prepare_mxfp4_experts(
     biases: ExpertBiases,
     card: CardExperts,
 ) -> HPUMxfp4Experts | None:
-    """Return the experts as the operator takes them; None: it does not.
+    """Prepare MXFP4 experts for the operator; None if it does not support them.
 
     Args:
-        gate, up, down: see `Ops.prepare_experts`.
+        gate: see `Ops.prepare_experts`.
+        up: see `Ops.prepare_experts`.
+        down: see `Ops.prepare_experts`.
         dtype: of the inputs.
-        biases, card: see `CardLayer`.
+        biases: see `CardLayer`.
+        card: see `CardLayer`.
     """
     options = card.options
     has_operator = (card.is_plain(biases) and card.operators.mxfp4) or (
@@ -138,7 +143,10 @@ def prepare_mxfp4_experts(
 
 
 def _whole_blocks(weights: Sequence[StoredWeight]) -> list[Mxfp4Weight]:
-    """Return the weights if all are MXFP4 in whole blocks, which a rank may have parts of."""
+    """Return the weights if all are MXFP4 in whole blocks, else an empty list.
+
+    A rank may have only parts of blocks.
+    """
     found = all_of(Mxfp4Weight, weights) or []
     return found if all(weight.blocks.shape[-1] == _BLOCK_BYTES for weight in found) else []
 
@@ -150,12 +158,12 @@ def _stacked(weights: Sequence[Mxfp4Weight]) -> tuple[Tensor, Tensor]:
 
 
 def _zeros(weight: Tensor) -> Tensor:
-    """Make a bias of zeros."""
+    """Make biases of zeros for weights [E, out, ...]: [E, out]."""
     return torch.zeros(weight.shape[:2], dtype=torch.bfloat16)
 
 
 def _apart(x: Tensor, dim: int) -> Tensor:
-    """Undo `in_turn`."""
+    """Separate interleaved gates and ups along a dimension: the reverse of `in_turn`."""
     return x.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 

@@ -1,7 +1,7 @@
-"""Operators of a Gaudi card: the fused kernels of the bridge, torch for the rest.
+"""Operators of a Gaudi card: the fused kernels of the bridge, and torch for all others.
 
-Shapes depend on the arguments alone and no value is read on the host, so every operator here can
-be captured in a graph. Attention is not here: its layouts are those of `attention.backends`.
+Shapes depend only on the arguments and no value is read on the host, so a graph can capture every
+operator here. Attention to the KV cache is in `attention.backends`, which also defines its layouts.
 """
 
 from collections.abc import Sequence
@@ -24,16 +24,18 @@ from vllm.platforms.registry import resolve_platform
 
 
 class HPUOps(NativeOps):
-    """Operators of the HPU platform. Writes over no argument but the caches.
+    """Operators of the HPU platform. They change no argument except caches.
 
     `fused_add_rms_norm` is the sum of the reference, then the kernel of `rms_norm`. Positions may
-    be int32 too, which is what a launch has. What the bridge lacks is left to the reference.
+    also be int32, as in padded forward passes. The reference computes everything that the bridge
+    has no kernel for.
     """
 
     def __init__(self, bridge: HabanaBridge | None = None) -> None:
-        """
+        """Look up the kernels that the card has.
+
         Args:
-            bridge: the card; None is that of this process.
+            bridge: the card; None: the card of this process.
 
         Raises:
             ConfigError: there is no card.
@@ -107,7 +109,9 @@ class HPUOps(NativeOps):
         mask: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Attend with the fused kernel, which keeps no scores in memory, and its exact softmax."""
+        """Compute full attention with the fused kernel, which keeps no scores in memory, and exact
+        softmax.
+        """
         if not self._has_sdpa:
             return super().full_attention(query, key, value, mask, scale)
         if mask is not None:
@@ -152,7 +156,7 @@ class HPUOps(NativeOps):
         return self._rotate(query, cos, sin, is_neox), rotated
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
-        """Rotate the first elements of every head of x [T, H, D], as many as cos is wide."""
+        """Rotate the first elements of every head of x [T, H, D], as many as `cos` has."""
         rot_dim = cos.shape[-1]
         rotated = self._kernels.rotary(x[..., :rot_dim], cos, sin, interleaved=not is_neox)
         if rot_dim == x.shape[-1]:

@@ -1,8 +1,7 @@
-"""Quantized weights on a Gaudi card: FP8 matmuls, and low-bit weights that are dequantized for a
-matmul.
+"""Quantized weights on a Gaudi card: FP8 matmuls, and low-bit weights that are dequantized.
 
-Weights are brought into the layout of the card on the host, while they are loaded. Shapes depend on
-the arguments alone, so that every step can be captured in a graph.
+Weights are converted to the layout of the card on the host, while they are loaded. Shapes depend
+only on the arguments, so a graph can capture every step.
 """
 
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ _TINY = 1e-8
 
 
 class _Fp8Rows(NamedTuple):
-    """A weight as the card multiplies with it."""
+    """An FP8 weight as the card multiplies with it: values and one scale per output feature."""
 
     numbers: Tensor
     """[out_features, in_features] float8_e4m3fn"""
@@ -38,10 +37,10 @@ class _Fp8Rows(NamedTuple):
 
 
 def _fp8_rows(weight: Fp8Weight, fp8_max: float) -> _Fp8Rows:
-    """Convert a weight to values that the card supports, with one scale for each output feature.
+    """Convert an FP8 weight to values that the card supports, with one scale per output feature.
 
-    Weights with a scale per block are converted, which rounds once more. On Gaudi 2, the largest
-    e4m3 value is 240: there, weights with a larger range are halved and their scales doubled.
+    Weights with a scale per block are rounded once more. On Gaudi 2, the largest e4m3 value is 240:
+    there, weights with a larger range are halved and their scales doubled.
     """
     input_scale = weight.input_scale
     if weight.scales.shape[1] > 1:
@@ -55,15 +54,18 @@ def _fp8_rows(weight: Fp8Weight, fp8_max: float) -> _Fp8Rows:
 
 
 def _round_rows(kernels: FusedKernels, x: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
-    """Round inputs [T, in_features] to FP8 of the card, and return the divisor of each row, [T, 1]
-    float32: its largest value becomes the largest of the card."""
+    """Quantize inputs [T, in_features] to FP8 of the card; return values and scales [T, 1] float32.
+
+    The largest value of a token becomes the largest FP8 value of the card.
+    """
     scale = (x.abs().amax(-1, keepdim=True).float() + _TINY) / fp8_max
     return kernels.cast_to_fp8(x, scale.reciprocal(), torch.float8_e4m3fn), scale
 
 
 class HPUFp8Weight(nn.Module):
-    """fp8 numbers with a scale per output feature, as `_fp8_rows` makes them. Inputs are rounded to
-    fp8: with the scale of the checkpoint, or with one for each row.
+    """An FP8 weight with a scale per output feature, from `_fp8_rows`.
+
+    Inputs are quantized to FP8: with the scale of the checkpoint, or with one scale per token.
     """
 
     def __init__(self, weight: Fp8Weight, kernels: FusedKernels, fp8_max: float) -> None:
@@ -79,7 +81,7 @@ class HPUFp8Weight(nn.Module):
             self.input_scale = nn.Parameter(torch.tensor([input_scale]), requires_grad=False)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply with the weight; see `PreparedWeight`."""
+        """Compute x @ weight.T + bias; see `PreparedWeight`."""
         rows = x.reshape(-1, x.shape[-1])
         scale: Tensor = self.input_scale
         if scale is None:
@@ -93,16 +95,19 @@ class HPUFp8Weight(nn.Module):
 
 
 class HPUFp8Experts(CardLayer):
-    """FP8 experts with a scale per output feature, as `_fp8_rows` makes them.
+    """FP8 experts with a scale per output feature, from `_fp8_rows`.
 
-    Inputs of both matmuls are rounded to fp8 with a scale for each row; scales of a checkpoint
-    for its inputs are not used.
+    Inputs of both matmuls are quantized to FP8 with one scale per token; the checkpoint's scales of
+    inputs are not used.
 
     Args:
-        gate, up, down, biases: see `Ops.prepare_experts`.
-        fp8_max: the largest number of the card's e4m3.
-        card: what it computes of them. Its operator in fp8 has silu and no biases; others are one
-            matmul after the other.
+        gate: see `Ops.prepare_experts`.
+        up: see `Ops.prepare_experts`.
+        down: see `Ops.prepare_experts`.
+        biases: see `Ops.prepare_experts`.
+        fp8_max: the largest e4m3 value of the card.
+        card: computes the experts. Its FP8 operator supports only silu without biases; other
+            experts are computed by one matmul after another.
     """
 
     def __init__(
@@ -126,7 +131,10 @@ class HPUFp8Experts(CardLayer):
 
     def _stack(self, rows: Sequence[_Fp8Rows], num_experts: int) -> list[nn.Parameter]:
         """Stack values [num_experts, out_features, in_features] and scales [num_experts,
-        out_features]; FP8 is joined as bytes."""
+        out_features].
+
+        FP8 values are stacked as bytes.
+        """
         numbers = torch.cat([each.numbers.view(torch.uint8) for each in rows])
         scales = torch.cat([each.scales for each in rows])
         parts = (numbers.view(torch.float8_e4m3fn), scales)
@@ -136,7 +144,7 @@ class HPUFp8Experts(CardLayer):
         ]
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """Run the experts; see `PreparedExperts`."""
+        """Compute the experts of each token; see `PreparedExperts`."""
         card = self._card
         if not (card.is_plain(self._biases) and card.can_fuse and card.operators.fp8):
             return sum_of_experts(
@@ -167,11 +175,11 @@ class HPUFp8Experts(CardLayer):
         return product if bias is None else product + bias[expert]
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
-        """Multiply with gate and up of an expert; see `ExpertProducts`."""
+        """Multiply x with gate and up of one expert; see `ExpertProducts`."""
         return self._multiply(self.gate_up[expert], self.gate_up_scale[expert], x)
 
     def multiply_down(self, expert: int, x: Tensor) -> Tensor:
-        """Multiply with down of an expert; see `ExpertProducts`."""
+        """Multiply x with down of one expert; see `ExpertProducts`."""
         return self._multiply(self.down[expert], self.down_scale[expert], x)
 
     def _multiply(self, weight: Tensor, weight_scale: Tensor, x: Tensor) -> Tensor:
@@ -181,13 +189,13 @@ class HPUFp8Experts(CardLayer):
 
 
 class HPUNarrowWeight(nn.Module):
-    """A weight of 4 or 8 bits that is converted to the dtype of the inputs for each matmul.
+    """A weight of 4 or 8 bits that is dequantized to the dtype of the inputs for each matmul.
 
-    With an order, columns were permuted at load, and inputs are permuted for each matmul.
+    With `order`, columns were permuted while loading, and inputs are permuted for each matmul.
 
     Args:
-        rows: one for each column of the weight.
-        order: the input that each of its columns is for; None: as they come.
+        rows: the weight, one row for each of its columns.
+        order: the input that each of its columns is for; None: unchanged.
     """
 
     def __init__(self, rows: LowBitWeight, order: Tensor | None) -> None:
@@ -198,7 +206,7 @@ class HPUNarrowWeight(nn.Module):
             self.order = nn.Parameter(order.int(), requires_grad=False)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply with the weight; see `PreparedWeight`."""
+        """Compute x @ weight.T + bias; see `PreparedWeight`."""
         weight = self.rows.widened(x.dtype)
         if self.order is not None:
             x = x.index_select(-1, self.order)
@@ -206,14 +214,14 @@ class HPUNarrowWeight(nn.Module):
 
 
 class HPUStackedWeight(nn.Module):
-    """The outputs of several weights with the same inputs, one matmul after the other."""
+    """Several weights with the same inputs, whose outputs are concatenated; one matmul for each."""
 
     def __init__(self, parts: "Sequence[HPUWeight]") -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply with all weights; see `PreparedWeight`."""
+        """Compute x @ weight.T + bias for all weights; see `PreparedWeight`."""
         products: list[Tensor] = [part.linear(x) for part in self.parts]  # type: ignore[operator]
         out = torch.cat(products, dim=-1)
         return out if bias is None else out + bias
@@ -227,12 +235,12 @@ HPUWeight = HPUFp8Weight | HPUNarrowWeight | HPUStackedWeight
 def prepare_on_host(
     weight: StoredWeight, kernels: FusedKernels, fp8_max: float, dtype: torch.dtype
 ) -> HPUWeight | None:
-    """Prepare a weight for the card, on the host; None: it has no format for it.
+    """Prepare a weight for the card, on the host; None if the card has no format for it.
 
     Args:
         weight: on the host.
         kernels: of the card.
-        fp8_max: the largest number of its e4m3.
+        fp8_max: the largest e4m3 value of the card.
         dtype: of the inputs.
     """
     even = weight.with_neighbours(_GROUP)

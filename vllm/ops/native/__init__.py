@@ -1,1 +1,1 @@
-"""The operators in plain torch."""
+"""The reference operators in plain torch."""

@@ -1,4 +1,4 @@
-"""The low-rank matmuls of adapters in torch."""
+"""The low-rank matmuls of LoRA adapters in torch."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ from vllm.utils.background_work import Rest, no_rest
 
 
 class NativeAdapters(Ops):
-    """The adapters of `Ops` in torch."""
+    """The adapter operators of `Ops` in torch."""
 
     def prepare_adapter(
         self,

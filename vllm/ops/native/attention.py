@@ -13,7 +13,7 @@ from vllm.ops.interface import Ops
 
 
 class NativeAttention(Ops):
-    """The cache and attention of `Ops` in torch."""
+    """The KV cache and attention operators of `Ops` in torch."""
 
     def reshape_and_cache(
         self,
@@ -150,7 +150,7 @@ class NativeAttention(Ops):
 def check_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, tensors: AttentionTensors
 ) -> None:
-    """Check the part of the attention contract that does not depend on the phase.
+    """Check arguments of attention that decodes and prefills have in common.
 
     Raises:
         ValueError: heads, head sizes or dtypes do not fit, or slopes or sinks do not fit the heads.
@@ -187,14 +187,16 @@ def check_attention(
 
 
 def to_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute x / scale in one of FP8_DTYPES: the nearest value, at most the largest; NaN stays
-    NaN."""
+    """Compute x / scale in one of FP8_DTYPES, rounded to nearest and limited; NaN is kept."""
     largest = torch.finfo(dtype).max
     return (x.float() / scale).clamp(-largest, largest).to(dtype)
 
 
 def _as_stored(new: Tensor, cache: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return new tokens [T, G, D] and their cache with one dtype, in which torch can index."""
+    """Return new tokens [T, G, D] and the cache with one dtype in which torch can index.
+
+    FP8 values are viewed as bytes.
+    """
     if cache.dtype not in FP8_DTYPES:
         return new, cache
     scale = 1.0 if scales is None else scales.to(new.device)[:, None]
@@ -202,22 +204,23 @@ def _as_stored(new: Tensor, cache: Tensor, scales: Tensor | None) -> tuple[Tenso
 
 
 def _as_read(stored: Tensor, scales: Tensor | None) -> Tensor:
-    """Return values of a cache [..., G, D] as attention reads them: an fp8 cache is multiplied by
-    the scales."""
+    """Return values of a cache [..., G, D] for attention; an FP8 cache is multiplied by
+    its scales.
+    """
     if stored.dtype not in FP8_DTYPES:
         return stored
     return stored.float() if scales is None else stored.float() * scales.to(stored.device)[:, None]
 
 
 def _read_blocks(cache: Tensor, block_ids: Tensor) -> Tensor:
-    """Return `cache[block_ids]`, which torch does not have for fp8."""
+    """Return `cache[block_ids]`, also for FP8, for which torch cannot index."""
     if cache.dtype not in FP8_DTYPES:
         return cache[block_ids]
     return cache.view(torch.uint8)[block_ids].view(cache.dtype)
 
 
 def check_last_keys(b: int, last_keys: np.ndarray, seq_len: int) -> np.ndarray:
-    """Return the last keys [Q] that the queries of request b see.
+    """Return the last keys [Q] of the queries of request b, after checking them.
 
     Raises:
         ValueError: one is before the own key of its query, or not in the request.
@@ -263,8 +266,11 @@ def attend_prompt(
     tensors: AttentionTensors,
     last_keys: Tensor | None = None,
 ) -> Tensor:
-    """Attend from the last Q tokens of one request: [1, H, Q, V]; q [1, H, Q, D], k [1, G, K, D], v
-    [1, G, K, V], last_keys [Q] as in `Ops.paged_attention_prefill`."""
+    """Compute the attention of the last Q tokens of one request: [1, H, Q, V].
+
+    Shapes: q [1, H, Q, D], k [1, G, K, D], v [1, G, K, V]; last_keys [Q], see
+    `Ops.paged_attention_prefill`.
+    """
     query_len, seq_len, scale = q.shape[2], k.shape[2], options.scale_of(q.shape[3])
     slopes, sinks = tensors.alibi_slopes, tensors.sinks
     mask, is_causal = _prefill_mask(query_len, seq_len, options, q.device, last_keys)

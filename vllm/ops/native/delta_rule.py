@@ -1,15 +1,15 @@
 """The gated delta rule in torch operations, for any device.
 
-A state S [V, K] for each head maps keys to values. A token fades it, then moves what it gives for
-the token's key towards the token's value, by a part beta of the difference:
+A state S [V, K] for each head maps keys to values. A token decays the state, then moves the value
+that it maps the token's key to towards the token's value, by a fraction beta of the difference:
 
     S' = S_(t-1) * exp(log_t)
     S_t = S' + beta_t * (v_t - S' k_t) k_t'
     y_t = S_t q_t
 
 B sequences of L tokens each, all in float32. A sequence begins with the state of its earlier
-tokens, and ends with a new one. A token of padding has the logarithm 0 and beta 0, which leaves a
-state as it is.
+tokens, and ends with a new one. A padding token has the logarithm 0 and beta 0, which leaves the
+state unchanged.
 """
 
 from dataclasses import dataclass
@@ -32,15 +32,16 @@ _PIECE, _PIECE_BY_KEY = 32, 8
 def run_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, logs: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run the gated delta rule (Yang et al. 2024, arXiv 2412.06464).
+    """Run the gated delta rule over sequences (Yang et al. 2024, arXiv 2412.06464).
 
     Computed by chunks (section 3.3, and Yang et al. 2024, arXiv 2406.06484, section 3): the tokens
-    of a chunk are one triangular system, and one state goes from each chunk to the next.
+    of a chunk are one triangular system, and one state is passed from each chunk to the next.
 
     Args:
-        q, k: [B, L, G, K]; each of the G groups serves H / G neighbouring heads.
+        q: [B, L, G, K]; each of the G groups is used by H / G neighbouring heads.
+        k: [B, L, G, K].
         v: [B, L, H, V].
-        logs: logarithm of what is left of the state, at most 0; 0 for padding. [B, L, H], or of
+        logs: logarithm of the decay of the state, at most 0; 0 for padding. [B, L, H], or for
             each element of keys [B, L, H, K] (Kimi Team 2025, arXiv 2510.26692).
         beta: [B, L, H], 0 for padding.
         state: [B, H, V, K] before the first token.
@@ -80,9 +81,9 @@ def _chunks(x: Tensor, chunk: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Faded:
-    """The effect of fading in N chunks of Q tokens, for R heads in each of G groups.
+    """The effect of the decay in N chunks of Q tokens, for R heads in each of G groups.
 
-    All are [N, B, G, R, ...]. K is 1 where all elements of keys fade alike.
+    All are [N, B, G, R, ...]. K is 1 if all elements of keys have the same decay.
     """
 
     scores: Tensor
@@ -96,10 +97,11 @@ class _Faded:
 
 
 def _fade(q: Tensor, k: Tensor, logs: Tensor) -> _Faded:
-    """Compute the fading by one number for each token.
+    """Compute the effect of a scalar decay per token.
 
     Args:
-        q, k: [N, B, G, 1, Q, K].
+        q: [N, B, G, 1, Q, K].
+        k: [N, B, G, 1, Q, K].
         logs: [N, B, G, R, Q, 1].
     """
     weights = faded_between(logs[..., 0])
@@ -109,16 +111,17 @@ def _fade(q: Tensor, k: Tensor, logs: Tensor) -> _Faded:
 
 
 def _fade_by_key(q: Tensor, k: Tensor, logs: Tensor) -> _Faded:
-    """Compute the fading of each element of keys by its own number.
+    """Compute the effect of a decay with one value for each element of keys.
 
-    The score of a query and an earlier key is a sum of elements faded by their own amounts. Between
-    blocks of tokens it is a matmul: keys before a block are faded up to its start, queries in it
-    from there on. Inside of a block there is no such point between two tokens, and each pair is
-    summed up by itself. Logarithms between two tokens are added up: differences of longer sums
-    would lose digits.
+    The score of a query and an earlier key is a sum of elements that decay differently. Between
+    blocks of tokens it is a matmul: keys before a block are decayed up to its start, queries in it
+    from there on. Within a block there is no such point between two tokens, so each pair is summed
+    separately. Logarithms between two tokens are added: differences of longer sums would lose
+    digits.
 
     Args:
-        q, k: [N, B, G, 1, Q, K].
+        q: [N, B, G, 1, Q, K].
+        k: [N, B, G, 1, Q, K].
         logs: [N, B, G, R, Q, K].
     """
     size = k.shape[-2]
@@ -148,11 +151,12 @@ def _fade_by_key(q: Tensor, k: Tensor, logs: Tensor) -> _Faded:
 def _run_chunks(
     faded: _Faded, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run N whole chunks of Q tokens.
+    """Run the delta rule over N whole chunks of Q tokens.
 
     Args:
-        faded: of these chunks.
-        q, k: [N, B, G, 1, Q, K].
+        faded: effect of the decay in these chunks.
+        q: [N, B, G, 1, Q, K].
+        k: [N, B, G, 1, Q, K].
         v: [N, B, G, R, Q, V].
         beta: [N, B, G, R, Q, 1].
         state: [B, G, R, V, K].
@@ -179,10 +183,10 @@ def _run_chunks(
 
 
 def invert_unit_lower(lower: Tensor) -> Tensor:
-    """Return the inverse of 1 + lower.
+    """Return the inverse of 1 + lower, for strictly lower triangular matrices.
 
-    Inverses of blocks on the diagonal give the inverses of blocks of twice the size. Each is a
-    substitution by blocks, so that nothing cancels.
+    Inverses of blocks on the diagonal give the inverses of blocks of twice the size. Each step is a
+    substitution by blocks, so there is no cancellation.
 
     Args:
         lower: [..., Q, Q], 0 on the diagonal and above.
@@ -203,7 +207,7 @@ def invert_unit_lower(lower: Tensor) -> Tensor:
 def _step(
     q: Tensor, k: Tensor, v: Tensor, logs: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run `run_delta_rule` of one token: without the dimension L."""
+    """Run `run_delta_rule` for one token: tensors lack the dimension L."""
     num_groups = q.shape[1]
     grouped = state.unflatten(1, (num_groups, -1))  # [B, G, R, V, K]
     fading = logs.exp()[:, :, None] if logs.dim() == 3 else logs.exp()[..., None, None]
@@ -217,7 +221,7 @@ def _step(
 
 
 class NativeDeltaRule(Ops):
-    """The operators of an operator table that are made of the functions above."""
+    """The delta-rule operators of `Ops`, made of the functions above."""
 
     def delta_tokens(
         self,

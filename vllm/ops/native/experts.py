@@ -1,4 +1,4 @@
-"""The choice of experts and their matmuls in torch."""
+"""Routing and matmuls of experts in torch."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -20,7 +20,7 @@ from vllm.ops.stored_weight import StoredWeight
 
 
 class NativeExperts(Ops):
-    """Experts of `Ops` in torch."""
+    """The expert operators of `Ops` in torch."""
 
     def route(
         self,
@@ -103,16 +103,18 @@ def sum_of_experts(
     down: Callable[[int, Tensor], Tensor],
     options: ExpertOptions,
 ) -> Tensor:
-    """Compute `Ops.moe` with all tokens through all experts, so that no shape depends on the
-    choices.
+    """Compute `Ops.moe` by running all tokens through all experts; no shape depends on choices.
 
     Args:
         ops: of the device.
-        x, topk_ids, topk_weights, options: as there.
+        x: see `Ops.moe`.
+        topk_ids: see `Ops.moe`.
+        topk_weights: see `Ops.moe`.
         num_experts: E.
-        gate_up: the first matmul of the expert of an index, [T, hidden] -> [T, 2 * I], or [T, I]
+        gate_up: the first matmul of the expert with an index, [T, hidden] -> [T, 2 * I], or [T, I]
             without gates.
         down: the second one, [T, I] -> [T, hidden].
+        options: see `Ops.moe`.
     """
     out = torch.zeros_like(x, dtype=torch.float32)
     choices = choices_of(num_experts, topk_ids, topk_weights, options.first_expert)
@@ -145,15 +147,21 @@ def _of(bias: Tensor | None, expert: int) -> Tensor | None:
 def choices_of(
     num_experts: int, topk_ids: Tensor, topk_weights: Tensor, first_expert: int | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, for each of the experts, which choices [T, k] are of others, and its weight [T, 1] for
-    each token, 0 if it was not chosen. No shape depends on the choices."""
+    """Yield for each expert its weight for every token, and which choices are other experts.
+
+    The choices are bool [T, k], the weights [T, 1], 0 if a token did not choose the expert. No
+    shape depends on the choices.
+    """
     for expert in range(num_experts):
         is_other = topk_ids != expert + (first_expert or 0)
         yield is_other, topk_weights.masked_fill(is_other, 0.0).sum(-1, keepdim=True)
 
 
 def _mixed_sparsely(logits: Tensor, ids: Tensor, tolerance: float) -> Tensor:
-    """Return the weights [T, k] of `sparse_mixer` (Liu et al. 2024, arXiv 2409.12136)."""
+    """Compute the weights [T, k] of the routing `sparse_mixer` (Liu et al.
+
+    2024, arXiv 2409.12136).
+    """
     weights, left = [], logits
     for index in ids.split(1, dim=-1):
         largest = logits.gather(-1, index)
@@ -167,7 +175,7 @@ def _mixed_sparsely(logits: Tensor, ids: Tensor, tolerance: float) -> Tensor:
 def check_choice(
     logits: Tensor, options: RoutingOptions, bias: Tensor | None, scales: Tensor | None
 ) -> None:
-    """Raise ValueError for choices that no router can make."""
+    """Check the arguments of `route`; raise ValueError if they are wrong."""
     num_experts, top_k, groups = logits.shape[-1], options.top_k, options.groups
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k is {top_k}; it must be from 1 to {num_experts} experts")
@@ -182,7 +190,7 @@ def check_choice(
 
 
 def _within_groups(key: Tensor, groups: ExpertGroups, num_best: int) -> Tensor:
-    """Set the experts outside the best groups to minus infinity."""
+    """Set the experts outside the best groups to minus infinity, so that they are not chosen."""
     grouped = key.unflatten(-1, (groups.num_groups, -1))
     best = grouped.topk(min(num_best, grouped.shape[-1]), dim=-1).values.sum(-1)
     chosen = best.topk(groups.top_groups, dim=-1).indices  # [T, top_groups]

@@ -1,7 +1,7 @@
-"""The reference that defines every operator: plain torch, any device, obviously right.
+"""The reference that defines every operator: plain torch, for any device, as simple as possible.
 
-Never optimised. Norms and softmax are computed in float32 whatever the dtype of the data. A
-device implementation derives from this class and replaces what it does better.
+Never optimised. Norms and softmax are computed in float32 for any dtype. Device implementations
+derive from this class and override what they can do faster.
 """
 
 from collections.abc import Callable
@@ -22,14 +22,14 @@ from vllm.ops.stored_weight import StoredWeight
 
 
 class DenseWeight(nn.Module):
-    """A dequantized weight."""
+    """A quantized weight that was dequantized."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply with the weight; see `PreparedWeight`."""
+        """Compute x @ weight.T + bias; see `PreparedWeight`."""
         return F.linear(x, self.weight, bias)
 
 
@@ -51,7 +51,7 @@ class DenseHeads(nn.Module):
 
 
 class NativeOps(NativeAdapters, NativeAttention, NativeDeltaRule, NativeExperts, NativeScans):
-    """Every operator in torch. Writes over no argument but the caches."""
+    """Every operator in torch. They change no argument except caches."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: int = 0) -> Tensor:
         if weight.shape != x.shape[-1:]:
@@ -184,7 +184,7 @@ class NativeOps(NativeAdapters, NativeAttention, NativeDeltaRule, NativeExperts,
 def check_rotary(
     positions: Tensor, query: Tensor, key: Tensor | None, cos_sin_cache: Tensor
 ) -> None:
-    """Raise ValueError for what no `rotary_embedding` takes."""
+    """Check the arguments of `rotary_embedding`; raise ValueError if they are wrong."""
     rot_dim, head_size = cos_sin_cache.shape[1], query.shape[2]
     if rot_dim % 2 or rot_dim > head_size:
         raise ValueError(
@@ -200,8 +200,10 @@ def check_rotary(
 
 
 def angles_at(positions: Tensor, cos_sin_cache: Tensor, sections: Tensor | None) -> Tensor:
-    """Return the cosines and sines [T, rot_dim] of tokens at [T] or [P, T] positions; see
-    `rotary_embedding`."""
+    """Look up the cosines and sines [T, rot_dim] of tokens at [T] or [P, T] positions.
+
+    See `rotary_embedding`.
+    """
     if positions.dim() == 1 or positions.shape[0] == 1:
         return cos_sin_cache.index_select(0, positions.flatten())
     if sections is None:

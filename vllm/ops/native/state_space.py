@@ -1,8 +1,8 @@
 """State-space layers in torch operations, for any device: convolution, and scans over a sequence.
 
-B sequences of L tokens each. A sequence comes with the state that its earlier tokens have left, and
-leaves a new one. Everything but the results of convolutions is float32. A token of padding has the
-time step 0, which leaves a state as it is.
+B sequences of L tokens each. A sequence begins with the state after its earlier tokens, and ends
+with a new one. Everything except the results of convolutions is float32. A padding token has the
+time step 0, which leaves the state unchanged.
 """
 
 import torch
@@ -23,14 +23,14 @@ def convolve(
     lengths: Tensor | None,
     has_silu: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Convolve each channel causally with K weights of its own, and apply silu.
+    """Apply a causal convolution with K weights for each channel, then silu.
 
     Args:
         x: [B, L, D].
-        window: [B, K - 1, D] the inputs before.
+        window: [B, K - 1, D] the inputs before x.
         weight: [D, K].
         bias: [D], or None.
-        lengths: [B] int32 or int64, tokens of each sequence, those behind are padding; None: all L.
+        lengths: [B] int32 or int64, tokens of each sequence, followed by padding; None: all L.
         has_silu: False leaves silu out.
 
     Returns:
@@ -54,8 +54,7 @@ def convolve(
 def time_steps(
     dt: Tensor, bias: Tensor, lengths: Tensor | None, limits: tuple[float, float] | None = None
 ) -> Tensor:
-    """Compute softplus of [B, L, D] and a bias, within the limits; 0 after the tokens of a
-    sequence."""
+    """Compute softplus(dt + bias) [B, L, D], within the limits; 0 for padding tokens."""
     steps = _softplus(dt.float() + bias.float())
     if limits is not None:
         steps = steps.clamp(*limits)
@@ -66,8 +65,10 @@ def time_steps(
 
 
 def _softplus(x: Tensor) -> Tensor:
-    """Compute max(x, 0) + log(1 + exp(-|x|)) with operators that cards have. The logarithm of the
-    rounded sum is corrected by the rounding error of the exponential."""
+    """Compute max(x, 0) + log(1 + exp(-|x|)), with operators that accelerators have.
+
+    The logarithm of the rounded sum is corrected by the rounding error of the exponential.
+    """
     small = (-x.abs()).exp()
     above = small + 1.0
     found = above - 1.0
@@ -79,17 +80,18 @@ def _softplus(x: Tensor) -> Tensor:
 def scan_heads(
     x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run the scan of Mamba-2: a state S [P, N] for each of H heads, with S_t = exp(dt_t * decay) *
-    S_(t-1) + dt_t * x_t b_t' and y_t = S_t c_t.
+    """Run the Mamba-2 scan over sequences, with a state S [P, N] for each of H heads.
 
-    Computed by chunks (Dao and Gu 2024, arXiv 2405.21060, section 6): products of matrices inside a
-    chunk, and one state from each chunk to the next.
+    S_t = exp(dt_t * decay) * S_(t-1) + dt_t * x_t b_t' and y_t = S_t c_t. Computed by chunks (Dao
+    and Gu 2024, arXiv 2405.21060, section 6): matmuls inside a chunk, and one state passed from
+    each chunk to the next.
 
     Args:
         x: [B, L, H, P].
         dt: [B, L, H] time steps, 0 for padding.
         decay: [H] negative.
-        b, c: [B, L, G, N]; each of the G groups serves H / G consecutive heads.
+        b: [B, L, G, N]; each of the G groups is used by H / G consecutive heads.
+        c: [B, L, G, N].
         state: [B, H, P, N] before the first token.
 
     Returns:
@@ -118,11 +120,10 @@ def scan_heads(
 
 
 def faded_between(logs: Tensor) -> Tensor:
-    """Return the fraction that is left at token i of what entered at token j, [..., Q, Q]; 0 if j
-    is after i.
+    """Return the total decay from token j to token i, [..., Q, Q]; 0 if j is after i.
 
     Args:
-        logs: [..., Q] logarithm of what each token leaves of the state before it.
+        logs: [..., Q] logarithm of the decay at each token.
     """
     size = logs.shape[-1]
     places = torch.arange(size, device=logs.device)
@@ -135,7 +136,7 @@ def faded_between(logs: Tensor) -> Tensor:
 def _step_heads(
     x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run `scan_heads` for one token."""
+    """Run `scan_heads` for one token: tensors lack the dimension L."""
     num_groups = b.shape[2]
     steps = dt[:, 0]
     inputs = x[:, 0] * steps[..., None]
@@ -150,13 +151,16 @@ def _step_heads(
 def scan_channels(
     x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run the scan of Mamba (Gu and Dao 2023, arXiv 2312.00752, algorithm 2): each of D channels
-    has N elements with decays of their own, so that it runs token by token.
+    """Run the Mamba scan over sequences (Gu and Dao 2023, arXiv 2312.00752, algorithm 2).
+
+    Each of D channels has N elements with different decays, so it runs token by token.
 
     Args:
-        x, dt: [B, L, D]; time steps are 0 for padding.
+        x: [B, L, D].
+        dt: [B, L, D] time steps, 0 for padding.
         decay: [D, N] negative.
-        b, c: [B, L, N].
+        b: [B, L, N].
+        c: [B, L, N].
         state: [B, D, N] before the first token.
 
     Returns:
@@ -175,9 +179,11 @@ def scan_channels(
 def scan_padded_channels(
     x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run `scan_channels` in few operations, for a device where each operation is expensive: in a
-    chunk, the states of all tokens take in the states 1, 2, 4, ... tokens before them (Hillis and
-    Steele 1986)."""
+    """Run `scan_channels` in few operations, for a device where each operation is expensive.
+
+    In a chunk, the states of all tokens are combined with the states 1, 2, 4, ... tokens before
+    them (Hillis and Steele 1986).
+    """
     inputs = x * dt
     outputs = []
     for start in range(0, x.shape[1], _CHUNK):
@@ -198,7 +204,7 @@ def scan_padded_channels(
 
 
 class NativeScans(Ops):
-    """The operators of an operator table that are made of the functions above."""
+    """The state-space operators of `Ops`, made of the functions above."""
 
     def scan_tokens(
         self,

@@ -1,4 +1,4 @@
-"""Activations of a program that become a part of the linear layer before them.
+"""Fuses activations of a program into the linear layers before them.
 
 The linear layer activates its results while they are in registers; it rounds them first, so the
 bits are the same.
@@ -16,7 +16,7 @@ from vllm.ops.cpu.symbols import Buffer, Rows
 def activate_products(
     operations: Sequence[Operation], result: Rows, taps: Sequence[Rows]
 ) -> list[Operation]:
-    """Return operations in which GELU is a part of the linear layer whose result it alone reads.
+    """Fuse GELU into the linear layer before it, if nothing else reads the layer's result.
 
     Args:
         operations: in their order.
@@ -41,7 +41,7 @@ def activate_products(
 
 
 def _activates(operation: Operation, before: Operation) -> bool:
-    """Return whether an operation is the GELU of all results of a linear layer."""
+    """Return whether an operation is the GELU of the whole result of the linear layer `before`."""
     x = operation.x
     return (
         operation.kind == "gelu"

@@ -1,8 +1,8 @@
-"""A whole step of decodes on the C++ kernels: inputs, decoder, output head, sampling, verification
-of drafts, and the new tokens noted in their rows.
+"""A whole step of decodes in one C++ call.
 
-Knows the arrays of the running requests; knows no request and no scheduler. What the numbers of a
-row mean is said in `vllm.worker.batch.input_batch` and `vllm.sample.state`.
+It builds inputs, runs decoder and output head, samples, verifies drafts, and records the new
+tokens. It knows only the arrays of the running requests, no requests and no scheduler. The meaning
+of these arrays is documented in `vllm.worker.batch.input_batch` and `vllm.sample.state`.
 """
 
 import ctypes
@@ -24,7 +24,10 @@ _num_threads = torch.get_num_threads
 
 @dataclass(frozen=True, kw_only=True)
 class RowArrays:
-    """The arrays that a step reads and writes for R requests. They are dense and never replaced."""
+    """The arrays that a step reads and writes, for R requests.
+
+    They are dense and never replaced.
+    """
 
     token_ids: IntArray
     """[R, max_model_len]"""
@@ -51,22 +54,23 @@ class RowArrays:
 
 
 class FusedDecodeStep:
-    """Runs decode steps of one model. Tokens equal the tokens of the decoder, the head and the
-    sampler called one after the other.
+    """Runs decode steps of one model in one C++ call each.
+
+    The tokens are the same as with separate calls of the decoder, the head and the sampler.
 
     Keeps the arrays alive, and scratch memory for its largest step. One call at a time.
 
     Args:
-        decoder: from token ids, or from hidden states of another stage, to hidden states.
+        decoder: from token ids, or from hidden states of another pipeline stage, to hidden states.
         head: from hidden states to logits.
         arrays: of the running requests.
-        known_features: the bits of `arrays.features` that a step can serve; what they mean is in
+        known_features: the bits of `arrays.features` that a step supports; their values are in
             `arrays.params` and `arrays.keys`.
-        random_feature: the bit of rows that are not greedy.
-        gives_hidden: `hidden` is wanted, and `tapped` of the decoder.
+        random_feature: the bit of requests that do not sample greedily.
+        gives_hidden: `hidden`, and `tapped` of the decoder, are wanted.
 
     Attributes:
-        hidden: what the decoder has returned for the tokens of the last step, [T, width].
+        hidden: output of the decoder for the tokens of the last step, [T, width].
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit each other.
@@ -132,32 +136,33 @@ class FusedDecodeStep:
         num_decodes: int = 1,
         given: torch.Tensor | None = None,
     ) -> tuple[IntArray, IntArray] | None:
-        """Run one step, if every request of it is a plain decode: one that runs the newest token, a
-        token of the output, and its drafts, samples after each, and wants no sampler features
-        except the supported ones.
+        """Run one step, if every request of it is a plain decode; else return None.
+
+        A plain decode runs the newest token, which is an output token, and its drafts, samples
+        after each of them, and uses only supported sampling features.
 
         Args:
-            rows: [n] no row twice.
+            rows: [n] batch indices, none twice.
             num_computed: [n] tokens of each whose keys and values are in the cache.
             num_scheduled: [n] tokens to run: the newest one, and drafts, which follow it in
                 `token_ids` and are not counted in `num_tokens`.
-            adapted: the adapters of the tokens; None: no row has one.
-            num_drafts: of all rows.
-            num_decodes: how many to run one after the other, without drafts. The first that ends a
-                row is the last. 1 with `given`.
+            adapted: the adapters of the tokens; None: no request has one.
+            num_drafts: of all requests.
+            num_decodes: how many decodes to run one after another, without drafts. The first that
+                finishes a request is the last. Must be 1 with `given`.
             given: [T, given_width of the decoder] hidden states of the T tokens, which a step that
                 runs may overwrite; None: the decoder takes token ids.
 
         Returns:
-            (token_ids, counts): the new tokens row by row, and [n] their number for each row. With
+            (token_ids, counts): the new tokens, request by request, and [n] their number. With
             drafts these are the sampled tokens up to and including the first that differs from its
             draft, otherwise one token for each decode that has run. They are stored in `token_ids`
-            of the rows and counted in `num_tokens`. If logits contain NaN or +inf, the row ends
-            before that token; if it is the first token, it is returned as -1 and stored as 0.
-            None: a row is not a plain decode, and nothing was done.
+            of the requests and counted in `num_tokens`. If logits contain NaN or +inf, the output
+            ends before that token; if it is the first token, it is returned as -1 and stored as 0.
+            None: a request is not a plain decode, and nothing was done.
 
         Raises:
-            ValueError: the arguments are not of one length, or `given` does not fit the decoder.
+            ValueError: the arguments differ in length, or `given` does not fit the decoder.
             IndexError: a token or a block is out of range.
             MemoryError: there is no scratch memory.
             CollectiveError: another rank has failed, or has not come in time.
@@ -213,13 +218,13 @@ class FusedDecodeStep:
 
     @property
     def num_invalid(self) -> int:
-        """Rows of the last step whose first token is -1."""
+        """Number of requests of the last step whose first token is -1 (invalid logits)."""
         num_invalid: int = self._launch.num_invalid
         return num_invalid
 
     @property
     def num_done(self) -> int:
-        """Decodes of the last step that have run."""
+        """Number of decodes of the last step that have run."""
         num_done: int = self._launch.num_done
         return num_done
 
@@ -238,7 +243,7 @@ class FusedDecodeStep:
         )
 
     def _grow(self, num_tokens: int, num_decodes: int, num_threads: int) -> None:
-        """Make room for steps of so many tokens and decodes."""
+        """Enlarge the scratch memory for steps of this size."""
         launch = self._launch
         # Arguments are copied into these arrays, whose addresses are read once, because reading the
         # address of an array is slow.

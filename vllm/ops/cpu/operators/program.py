@@ -1,7 +1,7 @@
-"""A recorded forward pass, run in one call of the C++ kernels.
+"""A recorded forward pass that runs in one call of the C++ kernels.
 
-Per operator, a launch of a small model spends more time in Python and in waking threads than in
-arithmetic. Here a call sets a few pointers. Knows operations and their buffers; knows no modules.
+With one call per operator, a small model spends more time in Python and in waking threads than in
+arithmetic. Here a call only sets a few pointers. Knows operations and their buffers, no modules.
 """
 
 import ctypes
@@ -28,25 +28,25 @@ _num_threads = torch.get_num_threads
 
 
 class Program:
-    """Runs launches of one model. Its results have the same bits as results of single operators.
+    """Runs forward passes of one model; results have the same bits as with single operators.
 
-    Keeps what the operations read alive, and scratch memory for its largest launch. One call at a
-    time.
+    Keeps everything that the operations read alive, and scratch memory for its largest forward
+    pass. One call at a time.
 
     Args:
-        recorder: records the operations. Weights and caches may change their content, but not
+        recorder: has recorded the operations. Weights and caches may change their content, but not
             their address.
-        result: the rows that a launch returns.
-        given: the rows that a launch brings; None: it brings token ids.
-        taps: hidden states that a launch also returns.
+        result: the recorded tensor that a forward pass returns.
+        given: the recorded tensor that is its input; None: its input is token ids.
+        taps: hidden states that it also returns.
 
     Attributes:
         dtype: of activations.
-        tapped: what the last launch has returned of `taps`, [T, width] each.
-        width: elements of a row of the result.
-        given_width: elements of a row that a launch brings, or 0.
-        num_positions: that a token may have, which rotate its heads.
-        num_types: of tokens; 0: it tells none apart.
+        tapped: values of `taps` in the last forward pass, [T, width] each.
+        width: elements of the result per token.
+        given_width: elements of the input per token, or 0 for token ids.
+        num_positions: positions of a token, which rotate its heads.
+        num_types: number of token types; 0: the model has none.
 
     Raises:
         NotFusibleError: the kernels cannot run it.
@@ -135,18 +135,18 @@ class Program:
 
     @property
     def num_groups(self) -> int:
-        """Groups of layers with block tables of their own."""
+        """Number of groups of layers with separate block tables."""
         return self._recorder.num_groups
 
     @property
     def buffer_width(self) -> int:
-        """Elements from one row of the result to the next, in the memory of the caller."""
+        """Elements from one token of the result to the next, in the memory of the caller."""
         width: int = self._out_width
         return width
 
     @property
     def address(self) -> int:
-        """Of the Program that kernels take, valid as long as this object lives."""
+        """Address of the kernels' Program struct, valid as long as this object exists."""
         return self._addresses[0]
 
     def forward(
@@ -164,23 +164,23 @@ class Program:
         items: ItemSlots | None = None,
         token_types: Tensor | None = None,
     ) -> Tensor:
-        """Run one ragged launch of T tokens of B requests, decodes of one token first.
+        """Run one ragged forward pass of T tokens of B requests; decodes of one token come first.
 
-        G groups of layers have block tables of their own; the dimension may lack where G is 1.
+        G groups of layers have separate block tables; the dimension may be missing if G is 1.
 
         Args:
-            inputs: token ids [T] int64; [T, given_width] where a launch brings rows, which may be
-                overwritten.
-            positions: [P, T] int64; P is 1 where all positions of a token are the same.
-            slot_mapping: [G, T] int64: where keys and values go; negative: nowhere.
+            inputs: token ids [T] int64; or hidden states [T, given_width] if the program takes
+                these, which may be overwritten.
+            positions: [P, T] int64; P is 1 if all positions of a token are the same.
+            slot_mapping: [G, T] int64: slots for keys and values; negative: they are not stored.
             block_tables: [G, B, max_blocks] int32, rows dense.
-            seq_lens: [B] int32: tokens of a request, this launch's included.
-            query_start_loc: [B + 1] int32: where the tokens of each request begin.
-            num_decodes: requests that are decodes; their tokens are the first.
-            replaced: tokens [m] int64, and the embeddings [m, W] that take the place of theirs.
+            seq_lens: [B] int32: tokens of a request, this forward pass included.
+            query_start_loc: [B + 1] int32: index of the first token of each request.
+            num_decodes: number of requests that are decodes; their tokens come first.
+            replaced: tokens [m] int64, and the embeddings [m, W] that replace theirs.
             adapted: the adapters of the T tokens; None: no token has one.
             items: the slots that the T tokens see by cross-attention; None: no token sees any.
-            token_types: [T] int64, where the model tells types of tokens apart; None: all are 0.
+            token_types: [T] int64, for models with token types; None: all are 0.
             last_keys: [T] int32: the last key that each token sees, see
                 `Ops.paged_attention_prefill`; None: its own.
 
@@ -274,22 +274,24 @@ class Program:
         return out if self.width == self._out_width else out[:, : self.width]
 
     def take_taps(self, num_tokens: int) -> ctypes.Array[ctypes.c_void_p]:
-        """Make `tapped` for a launch. The result has the addresses, and has to be kept as long as
-        it runs."""
+        """Allocate `tapped` for a forward pass; return the addresses.
+
+        The result must be kept as long as the forward pass runs.
+        """
         self.tapped = [
             torch.empty(num_tokens, width, dtype=self.dtype) for width in self._tap_widths
         ]
         return (ctypes.c_void_p * len(self.tapped))(*(tap.data_ptr() for tap in self.tapped))
 
     def check_exchange(self, status: int, reason: int) -> None:
-        """Raise if a launch has failed in an exchange between the ranks.
+        """Raise if a forward pass has failed in an exchange between the ranks.
 
         Args:
-            status: of the launch, a `ProgramStatus`.
-            reason: what the exchange has returned.
+            status: of the forward pass, a `ProgramStatus`.
+            reason: status that the exchange has returned.
 
         Raises:
-            CollectiveError: names the operation and the rank.
+            CollectiveError: with the operation and the rank.
         """
         exchanges = {
             self._status.kNotReduced: "all_reduce",
@@ -300,14 +302,13 @@ class Program:
             raise collectives.failure(operation, reason)
 
     def pack_rows(self, rows: AdaptedRows | None, num_rows: int) -> PackedRows | None:
-        """Pack the adapters of a launch for the kernels; None: no token has one."""
+        """Pack the adapters of the tokens for the kernels; None if no token has one."""
         return None if rows is None else PackedRows(self._kernels, rows, num_rows)
 
     def _sources(
         self, num_tokens: int, indices: Tensor, embeddings: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return, for each token, the row of the embeddings that replaces its own, or -1; and these
-        embeddings."""
+        """Return the index of the replacing embedding for each token, or -1, and the embeddings."""
         width = self._recorder.replaced_width
         if embeddings.shape != (len(indices), width):
             raise ValueError(
@@ -333,7 +334,7 @@ class Program:
         block_tables: Tensor,
         seq_lens: Tensor,
     ) -> NoReturn:
-        """Say why a launch was not computed."""
+        """Raise the error for the status of a forward pass that was not computed."""
         bad, program, known = self._launch.bad_index, self._struct, self._status
         self.check_exchange(status, bad)
         if status == known.kNoMemory:
@@ -380,8 +381,8 @@ _ALL_ROWS = ("attend", "attend_items", "all_reduce", "all_gather")
 class _Buffers:
     """Assigns the results of operations to the buffers of a program.
 
-    Rows that are no longer read give their buffer to others of the same width. Rows that are used
-    in one run only are local: not all of them are kept at once.
+    Results that are no longer read free their buffer for others of the same width. Results that are
+    used in one run only are local: the buffers hold only a part of their tokens at a time.
     """
 
     def __init__(
@@ -438,7 +439,7 @@ class _Buffers:
 
 
 def _is_row_operation(operation: Operation) -> bool:
-    """Whether the result may overwrite an operand that has the same width."""
+    """Return whether the result of an operation may overwrite an operand of the same width."""
     others = ("linear", "head_linear", "low_rank", "experts", "copy", "widen")
     return operation.kind not in (*others, *_ALL_ROWS)
 
@@ -448,7 +449,7 @@ def _used(operation: Operation) -> list[Buffer]:
 
 
 def _runs(operations: list[Operation]) -> Iterator[list[Operation]]:
-    """Yield the operations of each run, and each operation between two runs by itself."""
+    """Yield lists of operations: each run of row operations, and each other operation by itself."""
     run: list[Operation] = []
     for operation in operations:
         if operation.kind in _ALL_ROWS:
@@ -461,7 +462,7 @@ def _runs(operations: list[Operation]) -> Iterator[list[Operation]]:
 
 
 def _weight_bytes(operation: Operation) -> int:
-    """Return the bytes of weights that one token is multiplied with."""
+    """Return the bytes of weights that the operation reads for one token."""
     weight, experts = operation.operands.get("packed"), operation.operands.get("experts")
     if isinstance(experts, PackedExperts):
         return experts.num_bytes * int(operation.numbers["top_k"]) // experts.num_experts
@@ -471,7 +472,7 @@ def _weight_bytes(operation: Operation) -> int:
 
 
 def _fields(kernels: Any, operation: Operation, buffers: _Buffers) -> dict[str, Any]:
-    """Return the fields of an Operation of csrc/cpu/program_args.h."""
+    """Return the fields of the struct Operation in csrc/cpu/program_args.h."""
     kind = kernels.OperationKind.__members__.get(operation.kind)
     if kind is None:
         raise NotFusibleError(f"the kernels do not support the operation {operation.kind!r}")

@@ -1,7 +1,7 @@
-"""Records the operations of a model, to run them in one call of the C++ kernels.
+"""Records the operations of a model, so that one call of the C++ kernels can run them.
 
-A `Recorder` replaces the operator table, and of how a launch attends, while a model is
-run once on symbols (`vllm.ops.cpu.symbols`). Knows tensors and packed weights; knows no modules.
+While a model runs once on symbols (`vllm.ops.cpu.symbols`), a `Recorder` replaces the operator
+table and the attention of forward passes. It knows tensors and packed weights, no modules.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ _ON_FLOATS = ("widen", "linear", "route")
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation; what a kind means is said in csrc/cpu/row_operations.h."""
+    """One recorded operation; csrc/cpu/row_operations.h documents what each kind does."""
 
     kind: str
     x: Rows | None
@@ -53,13 +53,13 @@ class Operation:
 
 
 class Recorder(CPUOps):
-    """The operations of one forward pass, in their order.
+    """Records the operations of one forward pass, in their order.
 
-    Its methods take rows and return rows, whose memory the program provides. They raise
-    NotFusibleError for what the kernels cannot take.
+    Its methods take and return recorded tensors, whose memory the program provides. They raise
+    NotFusibleError for operations that the kernels do not support.
 
     Args:
-        dtype: of all rows, bfloat16 or float32.
+        dtype: of all recorded tensors, bfloat16 or float32.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -83,7 +83,9 @@ class Recorder(CPUOps):
 
     @property
     def torch_functions(self) -> dict[Any, Callable[..., Any]]:
-        """Functions of torch that have the same bits here, and what records them."""
+        """torch functions that can be recorded with the same bits, and the methods that record
+        them.
+        """
         return {
             F.embedding: self._embedding,
             F.pad: self._pad,
@@ -95,13 +97,16 @@ class Recorder(CPUOps):
         }
 
     def given(self, width: int) -> Rows:
-        """Make the tensor that the caller of the program provides."""
+        """Return the recorded tensor for the program's input of `width` elements per token."""
         return Rows(self, Buffer(width), (width,))
 
     def lookup(
         self, ids: Ids, table: Tensor | PackedWeight, dtype: torch.dtype | None = None
     ) -> Rows:
-        """Look up rows [T, W] of a table [N, W]; dtype: None or the dtype of the model."""
+        """Record a lookup of rows [T, W] in a table [N, W].
+
+        `dtype` is None or the model's dtype.
+        """
         if dtype not in (None, self.dtype):
             raise NotFusibleError(
                 f"embedding: the result must have the dtype of the model ({self.dtype}), got "
@@ -143,13 +148,13 @@ class Recorder(CPUOps):
         return embed(Ids(self, ids.is_position, ids.offset - first_id, num_rows))
 
     def all_reduce(self, x: Rows, collectives: SharedMemoryCollectives) -> Rows:
-        """Sum over the ranks, in place."""
+        """Record a sum over the ranks, in place."""
         self._meet(x, collectives)
         self._in_place("all_reduce", x, operands={"arena": collectives})
         return x
 
     def all_gather(self, x: Rows, collectives: SharedMemoryCollectives) -> Rows:
-        """Gather [T, n] of each rank to [T, n * ranks]."""
+        """Record a gather of [T, n] of each rank to [T, n * ranks]."""
         self._meet(x, collectives)
         sizes = (x.width * collectives.size,)
         return self._rows("all_gather", sizes, x, operands={"arena": collectives})
@@ -163,13 +168,13 @@ class Recorder(CPUOps):
         self.collectives = collectives
 
     def put_into(self, rows: Any) -> Any:
-        """Put the embeddings that a launch brings in, instead of embeddings that were looked up."""
+        """Record that embeddings given with a forward pass replace some of the looked-up ones."""
         self.replaced_width = rows.width
         self._in_place("replace", rows)
         return rows
 
     def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None) -> Rows:
-        """Multiply [T, num_inputs] with the weight -> [T, out_features]."""
+        """Record a matmul of [T, num_inputs] with the weight -> [T, out_features]."""
         if x.sizes != (weight.num_inputs,):
             raise NotFusibleError(
                 f"linear: x must have {weight.num_inputs} input features, got {x.sizes}"
@@ -185,8 +190,10 @@ class Recorder(CPUOps):
         return self._rows("linear", (size,), x, operands=operands, dtype=x.dtype)
 
     def multiply_heads(self, x: Any, heads: PackedHeads, appended: Any = None) -> Rows:
-        """Multiply heads [T, H, in_features] -> [T, H, out_features], and append the part of
-        `appended` to each head."""
+        """Record a matmul per head [T, H, in_features] -> [T, H, out_features].
+
+        The part of `appended` is appended to each head.
+        """
         if x.sizes != (heads.num_heads, heads.in_features):
             raise NotFusibleError(
                 f"multiply_heads: x must have {heads.num_heads} heads, got {x.sizes}"
@@ -207,7 +214,7 @@ class Recorder(CPUOps):
         return out
 
     def cat(self, parts: Any, dim: int = -1) -> Rows:
-        """Concatenate parts of the last dimension, in a new buffer."""
+        """Record a concatenation along the last dimension, in a new buffer."""
         if not all(isinstance(part, Rows) for part in parts):
             raise NotFusibleError("cat: recorded tensors and plain tensors cannot be concatenated")
         *heads, _ = parts[0].sizes
@@ -223,7 +230,7 @@ class Recorder(CPUOps):
         return out
 
     def widen(self, x: Rows) -> Rows:
-        """Convert to float32."""
+        """Record a conversion to float32."""
         if len(x.sizes) != 1:
             raise NotFusibleError(
                 "widen: x must be a recorded tensor with one dimension for each token, got sizes "
@@ -232,7 +239,7 @@ class Recorder(CPUOps):
         return self._rows("widen", x.sizes, x, dtype=torch.float32)
 
     def adapt(self, layer: AdaptedLayer, x: Any, y: Any) -> Any:
-        """Add to y what the adapters of a launch make of x."""
+        """Record adding the low-rank updates of LoRA adapters for input x to y."""
         if x.sizes != (layer.in_features,) or y.width < layer.out_features:
             raise NotFusibleError(
                 f"adapt: x {x.sizes} and y {y.sizes} do not fit the layer {layer}"
@@ -241,7 +248,7 @@ class Recorder(CPUOps):
         return y
 
     def adapt_heads(self, layer: LoRAHeads, x: Any, y: Any) -> Any:
-        """Add to y what the adapters of a launch make of the heads x."""
+        """Record adding the low-rank updates of LoRA adapters for heads x to y."""
         count = len(layer.heads)
         if x.sizes != (count, layer.in_features) or y.sizes[:-1] != (count,):
             raise NotFusibleError(
@@ -259,15 +266,15 @@ class Recorder(CPUOps):
         weights: Any,
         y: Any,
     ) -> Any:
-        """Return y unchanged: launches with adapters of experts do not run as a program."""
+        """Return y unchanged: batches with adapters of experts do not run as a program."""
         return y
 
     def adapt_embeddings(self, table: AdaptedLayer, ids: Any, y: Any) -> Any:
-        """Return y unchanged: launches with other embeddings run layer by layer."""
+        """Return y unchanged: batches with adapters of embeddings run layer by layer."""
         return y
 
     def clip(self, x: Rows, limit: float) -> Rows:
-        """Clip elements to a limit and its negative."""
+        """Record clipping of elements to [-limit, limit]."""
         return self.row_operation("clip", x, scalar=limit)
 
     def scale_rows(self, x: Any, factor: Any, is_gate: bool = False) -> Any:
@@ -319,7 +326,7 @@ class Recorder(CPUOps):
         return out, out  # one symbol represents both ids and weights
 
     def experts(self, experts: PackedExperts, x: Rows, ids: Any, weights: Any) -> Rows:
-        """Run the experts of each token, as `route` has chosen them."""
+        """Record the experts of each token, as `route` has chosen them."""
         is_routed = isinstance(ids, Rows) and ids is weights
         if x.sizes != (experts.hidden_size,) or not is_routed:
             raise NotFusibleError(
@@ -333,7 +340,7 @@ class Recorder(CPUOps):
         )
 
     def _pad(self, x: Any, pad: Any, mode: str = "constant", value: float | None = None) -> Rows:
-        """Append zeros to the last dimension, or NaN next to a NaN of x."""
+        """Record appending zeros to the last dimension, or NaN next to a NaN of x."""
         if tuple(pad[:1]) != (0,) or len(pad) != 2 or mode != "constant" or value:
             raise NotFusibleError(f"pad: only zeros after a dimension can be recorded, got {pad}")
         *heads, size = x.sizes
@@ -353,8 +360,9 @@ class Recorder(CPUOps):
         return self.row_operation("relu", x)
 
     def add(self, x: Any, y: Any) -> Rows:
-        """Add two recorded tensors, either of which may be given first; or a recorded tensor and a
-        plain one with the sizes of one token."""
+        """Record an addition of two recorded tensors, or of a recorded tensor and one of token
+        size.
+        """
         if not isinstance(x, Rows):
             raise NotFusibleError(
                 f"add: one operand must be a recorded tensor, got {type(x).__name__}"
@@ -365,7 +373,7 @@ class Recorder(CPUOps):
         return self.row_operation("add", x, y)
 
     def scale(self, x: Any, factor: Any) -> Rows:
-        """Multiply by a number; a tensor with one element counts with its present value."""
+        """Record a multiplication by a scalar; a one-element tensor is read now and not again."""
         if isinstance(factor, Tensor) and not isinstance(factor, Symbol) and factor.numel() == 1:
             factor = factor.item()
         if not isinstance(x, Rows) or not isinstance(factor, (int, float)):
@@ -408,7 +416,7 @@ class Recorder(CPUOps):
     def attend(
         self, layer: Any, query: Any, key: Any, value: Any = None, stores: bool = True
     ) -> Any:
-        """Store keys and values, and attend to the cache of a layer, as launches do."""
+        """Record storing keys and values, and attention to the cache of a layer."""
         if not isinstance(query, Rows):
             raise NotFusibleError("attend: the query must be a recorded tensor, got a plain one")
         caches = [layer.key_cache]
@@ -459,7 +467,7 @@ class Recorder(CPUOps):
         )
 
     def attend_to_items(self, layer: Any, query: Any) -> Rows:
-        """Attend to the slots that each token of a launch sees."""
+        """Record cross-attention to the item slots that each token sees."""
         keys, values = layer.item_keys, layer.item_values
         if not isinstance(keys, Tensor) or not isinstance(query, Rows):
             raise NotFusibleError(
@@ -489,7 +497,7 @@ class Recorder(CPUOps):
         )
 
     def clear_unseeing(self, x: Any) -> Any:
-        """Put zeros into the rows of tokens that see nothing."""
+        """Record setting tokens to zero that see no item."""
         self._in_place("clear_unseeing", x)
         return x
 
@@ -510,7 +518,7 @@ class Recorder(CPUOps):
         in_place: bool = False,
         **numbers: float,
     ) -> Rows:
-        """Record what `RowOperations` runs."""
+        """Record a row operation, with the arguments of `RowOperations`."""
         *heads, size = x.sizes
         if y is not None and (not isinstance(y, Rows) or y.sizes != x.sizes):
             found = f"rows of {y.sizes}" if isinstance(y, Rows) else f"a {type(y).__name__}"
@@ -526,7 +534,7 @@ class Recorder(CPUOps):
         return self._rows(kind, (*heads, out), x, y, operands=operands, dtype=None, **numbers)
 
     def _new_rows(self, sizes: tuple[int, ...], dtype: torch.dtype | None = None) -> Rows:
-        """Make a tensor in a buffer of its own."""
+        """Return a recorded tensor in a new buffer."""
         width, unit = torch.Size(sizes).numel(), (dtype or self.dtype).itemsize
         return Rows(self, Buffer(width * unit // self.dtype.itemsize), sizes, dtype=dtype)
 
@@ -541,7 +549,7 @@ class Recorder(CPUOps):
         dtype: torch.dtype | None = None,
         **numbers: float,
     ) -> Rows:
-        """Record an operation with a result of its own."""
+        """Record an operation with a new result, and return it."""
         out = self._new_rows(sizes, dtype)
         self._record(kind, x, y, out, operands, **numbers)
         return out
@@ -555,7 +563,7 @@ class Recorder(CPUOps):
         operands: dict[str, Any] | None = None,
         **numbers: float,
     ) -> None:
-        """Record an operation without a result, or that changes x."""
+        """Record an operation that changes x, or that has no result."""
         self._record(kind, x, y, x, operands, **numbers)
 
     def _record(
@@ -567,7 +575,7 @@ class Recorder(CPUOps):
         operands: dict[str, Any] | None = None,
         **numbers: float,
     ) -> None:
-        """Note an operation, unless its kernel does not read such rows."""
+        """Append an operation to the record; raise if its kernel does not support its tensors."""
         for rows in (x, y, out):
             if rows is None:
                 continue
@@ -606,10 +614,9 @@ class Recorder(CPUOps):
 
 
 def _check_heads(query: Rows, key: Rows, value: Rows | None, cache: Any) -> tuple[int, ...]:
-    """Return the shape [num_blocks, block_size, G, D] of the cache that queries, keys and values
-    fit.
+    """Check that queries, keys and values fit the cache, and return the cache's shape.
 
-    value: None where it is a part of the key.
+    The shape is [num_blocks, block_size, G, D]. value: None if it is a part of the key.
     """
     known = (*DTYPES, *FP8_DTYPES)
     if not isinstance(cache, Tensor) or cache.dim() != 4 or cache.dtype not in known:

@@ -1,9 +1,8 @@
-"""Operators on the C++ kernels of csrc/cpu, for bfloat16 and float32; torch for the rest.
+"""Operators on the C++ kernels of csrc/cpu, for bfloat16 and float32; torch for other cases.
 
-A kernel gets raw addresses, so this file checks everything it relies on: shapes, dtypes and
-strides here (ValueError), and the kernel itself the values it uses as indices (IndexError). The
-checks are plain attribute reads: a call costs a few microseconds, and a decode step makes
-hundreds.
+A kernel gets raw addresses, so this file checks everything it relies on: shapes, dtypes and strides
+here (ValueError); the kernel itself checks the values it uses as indices (IndexError). The checks
+only read attributes, because a call takes a few microseconds and a decode step makes hundreds.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,8 +67,8 @@ _num_threads = torch.get_num_threads
 class CPUOps(NativeOps):
     """Operators of the CPU platform. `rotary_embedding` and `fused_add_rms_norm` work in place.
 
-    Norms, activations and rotary embedding leave tensors of another device to torch; the others
-    take CPU tensors only.
+    Norms, activations and rotary embedding use torch for tensors of other devices; the other
+    operators accept only CPU tensors.
     """
 
     def __init__(self) -> None:
@@ -81,8 +80,10 @@ class CPUOps(NativeOps):
         self._row_operations = {d: RowOperations(kernels) for d, kernels in self._kernels.items()}
 
     def _rows_of(self, x: Any) -> Callable[..., Any] | None:
-        """Return a function that runs an operation on the rows of x, or records it, with the
-        arguments of `RowOperations`; None: torch computes it."""
+        """Return a function that runs or records row operations on x; None: torch computes them.
+
+        Its arguments are those of `RowOperations`.
+        """
         if x.is_cpu:
             return self._row_operations.get(x.dtype)
         return x.recorder.row_operation if isinstance(x, Rows) else None
@@ -234,7 +235,7 @@ class CPUOps(NativeOps):
         return choices_in(chosen, options.top_k)
 
     def _can_choose(self, options: RoutingOptions) -> bool:
-        """Whether the kernels have room for so many."""
+        """Return whether the kernels support this number of groups and of chosen experts."""
         return options.groups.num_groups <= self._max_groups and options.top_k <= self._max_top_k
 
     def round_to_fp8(self, x: Tensor, factor: float, largest: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""Weights as the C++ kernels read them, and matmuls with them.
+"""Weights in the layout of the C++ kernels, and matmuls with them.
 
-`linear` has one weight, `head_linear` one of each head, `moe` the experts of a layer. `stored`
-packs what quantized checkpoints store.
+`linear` has the weight of a linear layer, `head_linear` one matrix per head, `moe` the experts of a
+layer. `stored` packs the weights of quantized checkpoints.
 """

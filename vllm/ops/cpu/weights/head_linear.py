@@ -1,4 +1,4 @@
-"""Matmuls of each head with a packed matrix of its own.
+"""Matmuls of each head with its own packed matrix.
 
 Knows tensors and packed weights; knows no layers and no models.
 """
@@ -16,7 +16,7 @@ from vllm.ops.cpu.weights.linear import PackedWeight
 
 
 class PackedHeads:
-    """The matrices [I, O] of H heads, as one packed weight that is read in one line.
+    """The matrices [I, O] of H heads, joined into one packed weight that is read sequentially.
 
     The result of a token does not depend on other tokens, nor on the number of threads.
 
@@ -28,9 +28,10 @@ class PackedHeads:
     """
 
     def __init__(self, matrices: Tensor) -> None:
-        """
+        """Pack the matrices of all heads.
+
         Args:
-            matrices: [H, I, O] float32 or bfloat16, I a multiple of what `can_pack` says.
+            matrices: [H, I, O] float32 or bfloat16; `can_pack` must accept I.
 
         Raises:
             MemoryError: there is no scratch memory.
@@ -86,7 +87,7 @@ class PackedHeads:
         return out
 
     def dense(self) -> Tensor:
-        """Return the matrices [H, I, O]."""
+        """Return the dense matrices [H, I, O]."""
         ids = torch.arange(self.num_heads * self._padded)
         rows = self.weight.rows(ids, self._dtype).unflatten(0, (self.num_heads, -1))
         return rows[:, : self.out_features].mT

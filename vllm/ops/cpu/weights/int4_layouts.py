@@ -1,7 +1,7 @@
-"""Reads scales, zero points and groups of an int4 weight of a GPTQ or AWQ checkpoint.
+"""Reads scales, zero points and input order of int4 weights from GPTQ or AWQ checkpoints.
 
-Reads scales, zero points and the order of inputs, and checks their shapes; the numbers themselves
-are taken over by the C++ kernels. Knows no files and no kernels.
+It checks their shapes; the quantized values themselves are converted by the C++ kernels. Knows no
+files and no kernels.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ NO_ZERO = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Int4Groups:
-    """The groups of inputs of a weight [out_features, in_features] with a scale each."""
+    """The groups of inputs of a weight [out_features, in_features], each with a scale."""
 
     shape: torch.Size
     """(out_features, in_features)"""
@@ -41,7 +41,7 @@ class Int4Groups:
 
 
 def order_of(groups: Tensor) -> Tensor | None:
-    """Return the inputs sorted by their groups [in_features] as int32; None when they are."""
+    """Return the order [in_features] int32 that sorts inputs by group; None if they are sorted."""
     if (groups[1:] >= groups[:-1]).all():
         return None
     return groups.argsort(stable=True).int()
@@ -50,14 +50,14 @@ def order_of(groups: Tensor) -> Tensor | None:
 def make_groups(
     shape: torch.Size, qweight: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None
 ) -> Int4Groups:
-    """Read the groups of a weight whose words are in the layout of GPTQ or AWQ.
+    """Build the groups of a weight whose words are in the layout of GPTQ or AWQ.
 
     Args:
         shape: (out_features, in_features).
         qweight: the words, to be checked.
         scales: [G, out_features].
         zeros: [G, out_features] uint8.
-        order: of the inputs; None: as they come.
+        order: of the inputs; None: unchanged.
 
     Raises:
         ValueError: shapes or dtypes do not fit.

@@ -1,6 +1,6 @@
 """Weights of 4 or 5 bits with a minimum for each block, in the layout of the C++ kernels.
 
-The layout is in csrc/cpu/linear_format.h. Knows no files and no kernels.
+csrc/cpu/linear_format.h documents the layout. Knows no files and no kernels.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ FACTOR_INPUTS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class MinimumGroups:
-    """The groups of inputs of a weight with minimums."""
+    """The groups of inputs of a weight with scales and minimums."""
 
     block_inputs: int
     """Inputs that share a multiplier."""
@@ -28,14 +28,16 @@ class MinimumGroups:
 
 
 def minimum_panels(weight: MinimumWeight, panel: int) -> Tensor:
-    """Pack a weight into panels of `panel` outputs, [bytes] uint8, padded with zeros to whole
-    ones."""
+    """Pack a weight into panels of `panel` outputs, [bytes] uint8.
+
+    The last panel is padded with zeros.
+    """
     num_out, num_in = weight.shape
     num_factors, num_blocks = weight.scales.factors.shape[1], weight.scales.multipliers.shape[1]
     padding = -num_out % panel
 
     def in_panels(values: Tensor, *sizes: int) -> Tensor:
-        """Arrange [num_out, columns] as [panels, panel, factors, *sizes]."""
+        """Pad and reshape [num_out, columns] to [panels, panel, factors, *sizes]."""
         return F.pad(values, (0, 0, 0, padding)).view(-1, panel, num_factors, *sizes)
 
     per_factor = num_blocks // num_factors

@@ -1,8 +1,8 @@
 """Weights of linear layers in the layout of the C++ kernels, and the matmuls with them.
 
-A packed weight is the only copy: both one row and a thousand are multiplied by the kernels of
-csrc/cpu/linear.h, which on the processors measured so far are at least as fast as torch for any
-number of rows. Knows no layers and no models.
+A packed weight is the only copy: the kernels of csrc/cpu/linear.h multiply with any number of
+tokens, and on the processors measured so far are at least as fast as torch for each number. Knows
+no layers and no models.
 """
 
 import ctypes
@@ -28,7 +28,9 @@ _num_threads = torch.get_num_threads
 
 @dataclass(frozen=True, kw_only=True)
 class ByteGroups:
-    """Scales of a weight [out_features, in_features] of bytes: of blocks of neighbouring inputs."""
+    """Scales of a weight [out_features, in_features] of bytes, for blocks of neighbouring
+    inputs.
+    """
 
     scales: Tensor
     """[blocks, out_features]"""
@@ -59,8 +61,10 @@ class PackedWeight:
         *,
         has_values: bool = True,
     ) -> None:
-        """Wrap panels, or make them: zeroed, or without values. An int4 weight without groups has
-        blocks of 32."""
+        """Wrap given panels, or allocate new ones: zeroed, or uninitialised.
+
+        An int4 weight without groups has blocks of 32 inputs.
+        """
         self.out_features, self.in_features = shape
         self.num_inputs = self.in_features
         """Number of inputs of a token; fewer than `in_features` if some are read twice."""
@@ -108,14 +112,14 @@ class PackedWeight:
 
     @classmethod
     def pack(cls, weight: Tensor) -> "PackedWeight":
-        """Rearrange a dense float32 or bfloat16 weight, in its own memory.
+        """Pack a dense float32 or bfloat16 weight, in its own memory.
 
-        `weight` must not be used afterwards. When out_features is no multiple of 64, the result
-        is in new memory, padded to one.
+        `weight` must not be used afterwards. If out_features is not a multiple of 64, the result is
+        in new memory, padded to a multiple.
 
         Raises:
             ValueError: its dtype, shape, strides or alignment do not allow it.
-            MemoryError: there is no scratch memory; the weight is as it was.
+            MemoryError: there is no scratch memory; the weight is unchanged.
         """
         _check_weight(weight, None)
         num_out, num_in = weight.shape
@@ -131,7 +135,7 @@ class PackedWeight:
 
     @classmethod
     def from_int8(cls, weight: Tensor, scales: Tensor) -> "PackedWeight":
-        """Take over int8 numbers [out_features, in_features] with a scale per output feature.
+        """Pack int8 values [out_features, in_features] with one scale per output feature.
 
         Args:
             weight: int8, in_features a multiple of 4 and at most 65,000.
@@ -155,7 +159,7 @@ class PackedWeight:
     def from_bytes(
         cls, weight_format: WeightFormat, codes: Tensor, groups: ByteGroups
     ) -> "PackedWeight":
-        """Take over a weight whose elements are widened to bf16.
+        """Pack a weight of bytes whose elements the kernels convert to bf16.
 
         Args:
             weight_format: FP8, UINT8 or TABLE4.
@@ -179,7 +183,7 @@ class PackedWeight:
 
     @classmethod
     def quantize(cls, weight: Tensor, weight_format: WeightFormat) -> "PackedWeight":
-        """Round a dense float32 or bfloat16 weight to int8 or int4, in new memory.
+        """Quantize a dense float32 or bfloat16 weight to int8 or int4, in new memory.
 
         Raises:
             ValueError: its dtype, shape, strides or alignment do not allow it, or the format is
@@ -196,11 +200,11 @@ class PackedWeight:
 
     @classmethod
     def from_minimums(cls, weight: MinimumWeight) -> "PackedWeight":
-        """Take over numbers of 4 or 5 bits with scales and minimums.
+        """Pack 4- or 5-bit values with scales and minimums.
 
         Args:
-            weight: in_features a multiple of 16 (5 bits: 32), with multipliers for so many, or 32,
-                inputs, and factors for a divisor of 512 of them.
+            weight: in_features a multiple of 16 (5 bits: 32). Multipliers are for 16 or 32 inputs
+                (5 bits: 32), factors for a divisor of 512 inputs.
         """
         is_int4, num_in = weight.bits == 4, weight.shape[1]
         groups = MinimumGroups(
@@ -219,12 +223,12 @@ class PackedWeight:
         is_awq: bool,
         weight_format: WeightFormat = WeightFormat.INT4,
     ) -> "PackedWeight":
-        """Take over 4-bit values in the layout of AWQ, else of GPTQ, whose groups were read.
+        """Pack 4-bit values in the layout of AWQ or GPTQ, with groups that were read before.
 
         Args:
-            words: the numbers; with MXFP4, elements of E2M1.
-            groups: with MXFP4, scales are halves of the scales of the format.
-            is_awq: which layout.
+            words: the packed values; with MXFP4, elements of E2M1.
+            groups: the groups; with MXFP4, scales must be half of the format's scales.
+            is_awq: True: the layout of AWQ; False: of GPTQ.
             weight_format: INT4 or MXFP4.
         """
         packed = cls(weight_format, groups.shape, groups=groups)
@@ -242,10 +246,10 @@ class PackedWeight:
 
     @classmethod
     def stack(cls, parts: Sequence["PackedWeight"]) -> "PackedWeight":
-        """Stack the outputs of weights with the same inputs, one after the other.
+        """Join weights with the same inputs: their outputs follow one another.
 
         Args:
-            parts: of which the first becomes the result; none must be used otherwise.
+            parts: the weights. The first becomes the result; do not use any of them otherwise.
         """
         first = parts[0]
         first._behind = tuple(parts[1:])
@@ -255,7 +259,7 @@ class PackedWeight:
         return first
 
     def read_inputs(self, order: Tensor, num_inputs: int) -> None:
-        """Read inputs in an order from now on, some of them more than once.
+        """Let the weight read its inputs in this order, some of them more than once.
 
         Args:
             order: [in_features] int32, below num_inputs. Of several columns for an input, all but
@@ -267,19 +271,21 @@ class PackedWeight:
         self._struct.order = order.data_ptr()
 
     def scale_outputs(self, factors: Tensor) -> None:
-        """Multiply the weights of each output by a factor [out_features], from now on."""
+        """Multiply the weights of each output by a factor [out_features], permanently."""
         assert self._scales is not None and self._scales.dim() == 1
         self._scales[: self.out_features] *= factors
 
     @property
     def address(self) -> int:
-        """Of the LinearWeight that kernels take, valid as long as this object lives."""
+        """Address of the kernels' LinearWeight struct, valid as long as this object exists."""
         return self._address
 
     @property
     def layout(self) -> tuple[WeightFormat, int, int, bool]:
-        """Return (format, inputs that share a scale, and its factor, whether there are zero
-        points): weights with the same layout and shape differ only in their values."""
+        """(format, inputs per scale, inputs per factor of scales, whether there are zero points).
+
+        Weights with the same layout and shape differ only in their values.
+        """
         weight = self._struct
         return (
             self.weight_format,
@@ -289,14 +295,14 @@ class PackedWeight:
         )
 
     def has_order_of(self, other: "PackedWeight") -> bool:
-        """Whether both read their inputs in the same order."""
+        """Return whether two weights read their inputs in the same order."""
         if self.order is None or other.order is None:
             return self.order is other.order
         return torch.equal(self.order, other.order)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weight with its scales."""
+        """Bytes of the weight with its scales."""
         tensors = (self._panels, self._scales, self._zeros, self._sums, self._table, self.order)
         own = sum(t.numel() * t.element_size() for t in tensors if t is not None)
         return own + sum(part.num_bytes for part in self._behind)
@@ -305,8 +311,8 @@ class PackedWeight:
         """Compute x [..., num_inputs] @ weight.T + bias -> [..., out_features] of x's dtype.
 
         Args:
-            x: float32 or bfloat16 (with a float32 weight: float32), dense; a matrix may have
-                rows that are further apart.
+            x: float32 or bfloat16 (with a float32 weight: float32), dense, except that the rows of
+                a matrix may be further apart.
             bias: [out_features] of x's dtype, or None.
 
         Raises:
@@ -346,8 +352,7 @@ class PackedWeight:
         return out
 
     def rows(self, ids: Any, dtype: torch.dtype) -> Tensor:
-        """Return rows of the weight, such as token embeddings that share the weight of the output
-        head.
+        """Return rows of the weight, such as token embeddings tied to the output head.
 
         Args:
             ids: [N] int64, dense, each below out_features.
@@ -357,7 +362,7 @@ class PackedWeight:
             [N, num_inputs]
 
         Raises:
-            ValueError: `ids` or `dtype` are not as said.
+            ValueError: `ids` or `dtype` are not supported.
             IndexError: an id is out of range.
         """
         if isinstance(ids, Ids):

@@ -1,7 +1,7 @@
 """A mixture of experts on packed weights: one call of the kernel of csrc/cpu/moe.h.
 
-The contract is `Ops.moe`, the packed weights come from `vllm.ops.cpu.weights.linear`. Knows no
-router and no models.
+The contract is `Ops.moe`; `vllm.ops.cpu.weights.linear` packs the weights. Knows no router and no
+models.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ _num_threads = torch.get_num_threads
 
 
 class PackedExperts:
-    """The weights of E experts as the kernels read them.
+    """The weights of E experts in the layout of the kernels.
 
     The result of a token does not depend on other tokens, nor on the number of threads.
     """
@@ -37,18 +37,18 @@ class PackedExperts:
         biases: ExpertBiases = NO_BIASES,
         options: ExpertOptions = SILU_EXPERTS,
     ) -> None:
-        """Take over E packed weights each.
+        """Join the packed weights of E experts.
 
         Args:
-            gate: [I, H] each, in any format, all in the same one; of experts without gates the
-                same objects as `up`.
-            up: the same, in the format of the gates.
-            down: [H, I] each, in any format, all in the same one.
+            gate: E weights [I, H], all in the same format; for experts without gates the same
+                objects as `up`.
+            up: E weights [I, H], in the format of the gates.
+            down: E weights [H, I], all in the same format.
             biases: of the dtype of activations.
             options: see `Ops.moe`.
 
         Raises:
-            ValueError: numbers, shapes or formats do not fit, or a gate and its up have different
+            ValueError: counts, shapes or formats do not fit, or a gate and its up have different
                 orders of inputs.
         """
         if not len(gate) == len(up) == len(down) > 0:
@@ -105,7 +105,7 @@ class PackedExperts:
         """Of the Experts that kernels take, valid as long as this object lives."""
 
     def _check_bias(self, bias: Tensor, width: int) -> None:
-        """Check a bias; activations must have its dtype."""
+        """Check a bias; from now on activations must have its dtype."""
         if bias.shape != (self.num_experts, width) or not bias.is_contiguous() or not bias.is_cpu:
             raise ValueError(
                 f"a bias must be dense [{self.num_experts}, {width}] on cpu, got "
@@ -115,7 +115,7 @@ class PackedExperts:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of activations that `forward` takes."""
+        """Dtypes of activations that `forward` accepts."""
         return tuple(self._kernels)
 
     @classmethod
@@ -133,10 +133,10 @@ class PackedExperts:
             gate_up: [E, 2 * I, H], gate then up; [E, I, H] without gates. Must not be used
                 afterwards.
             down: [E, H, I]. Must not be used afterwards.
-            weight_format: int8 or int4, in new memory; None packs the weights as they are, in
-                their own memory where H and I are multiples of 64.
-            biases: see the class.
-            options: the same.
+            weight_format: int8 or int4, in new memory; None packs the weights unchanged, in
+                their own memory if H and I are multiples of 64.
+            biases: see `__init__`.
+            options: see `__init__`.
 
         Raises:
             ValueError: dtypes, shapes or strides do not allow it.
@@ -154,30 +154,29 @@ class PackedExperts:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weights with their scales."""
+        """Bytes of the weights with their scales."""
         parts = self._weights if self._has_gate else self._weights[1:]
         return sum(weight.num_bytes for part in parts for weight in part)
 
     def multiply_gate_up(self, expert: int, x: Tensor) -> Tensor:
-        """Multiply with gate and up of an expert, as `ExpertProducts` does. Biases are not
-        added."""
+        """Multiply x with gate and up of one expert, without biases; see `ExpertProducts`."""
         gate, up, _ = self._weights
         if not self._has_gate:
             return up[expert].linear(x)
         return torch.cat([gate[expert].linear(x), up[expert].linear(x)], dim=1)
 
     def multiply_down(self, expert: int, x: Tensor) -> Tensor:
-        """Multiply with down of an expert, as `ExpertProducts` does. Biases are not added."""
+        """Multiply x with down of one expert, without biases; see `ExpertProducts`."""
         return self._weights[2][expert].linear(x)
 
     def forward(self, x: Any, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """Run these experts, as `Ops.moe` does.
+        """Compute the experts of each token; see `Ops.moe`.
 
         Args:
             x: [T, hidden], float32 or bfloat16 (with float32 weights: float32); rows may be
                 further apart.
             topk_ids: [T, k] int64; rows may be further apart.
-            topk_weights: [T, k] float32, the same.
+            topk_weights: [T, k] float32; rows may be further apart.
 
         Returns:
             [T, hidden] of x's dtype.

@@ -1,4 +1,4 @@
-"""From the weights of quantized checkpoints to the layout of the C++ kernels. Values are kept."""
+"""Converts the weights of quantized checkpoints to the layout of the C++ kernels, losslessly."""
 
 from collections.abc import Sequence
 from functools import singledispatch
@@ -34,7 +34,7 @@ _UNEQUAL_BLOCK = 32
 
 @singledispatch
 def pack_stored(weight: StoredWeight) -> PackedWeight | None:
-    """Return the weight as the kernels read it; None: no kernel multiplies with it.
+    """Pack a quantized weight for the kernels; None if no kernel supports it.
 
     Raises:
         ValueError: the groups of its inputs are wrong.
@@ -50,12 +50,12 @@ def pack_stored_experts(
     biases: ExpertBiases = NO_BIASES,
     options: ExpertOptions = SILU_EXPERTS,
 ) -> PackedExperts | None:
-    """Pack experts for the kernels; None: no kernel multiplies with them.
+    """Pack quantized experts for the kernels; None if no kernel supports them.
 
-    Args: see `Ops.prepare_experts`.
+    For the arguments see `Ops.prepare_experts`.
 
     Raises:
-        ValueError: experts are stored in different ways, or their groups are wrong.
+        ValueError: experts are stored in different formats, or their groups are wrong.
         MemoryError: there is no scratch memory.
     """
     packed: list[list[PackedWeight]] = []
@@ -71,13 +71,13 @@ def pack_stored_experts(
 
 
 def _has_blocks(block_inputs: int, num_in: int) -> bool:
-    """Whether the kernels have scales of so many inputs."""
+    """Return whether the kernels support scales of blocks of this many inputs."""
     fits = block_inputs % _STRETCH == 0 or (_STRETCH % block_inputs == 0 and block_inputs % 4 == 0)
     return num_in % 4 == 0 and (block_inputs >= num_in or fits)
 
 
 def _is_int4(weight: GroupedWeight) -> bool:
-    """Whether the kernels of int4 take the weight as it is, with scales of float16."""
+    """Return whether the int4 kernels support the weight without loss, with float16 scales."""
     num_out, num_in = weight.shape
     group = num_in // len(weight.scales)
     fits = group % SMALLEST_BLOCK == 0 or (len(weight.scales) == 1 and num_in % 8 == 0)
@@ -87,15 +87,17 @@ def _is_int4(weight: GroupedWeight) -> bool:
 
 
 def _are_halves(scales: Tensor) -> bool:
-    """Whether the kernels have the scales [G, out_features] as they are. They divide the scales of
-    an output by a power of two, for more room in float16."""
+    """Return whether scales [G, out_features] are exact in float16.
+
+    The kernels divide the scales of an output by a power of two first, to fit the range.
+    """
     exponent = scales.abs().amax(0).frexp().exponent
     divided = torch.ldexp(scales, 1 - exponent)
     return torch.equal(divided.half().float(), divided)
 
 
 def _has_factors(weight: MinimumWeight) -> bool:
-    """Whether the kernels have scales and minimums of so many inputs."""
+    """Return whether the kernels support the group sizes of its scales and minimums."""
     num_in = weight.shape[1]
     num_blocks, num_factors = weight.scales.multipliers.shape[1], weight.scales.factors.shape[1]
     sizes = (32,) if weight.bits == 5 else (16, 32)
@@ -149,7 +151,7 @@ def _pack_grouped(weight: GroupedWeight) -> PackedWeight | None:
 
 @pack_stored.register
 def _pack_mxfp4(weight: Mxfp4Weight) -> PackedWeight | None:
-    """Pack a weight; None: exponents of an output are too far apart."""
+    """Pack an MXFP4 weight; None if exponents of an output are too far apart."""
     halves = weight.powers().T / 2
     if weight.shape[0] % 8 or not _are_halves(halves):
         return None
@@ -175,7 +177,7 @@ def _pack_nvfp4(weight: Nvfp4Weight) -> PackedWeight | None:
 
 @pack_stored.register
 def _pack_table(weight: TableWeight) -> PackedWeight | None:
-    """Return the weight in int8 where a group is no multiple of 8 inputs."""
+    """Pack a weight of table indices; as int8 if a group is not a multiple of 8 inputs."""
     num_in = weight.shape[1]
     block = num_in // weight.scales.shape[1]
     if block % WeightFormat.TABLE4.inputs_per_word or not _has_blocks(block, num_in):
@@ -186,7 +188,7 @@ def _pack_table(weight: TableWeight) -> PackedWeight | None:
 
 
 def _pack_unequal(weight: GroupedWeight) -> PackedWeight | None:
-    """Pack a weight whose groups have inputs from everywhere."""
+    """Pack a weight whose groups do not consist of neighbouring inputs."""
     found = weight.with_neighbours(_UNEQUAL_BLOCK)
     if found is None:
         return None

@@ -40,14 +40,14 @@ class WeightFormat(Enum):
 
     @property
     def inputs_per_word(self) -> int:
-        """in_features must be a multiple of this."""
+        """Number that in_features must be a multiple of."""
         if self.has_int4_blocks or self is WeightFormat.TABLE4:
             return 8
         return {"kFloat": 1, "kBf16": 2}.get(self.value, 4)
 
     @property
     def has_int4_blocks(self) -> bool:
-        """Whether numbers of 4 or 5 bits are stored in blocks with their scales."""
+        """Whether values of 4 or 5 bits are stored in blocks together with their scales."""
         return self.value in ("kInt4", "kMxfp4", "kInt4Minimums", "kInt5Minimums")
 
 
@@ -55,11 +55,11 @@ DENSE_FORMATS = {torch.float32: WeightFormat.FLOAT32, torch.bfloat16: WeightForm
 
 
 def can_pack(weight: Tensor, weight_format: WeightFormat | None = None) -> bool:
-    """Whether a dense weight [out_features, in_features] can be stored in a format.
+    """Return whether a dense weight [out_features, in_features] can be stored in a format.
 
     Args:
         weight: of any device and dtype.
-        weight_format: None is the weight's own dtype.
+        weight_format: None: the weight's own dtype.
     """
     own = DENSE_FORMATS.get(weight.dtype)
     if load_cpu_kernels() is None or own is None or weight.device.type != "cpu":
