@@ -1,16 +1,16 @@
-"""Padded shapes of the device, and what fits into its memory. Pure logic.
+"""Padded shapes of forward passes, and the division of device memory. Pure logic.
 
-    settings, linear,      which buckets there are: the twelve variables, three strategies,
-    exponential, sparse,   a file; `generate` puts them together
+    settings, linear,      generate the buckets: the twelve variables, three strategies,
+    exponential, sparse,   a file; `generate` combines them
     bucket_file, generate
-    catalog                the finite set of buckets, and the cheapest that holds a launch
-    step_limits, closure   what a scheduler step can emit, and the proof that each has a bucket
-    bucket_plan            all of it for the configuration of an engine
+    catalog                the finite set of buckets, and the cheapest one for a batch
+    step_limits, closure   the possible batches of a step, and the proof that each has a bucket
+    bucket_plan            all of it for the config of an engine
     traffic                counts of the shapes that were needed, in a table and a file
-    optimal                the best buckets for a traffic, with a certificate
-    shrink                 a smaller catalog when the memory does not hold some of its buckets
+    optimal                the best buckets for a traffic, with a bound on how good they are
+    shrink                 a smaller catalog if some buckets do not fit in memory
     ledger, capture_plan   bytes per class, and which graphs are captured within them
-    log_lines              the texts of all this
+    log_lines              the log lines about buckets and memory
 
 Independent of torch, devices, environment variables and requests.
 """

@@ -11,7 +11,7 @@ from enum import IntEnum
 
 
 class Phase(IntEnum):
-    """Kind of launch; `str()` gives the word."""
+    """Kind of forward pass, prefill or decode; `str()` gives the word."""
 
     PREFILL = 0
     DECODE = 1
@@ -22,9 +22,9 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, order=True, slots=True)
 class Bucket:
-    """A shape, ordered as (phase, batch, query_len, blocks).
+    """A padded shape of forward passes, ordered as (phase, batch, query_len, blocks).
 
-    Also names the exact shape of a launch where one is spoken of, as in an uncovered shape.
+    It also represents the exact shape of a batch, for example one without a bucket.
     """
 
     phase: Phase
@@ -40,11 +40,11 @@ class Bucket:
 
     @property
     def num_tokens(self) -> int:
-        """Padded tokens of one launch."""
+        """Number of tokens of a forward pass, padding included."""
         return self.batch * self.query_len
 
     def covers(self, shape: "Bucket") -> bool:
-        """Whether a launch of that shape can be padded up to this bucket."""
+        """Return whether a batch of this shape can be padded to this bucket."""
         return (
             self.phase is shape.phase
             and self.batch >= shape.batch

@@ -1,4 +1,4 @@
-"""Padded sizes of forward passes of an encoder of images. Pure logic."""
+"""Padded sizes of forward passes of an image or sound encoder. Pure logic."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,14 +11,13 @@ _STEP = 1.25
 def encoder_sizes(
     smallest: int, largest: int, unit: str, given: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Return the sizes, ascending. The last one has room for every image.
+    """Return the padded sizes, ascending. Every image fits into the last one.
 
     Args:
         smallest: units of the smallest image.
         largest: units of the largest image.
         unit: "patches", or a name of items that all have one size, such as "images".
-        given: sizes that the user asks for, instead of the usual ones. One for the largest image is
-            added.
+        given: sizes from the user, instead of the default ones. One for the largest image is added.
 
     >>> encoder_sizes(1, 1, "images")
     (1, 2, 4, 8)
@@ -42,8 +41,10 @@ def encoder_sizes(
 
 
 def _tiles(largest: int) -> Iterator[int]:
-    """Yield sizes for images of one tile, several of which may share a forward pass, and for images
-    of up to `largest` tiles."""
+    """Yield sizes for images of one tile, and for images of up to `largest` tiles.
+
+    Several images of one tile may share a forward pass.
+    """
     yield from (1, 2, 4, 8)
     size = 2
     while size < largest:
@@ -63,7 +64,7 @@ def split_into_sizes(counts: Sequence[int], sizes: Sequence[int]) -> list[tuple[
     """Divide images among forward passes, in their order.
 
     Args:
-        counts: units of each image; none has more than the last size.
+        counts: units of each image, at most the last size.
         sizes: ascending.
 
     Returns:
@@ -89,7 +90,7 @@ def split_into_sizes(counts: Sequence[int], sizes: Sequence[int]) -> list[tuple[
 
 
 def fraction_of_padding(counts: Sequence[int], sizes: Sequence[int]) -> float:
-    """Return the fraction of padding of forward passes with one image each.
+    """Return the fraction of padding, if each forward pass has one image.
 
     >>> fraction_of_padding([3, 4], (4,))
     0.125

@@ -1,4 +1,4 @@
-"""Accounts device memory in bytes per class, and refuses to use more than the budget of a class.
+"""Accounts for device memory in bytes per class, within a budget for each class.
 
     total = weights + workspace + margin + graphs + KV cache + unassigned
 
@@ -7,7 +7,7 @@
     graphs   usable * VLLM_GRAPH_RESERVED_MEM, of it VLLM_GRAPH_PROMPT_RATIO for prompts
     KV       the rest of usable, in whole blocks
 
-Measures nothing itself: the caller passes the numbers of the device.
+It measures nothing: the caller passes the values of the device.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 
 class MemoryClass(Enum):
-    """Uses of memory."""
+    """Classes of memory use."""
 
     WEIGHTS = "weights"
     WORKSPACE = "workspace"
@@ -34,7 +34,7 @@ GRAPHS = (MemoryClass.PREFILL_GRAPHS, MemoryClass.DECODE_GRAPHS)
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Format bytes with four significant digits, in the largest unit that gives a number above 1.
+    """Format bytes with four significant digits, in the largest unit with a value above 1.
 
     >>> [format_bytes(n) for n in (0, 1024, 1025, 65536, -258048)]
     ['0 B', '1024 B', '1.001 KiB', '64 KiB', '-252 KiB']
@@ -49,7 +49,7 @@ def format_bytes(num_bytes: float) -> str:
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """Division of the free memory. The parts add up: usable + margin, graphs + KV."""
+    """Division of the free memory: usable + margin, and of usable: graphs + KV cache."""
 
     free_bytes: int
     usable_bytes: int
@@ -58,7 +58,7 @@ class MemorySplit:
     kv_bytes: int
 
     def num_blocks(self, block_bytes: int) -> int:
-        """Return the number of whole KV blocks."""
+        """Return the number of whole KV blocks that fit."""
         return max(0, self.kv_bytes // block_bytes)
 
 
@@ -68,7 +68,7 @@ def split_memory(free_bytes: int, utilization: float, graph_reserved: float) -> 
     Args:
         free_bytes: free device memory.
         utilization: fraction of it to use, 0 to 1.
-        graph_reserved: fraction of the usable part for graphs; 0 when none are captured.
+        graph_reserved: fraction of the usable part for graphs; 0 if none are captured.
     """
     if not (0 <= utilization <= 1 and 0 <= graph_reserved <= 1):
         raise ValueError(
@@ -87,7 +87,7 @@ def split_memory(free_bytes: int, utilization: float, graph_reserved: float) -> 
 
 
 def split_graph_memory(graph_bytes: int, prompt_ratio: float) -> tuple[int, int]:
-    """Return the bytes for prompt graphs and for decode graphs."""
+    """Divide graph memory into bytes for prompt graphs and for decode graphs."""
     if not 0 <= prompt_ratio <= 1:
         raise ValueError(f"prompt_ratio must be a fraction from 0 to 1, got {prompt_ratio}")
     prompt = int(graph_bytes * prompt_ratio)
@@ -95,10 +95,10 @@ def split_graph_memory(graph_bytes: int, prompt_ratio: float) -> tuple[int, int]
 
 
 class MemoryLedger:
-    """Budgets per class and what is booked against them.
+    """Budgets of memory per class, and the bytes booked against them.
 
-    At all times 0 <= booked <= budget for every class, and the budgets add up to the total at
-    most. Single-threaded.
+    At all times 0 <= booked <= budget for every class, and the budgets add up to the total at most.
+    Single-threaded.
 
     Args:
         total_bytes: memory of the device.
@@ -111,7 +111,7 @@ class MemoryLedger:
 
     @property
     def unassigned_bytes(self) -> int:
-        """Bytes that no class has."""
+        """Bytes that are in the budget of no class."""
         return self.total_bytes - sum(self._budget.values())
 
     def budget(self, cls: MemoryClass) -> int:
@@ -157,7 +157,7 @@ class MemoryLedger:
         self._budget[target] += num_bytes
 
     def book(self, cls: MemoryClass, num_bytes: int) -> bool:
-        """Book bytes of a class. Return False and book nothing if it has fewer left."""
+        """Book bytes of a class. Return False and book nothing if its budget has fewer left."""
         if _checked(num_bytes) > self.left(cls):
             return False
         self._booked[cls] += num_bytes
@@ -186,10 +186,10 @@ def open_ledger(
     prompt_ratio: float,
     block_bytes: int,
 ) -> MemoryLedger:
-    """Make a ledger as it is before the KV cache is allocated and the first graph captured.
+    """Make the ledger at the time before the KV cache is allocated and the first graph captured.
 
-    Weights, workspace and margin are booked: they are facts. The KV budget is whole blocks; what
-    is left of the last one belongs to no class.
+    Weights, workspace and margin are booked, since they are in use. The KV budget is whole blocks;
+    the rest of the last one stays unassigned.
 
     Raises:
         ValueError: the parts are more than the device has.
@@ -219,12 +219,12 @@ def _checked(num_bytes: int) -> int:
 def assign_graphs(
     ledger: MemoryLedger, prompt_ratio: float, most_bytes: int | None = None
 ) -> tuple[int, int]:
-    """Give graphs all that no other class has. Return the bytes for prompts and for decodes.
+    """Assign all unassigned memory to graphs; return the bytes for prompts and for decodes.
 
     Args:
         ledger: has no graphs yet.
-        prompt_ratio: part of it for prompts, 0 to 1.
-        most_bytes: of both; None: all there are.
+        prompt_ratio: fraction for prompts, 0 to 1.
+        most_bytes: limit for both; None: no limit.
     """
     found = sum(ledger.left(cls) for cls in GRAPHS) + ledger.unassigned_bytes
     most_bytes = found if most_bytes is None else min(found, most_bytes)

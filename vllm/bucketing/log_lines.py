@@ -1,4 +1,4 @@
-"""The texts that users of the Gaudi stack grep for: buckets, memory, warm-up, graph capture.
+"""Log lines that users of the Gaudi stack grep for: buckets, memory, warm-up, graph capture.
 
 Only texts; the runner decides when they are logged.
 """
@@ -27,9 +27,9 @@ def bucket_config_line(
         phase: whose ranges they are.
         batch: the range of batch sizes; `str()` gives it in brackets.
         size: the range of lengths, or of blocks.
-        size_label: what the second range is called.
+        size_label: name of the second range.
         context: the range of blocks of context; None: the strategy has none.
-        parts: what the values of a range are.
+        parts: names of the values of a range.
     """
     name = _PHASE_NAMES[phase].capitalize()
     blocks = "" if context is None else f", blocks:{context}"
@@ -39,8 +39,8 @@ def bucket_config_line(
 def generated_line(phase: Phase, buckets: Sequence[Bucket]) -> str:
     """Return `Generated 24 prompt buckets: [(1, 128), ...]`, in ascending order.
 
-    Pairs are (batch, length) and (batch, total blocks). Once a prompt has context, or a decode has
-    drafts, its buckets are triples and the line says of what.
+    Pairs are (batch, length) and (batch, total blocks). If a prompt has context, or a decode has
+    drafts, buckets are triples, and the line names their values.
     """
     name = _PHASE_NAMES[phase]
     legend = " [bs, query, num_blocks]" if _needs_triples(phase, buckets) else ""
@@ -96,7 +96,7 @@ def captured_line(phase: Phase, captured: Sequence[Bucket], total: int, used_byt
 def graph_memory_line(
     graph_bytes: int, free_bytes: int, prompt_bytes: int, decode_bytes: int, prompt_ratio: float
 ) -> str:
-    """Return the line about the memory of phase 2 of the warm-up, before it starts."""
+    """Return the line about the memory of graphs, logged before they are captured."""
     return (
         f"Using {format_bytes(graph_bytes)}/{format_bytes(free_bytes)} of free device memory for "
         f"HPUGraphs, {format_bytes(prompt_bytes)} for prompt and {format_bytes(decode_bytes)} for "
@@ -129,7 +129,7 @@ def warmup_finished_line(seconds: float, allocated_bytes: int) -> str:
 
 
 def listed(buckets: Sequence[Bucket]) -> str:
-    """Return buckets as [(batch, query_len, blocks), ...]; a long list is cut in the middle."""
+    """Format buckets as [(batch, query_len, blocks), ...]; a long list is cut in the middle."""
     return cut_list([(b.batch, b.query_len, b.blocks) for b in buckets])
 
 
@@ -140,7 +140,7 @@ def _listed(phase: Phase, buckets: Sequence[Bucket]) -> str:
 
 
 def _needs_triples(phase: Phase, buckets: Sequence[Bucket]) -> bool:
-    """Whether two of the three sizes are not enough to identify a bucket."""
+    """Return whether the log must show three sizes of each bucket, since two do not identify it."""
     if phase is Phase.DECODE:
         return any(bucket.query_len > 1 for bucket in buckets)
     return any(bucket.blocks for bucket in buckets)

@@ -1,10 +1,10 @@
 """The twelve variables VLLM_{PROMPT|DECODE}_{BS|SEQ|BLOCK}_BUCKET_{MIN|STEP|MAX}.
 
-Their values are arguments: nothing here reads the environment. Their defaults are written down in
+Their values are arguments: nothing here reads the environment. Their defaults are documented in
 `vllm.envs`, whose texts are tested against `_default_ranges`.
 
-Beyond these defaults, the largest prompt size is no larger than max_model_len, and a default
-gives way to a value that was set: a lower maximum lowers the minimum, and the other way round.
+In addition to these defaults, the largest prompt size is at most max_model_len, and a default
+adapts to a value that was set: a lower maximum lowers the minimum, and the other way round.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ _UNSET_HINT = "Or unset one of them, whose default then follows the other."
 
 @dataclass(frozen=True)
 class BucketRange:
-    """Sizes of one dimension: doubling from `min` up to `step`, then in steps up to `max`."""
+    """Sizes of one dimension: doubling from `min` up to `step`, then every `step` up to `max`."""
 
     min: int
     step: int
@@ -67,7 +67,7 @@ class BucketSettings:
     def resolve(
         cls, limits: StepLimits, given: Mapping[str, int | None] | None = None
     ) -> "BucketSettings":
-        """Make settings from the variables that are set, by name (None: not set), and defaults.
+        """Make settings from variables, by name (None: not set), and from defaults.
 
         Raises:
             ConfigError: a name is not one of the twelve, a value is below 1, or a minimum that
@@ -98,11 +98,11 @@ class BucketSettings:
 
 
 def usual_steps(settings: BucketSettings, limits: StepLimits) -> BucketSettings:
-    """Return the settings with default steps of as many tokens as with blocks of 128 tokens.
+    """Scale the default steps so that they have as many tokens as with blocks of 128 tokens.
 
-    Every size is compiled, whatever the block size. With the defaults as they are, blocks of 16
-    tokens would have 64 times as many decode sizes as blocks of 128, and those of 512 only one.
-    Values that were set are kept.
+    Every size is compiled, whatever the block size. With unscaled defaults, blocks of 16 tokens
+    would have 64 times as many decode sizes as blocks of 128, and blocks of 512 only one. Values
+    that were set are kept.
     """
     tokens = round_up(min(_USUAL_BLOCK_SIZE, limits.max_query_len), limits.block_size)
     blocks = ceil_div(_USUAL_BLOCK_SIZE**2, limits.block_size)
@@ -127,7 +127,7 @@ def merge_prompts(
 ) -> tuple[BucketSettings, tuple[str, ...]]:
     """Return settings for merged prefill, and log lines about the change.
 
-    All prompts of a launch are laid end to end in one row, so only the length varies.
+    All prompts of a batch are concatenated into one sequence, so only the length varies.
     """
     old_bs, old_seq = settings.prompt_bs, settings.prompt_seq
     longest = min(old_bs.max * old_seq.max, limits.max_num_batched_tokens)

@@ -1,14 +1,14 @@
-"""Limits of a scheduler step, and the largest shapes of launches that follow from them.
+"""Limits of a scheduler step, and the largest shapes of forward passes that follow from them.
 
 The bounds hold for every order of arrival, cancellation, preemption and prefix hit, because they
-are taken from configuration alone:
+depend only on the config:
 
     L  longest sequence     min(max_model_len, tokens that all usable blocks hold)
     C  its blocks           ceil(L / block_size)
     U  usable blocks        num_blocks - 1: block 0 is padding and belongs to no request
 
 Decode of n sequences. Sequence i references ceil(len_i / block_size) blocks, C at most. Without
-prefix caching every reference is a block of its own: n*C references, and never more than U. With
+prefix caching every reference is to a different block: n*C references, and never more than U. With
 it, sequences share the beginning of their tables, but the block a sequence writes in this step is
 its own: no other request can have found it yet. n sequences hold n such blocks, which leaves U - n
 to be shared, so no table is longer than U - n + 1. One prompt shared by all attains it:
@@ -37,7 +37,7 @@ from vllm.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class StepLimits:
-    """The parts of the configuration that limit a step."""
+    """The settings of the config that limit a step."""
 
     max_num_seqs: int
     max_model_len: int
@@ -87,19 +87,19 @@ class StepLimits:
 
     @property
     def usable_blocks(self) -> int:
-        """U. If the number of blocks is not known, as many as could ever be needed."""
+        """U, the number of usable blocks. If it is not known, as many as could ever be needed."""
         if self.num_blocks is None:
             return self.max_num_seqs * ceil_div(self.max_model_len, self.block_size)
         return self.num_blocks - 1
 
     @property
     def max_seq_len(self) -> int:
-        """L: tokens of the longest sequence that can run."""
+        """L, the length of the longest sequence that can run, in tokens."""
         return min(self.max_model_len, self.usable_blocks * self.block_size)
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """C"""
+        """C, the number of blocks of the longest sequence."""
         return ceil_div(self.max_seq_len, self.block_size)
 
     @property
@@ -109,14 +109,14 @@ class StepLimits:
 
     @property
     def max_query_len(self) -> int:
-        """Tokens of one prompt in one step."""
+        """Largest number of tokens of one prompt in one step."""
         longest = min(self.max_seq_len, self.max_num_batched_tokens)
         if self.enable_chunked_prefill and self.max_chunk_tokens is not None:
             return min(longest, self.max_chunk_tokens)
         return longest
 
     def max_context_blocks(self, query_len: int) -> int:
-        """Return the blocks of context before a chunk of `query_len` tokens."""
+        """Return the largest number of context blocks before a chunk of `query_len` tokens."""
         if not self.has_context or query_len >= self.max_seq_len:
             return 0
         rest = self.max_seq_len - query_len
@@ -125,7 +125,9 @@ class StepLimits:
         return rest // self.block_size
 
     def max_query_before(self, context_blocks: int) -> int:
-        """Return the most tokens of a chunk with so many blocks of context; 0 or less: none."""
+        """Return the largest chunk that can follow this many context blocks; 0 or less:
+        none can.
+        """
         if not context_blocks:
             return self.max_seq_len
         if not self.has_context:
@@ -137,22 +139,28 @@ class StepLimits:
 
     @property
     def max_decode_batch(self) -> int:
-        """Sequences that can decode together: each has a block of its own."""
+        """Largest number of sequences that can decode together; each needs a block of its own."""
         return min(self.max_num_seqs, self.max_num_batched_tokens, self.usable_blocks)
 
     @property
     def decode_query_lens(self) -> tuple[int, ...]:
-        """Tokens of a sequence for which decodes have buckets, ascending."""
+        """Query lengths that have decode buckets, ascending: 1, and 1 + max_draft_tokens with
+        drafts.
+        """
         return (1, 1 + self.max_draft_tokens) if self.max_draft_tokens else (1,)
 
     def max_batch_of(self, query_len: int) -> int:
-        """Return how many sequences can decode together, with so many tokens each."""
+        """Return how many sequences with `query_len` tokens each can decode together."""
         if query_len == 1 or self.max_draft_batch is None:
             return self.max_decode_batch
         return min(self.max_decode_batch, self.max_draft_batch)
 
     def max_decode_blocks(self, batch: int) -> int:
-        """Return the most blocks of a decode of `batch` sequences, `max_decode_batch` at most."""
+        """Return the largest number of blocks of a decode.
+
+        Args:
+            batch: number of sequences, at most `max_decode_batch`.
+        """
         distinct = min(batch * self.max_blocks_per_seq, self.usable_blocks)
         refs = distinct
         if self.enable_prefix_caching:
@@ -169,16 +177,18 @@ class StepLimits:
 
     @property
     def max_prefill_rows(self) -> int:
-        """Prompts in one launch that have to have a bucket."""
+        """Largest number of prompts in a batch that must have a bucket."""
         return min(self.max_prefill_batch, self.max_decode_batch)
 
     def max_prefill_query(self, batch: int) -> int:
-        """Return the longest query of a launch of `batch` prompts that has to have a bucket."""
+        """Return the longest query of a batch of `batch` prompts that must have a bucket."""
         return min(self.max_query_len, self.max_num_batched_tokens // batch)
 
     def max_prefill_context(self, batch: int, query_len: int) -> int:
-        """Return the most context of such a launch; in a batch another request than the longest may
-        have it."""
+        """Return the largest context, in blocks, of a batch of prompts that must have a bucket.
+
+        In a batch the longest context may belong to another request than the longest query.
+        """
         return self.max_context_blocks(query_len if batch == 1 else 1)
 
 
@@ -188,7 +198,7 @@ def ceil_div(value: int, divisor: int) -> int:
 
 
 def round_up(value: int, step: int) -> int:
-    """Return the next multiple of `step`."""
+    """Round up to the next multiple of `step`."""
     return ceil_div(value, step) * step
 
 
@@ -200,12 +210,12 @@ def _check_at_least(name: str, value: int | None, smallest: int) -> None:
 def trim_decodes(buckets: Iterable[Bucket], limits: StepLimits) -> list[Bucket]:
     """Lower the blocks of decode buckets to the most that their batches can have; sorted.
 
-    Where the slice of a full batch would be one block larger than another bucket, for the null
-    block, it replaces that bucket.
+    The slice of a full batch needs one block more, for the null block. If that makes it one block
+    larger than another bucket, it replaces that bucket.
 
     Args:
         buckets: decode buckets in any order.
-        limits: what a launch can ask for.
+        limits: of a forward pass.
     """
     largest = [0]
     for batch in range(1, limits.max_decode_batch + 1):
@@ -221,13 +231,14 @@ def trim_decodes(buckets: Iterable[Bucket], limits: StepLimits) -> list[Bucket]:
 def split_by_token_budget(
     buckets: Sequence[Bucket], limits: StepLimits, config: str
 ) -> tuple[list[Bucket], list[Bucket], str | None]:
-    """Split buckets into those to keep and those to omit; also returns a warning or None.
+    """Split prefill buckets into (kept, omitted) by the token budget; also return a warning or
+    None.
 
-    A batch counts with its context, since that is gathered for every row of it. One prompt alone
-    has to run with whatever is before it and at any length within the budget, so it counts
-    without context, and the padding of its last block is free.
+    A batch counts with its context, since the context is gathered for each of its requests. A
+    single prompt has to run with any context and at any length within the budget, so it counts
+    without context, and the padding of its last block is not counted.
 
-    When nothing would be left the budget is ignored, and the warning says so.
+    If no bucket would be left the budget is ignored, and the warning says so.
 
     Args:
         buckets: prefill buckets.
@@ -255,7 +266,7 @@ def split_by_token_budget(
 
 
 def is_within(bucket: Bucket, limits: StepLimits) -> bool:
-    """Whether a prefill bucket is one for steps of this token budget."""
+    """Return whether a prefill bucket fits the token budget of a step."""
     budget, block = limits.max_num_batched_tokens, limits.block_size
     if bucket.batch == 1:
         return bucket.query_len <= round_up(budget, block)

@@ -1,7 +1,7 @@
 """Counts of the sizes that forward passes needed, before they were padded to a bucket.
 
-A table of bounded size. Sizes are rounded up by at most 1/16, so that similar batches share a cell;
-sizes up to 32 are exact. It knows no text, no requests and no devices.
+The table has a limited size. Sizes are rounded up by at most 1/16, so that similar batches share an
+entry; sizes up to 32 are exact. It knows no text, no requests and no devices.
 """
 
 import json
@@ -38,7 +38,7 @@ _EVEN_STEPS = 12
 
 
 def rounded(phase: int, batch: int, query_len: int, blocks: int) -> tuple[int, int, int, int]:
-    """Return phase and sizes of the cell that counts a forward pass."""
+    """Return phase and rounded sizes: the key of the entry that counts a forward pass."""
     if (shift := batch.bit_length() - 5) > 0:
         batch = -(-batch >> shift) << shift
     if (shift := query_len.bit_length() - 5) > 0:
@@ -51,14 +51,14 @@ def rounded(phase: int, batch: int, query_len: int, blocks: int) -> tuple[int, i
 class TrafficTable:
     """Counts of forward passes by the shape that they needed.
 
-    When there is no room for another shape, the rarest quarter of the shapes is forgotten, so a
-    table follows its traffic. Single-threaded.
+    If there is no space for another shape, the rarest quarter of the shapes is dropped, so a table
+    adapts to its traffic. Single-threaded.
 
     Args:
         block_size: tokens of a KV block.
 
     Attributes:
-        num_forgotten: forward passes whose shapes were forgotten.
+        num_forgotten: forward passes whose shapes were dropped.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -85,13 +85,15 @@ class TrafficTable:
         seconds: float = 0.0,
         count: float = 1.0,
     ) -> None:
-        """Count forward passes of one shape. A microsecond.
+        """Count forward passes of one shape. Takes a microsecond.
 
         Args:
             phase: a `Phase`.
-            batch, query_len, blocks: sizes before padding.
+            batch: sequences, before padding.
+            query_len: tokens of the longest, before padding.
+            blocks: KV blocks, before padding.
             seconds: time that they took together; 0: not known.
-            count: how many they were.
+            count: number of forward passes.
         """
         key = rounded(phase, batch, query_len, blocks)
         cell = self._cells.get(key)
@@ -103,10 +105,10 @@ class TrafficTable:
         cell[1] += seconds
 
     def merge(self, other: "TrafficTable") -> None:
-        """Count what another table of the same block size has counted.
+        """Add the counts of another table with the same block size.
 
         Raises:
-            ConfigError: its block size is another one.
+            ConfigError: its block size is different.
         """
         if other.block_size != self.block_size:
             raise ConfigError(
@@ -119,16 +121,16 @@ class TrafficTable:
             self.add(*key, seconds, count)
 
     def copy(self) -> "TrafficTable":
-        """Return a table of its own with the same counts."""
+        """Return an independent copy of the table."""
         table = TrafficTable(self.block_size)
         table.num_forgotten = self.num_forgotten
         table._cells = {key: list(cell) for key, cell in self._cells.items()}
         return table
 
     def since(self, earlier: "TrafficTable") -> "TrafficTable":
-        """Return a table of what was counted since an earlier copy of this one.
+        """Return a table with the counts since an earlier copy of this one.
 
-        Shapes that were forgotten meanwhile are missing.
+        Shapes that were dropped since then are missing.
         """
         table = TrafficTable(self.block_size)
         for key, (count, seconds) in list(self._cells.items()):
@@ -140,13 +142,13 @@ class TrafficTable:
     # ---- what it has ----------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[tuple[Bucket, float, float]]:
-        """Yield shape, count and seconds of each cell, ascending by shape."""
+        """Yield shape, count and seconds of each entry, ascending by shape."""
         for (phase, *sizes), (count, seconds) in sorted(self._cells.items()):
             yield Bucket(Phase(phase), *sizes), count, seconds
 
     @property
     def num_launches(self) -> float:
-        """Forward passes that are counted."""
+        """Number of forward passes that are counted."""
         return math.fsum(count for count, _ in self._cells.values())
 
     def shapes(self, phase: Phase | None = None) -> tuple[Shapes, Weights]:
@@ -160,16 +162,16 @@ class TrafficTable:
         return shapes, np.array([self._cells[key][0] for key in found], np.float64)
 
     def shapes_within(self, limits: StepLimits, phase: Phase) -> tuple[Shapes, Weights]:
-        """Return shapes and counts as `shapes` does, and no size above what the limits allow.
+        """Return shapes and counts like `shapes`, with sizes limited to what is possible.
 
-        A rounded size may be above them, and so may the traffic of an engine with other limits.
+        Rounded sizes may exceed the limits, and so may the traffic of an engine with other limits.
         """
         shapes, weights = self.shapes(phase)
         rows = [_within(shape, limits) for shape in shapes.tolist()]
         return np.array(rows, np.int64).reshape(-1, 4), weights
 
     def sizes(self, phase: Phase) -> dict[str, dict[int, float]]:
-        """Return the count of each size, ascending, by dimension."""
+        """Return for each dimension size -> count, ascending."""
         shapes, weights = self.shapes(phase)
         found: dict[str, dict[int, float]] = {}
         for column, name in enumerate(("batch", "query_len", "blocks"), start=1):
@@ -181,7 +183,7 @@ class TrafficTable:
     # ---- files ----------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of a file."""
+        """Return the content of a traffic file."""
         return {
             "format": _FORMAT,
             "version": _VERSION,
@@ -196,7 +198,7 @@ class TrafficTable:
 
     @classmethod
     def from_json(cls, content: object, source: str) -> "TrafficTable":
-        """Return the table of a file.
+        """Make the table from the content of a traffic file.
 
         Args:
             content: of the file.
@@ -231,7 +233,8 @@ class TrafficTable:
         return table
 
     def save(self, path: Path, more: Mapping[str, Any] | None = None) -> None:
-        """Write the file whole, and rename it: who reads it sees the old one or the new one.
+        """Write the table to a file and rename it, so that readers see either the old or the new
+        one.
 
         Args:
             path: of the file.
@@ -254,10 +257,10 @@ class TrafficTable:
 
         Args:
             path: of the file.
-            block_size: of the engine that it is for; None: any.
+            block_size: of the engine that will use it; None: any.
 
         Raises:
-            ConfigError: the file cannot be read, is damaged or cut off, has no traffic, or is of
+            ConfigError: the file cannot be read, is damaged or truncated, has no traffic, or has
                 another block size.
         """
         try:
@@ -274,7 +277,7 @@ class TrafficTable:
         """Check that buckets can be chosen for this traffic.
 
         Raises:
-            ConfigError: there is no traffic, or the block size is another one.
+            ConfigError: there is no traffic, or the block size is different.
         """
         if not self._cells:
             raise ConfigError(
@@ -294,10 +297,10 @@ class TrafficTable:
 
 
 def even_traffic(limits: StepLimits) -> TrafficTable:
-    """Return a traffic that is even in the logarithm of each size, for when none is recorded.
+    """Return a traffic that is even in the logarithm of each size, for use if none is recorded.
 
     Args:
-        limits: what a forward pass can ask for.
+        limits: of a forward pass.
     """
     table = TrafficTable(limits.block_size)
     for query_len in limits.decode_query_lens:
@@ -330,7 +333,7 @@ def _within(shape: list[int], limits: StepLimits) -> tuple[int, int, int, int]:
 
 
 def _even_sizes(smallest: int, largest: int) -> list[int]:
-    """Return up to `_EVEN_STEPS` sizes in equal ratios, the largest included."""
+    """Return up to `_EVEN_STEPS` sizes at a constant ratio, the largest included."""
     count = min(_EVEN_STEPS, 1 + math.ceil(math.log2(largest / smallest))) if smallest else 1
     ratios = np.geomspace(smallest, largest, max(1, count) if largest > smallest else 1)
     return sorted({*np.rint(ratios).astype(int).tolist(), largest})

@@ -1,1 +1,1 @@
-"""Plans of engines for a device that does not have to be in this machine: `vllm plan`."""
+"""Plans engines for a device that need not be in this machine (`vllm plan`)."""

@@ -1,4 +1,4 @@
-"""The search for cards that meet goals, with a plan of the engine on each number of cards."""
+"""Searches the number of cards that meets goals, with a plan of the engine for each number."""
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +23,12 @@ MakePlan = Callable[[int, int | None], EnginePlan]
 
 @dataclass(frozen=True)
 class FoundCards:
-    """The result of a search.
+    """The result of a search for cards.
 
     Attributes:
-        choice: what meets the goals, or comes nearest.
+        choice: the engine that meets the goals, or comes nearest.
         plan: of the engine on these cards, with this max_num_seqs.
-        unfit: why the engine does not run on a number of cards.
+        unfit: number of cards -> why the engine does not run on it.
     """
 
     choice: Choice
@@ -47,11 +47,11 @@ def search_cards(
     """Return the fewest cards that meet the goals, and the largest max_num_seqs with them.
 
     Args:
-        make_plan: raises ConfigError where the engine does not fit.
+        make_plan: makes the plan for a number of cards; raises ConfigError if it does not fit.
         goals: at least one.
         lengths: of each request.
         numbers_of_cards: to try, in ascending order.
-        fitted: constants of the card; None: as published runs have it.
+        fitted: constants of the card; None: those of published runs.
 
     Raises:
         ConfigError: the engine, or a request of these lengths, fits on no number of cards.
@@ -96,7 +96,7 @@ def _num_held(plan: EnginePlan, lengths: Lengths) -> int:
     """Return how many requests the KV cache holds at a time.
 
     Raises:
-        ConfigError: the model takes no request of these lengths.
+        ConfigError: the model does not accept a request of these lengths.
     """
     limit = plan.config.scheduler.max_model_len
     if lengths.total > limit:
@@ -108,15 +108,15 @@ def _num_held(plan: EnginePlan, lengths: Lengths) -> int:
 
 
 def _predict(plan: EnginePlan, lengths: Lengths, most: int, fitted: Fitted | None) -> Prediction:
-    """Return the speed of every batch up to the largest."""
+    """Predict the speed of every batch size up to the largest."""
     return predict_plan(plan, serving_cost(plan, fitted), range(1, most + 1), lengths)
 
 
 def serve_command(choice: Choice, model: str, flags: Sequence[str] = ()) -> str:
-    """Return the command that runs the chosen engine.
+    """Return the command that starts the chosen engine.
 
     Args:
-        choice: cards and limit.
+        choice: number of cards and limit of requests.
         model: name or folder.
         flags: all other flags of the engine.
     """
@@ -127,7 +127,7 @@ def serve_command(choice: Choice, model: str, flags: Sequence[str] = ()) -> str:
 
 
 def found_object(found: FoundCards, command: str) -> dict[str, Any]:
-    """Return the result of a search for JSON."""
+    """Return the result of a search as an object for JSON."""
     choice = found.choice
     return {
         "is_met": not choice.misses,
@@ -141,7 +141,7 @@ def found_object(found: FoundCards, command: str) -> dict[str, Any]:
 
 
 def found_lines(found: FoundCards, command: str) -> list[str]:
-    """Return the result of a search as text."""
+    """Return the result of a search as lines of text."""
     choice = found.choice
     cards = _cards(choice.num_cards)
     lines = [f"{_cards(num_cards)}: {reason}" for num_cards, reason in found.unfit.items()]

@@ -8,7 +8,7 @@ start sequence of an executor is
     join(meeting)           the other ranks, if there are several
     measure()               -> MemoryReport; the executor takes the least of all ranks
     allocate(num_blocks)    the KV cache, the same number of blocks on every rank
-    next_warm_up, warm_up   what must have run before the first request, one launch at a time
+    next_warm_up, warm_up   what must have run before the first request, step by step
     execute_model           steps
 
 The messages contain no tensors, so a worker may run in another process.

@@ -1,1 +1,1 @@
-"""The catalog of buckets, its proof, and what is captured."""
+"""The catalog of buckets, the proof that it is complete, and the choice of captured graphs."""

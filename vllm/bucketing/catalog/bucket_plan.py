@@ -1,4 +1,4 @@
-"""Plans the buckets of an engine from its configuration: strategy, closure, and log lines."""
+"""Plans the buckets of an engine from its config: strategy, missing buckets, log lines."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ LONGEST_PROMPT = "VLLM_PROMPT_SEQ_BUCKET_MAX"
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The buckets of an engine. Every launch of every step has one of them."""
+    """The buckets of an engine. Every forward pass of every step has one of them."""
 
     catalog: Catalog
     limits: StepLimits
@@ -34,11 +34,11 @@ class BucketPlan:
 
 
 def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPlan:
-    """Make the catalog for a configuration.
+    """Make the bucket catalog for a config.
 
     Args:
         config: of the engine.
-        num_blocks: KV blocks, the null block included; None before that is known.
+        num_blocks: KV blocks, the null block included; None: not known yet.
 
     Raises:
         ConfigError: the variables or the file give no bucket, or the file cannot be read.
@@ -87,13 +87,13 @@ def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPla
 
 
 def prompt_budgets(config: VllmConfig) -> tuple[int, int] | None:
-    """Return the token budgets of a step for the smallest prompt bucket, and for all of the
-    smallest batch.
+    """Return the smallest token budgets with which there are prompt buckets.
 
-    None: the budget there is has a prompt bucket.
+    The first allows the smallest prompt bucket, the second all of the smallest batch. None: the
+    present budget allows a prompt bucket.
 
     Raises:
-        ConfigError: as `plan_buckets`.
+        ConfigError: see `plan_buckets`.
     """
     limits = step_limits(config)
     generated = _generate(config, limits)
@@ -106,12 +106,12 @@ def prompt_budgets(config: VllmConfig) -> tuple[int, int] | None:
 
 
 def _belongs_to_decode(line: str) -> bool:
-    """Return a key that sorts the lines of prompts before the lines of decodes."""
+    """Return a sort key that puts log lines of prompts before log lines of decodes."""
     return line.startswith("Decode") or " decode bucket" in line
 
 
 def _chosen(hpu: HPUConfig) -> GeneratedBuckets:
-    """Return the buckets that were chosen for all ranks when the configuration was resolved."""
+    """Return the buckets that were chosen for all ranks when the config was resolved."""
     buckets = sorted(Bucket(Phase(phase), *sizes) for phase, *sizes in hpu.chosen_buckets)
     return GeneratedBuckets(
         prefill=tuple(bucket for bucket in buckets if bucket.phase is Phase.PREFILL),
@@ -126,21 +126,21 @@ def _chosen(hpu: HPUConfig) -> GeneratedBuckets:
 
 
 def longest_prompt(config: VllmConfig) -> int | None:
-    """Return the tokens of the longest prompt bucket, if the user has set them."""
+    """Return the length of the longest prompt bucket if the user has set it, else None."""
     return dict(config.hpu.bucket_variables).get(LONGEST_PROMPT)
 
 
 def traffic_step_limits(config: VllmConfig, num_blocks: int | None) -> StepLimits:
-    """Return the limits of the steps for which buckets are chosen."""
+    """Return the limits of steps for choosing buckets from traffic."""
     limits = step_limits(config, num_blocks)
     return replace(limits, max_block_refs=limits.usable_blocks)
 
 
 def choose_for_config(config: VllmConfig) -> VllmConfig:
-    """Return the configuration with the buckets for its traffic, if it has one.
+    """Return the config with buckets chosen for its recorded traffic, if it has any.
 
     Raises:
-        ConfigError: the traffic cannot be read, is of another block size, or is missing.
+        ConfigError: the traffic cannot be read, has another block size, or is missing.
     """
     hpu, size = config.hpu, config.cache.block_size
     if not _is_optimal(config):
@@ -182,17 +182,17 @@ def _is_optimal(config: VllmConfig) -> bool:
 
 
 def _is_range_given(config: VllmConfig) -> bool:
-    """Whether the user has set the largest decode bucket."""
+    """Return whether the user has set the largest decode bucket."""
     names = (name for name, _ in config.hpu.bucket_variables)
     return config.hpu.bucketing_file is not None or "VLLM_DECODE_BLOCK_BUCKET_MAX" in names
 
 
 def decode_steps(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
-    """Return additional decode buckets between the largest of a strategy and the largest that its
-    batch can need.
+    """Return additional decode buckets, from the strategy's largest up to the largest possible.
 
-    The default ranges end at 2048 tokens per sequence. What is beyond is rare, so each step is a
-    quarter larger than the one before; without steps it would be padded to all blocks there are.
+    The default ranges end at 2048 tokens per sequence. Longer sequences are rare, so each size is a
+    quarter larger than the previous one; without them such a batch would be padded to all blocks of
+    the cache.
     """
     largest: dict[int, int] = {}
     for bucket in catalog.decode:
@@ -206,8 +206,9 @@ def decode_steps(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
 
 
 def _verifying(decodes: Iterable[Bucket], limits: StepLimits) -> list[Bucket]:
-    """Return the decode buckets with the query length of launches that verify drafts, as far as
-    such launches can have their batch."""
+    """Return decode buckets with the query length of drafts, for batch sizes that can have
+    drafts.
+    """
     decodes, added = list(decodes), []
     for length in limits.decode_query_lens[1:]:
         most = limits.max_batch_of(length)
@@ -217,7 +218,7 @@ def _verifying(decodes: Iterable[Bucket], limits: StepLimits) -> list[Bucket]:
 
 
 def _launch_limits(limits: StepLimits, generated: GeneratedBuckets) -> StepLimits:
-    """Return the limits of one launch: no prompt longer than the longest bucket."""
+    """Return the limits of one forward pass: no prompt chunk is longer than the longest bucket."""
     longest = max((bucket.query_len for bucket in generated.prefill), default=0)
     if not longest or longest >= limits.max_query_len:
         return limits

@@ -1,14 +1,14 @@
-"""Decides which HPU graphs are captured, in which order, within the memory there is.
+"""Decides which HPU graphs are captured, in which order, within the memory for graphs.
 
-First pass: prompt graphs within their share of the graph memory, then decode graphs within
-theirs. Second pass: when one phase is complete and the other is not, the other goes on with all
-the graph memory that is left.
+First pass: prompt graphs within their part of the graph memory, then decode graphs within theirs.
+Second pass: if one phase is complete and the other is not, the other continues with all the graph
+memory that is left.
 
-    min_tokens  ascending by tokens of a launch: prompts mostly run in small batches
+    min_tokens  ascending by tokens: prompts mostly run in small batches
     max_bs      largest batch first, then ascending by size: decodes mostly run in the largest
 
-A plan is a generator, which the owner of the device drives. Several ranks that run the same plan
-with the same answers capture the same graphs, whatever memory each of them has.
+A plan is a generator that the owner of the device drives. Several ranks that run the same plan with
+the same answers capture the same graphs, even if they have different amounts of memory.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -29,7 +29,7 @@ _NO_WEIGHT = 0.001
 
 @dataclass(frozen=True)
 class OmittedGraph:
-    """A bucket that runs without a graph, and why."""
+    """A bucket that runs without a graph, and the reason."""
 
     bucket: Bucket
     needed_bytes: int
@@ -44,7 +44,7 @@ class OmittedGraph:
 
 @dataclass(frozen=True)
 class CaptureStep:
-    """One graph that is to be captured."""
+    """One graph that is to be captured next."""
 
     phase: Phase
     index: int
@@ -58,8 +58,7 @@ class CaptureStep:
     """Reason why it must not be captured: there is no memory for it. None: it may be captured."""
 
     def refusal_of(self, used_bytes: int) -> str | None:
-        """Return why the graph cannot be kept now that it has taken so much memory; None: it
-        can."""
+        """Return why the graph takes too much memory to be kept; None: it can be kept."""
         if used_bytes <= self.left_bytes:
             return None
         return f"it took {format_bytes(used_bytes)}, {format_bytes(self.left_bytes)} are left"
@@ -67,7 +66,7 @@ class CaptureStep:
 
 @dataclass(frozen=True)
 class Capture:
-    """The outcome for a graph: the answer to a `CaptureStep`."""
+    """The outcome of capturing a graph: the answer to a `CaptureStep`."""
 
     used_bytes: int | None
     """Memory that it took; None: it was not captured."""
@@ -82,7 +81,7 @@ CapturePlan = Generator[CaptureStep, Capture, dict[Phase, "PhaseGraphs"]]
 
 @dataclass(frozen=True)
 class PhaseGraphs:
-    """Outcome for one phase."""
+    """The outcome of capturing the graphs of one phase."""
 
     captured: tuple[Bucket, ...]
     """In the order of capture."""
@@ -91,7 +90,7 @@ class PhaseGraphs:
 
     @property
     def total(self) -> int:
-        """Buckets of the phase."""
+        """Number of buckets of the phase."""
         return len(self.captured) + len(self.omitted)
 
 
@@ -99,7 +98,7 @@ def capture_order(buckets: Sequence[Bucket], order: CaptureOrder) -> list[Bucket
     """Sort buckets of one phase in the order in which their graphs are captured.
 
     Raises:
-        ConfigError: there is no such order.
+        ConfigError: the order is unknown.
     """
     if order == "min_tokens":
         return sorted(buckets, key=lambda b: (b.batch * _size(b), _size(b), b.batch, b.blocks))
@@ -121,17 +120,17 @@ def capture_graphs(
 ) -> CapturePlan:
     """Plan the capture of graphs until their memory is used up.
 
-    Every byte is booked. A graph that turns out larger than what is left has to be given up, so the
-    budgets of the ledger hold afterwards even if the estimates were wrong.
+    Every byte is booked in the ledger. A graph that is larger than the memory that is left has to
+    be given up, so the budgets of the ledger hold even if the estimates were wrong.
 
     Args:
         prefill: prompt buckets.
         decode: decode buckets.
-        ledger: has the budgets of both classes of graphs; the second pass moves what is left.
+        ledger: has the budgets of both classes of graphs; the second pass moves budget.
         prefill_order: order of prompts.
         decode_order: order of decodes.
-        estimate: bytes a graph will take. None: as the graphs of its phase have taken so far, in
-            proportion to tokens (prompts) or sequences (decodes).
+        estimate: bytes that a graph will take. None: estimated from the graphs of its phase that
+            were captured, in proportion to tokens (prompts) or sequences (decodes).
     """
     queues = [
         _Queue(Phase.PREFILL, capture_order(prefill, prefill_order), ledger, estimate),
@@ -151,7 +150,7 @@ def capture_graphs(
 
 
 class _Queue:
-    """The graphs of one phase, with an estimate of their size from those captured."""
+    """The graphs of one phase, with an estimate of their size from the captured ones."""
 
     def __init__(
         self,
@@ -175,7 +174,7 @@ class _Queue:
         return len(self._captured) == len(self._order)
 
     def run(self) -> Generator[CaptureStep, Capture, None]:
-        """Try every bucket without a graph, in order."""
+        """Yield a step for every bucket without a graph, in order."""
         for index, bucket in enumerate(self._order, start=1):
             if bucket not in self._captured:
                 yield from self._try(index, bucket)
@@ -212,7 +211,7 @@ class _Queue:
         self._captured[bucket] = used
 
     def _expect(self, bucket: Bucket) -> tuple[int, bool]:
-        """Return the expected bytes of the graph, and whether they were measured."""
+        """Return the expected bytes of the graph, and whether they are based on measurements."""
         before = self._omitted.get(bucket)
         if before is not None and before.was_captured:
             return before.needed_bytes, True

@@ -1,6 +1,6 @@
-"""The finite set of shapes that may be launched, and the cheapest one for a launch.
+"""The finite set of bucket shapes, and the search for the cheapest one for a batch.
 
-Not thread-safe: warming up and looking up must not run at the same time.
+Not thread-safe: marking buckets as warm and looking up must not run at the same time.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,19 +13,19 @@ Cost = Callable[[Bucket], float]
 
 
 def padded_cost(bucket: Bucket) -> int:
-    """Return the cost of a batch of this shape, to compare buckets of one phase."""
+    """Return the relative cost of a forward pass of this shape, to compare buckets of one phase."""
     if bucket.phase is Phase.DECODE:
         return decode_cost(bucket.num_tokens, bucket.blocks)
     return prefill_cost(bucket.num_tokens, bucket.query_len, bucket.blocks)
 
 
 class Catalog:
-    """Buckets of both phases. The set never changes, only which of them are warmed up.
+    """The buckets of both phases. The set never changes, only which of them are warmed up.
 
     Args:
         prefill: buckets of phase prefill, in any order.
         decode: buckets of phase decode, in any order.
-        cost: what a launch costs. Of equally cheap buckets the smaller one is taken.
+        cost: cost of a padded forward pass. Of buckets with equal cost the smaller one is used.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Catalog:
         blocks: int,
         warmed_only: bool = False,
     ) -> Bucket | None:
-        """Return the cheapest bucket that holds the shape, or None. Takes a microsecond or two.
+        """Return the cheapest bucket into which a batch fits, or None. Takes a microsecond or two.
 
         Args:
-            phase: kind of launch.
-            batch: sequences.
-            query_len: tokens of the longest; 1 for a decode without drafts.
-            blocks: context blocks of the longest (prefill), references of all (decode).
+            phase: prefill or decode.
+            batch: number of sequences.
+            query_len: tokens of the longest sequence; 1 for a decode without drafts.
+            blocks: context blocks of the longest (prefill), block references of all (decode).
             warmed_only: consider only buckets that are warmed up, which may be larger.
         """
         return (self._warmed_only if warmed_only else self._all)[phase].find(
@@ -80,11 +80,11 @@ class Catalog:
 
     @property
     def warmed(self) -> frozenset[Bucket]:
-        """Buckets that are warmed up."""
+        """The buckets that are warmed up."""
         return frozenset(self._warmed)
 
     def is_warmed(self, bucket: Bucket) -> bool:
-        """Whether a launch of this bucket compiles nothing."""
+        """Return whether a forward pass of this bucket compiles nothing."""
         return bucket in self._warmed
 
     def mark_warmed(self, buckets: Iterable[Bucket]) -> None:

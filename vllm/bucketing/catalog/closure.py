@@ -1,21 +1,21 @@
-"""Proves that every launch of every scheduler step has a bucket, and every bucket a launch.
+"""Proves that every possible batch of a step has a bucket, and every bucket a batch.
 
-Padding only adds, so a bucket covers every smaller launch of its phase. The sizes of the buckets
-divide the possible launches into classes that are padded alike, so one comparison per class is
-enough:
+Padding only adds, so a bucket covers every smaller batch of its phase. The sizes of the buckets
+divide the possible batches into classes that are padded to the same sizes, so one comparison per
+class is enough:
 
     prefill  of b prompts, longest query in (q1, q2], q1 and q2 being neighbouring sizes. The
              shorter the query, the more context fits before it: all of them are covered if and
              only if some bucket of b prompts and q2 tokens has the context possible at q1 + 1.
-    decode   of n sequences, without drafts or with the most: their block references go up to a
-             bound, so all of them are covered if and only if some bucket of n sequences has as
-             many.
+    decode   of n sequences, without drafts or with the largest number of drafts: their block
+             references go up to a bound, so all of them are covered if and only if some bucket
+             of n sequences has as many.
 
-Beyond the largest size lies one more class, in which nothing is covered.
+Beyond the largest size there is one more class, in which nothing is covered.
 
-The other way round, a bucket is useful if some possible launch has no cheaper bucket. A cheaper
-bucket that does not cover a launch covers no larger one either, so it is enough to look at the
-largest launches that fit into the bucket.
+In the other direction, a bucket is useful if some possible batch has no cheaper bucket. A cheaper
+bucket that does not cover a batch covers no larger one either, so it is enough to check the largest
+batches that fit into the bucket.
 """
 
 from bisect import bisect_left, bisect_right
@@ -31,7 +31,7 @@ _MAX_NAMED = 4
 
 @dataclass(frozen=True)
 class ClosureReport:
-    """Outcome of the proof."""
+    """The result of the proof that every possible batch has a bucket."""
 
     num_classes: int
     """Classes of launches that were compared; together they are all launches."""
@@ -41,7 +41,7 @@ class ClosureReport:
 
     @property
     def is_covered(self) -> bool:
-        """Every launch has a bucket."""
+        """Whether every possible batch has a bucket."""
         return not self.uncovered
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class ClosureReport:
 
 
 def prove(catalog: Catalog, limits: StepLimits) -> ClosureReport:
-    """Whether every launch of every step that the limits allow has a bucket."""
+    """Check whether every possible batch of a step has a bucket; report missing ones."""
     classes = list(_classes(catalog, limits))
     uncovered = {c.smallest for c in classes if c.smallest is not None}
     minimal = [s for s in uncovered if not any(s != t and s.covers(t) for t in uncovered)]
@@ -65,25 +65,24 @@ def prove(catalog: Catalog, limits: StepLimits) -> ClosureReport:
 
 
 def missing_buckets(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
-    """Return the buckets to add so that the proof holds, none of which is superfluous; empty if it
-    holds.
+    """Return the buckets that must be added so that every possible batch has one.
 
-    There is one for each uncovered size, unless a larger added bucket covers it too.
-    Sizes are those of the catalog; beyond its largest, the largest that the limits allow, in whole
-    blocks.
+    None of them is superfluous; empty if nothing is missing. There is one for each uncovered size,
+    unless a larger added bucket covers it. The catalog's sizes are used; beyond its largest, the
+    largest that the limits allow, in whole blocks.
     """
     needed = {c.needed for c in _classes(catalog, limits) if c.smallest is not None}
     return sorted(b for b in needed if not any(b != other and other.covers(b) for other in needed))
 
 
 def unused_buckets(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
-    """Return the buckets to which no launch of any step is padded, ascending.
+    """Return the buckets to which no possible batch is padded, ascending.
 
-    Without them every launch has the bucket that it had before.
+    Without them every batch has the same bucket as before.
 
     Args:
-        catalog: has a bucket for every launch.
-        limits: what a launch can ask for.
+        catalog: has a bucket for every batch.
+        limits: of a forward pass.
     """
     return [
         bucket
@@ -95,7 +94,7 @@ def unused_buckets(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
 
 
 def _largest_within(bucket: Bucket, limits: StepLimits) -> Iterator[tuple[int, int, int]]:
-    """Yield (batch, query_len, blocks) of the largest possible launches that the bucket covers."""
+    """Yield (batch, query_len, blocks) of the largest possible batches that the bucket covers."""
     if bucket.phase is Phase.DECODE:
         for query_len in reversed(limits.decode_query_lens):
             if query_len > bucket.query_len:
@@ -120,7 +119,7 @@ def _largest_within(bucket: Bucket, limits: StepLimits) -> Iterator[tuple[int, i
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """Launches that have the same padded sizes."""
+    """Batches that have the same padded sizes."""
 
     smallest: Bucket | None
     """The smallest launch that no bucket covers; None if all are covered."""
@@ -173,7 +172,7 @@ def _decode_classes(catalog: Catalog, limits: StepLimits) -> Iterator[_Class]:
 
 
 class _MaxBlocksBySize:
-    """Largest number of blocks among the buckets of at least a given size.
+    """For each size, the largest number of blocks among buckets of at least this size.
 
     Args:
         steps: size and blocks of each bucket.
@@ -189,14 +188,15 @@ class _MaxBlocksBySize:
             self._blocks.append(blocks)
 
     def at(self, size: int) -> int:
-        """Return the number of blocks that a launch of this size can have; -1 if it is larger than
-        all buckets."""
+        """Return the largest number of blocks for a batch of this size; -1 if no bucket is as
+        large.
+        """
         # Sizes descend and blocks ascend, so take the last entry that is large enough.
         index = bisect_right(self._sizes, -size) - 1
         return self._blocks[index] if index >= 0 else -1
 
 
 def _next_size(sizes: list[int], value: int, beyond: int) -> int:
-    """Return the smallest size that holds the value; `beyond` for values larger than all."""
+    """Return the smallest of the sizes that is at least `value`; `beyond` if there is none."""
     index = bisect_left(sizes, value)
     return sizes[index] if index < len(sizes) else beyond

@@ -1,11 +1,11 @@
-"""The cheapest bucket that covers a shape, found by table or by search.
+"""Finds the cheapest bucket that covers a shape, by table or by search.
 
     ranks   buckets of one phase, cheapest first: 0, 1, 2, ...
     table   for each cell of the grid of all sizes, the lowest rank among the buckets that are
             as large or larger in every dimension
 
-A shape is rounded up to its cell by three bisections; a row of sentinels at the end of each axis
-catches what is larger than every bucket.
+A shape is rounded up to its cell by three bisections. The last entry of each axis is for sizes
+larger than every bucket.
 """
 
 from bisect import bisect_left
@@ -21,10 +21,10 @@ MAX_TABLE_ENTRIES = 1 << 24
 
 
 class BucketIndex(Protocol):
-    """Some of the buckets of one phase."""
+    """A set of buckets of one phase, in which the cheapest covering bucket can be found."""
 
     def add(self, ranks: Iterable[int]) -> None:
-        """Take in buckets by their ranks."""
+        """Add buckets by their ranks."""
         ...
 
     def find(self, batch: int, query_len: int, blocks: int) -> Bucket | None:
@@ -44,7 +44,10 @@ def make_index(by_rank: Sequence[Bucket], max_entries: int = MAX_TABLE_ENTRIES) 
 
 
 class CoverTable:
-    """Answers in a microsecond; memory grows with the product of the numbers of sizes."""
+    """Finds buckets with a table, in a microsecond.
+
+    Its memory grows with the number of combinations of sizes.
+    """
 
     def __init__(
         self, by_rank: Sequence[Bucket], axes: tuple[list[int], list[int], list[int]]
@@ -58,8 +61,11 @@ class CoverTable:
         self._cells = self._table.reshape(-1).data
 
     def add(self, ranks: Iterable[int]) -> None:
-        """Add buckets. One bucket updates the part of the table that it covers; several update the
-        whole table once."""
+        """Add buckets by their ranks.
+
+        One bucket updates the part of the table that it covers; several update the whole table
+        once.
+        """
         ranks = list(ranks)
         buckets = [bucket for rank in ranks if (bucket := self._by_rank[rank]) is not None]
         if len(ranks) == 1:
@@ -93,7 +99,7 @@ class CoverTable:
 
 
 class CoverSearch:
-    """Looks through all buckets, cheapest first; for sets whose table would be too large."""
+    """Finds buckets by searching all of them, cheapest first; for sets too large for a table."""
 
     def __init__(self, by_rank: Sequence[Bucket]) -> None:
         self._by_rank = by_rank
@@ -101,7 +107,7 @@ class CoverSearch:
         self._is_in = np.zeros(len(by_rank), np.bool_)
 
     def add(self, ranks: Iterable[int]) -> None:
-        """Take in buckets by their ranks."""
+        """Add buckets by their ranks."""
         self._is_in[list(ranks)] = True
 
     def find(self, batch: int, query_len: int, blocks: int) -> Bucket | None:

@@ -1,8 +1,8 @@
-"""Chooses the few buckets with which a server begins, and the order of the others.
+"""Chooses the few buckets with which a server starts, and the order of the others.
 
-The first ones are closed: every forward pass of every step fits into one of them, so none has to be
-compiled while a request waits. The largest buckets are among them, so nothing that is warmed up
-later needs more memory. The rest of them are chosen to make padding cheap.
+The first ones are closed: every forward pass of every step fits into one of them, so none is
+compiled while a request waits. They include the largest buckets, so no bucket that is warmed up
+later needs more memory. The others are chosen to minimize padding.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -37,15 +37,17 @@ def choose_first(
     memory_sizes: Sequence[Size] = (padded_cost,),
     preferred: Collection[Bucket] = (),
 ) -> list[Bucket]:
-    """Return the buckets that are warmed up before the first request, instead of a closed catalog.
+    """Choose the buckets to warm up before the first request, from a closed catalog.
+
+    The chosen buckets are closed as well.
 
     Args:
         catalog: has a bucket for every forward pass.
-        limits: what a step can ask for.
-        num_buckets: of each phase; more where closure and memory need more.
-        traffic: what padding is to be cheap for.
+        limits: of a step.
+        num_buckets: of each phase; more if closure and memory need more.
+        traffic: for which padding should be cheap.
         cost: seconds of a padded forward pass.
-        memory_sizes: the bucket of each phase for which one of these is the largest is chosen.
+        memory_sizes: for each phase, the bucket with the largest value of each function is chosen.
         preferred: buckets that take less time to warm up; if they are enough, no others are chosen.
     """
     chosen: list[Bucket] = []
@@ -65,15 +67,15 @@ def choose_first(
 def mandatory_buckets(
     buckets: Sequence[Bucket], limits: StepLimits, memory_sizes: Iterable[Size] = ()
 ) -> list[Bucket]:
-    """Return a small set of buckets into which every forward pass of a phase fits. The largest
-    buckets of the phase are in the set.
+    """Return a small set of buckets into which every forward pass of a phase fits.
 
-    Prompts have one bucket for each batch size, with the longest query and the most context,
-    although no prompt has both. It replaces a bucket for each length.
+    It includes the largest buckets of the phase. Prompts have one bucket for each batch size, with
+    the longest query and the most context, although no prompt has both. It replaces a bucket for
+    each length.
 
     Args:
         buckets: of one phase.
-        limits: what a step can ask for.
+        limits: of a step.
         memory_sizes: see `choose_first`.
     """
     kept: list[Bucket] = []
@@ -92,7 +94,7 @@ def mandatory_buckets(
 
 
 def _joined(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Return one bucket for prompts of each batch size, into which all its buckets fit."""
+    """Return one bucket for each batch size of prompts, into which all its buckets fit."""
     of_batch: dict[int, list[Bucket]] = {}
     for bucket in buckets:
         of_batch.setdefault(bucket.batch, []).append(bucket)
@@ -103,8 +105,10 @@ def _joined(buckets: Sequence[Bucket]) -> list[Bucket]:
 
 
 def even_shapes(limits: StepLimits) -> list[tuple[Shapes, Weights]]:
-    """Return shapes for each phase that are spread evenly on a logarithmic scale. Their weights
-    add up to 1."""
+    """Return shapes for each phase that are spread evenly on a logarithmic scale, with weights.
+
+    The weights of a phase add up to 1.
+    """
     table, found = even_traffic(limits), []
     for phase in Phase:
         shapes, _ = table.shapes_within(limits, phase)
@@ -119,12 +123,12 @@ def savings(
     demand: Sequence[tuple[Shapes, Weights]],
     cost: ShapeCost,
 ) -> list[float]:
-    """Return how many seconds each of some further buckets would save.
+    """Return how many seconds each candidate bucket would save if it were added.
 
     Args:
         candidates: the further buckets.
         catalog: the buckets in use.
-        demand: for each phase the shapes that were asked for, and how often.
+        demand: for each phase the shapes that were needed, and how often.
         cost: seconds of a padded forward pass.
     """
     found = [0.0] * len(candidates)
@@ -146,11 +150,12 @@ def savings(
 def padded_share(
     catalog: Catalog, demand: Sequence[tuple[Shapes, Weights]], cost: ShapeCost
 ) -> float | None:
-    """Return the fraction of the seconds of forward passes that is padding; None: there are none.
+    """Return the fraction of the time of forward passes that is padding; None without traffic.
 
     Args:
-        catalog: what they are padded to.
-        demand, cost: see `savings`.
+        catalog: the buckets to which they are padded.
+        demand: see `savings`.
+        cost: see `savings`.
     """
     needed = padded = 0.0
     for phase in Phase:
@@ -169,7 +174,7 @@ def _fill(
     traffic: tuple[Shapes, Weights],
     cost: ShapeCost,
 ) -> list[Bucket]:
-    """Return the chosen buckets and the candidates with which the traffic costs the least."""
+    """Add candidates to the chosen buckets, with which the traffic costs the least."""
     shapes, weights = traffic
     is_held = np.zeros(len(shapes), bool)
     for bucket in chosen:
@@ -207,7 +212,7 @@ def _seconds(buckets: Sequence[Bucket], cost: ShapeCost) -> npt.NDArray[np.float
 
 
 def _uncovered(buckets: Sequence[Bucket], limits: StepLimits) -> tuple[Bucket, ...]:
-    """Return the smallest shapes of the phase that these buckets do not hold."""
+    """Return the smallest shapes of the phase that do not fit into these buckets."""
     phase = buckets[0].phase
     prompts, decodes = (buckets, ()) if phase is Phase.PREFILL else ((), buckets)
     report = prove(Catalog(prompts, decodes), limits)

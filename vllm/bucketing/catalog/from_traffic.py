@@ -1,7 +1,7 @@
-"""Buckets of an engine for its traffic, and the file with them.
+"""Chooses buckets for the recorded traffic of an engine, and writes them to a file.
 
-A set has the mandatory buckets, which hold the largest forward pass of each phase. So it has a
-bucket for every forward pass.
+Each set includes the mandatory buckets, into which the largest forward pass of each phase fits. So
+every forward pass has a bucket.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ ForPhase = dict[Phase, ChosenBuckets]
 
 @dataclass(frozen=True)
 class TrafficBuckets:
-    """Buckets for a traffic, of both phases."""
+    """The buckets of both phases that were chosen for a traffic."""
 
     by_phase: ForPhase
     """Without a phase that the traffic does not have."""
@@ -30,36 +30,36 @@ class TrafficBuckets:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The certificate of each phase, as text."""
+        """One line for each phase: its padding, and a bound on how much better it could be."""
         return tuple(self.by_phase[phase].describe() for phase in Phase if phase in self.by_phase)
 
     @property
     def padding(self) -> float:
-        """Cost of padding, relative to the cost of both phases without any."""
+        """Cost of padding, relative to the cost of both phases without padding."""
         cost = sum(chosen.cost for chosen in self.by_phase.values())
         unpadded = sum(chosen.unpadded for chosen in self.by_phase.values())
         return cost / unpadded - 1 if unpadded else 0.0
 
 
 def seconds_of(limits: StepLimits) -> ShapeCost:
-    """Return the predicted seconds of forward passes of an engine."""
+    """Return a function that predicts the seconds of forward passes of an engine."""
     return partial(forward_seconds, block_size=limits.block_size)
 
 
 def bucket_cost(block_size: int) -> Cost:
-    """Return the cost by which the buckets of a traffic compare."""
+    """Return a function that predicts the cost of a bucket, to compare buckets."""
     return lambda b: forward_seconds(b.phase, b.batch, b.query_len, b.blocks, block_size)
 
 
 def traffic_limits(
     table: TrafficTable, limits: StepLimits, longest_prompt: int | None = None
 ) -> StepLimits:
-    """Return the limits of a forward pass: no longer prompt than the longest one of the traffic.
+    """Return limits of a forward pass whose longest prompt is the longest one of the traffic.
 
     Args:
-        table: recorded.
+        table: recorded traffic.
         limits: of a step.
-        longest_prompt: tokens of the longest prompt bucket; None: as the traffic has.
+        longest_prompt: tokens of the longest prompt bucket; None: from the traffic.
     """
     if longest_prompt is None:
         shapes, _ = table.shapes(Phase.PREFILL)
@@ -72,7 +72,7 @@ def traffic_limits(
 
 
 def mandatory_buckets(limits: StepLimits) -> list[Bucket]:
-    """Return the fewest buckets that hold every forward pass, the largest of each phase."""
+    """Return the fewest buckets into which every forward pass fits: the largest of each phase."""
     longest = round_up(limits.max_query_len, limits.block_size)
     return missing_buckets(Catalog([prefill(1, longest)], []), limits) or [prefill(1, longest)]
 
@@ -86,12 +86,13 @@ def choose_for_traffic(
     cost: ShapeCost | None = None,
     max_seconds: float = 10.0,
 ) -> TrafficBuckets:
-    """Choose the buckets of an engine.
+    """Choose the buckets of an engine for a traffic.
 
     Args:
-        table: traffic, of the block size of the engine.
+        table: traffic, with the block size of the engine.
         limits: of a step.
-        num_buckets: of each phase, mandatory ones included; more only if these are more.
+        num_buckets: of each phase, mandatory ones included; more only if there are more mandatory
+            ones.
         longest_prompt: see `traffic_limits`.
         cost: of a forward pass; None: of a model with 8 billion parameters.
         max_seconds: see `choose_buckets`; half of it for each phase.
@@ -127,11 +128,12 @@ def choose_for_traffic(
 def bucket_file_text(buckets: Iterable[Bucket], lines: Iterable[str] = ()) -> str:
     """Return the text of a file for VLLM_BUCKETING_FROM_FILE.
 
-    A decode that verifies drafts is written as one without: the engine adds what drafts need.
+    A decode that verifies drafts is written like one without drafts: the engine adds the query
+    length.
 
     Args:
         buckets: to write.
-        lines: of comments.
+        lines: comment lines.
     """
     found = sorted({replace(b, query_len=1) if b.phase is Phase.DECODE else b for b in buckets})
     comments = [f"# {line}" for line in (*lines, "batch, query_len, blocks")]

@@ -1,4 +1,4 @@
-"""Replaces the buckets of a running engine by others, so that each forward pass keeps a bucket."""
+"""Replaces the buckets of a running engine, so that each forward pass always has a bucket."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ from vllm.bucketing.step_limits import StepLimits
 def replacement(
     wanted: Iterable[Bucket], present: Catalog, limits: StepLimits, *, keeps_prompts: bool = False
 ) -> list[Bucket]:
-    """Return a closed set of buckets: the wanted ones, and as few of the present ones as it needs.
+    """Return a closed set: the wanted buckets, and as few of the present ones as possible.
 
     A wanted bucket is left out if no present one is as large: it could need more memory than the
     engine has measured.

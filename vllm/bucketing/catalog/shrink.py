@@ -1,11 +1,11 @@
-"""Smaller launches, for when the device has no memory for the largest ones.
+"""Smaller forward passes, if the device has no memory for the largest ones.
 
-A bucket that does not fit is given up. If the closure holds without it, nothing else changes.
-Otherwise the limits of a launch shrink until it holds again, and larger steps are launched in
-parts:
+A bucket that does not fit is given up. If every batch still has a bucket, nothing else changes.
+Otherwise the limits of a forward pass are lowered until every batch has one, and larger steps run
+in parts:
 
-    prefill  fewer tokens of a prompt at a time; the rest of it has the earlier ones as context
-    decode   the cache gathered instead of sliced; then fewer blocks, then fewer sequences
+    prefill  fewer tokens of a prompt at a time; later chunks have the earlier ones as context
+    decode   blocks gathered instead of read as a slice; then fewer blocks, then fewer sequences
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,19 +20,19 @@ from vllm.bucketing.step_limits import StepLimits, round_up
 def shrink_launches(
     catalog: Catalog, limits: StepLimits, given_up: Sequence[Bucket]
 ) -> tuple[Catalog, StepLimits] | None:
-    """Return a catalog and limits whose closure holds without the buckets that were given up.
+    """Return a closed catalog and limits without the buckets that were given up.
 
-    Calling it again with what it returned, after more buckets had to be given up, comes to an end:
-    every time the limits are smaller.
+    It may be called again with its results after more buckets had to be given up; this ends,
+    because the limits are lower every time.
 
     Args:
         catalog: without those buckets.
-        limits: of a launch; the number of KV blocks is known.
+        limits: of a forward pass; the number of KV blocks is known.
         given_up: none of them, and nothing as large as one of them, is added.
 
     Returns:
-        The catalog, with buckets that smaller launches need, and the largest limits for which the
-        closure holds; both unchanged if it holds already. None when no launch is small enough.
+        The catalog, with buckets for smaller forward passes, and the largest limits for which it
+        is closed; both unchanged if it is closed already. None if no forward pass is small enough.
     """
     for phase in Phase:
         if all(shape.phase is not phase for shape in prove(catalog, limits).uncovered):
@@ -54,7 +54,7 @@ def _smaller(phase: Phase, catalog: Catalog, limits: StepLimits) -> Iterator[Ste
 
 
 def _smaller_prefills(catalog: Catalog, limits: StepLimits) -> Iterator[StepLimits]:
-    """Yield shorter and shorter chunks of prompts: whole blocks, or the lengths of buckets."""
+    """Yield limits with shorter and shorter chunks of prompts: whole blocks, or bucket lengths."""
     block = limits.block_size
     lengths = {bucket.query_len for bucket in catalog.prefill}
     least = min({block, *lengths})
@@ -64,8 +64,10 @@ def _smaller_prefills(catalog: Catalog, limits: StepLimits) -> Iterator[StepLimi
 
 
 def _smaller_decodes(catalog: Catalog, limits: StepLimits) -> Iterator[StepLimits]:
-    """Yield limits, first without contiguous slices; then with smaller batches, each with fewer and
-    fewer blocks."""
+    """Yield lower and lower limits of decodes.
+
+    First without contiguous slices, then with smaller batches, each with fewer and fewer blocks.
+    """
     if limits.contiguous_pa:
         limits = replace(limits, contiguous_pa=False)
         yield limits
@@ -83,7 +85,9 @@ def _smaller_decodes(catalog: Catalog, limits: StepLimits) -> Iterator[StepLimit
 
 
 def _descending(sizes: Iterable[int], *, below: int, least: int, step: int = 1) -> list[int]:
-    """Return the sizes from `least` up to but not including `below`, and halves of `below`."""
+    """Return the sizes from `least` up to but not including `below`, and halves of `below`,
+    descending.
+    """
     found = {size for size in sizes if least <= size < below}
     half = below
     while half > max(least, step):

@@ -1,16 +1,16 @@
-"""Chooses buckets for a traffic, with a proof of how far from the best they can be.
+"""Chooses buckets for a traffic, with a bound on how far they are from the best ones.
 
-Shapes p with weights w are given; a bucket covers the shapes that are not larger in any dimension,
-and a shape pays the cost of the cheapest bucket that covers it. A number of buckets, or as many as
-a budget of seconds or bytes allows, is chosen so that the cost is least: a p-median problem.
+Given are shapes p with weights w. A bucket covers the shapes that are not larger in any dimension,
+and a shape costs as much as the cheapest bucket that covers it. A number of buckets, or as many as
+a budget of seconds or bytes allows, is chosen to minimize the cost: a p-median problem.
 
-    chain        one dimension: a dynamic programme is exact
+    chain        one dimension: dynamic programming is exact
     bound        several: a lower bound
-    exchanges    several: each set that the bound visits, and one found greedily, is improved; the
-                 cheapest is taken
+    exchanges    several: improves each set that the bound visits, and a greedy one; the
+                 cheapest is used
     intervals    many shapes: neighbouring sizes are merged
 
-It needs numpy only. It knows no engine: costs and prices are functions of the caller.
+It needs only numpy. It knows no engine: costs and prices are functions of the caller.
 """
 
 from vllm.bucketing.optimal.certificate import Budget, ChosenBuckets, Floats, Ints, ShapeCost

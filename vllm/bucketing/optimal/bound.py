@@ -1,7 +1,7 @@
 """The lower bound, by Lagrangian relaxation of "each shape is served once".
 
-For any multipliers u, sum(u) + the most negative of rho, as far as the budget goes, is at most the
-optimum, where rho_j = sum over i of min(0, w_i c_j - u_i) (Cornuejols, Fisher and Nemhauser,
+For any multipliers u, sum(u) plus the most negative values of rho that fit the budget is at most
+the optimum, where rho_j = sum over i of min(0, w_i c_j - u_i) (Cornuejols, Fisher and Nemhauser,
 Management Science 23, 1977). Subgradient steps raise it (Held, Wolfe and Crowder, Mathematical
 Programming 6, 1974).
 """
@@ -18,7 +18,7 @@ _ROUNDS_BEFORE_HALVING = 12
 
 
 class Bound:
-    """The lower bound of a problem.
+    """Computes a lower bound of the cost of a problem.
 
     Args:
         problem: of any number of dimensions.
@@ -36,8 +36,8 @@ class Bound:
         """Raise the lower bound by subgradient steps.
 
         Args:
-            best: a set that covers all shapes, the better the faster the steps.
-            until: time at which they end.
+            best: a set that covers all shapes; the better it is, the faster the bound rises.
+            until: time of `time.monotonic` at which to stop.
 
         Returns:
             The sets that attain the bounds, and their costs.
@@ -75,8 +75,11 @@ class Bound:
         return visited
 
     def _relaxed(self, multipliers: Floats) -> tuple[float, list[int], Floats]:
-        """Return the bound of some multipliers, the candidates that attain it, and the fraction of
-        each that is within the budget."""
+        """Compute the bound for given multipliers.
+
+        Return it with the candidates that attain it, and the fraction of each that is within the
+        budget.
+        """
         problem = self._problem
         rho = np.minimum(0, problem.costs - multipliers[:, None]).sum(0)
         density = rho / np.maximum(problem.prices, 1e-300)

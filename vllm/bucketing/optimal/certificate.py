@@ -1,4 +1,4 @@
-"""The budget of a choice of buckets, and the certificate of the chosen set."""
+"""The budget of a choice of buckets, and the chosen set with its certificate."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ falls when a size grows."""
 
 @dataclass(frozen=True)
 class Budget:
-    """Most that buckets may cost together.
+    """The most that chosen buckets may cost together.
 
     Attributes:
         limit: of all, in the unit of the prices, mandatory buckets included.
         price: price of each bucket, from the arrays of `ShapeCost`, for example seconds of warm-up
             or bytes of graphs.
-        unit: what an error calls it.
+        unit: name of the unit in errors.
     """
 
     limit: float
@@ -34,13 +34,13 @@ class Budget:
 
     @classmethod
     def of_count(cls, count: int) -> "Budget":
-        """Return the budget of a number of buckets."""
+        """Return a budget that limits the number of buckets."""
         return cls(count, lambda phase, *sizes: np.ones(len(phase)))
 
 
 @dataclass(frozen=True)
 class ChosenBuckets:
-    """A set of buckets and its certificate."""
+    """A chosen set of buckets, with a bound on its distance from the best set."""
 
     buckets: tuple[Bucket, ...]
     """Ascending, mandatory ones included."""
@@ -53,17 +53,17 @@ class ChosenBuckets:
 
     @property
     def certificate(self) -> float:
-        """Largest possible distance from the best set, relative to it; 0: it is the best."""
+        """Largest possible distance from the best set, relative to its cost; 0: it is the best."""
         return self.cost / self.lower_bound - 1 if self.lower_bound > 0 else 0.0
 
     @property
     def padding(self) -> float:
-        """Cost of padding, relative to the cost without any."""
+        """Cost of padding, relative to the cost without padding."""
         return self.cost / self.unpadded - 1 if self.unpadded > 0 else 0.0
 
     @property
     def least_padding(self) -> float:
-        """Padding that no set within the budget is below."""
+        """Lower bound of the padding of any set within the budget."""
         return max(0.0, self.lower_bound / self.unpadded - 1) if self.unpadded > 0 else 0.0
 
     def describe(self) -> str:

@@ -1,8 +1,8 @@
-"""The exact optimum where the shapes are a chain: a dynamic programme.
+"""The exact optimum for shapes that are a chain, by dynamic programming.
 
 best[k][j], the least cost of the shapes up to candidate j with k candidates of which j is the last,
-is the minimum over i < j of best[k - 1][i] + cost(j) * weight in (i, j]. It is the programme of
-optimal clusters in one dimension (Gronlund et al., arXiv 1701.07204), with a cost of padding.
+is the minimum over i < j of best[k - 1][i] + cost(j) * weight in (i, j]. This is the algorithm for
+optimal clusters in one dimension (Gronlund et al., arXiv 1701.07204), with the cost of padding.
 """
 
 import numpy as np
@@ -15,9 +15,9 @@ _MAX_CHAIN = 2048
 
 
 def solve_chain(problem: Problem) -> tuple[Ints, float] | None:
-    """Solve a problem of one dimension, or return None if it is not one.
+    """Solve a problem of one dimension exactly; None if it has more.
 
-    The shapes are a chain if each candidate covers the first of them, up to some number.
+    The shapes are a chain if each candidate covers exactly the first n of them, for some n.
     """
     covers, prices, num_mandatory = problem.covers, problem.prices, problem.num_mandatory
     if problem.may_split or not (prices == 1).all() or len(problem.weights) > _MAX_CHAIN:
@@ -47,7 +47,7 @@ def solve_chain(problem: Problem) -> tuple[Ints, float] | None:
 def _chain_optimum(
     problem: Problem, chain: Ints, positions: Ints, weights: Floats
 ) -> tuple[Ints, float] | None:
-    """Choose from a chain of candidates, ascending in cost and in what they cover."""
+    """Choose from a chain of candidates that ascend in cost and in the shapes that they cover."""
     sums = np.concatenate([[0.0], np.cumsum(weights)])[positions]
     costs = problem.candidate_costs[chain]
     forced = chain < problem.num_mandatory

@@ -1,4 +1,4 @@
-"""Choosing buckets: the algorithm that fits the problem, within a time."""
+"""Chooses buckets with the algorithm that fits the problem, within a time limit."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -43,21 +43,21 @@ def choose_buckets(
     """Choose the buckets of least cost, within a number of buckets or another budget.
 
     Args:
-        shapes: [n, 4] phase, batch, query length and blocks; of both phases, if one budget is for
-            both.
-        weights: [n] how often each of them occurs.
-        candidates: buckets to choose from; None: any with sizes of the shapes.
-        mandatory: buckets that are in every set.
+        shapes: [n, 4] phase, batch, query length and blocks; of both phases, if they share one
+            budget.
+        weights: [n] how often each shape occurs.
+        candidates: buckets to choose from; None: any combination of sizes of the shapes.
+        mandatory: buckets that are always chosen.
         count: how many buckets, mandatory ones included.
-        budget: what all of them may cost; instead of `count`.
+        budget: limit of what all of them may cost; instead of `count`.
         cost: of a padded forward pass.
-        may_split: a prefill of several requests runs one by one if that costs less, or if no bucket
-            covers it.
-        max_seconds: after that, what was reached is returned. Its certificate holds.
+        may_split: a prefill of several requests may run as one forward pass per request, if that
+            costs less, or if no bucket covers it.
+        max_seconds: time limit; the best set until then is returned, with a valid certificate.
 
     Raises:
-        ValueError: the budget is below what the mandatory buckets take, or no set within it
-            covers all shapes; the message names the least.
+        ValueError: the budget is less than the price of the mandatory buckets, or no set within it
+            covers all shapes; the message contains the smallest possible budget.
     """
     if (count is None) == (budget is None):
         raise ValueError("give either a count or a budget of buckets, not both")
@@ -126,7 +126,7 @@ def _solve(problem: Problem, deadline: float) -> tuple[Ints, float]:
 
 
 def _bound(problem: Problem, deadline: float) -> float:
-    """Return the lower bound only."""
+    """Return only the lower bound of the cost."""
     chain = solve_chain(problem)
     if chain is not None:
         return chain[1]

@@ -1,4 +1,4 @@
-"""Sets of buckets: one found greedily, improved by exchanges of one bucket for another.
+"""Finds sets of buckets greedily, and improves them by exchanging one bucket for another.
 
 Teitz and Bart (Operations Research 16, 1968) use these exchanges for the p-median problem. All
 pairs are compared in one pass, as in Whitaker's fast interchange (INFOR 21, 1983).
@@ -13,11 +13,11 @@ from vllm.bucketing.optimal.problem import Problem
 
 
 class Exchanges:
-    """Finds sets for a problem.
+    """Finds sets of candidates for a problem.
 
     Args:
         problem: to solve.
-        deadline: of `time.monotonic`; improving ends then.
+        deadline: of `time.monotonic`, after which sets are not improved further.
     """
 
     def __init__(self, problem: Problem, deadline: float) -> None:
@@ -26,7 +26,9 @@ class Exchanges:
         self._mandatory = list(range(problem.num_mandatory))
 
     def greedy(self, given: Sequence[int] = ()) -> list[int]:
-        """Return the mandatory candidates, some others, and what saves most for its price."""
+        """Return the mandatory candidates, the given ones, and then those that save most
+        per price.
+        """
         problem = self._problem
         chosen = sorted({*self._mandatory, *given})
         room = problem.room - sum(problem.prices[j] for j in chosen if j >= problem.num_mandatory)
@@ -51,7 +53,9 @@ class Exchanges:
             least = np.minimum(least, problem.costs[:, index])
 
     def improved(self, chosen: Sequence[int]) -> list[int]:
-        """Return a set after exchanges of one candidate for another, until none saves anything."""
+        """Improve a set by exchanging one candidate for another, until no exchange saves
+        anything.
+        """
         problem, current = self._problem, list(chosen)
         room = problem.room - float(problem.prices[current[problem.num_mandatory :]].sum())
         while len(current) > problem.num_mandatory and time.monotonic() < self._deadline:
@@ -63,10 +67,11 @@ class Exchanges:
         return self.greedy(current) if room > 0 else current
 
     def _best_exchange(self, chosen: list[int], room: float) -> tuple[float, int, int]:
-        """Return the change of the cost, the index in the set of what leaves, and what enters.
+        """Return the best exchange: (change of the cost, index in the set that leaves, new
+        candidate).
 
-        All pairs in one pass: d1 and d2 are the cheapest and the second cheapest open candidate of
-        each shape.
+        All pairs are compared in one pass: d1 and d2 are the cheapest and the second cheapest
+        chosen candidate of each shape.
         """
         problem = self._problem
         costs = problem.costs

@@ -1,7 +1,7 @@
-"""Intervals of neighbouring sizes, for traffic with many shapes.
+"""Merges neighbouring sizes to intervals, for traffic with many shapes.
 
-Buckets end at the upper ends of the intervals, so each set holds what it is chosen for. For the
-lower bound the same buckets are priced at the lower ends, so no set of other sizes costs less.
+Buckets end at the upper ends of the intervals, so each set covers its shapes. For the lower bound
+the same buckets are priced at the lower ends, so no set of other sizes costs less.
 """
 
 import numpy as np
@@ -13,9 +13,10 @@ from vllm.bucketing.optimal.shapes import covers_shapes, merged
 def make_intervals(
     shapes: Ints, weights: Floats, tolerance: float, cost: ShapeCost
 ) -> tuple[list[dict[tuple[int, int], int]], list[dict[tuple[int, int], int]]]:
-    """Return for each dimension the upper and the lower end of the interval of (phase, size).
+    """Divide the sizes of each dimension into intervals; return their upper and lower ends.
 
-    Within an interval the cost of an average shape grows by no more than the tolerance.
+    Both map (phase, size) to the end of its interval. Within an interval the cost of an average
+    shape grows by no more than the tolerance.
     """
     uppers: list[dict[tuple[int, int], int]] = [{} for _ in range(4)]
     lowers: list[dict[tuple[int, int], int]] = [{} for _ in range(4)]
@@ -40,7 +41,7 @@ def make_intervals(
 
 
 def mapped(shapes: Ints, ends: list[dict[tuple[int, int], int]]) -> Ints:
-    """Return the shapes with each size replaced by the end of its interval."""
+    """Replace each size of the shapes by the end of its interval."""
     found: Ints = shapes.copy()
     phases = shapes[:, 0].tolist()
     for column in range(1, 4):
@@ -54,7 +55,7 @@ def make_grid(
     uppers: list[dict[tuple[int, int], int]],
     lowers: list[dict[tuple[int, int], int]],
 ) -> tuple[Ints, Ints]:
-    """Return every combination of upper ends, and the same with the lower ends."""
+    """Return every combination of upper ends, and the corresponding lower ends."""
     ups: list[Ints] = []
     lows: list[Ints] = []
     for phase in np.unique(shapes[:, 0]).tolist():
@@ -83,7 +84,9 @@ def make_grid(
 
 
 def snapped(shapes: Ints, weights: Floats, sizes: Ints) -> tuple[Ints, Floats]:
-    """Return the shapes rounded up to sizes of candidates: the same candidates cover them."""
+    """Round shapes up to sizes of candidates, and merge equal ones; the same candidates
+    cover them.
+    """
     found = shapes.copy()
     for phase in np.unique(shapes[:, 0]):
         of_phase = shapes[:, 0] == phase

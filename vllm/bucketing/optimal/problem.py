@@ -1,4 +1,4 @@
-"""The problem: costs of shapes in candidates, and prices of candidates, as arrays."""
+"""The problem of choosing buckets as arrays: costs of shapes, and prices of candidates."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _SPLIT_PADDING = 1.1
 
 @dataclass(frozen=True)
 class Problem:
-    """Costs of shapes in candidates, and prices of candidates.
+    """Costs of shapes in candidate buckets, and prices of candidates.
 
     The candidates [m] begin with the mandatory ones.
     """
@@ -47,25 +47,30 @@ class Problem:
 
     @property
     def may_split(self) -> bool:
-        """Whether some shapes need no bucket of their own."""
+        """Whether some shapes may be split, so that no bucket has to cover them."""
         return bool(np.isfinite(self.unbatched).any())
 
     @cached_property
     def otherwise(self) -> Floats:
-        """[n] weighted cost of each shape if no bucket covers it: more than any set costs that
-        covers all shapes, or the cost of a forward pass for each request."""
+        """[n] weighted cost of each shape if no chosen bucket covers it.
+
+        It is the cost of separate forward passes if the shape may be split; else more than any set
+        that covers all shapes costs.
+        """
         most = 2 * float(self.weights.sum()) * float(self.candidate_costs.max()) + 1e-300
         return np.minimum(most, self.weights * self.unbatched)
 
     @cached_property
     def costs(self) -> Floats:
-        """[n, m] weighted cost of each shape in each candidate; `otherwise` at most, and where it
-        is not covered."""
+        """[n, m] weighted cost of each shape in each candidate, at most `otherwise`.
+
+        It is `otherwise` if the candidate does not cover the shape.
+        """
         costs = np.minimum(self.weights[:, None] * self.candidate_costs, self.otherwise[:, None])
         return np.where(self.covers, costs, self.otherwise[:, None])
 
     def cost(self, chosen: Sequence[int]) -> float:
-        """Return the cost of a set."""
+        """Return the cost of all shapes with these chosen candidates."""
         if not chosen:
             return float(self.otherwise.sum())
         return float(self.costs[:, chosen].min(1).sum())
@@ -80,7 +85,7 @@ def make_problems(
     cost: ShapeCost,
     may_split: bool,
 ) -> tuple[Problem, Problem | None]:
-    """Return the problem, and the one for the bound where that is another one."""
+    """Make the problem, and the one for the lower bound if it is different."""
     required = sizes_of(mandatory)
     if candidates is not None:
         others = sizes_of(sorted(set(candidates) - set(mandatory)))
@@ -117,7 +122,9 @@ def make_problems(
 
 
 def _unbatched(shapes: Shapes, cost: ShapeCost) -> Floats:
-    """Return [n] the cost of each shape as forward passes of one request each, without padding."""
+    """Return [n] the cost of each shape if each of its requests runs separately, without
+    padding.
+    """
     return split_factor(shapes) * cost(*single(shapes).T)
 
 
@@ -131,10 +138,10 @@ def _problem(
     cost: ShapeCost,
     unbatched: Floats | None,
 ) -> Problem:
-    """Return a problem whose costs and prices are of other sizes than what covers.
+    """Make a problem in which candidates may be priced at other sizes than those they cover.
 
     Args:
-        unbatched: [n] cost of shapes that need no bucket of theirs; None: all need one.
+        unbatched: [n] cost of shapes that may be split; None: none may be.
     """
     covers: Mask = covers_shapes(sizes, shapes)
     is_useful: Mask = np.array(covers.any(0))

@@ -22,7 +22,7 @@ def cost_of(
 ) -> float:
     """Return the cost of all shapes, each padded to the cheapest bucket that covers it.
 
-    It is infinite if one is not covered. The arguments are as in `choose_buckets`.
+    It is infinite if a shape is not covered. For the arguments see `choose_buckets`.
     """
     least = least_costs(buckets, shapes, cost)
     if may_split:
@@ -31,7 +31,7 @@ def cost_of(
 
 
 def least_costs(buckets: Sequence[Bucket], shapes: Shapes, cost: ShapeCost) -> Floats:
-    """Return [n] the cost of the cheapest bucket of each shape."""
+    """Return [n] the cost of the cheapest bucket that covers each shape."""
     sizes = sizes_of(buckets)
     prices = cost(*sizes.T)
     least = np.full(len(shapes), np.inf)
@@ -44,21 +44,23 @@ def least_costs(buckets: Sequence[Bucket], shapes: Shapes, cost: ShapeCost) -> F
 
 
 def single(shapes: Shapes) -> Shapes:
-    """Return the shapes of a request each."""
+    """Return the shapes with a batch size of 1."""
     found: Ints = shapes.copy()
     found[:, 1] = 1
     return found
 
 
 def split_factor(shapes: Shapes) -> Floats:
-    """Return how many forward passes of one request are as much as each shape; infinity: it is no
-    prefill of several."""
+    """Return the number of forward passes if each request of a shape runs separately.
+
+    Infinity if the shape is not a prefill of several requests.
+    """
     is_split = (shapes[:, 0] == Phase.PREFILL) & (shapes[:, 1] > 1)
     return np.where(is_split, shapes[:, 1], np.inf)
 
 
 def merged(shapes: Ints, weights: Floats) -> tuple[Ints, Floats]:
-    """Return each shape once, with the sum of its weights."""
+    """Merge equal shapes, adding up their weights."""
     unique, index = np.unique(shapes, axis=0, return_inverse=True)
     sums = np.bincount(index.reshape(-1), np.asarray(weights, np.float64), minlength=len(unique))
     found: Ints = unique[sums > 0]

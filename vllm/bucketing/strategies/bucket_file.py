@@ -1,4 +1,4 @@
-"""Buckets written by hand, one line each.
+"""Buckets that users list in a file, one line each.
 
     # batch, query_len, blocks
     (1, 128, 0)
@@ -23,14 +23,14 @@ _LINE_FORMAT = (
 
 
 def parse_buckets(text: str, source: str) -> list[Bucket]:
-    """Return the buckets of a file, each once, in their order.
+    """Parse a file of buckets; return each bucket once, in their order.
 
     Args:
         text: content of the file.
         source: name of the file, for errors.
 
     Raises:
-        ConfigError: some lines are not buckets, all of which are named; or there is no bucket.
+        ConfigError: some lines are not buckets (the error lists them), or there is no bucket.
     """
     found: dict[Bucket, None] = {}
     errors = []

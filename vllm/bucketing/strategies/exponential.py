@@ -1,7 +1,7 @@
-"""Exponential bucketing: sizes at a constant ratio, as many as a power of two would give.
+"""Exponential bucketing: sizes at a constant ratio, as many as there would be powers of two.
 
-Rounding to steps makes the small sizes collide. A collision is not lost: the free multiple of the
-step that is nearest takes its place, which makes the low end, where most launches are, denser.
+Rounding to steps makes small sizes equal. Instead of dropping such a size, the nearest free
+multiple of the step is used. So there are more small sizes, which most batches need.
 """
 
 import math
@@ -39,7 +39,7 @@ class ExponentialRange:
 
 @dataclass(frozen=True, kw_only=True)
 class ExponentialSettings:
-    """The four ranges, all of them derived: nothing here is tuned by hand."""
+    """The four ranges of exponential bucketing, all derived from the limits of a step."""
 
     prompt_bs: ExponentialRange
     prompt_seq: ExponentialRange
@@ -52,7 +52,7 @@ class ExponentialSettings:
 
         Args:
             limits: the longest query, the largest decode batch and its blocks.
-            max_prefill_batch: prompts in one launch at most.
+            max_prefill_batch: largest number of prompts in one forward pass.
         """
         block, max_blocks = limits.block_size, limits.max_blocks
         longest = round_up(limits.max_query_len, block)
@@ -75,11 +75,11 @@ def exponential_range(
     """Return the sizes in ascending order.
 
     Args:
-        sizes: min, step, max and how many.
+        sizes: min, step, max and the number of sizes.
         contiguous_pa: the last size is `max` exactly, not the next multiple of the step: it is
             the whole KV cache.
-        long_context: half of the sizes grow evenly, so that neighbours near the top do not lie
-            tens of thousands of tokens apart.
+        long_context: half of the sizes grow linearly, so that large neighbours do not differ by
+            tens of thousands of tokens.
         fill: replace a size that another one has taken by the nearest free one.
 
     >>> exponential_range(ExponentialRange(128, 128, 2048, 10))
@@ -114,8 +114,7 @@ def exponential_range(
 
 
 def exponential_context(limits: StepLimits, query_len: int) -> list[int]:
-    """Return context block counts for one padded length: none, then growing to the most that fits
-    with it."""
+    """Return context block counts for one padded length, from 0 to the most that fits, growing."""
     rest = max(0, limits.max_seq_len - query_len) // limits.block_size
     if not limits.has_context or rest == 0:
         return [0]
@@ -124,7 +123,7 @@ def exponential_context(limits: StepLimits, query_len: int) -> list[int]:
 
 
 def exponential_prefill_buckets(settings: ExponentialSettings, limits: StepLimits) -> list[Bucket]:
-    """Batch sizes x lengths x context block counts."""
+    """Return prefill buckets: all combinations of batch size, length and context block count."""
     batches = exponential_range(settings.prompt_bs, contiguous_pa=limits.contiguous_pa)
     lengths = exponential_range(
         settings.prompt_seq,
@@ -139,10 +138,10 @@ def exponential_prefill_buckets(settings: ExponentialSettings, limits: StepLimit
 
 
 def exponential_decode_buckets(settings: ExponentialSettings, limits: StepLimits) -> list[Bucket]:
-    """Combine all batch sizes with all block counts.
+    """Return decode buckets: all combinations of batch size and block count.
 
-    Also those with fewer blocks than sequences: between two batch sizes, a batch with few blocks
-    is padded up in sequences only.
+    This includes fewer blocks than sequences: a batch between two batch sizes, with few blocks, is
+    then padded only in sequences.
     """
     batches = exponential_range(settings.decode_bs, contiguous_pa=limits.contiguous_pa)
     counts = exponential_range(settings.decode_block, contiguous_pa=limits.contiguous_pa)

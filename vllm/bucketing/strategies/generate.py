@@ -1,4 +1,4 @@
-"""Generates buckets from a strategy and limits, with log lines."""
+"""Generates the buckets of a strategy within limits, with log lines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ _WITH_LIMIT = ("min", "step", "max_warmup", "limit")
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedBuckets:
-    """The buckets of a strategy or a file. Not yet closed: see `vllm.bucketing.catalog.closure`."""
+    """The buckets of a strategy or a file. Some may still be missing: see `catalog.closure`."""
 
     prefill: tuple[Bucket, ...]
     decode: tuple[Bucket, ...]
@@ -58,12 +58,12 @@ def generate_buckets(
     """Return the buckets of a strategy, which may be more than steps can use.
 
     Args:
-        strategy: `linear` and `pad` follow the variables, the others only the limits.
-        limits: the largest step.
+        strategy: `linear` and `pad` use the variables, the others only the limits.
+        limits: of a step.
         settings: the variables, and the ranges of linear bucketing.
-        merged_prefill: prompts are laid end to end in one row (linear only).
-        max_prefill_batch: prompts in one launch (exponential only). None: 64, or the sequences of
-            a step when these are fewer.
+        merged_prefill: prompts are concatenated into one sequence (linear only).
+        max_prefill_batch: prompts in one forward pass (exponential only). None: 64, or the
+            sequences of a step if these are fewer.
 
     Raises:
         ConfigError: the variables give no bucket.
@@ -95,7 +95,7 @@ def generate_buckets(
 
 
 def buckets_from_file(text: str, source: str, limits: StepLimits) -> GeneratedBuckets:
-    """Return the buckets of a file within the token budget; a warning lists the others.
+    """Return the buckets of a file that fit the token budget; a warning lists the others.
 
     Raises:
         ConfigError: some lines are not buckets; see `parse_buckets`.

@@ -17,9 +17,9 @@ _FINE_CONTEXT = (1024, 4096)
 
 
 def linear_range(min: int, step: int, max: int) -> list[int]:
-    """Return sizes from `min` to `max`, ascending. `max` itself is one only when a step reaches it.
+    """Return sizes from `min` to `max`, ascending; `max` itself only if a step reaches it.
 
-    A `min` of 0 stands for "none at all", and is followed by the range from `step` on.
+    A `min` of 0 means "none", and is followed by the range from `step` on.
 
     >>> linear_range(2, 32, 64)
     [2, 4, 8, 16, 32, 64]
@@ -49,19 +49,21 @@ def linear_range(min: int, step: int, max: int) -> list[int]:
 def linear_prefill_buckets(
     settings: BucketSettings, limits: StepLimits, *, every_context: bool = False
 ) -> list[Bucket]:
-    """Combine batch sizes with lengths, and with context: see `linear_context`.
+    """Return prefill buckets: combinations of batch size, length and context block count.
 
-    Batches with context have lengths that at least double: prompts of a step that differ much are
-    launched apart, which costs little. Behind `max_fine_len` tokens follow a few for single
-    prompts: see `_long_buckets`.
+    See `linear_context`. Batches with context have lengths that at least double: prompts of a step
+    with very different lengths run in separate forward passes, which costs little. For sequences of
+    more than `max_fine_len` tokens there are only a few buckets of single prompts: see
+    `_long_buckets`.
 
     Args:
         settings: the ranges.
-        limits: what a launch can ask for.
-        every_context: the fork's set, to compare with: each number that fits beside the prompt.
+        limits: of a forward pass.
+        every_context: generate the buckets of the Gaudi fork, for comparison: each count that fits
+            with the prompt.
 
     Raises:
-        ConfigError: the ranges hold nothing.
+        ConfigError: the ranges contain no size.
     """
     batches = linear_range(*settings.prompt_bs.as_tuple())
     lengths = linear_range(*settings.prompt_seq.as_tuple())
@@ -88,21 +90,22 @@ def linear_prefill_buckets(
 def linear_context(
     limits: StepLimits, batch: int, shorter: int, length: int, max_fine_len: int
 ) -> list[int]:
-    """Return context block counts: none, `_FINE_CONTEXT`, then doubling, and the most of sequences
-    of `max_fine_len` tokens, unless the previous count is nearly as large. In a batch: none and the
-    most.
+    """Return context block counts of a prefill bucket: 0, `_FINE_CONTEXT`, doubling, the largest.
 
-    The most is what the shortest prompt that is padded to `length` can have before it, so that
-    none is left without a bucket; in a batch it is also what the token budget leaves. What is
-    beyond the budget without any context (`vllm.bucketing.step_limits`) gets none.
+    Doubling ends at sequences of `max_fine_len` tokens, and the largest is left out if the previous
+    count is nearly as large. In a batch there are only 0 and the largest.
+
+    The largest is the context that the shortest prompt padded to `length` can have, so that each
+    has a bucket; in a batch it is also limited by the token budget. A bucket that exceeds the
+    budget without any context (`vllm.bucketing.step_limits`) gets none.
 
     The fork has every count (0, 1, 2, 3, ...): hundreds to thousands of prompt buckets, each of
-    which is compiled and may take a graph. A block of context costs a token of a prompt 1/256 of
-    its linear layers (`padded_cost`), so up to 8 blocks instead of 1 cost 3 %, and up to 32
-    instead of 9 cost 9 %. benchmarks/history.md has the counts and the padding.
+    which is compiled and may need a graph. A block of context costs a token of a prompt 1/256 of
+    its linear layers (`padded_cost`), so up to 8 blocks instead of 1 cost 3 %, and up to 32 instead
+    of 9 cost 9 %. benchmarks/history.md has the counts and the padding.
 
     Args:
-        limits: what a launch can ask for.
+        limits: of a forward pass.
         batch: prompts of the bucket.
         shorter: the next smaller length, 0 for the smallest.
         length: of the bucket.
@@ -127,9 +130,9 @@ def _long_buckets(
 ) -> list[Bucket]:
     """Return buckets for sequences of more than `max_fine_len` tokens, which are rare.
 
-    Nearly all work of a long prompt is in pieces of the longest length, so that has context counts
-    that double. Others are the end of a prompt: lengths that at least double, with counts that are
-    each four times the one before.
+    Nearly all work of a long prompt is in chunks of the longest length, so this length has context
+    counts that double. Shorter lengths occur only at the end of a prompt: their lengths at least
+    double, and their context counts grow four times.
     """
     doubling = _doubling(lengths)
     found = []
@@ -145,7 +148,7 @@ def _long_buckets(
 
 
 def _doubling(lengths: Sequence[int]) -> list[int]:
-    """Return the largest length, and the shorter ones that are at most half of the next one."""
+    """Return the largest length, and shorter ones that are at most half of the next one each."""
     doubling = [lengths[-1]]
     for length in reversed(lengths):
         if 2 * length <= doubling[0]:
@@ -154,7 +157,7 @@ def _doubling(lengths: Sequence[int]) -> list[int]:
 
 
 def _most_context(limits: StepLimits, batch: int, shorter: int, length: int) -> int:
-    """Return the context blocks of a bucket whose prompts are longer than `shorter`."""
+    """Return the largest context of prompts longer than `shorter`, in blocks."""
     budget, block_size = limits.max_num_batched_tokens, limits.block_size
     most = limits.max_prefill_context(batch, shorter + 1)
     if batch > 1:
@@ -170,7 +173,7 @@ def _every_context(limits: StepLimits, length: int) -> range:
 
 
 def linear_decode_buckets(settings: BucketSettings) -> list[Bucket]:
-    """Return batch sizes x total block counts, each with at least one block for a sequence.
+    """Return decode buckets: batch sizes with total block counts, a block or more per sequence.
 
     Raises:
         ConfigError: the ranges contain no bucket.

@@ -1,7 +1,7 @@
-"""Padding-aware bucketing: linear sizes, thinned out as far as a bound on padding allows.
+"""Padding-aware bucketing: linear sizes, from which sizes are dropped within a bound on padding.
 
-A size is left out when the next one pads what would have used it by at most `pad_percent` percent
-and at most `pad_max`. Small sizes double, as in linear bucketing.
+A size is dropped if padding its batches to the next size adds at most `pad_percent` percent and at
+most `pad_max`. Small sizes double, as in linear bucketing.
 
     VLLM_PROMPT_BS_BUCKET_*      prompts of a batch            1, 1, 1
     VLLM_PROMPT_SEQ_BUCKET_*     tokens of the longest         block_size, block_size, longest chunk
@@ -10,8 +10,8 @@ and at most `pad_max`. Small sizes double, as in linear bucketing.
     VLLM_DECODE_BLOCK_BUCKET_*   their blocks together         block_size, block_size,
                                                                max_num_seqs * blocks of the longest
 
-Each has two more, _PAD_MAX (default: a quarter of MAX) and _PAD_PERCENT (default: 25). As in the
-other strategies, a larger MAX than a step can need is lowered to what it can need.
+Each has two more variables, _PAD_MAX (default: a quarter of MAX) and _PAD_PERCENT (default: 25). As
+in the other strategies, a larger MAX than a step can need is lowered to what it can need.
 """
 
 from collections.abc import Mapping
@@ -114,10 +114,10 @@ def padded_range(sizes: PaddedRange) -> list[int]:
 def padding_aware_prefill_buckets(
     settings: PaddingAwareSettings, limits: StepLimits
 ) -> list[Bucket]:
-    """Return batch sizes x lengths x context block counts, sorted.
+    """Return prefill buckets, sorted: combinations of batch size, length and context blocks.
 
-    The largest count differs by length: it is what the shortest prompt that is padded to this
-    length can have before it.
+    The largest context differs by length: it is the context that the shortest prompt padded to this
+    length can have.
     """
     batches, lengths = padded_range(settings.prompt_bs), padded_range(settings.prompt_seq)
     contexts = padded_range(settings.prompt_ctx)
@@ -130,7 +130,7 @@ def padding_aware_prefill_buckets(
 
 
 def padding_aware_decode_buckets(settings: PaddingAwareSettings) -> list[Bucket]:
-    """Return batch sizes x block counts, each with at least one block for a sequence, sorted."""
+    """Return decode buckets, sorted: batch sizes with a block or more per sequence."""
     pairs = product(padded_range(settings.decode_bs), padded_range(settings.decode_block))
     return sorted(decode(batch, blocks) for batch, blocks in pairs if blocks >= batch)
 

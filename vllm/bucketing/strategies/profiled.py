@@ -1,4 +1,4 @@
-"""The one launch that a start profiles, as users of Gaudi write it."""
+"""The one forward pass that a profiling start runs, in the format of the Gaudi fork's variable."""
 
 import re
 
@@ -9,18 +9,17 @@ _FORM = re.compile(r"(prompt|decode)_(\d+)_(\d+)(?:_(\d+))?_([tf])")
 
 
 def parse_profiled(text: str) -> tuple[Bucket, bool]:
-    """Return a bucket, and whether it runs as it will after the warm-up, as a graph if there are
-    graphs.
+    """Parse the shape to profile; return its bucket, and whether it runs as a graph if possible.
 
     >>> parse_profiled("prompt_1_512_t")
     (Bucket(phase=<Phase.PREFILL: 0>, batch=1, query_len=512, blocks=0), True)
 
     Args:
         text: `prompt_BATCH_LENGTH_t`, `prompt_BATCH_LENGTH_CONTEXTBLOCKS_t` or
-            `decode_BATCH_BLOCKS_t`; f at the end is "not as a graph".
+            `decode_BATCH_BLOCKS_t`; f at the end means "not as a graph".
 
     Raises:
-        ConfigError: it has another form, or there is no such bucket.
+        ConfigError: it has another format, or there is no such bucket.
     """
     match = _FORM.fullmatch(text.strip())
     if match is None or (match[1] == "decode" and match[4]):

@@ -1,11 +1,11 @@
-"""Sparse bucketing: exponential sizes without filling gaps, and only what can be asked for.
+"""Sparse bucketing: exponential sizes without filling gaps, limited to possible batches.
 
-The fewest buckets of the three strategies. Against `exponential`:
+It has the fewest buckets of the three strategies. Differences from `exponential`:
 
 - sizes that collide after rounding are dropped, and a minimum of 0 or 1 is a size of its own;
-- prompts are launched one by one;
+- prompts run one by one;
 - no size is above its maximum;
-- no decode bucket has fewer blocks than sequences, or more than its sequences could reference.
+- no decode bucket has fewer blocks than sequences, or more than its sequences can reference.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from vllm.bucketing.strategies.exponential import (
 
 @dataclass(frozen=True, kw_only=True)
 class SparseSettings:
-    """The ranges of sparse bucketing, derived from what a step can ask for."""
+    """The ranges of sparse bucketing, derived from the limits of a step."""
 
     prompt_bs: ExponentialRange
     prompt_seq: ExponentialRange
@@ -34,7 +34,7 @@ class SparseSettings:
 
     @classmethod
     def derive(cls, limits: StepLimits, max_prefill_batch: int = 1) -> "SparseSettings":
-        """Derive as many sizes as powers of two, one less for the lengths."""
+        """Derive ranges with as many sizes as there are powers of two, one less for the lengths."""
         block, longest = limits.block_size, round_up(limits.max_query_len, limits.block_size)
         seqs, max_blocks = limits.max_num_seqs, limits.max_blocks
         return cls(
@@ -61,10 +61,10 @@ def sparse_range(sizes: ExponentialRange) -> list[int]:
 
 
 def sparse_prefill_buckets(settings: SparseSettings, limits: StepLimits) -> list[Bucket]:
-    """Batch sizes x lengths x context block counts.
+    """Return prefill buckets: combinations of batch size, length and context block count.
 
-    The largest count differs by length: it is what the shortest prompt that is padded to this
-    length can have before it.
+    The largest context differs by length: it is the context that the shortest prompt padded to this
+    length can have.
     """
     batches, lengths = sparse_range(settings.prompt_bs), sparse_range(settings.prompt_seq)
     context = settings.prompt_context
@@ -79,7 +79,7 @@ def sparse_prefill_buckets(settings: SparseSettings, limits: StepLimits) -> list
 
 
 def sparse_decode_buckets(settings: SparseSettings, limits: StepLimits) -> list[Bucket]:
-    """Batch sizes x block counts that the sequences can have."""
+    """Return decode buckets: batch sizes with the block counts that their sequences can have."""
     pairs = product(sparse_range(settings.decode_bs), sparse_range(settings.decode_block))
     possible = {
         (batch, min(blocks, batch * limits.max_blocks_per_seq))
@@ -90,8 +90,9 @@ def sparse_decode_buckets(settings: SparseSettings, limits: StepLimits) -> list[
 
 
 def _context_range(limits: StepLimits) -> ExponentialRange:
-    """Return the range from 0 up to the context that the longest chunk can have, or with short
-    contexts the shortest."""
+    """Return the range from 0 to the context of the longest chunk, or of the shortest if contexts
+    are short.
+    """
     if limits.max_model_len >= LONG_CONTEXT_TOKENS:
         beside = limits.max_query_len
     else:

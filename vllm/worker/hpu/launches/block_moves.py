@@ -95,7 +95,8 @@ def padded_parts(
 ) -> Iterator[IntArray]:
     """Divide [n, 2] moves into parts of these sizes; the last part is padded.
 
-    >>> [len(part) for part in padded_parts(np.ones((43, 2), np.int32))] [32, 8, 2, 2]
+    >>> [len(part) for part in padded_parts(np.ones((43, 2), np.int32))]
+    [32, 8, 2, 2]
     """
     while len(copied):
         left = len(copied)

@@ -61,6 +61,7 @@ class HostBuffers:
 def _capacity(size: int) -> int:
     """Round up to a power of two, so that arrays of similar sizes share buffers.
 
-    >>> [_capacity(size) for size in (1, 1024, 1025)] [1024, 1024, 2048]
+    >>> [_capacity(size) for size in (1, 1024, 1025)]
+    [1024, 1024, 2048]
     """
     return 1 << max(10, (size - 1).bit_length())

@@ -1,9 +1,9 @@
 """Splits a step into forward passes that fit buckets.
 
     decodes    all requests with one token, or with drafts to verify, in as few forward passes as
-    the largest bucket allows; requests without drafts are padded to the same query length prefills
-    a prompt longer than the longest bucket in chunks; neighbours share a forward pass if padding
-    them to one shape costs less than another forward pass
+               the largest bucket allows; requests without drafts are padded to the same length
+    prefills   a prompt longer than the longest bucket in chunks; neighbours share a forward pass
+               if padding them to one shape costs less than another forward pass
 
 The catalog is closed (`bucketing/catalog/closure`), so every batch has a bucket. If that is ever
 wrong, the batch runs in its own shape: this compiles and is logged, but no request fails.

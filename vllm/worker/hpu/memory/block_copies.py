@@ -98,8 +98,10 @@ class CardBlockCopies:
 def padded_parts(block_ids: Sequence[int]) -> Iterator[tuple[IntArray, int]]:
     """Yield (block ids padded with the null block to a copy size, number of real blocks).
 
-    >>> [(len(part), count) for part, count in padded_parts([5] * 19)] [(8, 8), (8, 8), (8, 3)] >>>
-    [(len(part), count) for part, count in padded_parts([5])] [(1, 1)]
+    >>> [(len(part), count) for part, count in padded_parts([5] * 19)]
+    [(8, 8), (8, 8), (8, 3)]
+    >>> [(len(part), count) for part, count in padded_parts([5])]
+    [(1, 1)]
     """
     for start in range(0, len(block_ids), COPY_SIZES[-1]):
         ids = np.array(block_ids[start : start + COPY_SIZES[-1]], np.int32)
