@@ -1,1 +1,3 @@
-"""Scheduling and KV block accounting: pure logic, no torch, no device, no text."""
+"""Schedule requests and account for KV blocks. Pure logic: nothing here uses torch, a device or
+text.
+"""

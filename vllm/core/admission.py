@@ -1,4 +1,4 @@
-"""Admission: which waiting requests begin in a step that is being planned."""
+"""Choose the waiting requests that a step admits to the running batch."""
 
 from vllm.config import SchedulerConfig
 from vllm.core.kv.kv_cache_manager import KVCacheManager
@@ -18,21 +18,21 @@ and requests whose adapter has no slot."""
 class Admission:
     """Moves requests from the queue to the running batch.
 
-    First come, first served: a request for which rows, blocks or tokens are lacking holds up those
-    after it.
+    First come, first served: a request that lacks a batch index, blocks or tokens also holds up the
+    requests after it.
 
     Args:
         config: limits of a step.
         waiting: the queue.
         running: the running requests.
         cache: the KV cache.
-        preemption: which request fits, and which ones are preempted for it.
-        num_pipelined_steps: that run at the same time.
-        media: the embeddings of images; None: requests have none.
+        preemption: decides whether a request fits, and which requests are preempted for it.
+        num_pipelined_steps: number of steps that run at the same time.
+        media: the embeddings of images; None: requests have no images.
 
     Attributes:
         num_prefix_queries: tokens of all admitted requests, each counted once.
-        num_prefix_hits: how many of them were in the prefix cache.
+        num_prefix_hits: how many of these tokens were in the prefix cache.
     """
 
     def __init__(
@@ -61,16 +61,18 @@ class Admission:
 
     @property
     def may_admit(self) -> bool:
-        """Whether a request waits, and there is a row for it."""
+        """Whether a request waits and a batch index is free for it."""
         return bool(self._waiting) and self._preemption.has_row_for(self._waiting.peek())
 
     def take_preempted(self) -> list[Request]:
-        """Return the running requests to preempt for the one that had no room in the last step."""
+        """Return the running requests to preempt for the waiting request that did not fit in the
+        last step.
+        """
         request, self._lacks_room = self._lacks_room, None
         return [] if request is None else self._preemption.select_preempted(request)
 
     def admit(self, plan: Plan) -> None:
-        """Admit waiting requests while rows, blocks and tokens are available."""
+        """Admit waiting requests while batch indices, blocks and tokens are available."""
         config, preemption, running, waiting = (
             self._config,
             self._preemption,
@@ -140,7 +142,7 @@ class Admission:
             plan.add_rows([new.row for new in plan.new_requests], counts)
 
     def _enter(self, request: Request, shared: list[int], num_tokens: int, plan: Plan) -> None:
-        """Give an admitted request its row and its blocks."""
+        """Give an admitted request its batch index and its blocks."""
         start = self._cache.num_tokens_in(shared)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = start
@@ -169,7 +171,11 @@ class Admission:
 
     def _count_partial(self, plan: Plan, chunk_limit: int) -> tuple[int, int]:
         """Count the running prompts that this step does not complete, and how many of them are
-        long."""
+        long.
+
+        Returns:
+            (partial prompts, partial prompts of more than `chunk_limit` tokens).
+        """
         num_tokens = self._running.num_tokens[plan.rows]
         rest = num_tokens - self._running.num_computed[plan.rows]
         is_partial = (rest > 1) & (rest > plan.num_tokens)

@@ -1,8 +1,8 @@
-"""Keeps the blocks of running requests at the low end of the cache.
+"""Keep the blocks of running requests at the low end of the cache.
 
-A device that reads the cache as one slice reads it up to the highest block of a running request.
-The contents of a block of a running request that lies too high and of a low block that nobody
-holds are exchanged: cached content moves up, stays findable, and keeps its age.
+A device that reads the cache as one slice reads it up to the highest block of a running request. So
+a block that lies too high and an unused low block exchange their contents. Cached content that
+moves up can still be found, and keeps its age.
 """
 
 from collections.abc import Collection
@@ -23,17 +23,17 @@ reading it four times."""
 def compact_blocks(
     plan: Plan, running: RunningBatch, cache: KVCacheManager, has_freed: bool
 ) -> BlockMoves | None:
-    """Move blocks of running requests to low block ids, in their tables and in the plan of this
+    """Move the blocks of running requests to low block ids, in their tables and in the plan of this
     step.
 
     Args:
-        plan: of a step, complete.
+        plan: complete plan of the step.
         running: requests that hold blocks, the new ones included.
-        cache: of them; nothing moves in one that is not dense.
-        has_freed: blocks were freed since the last step.
+        cache: the KV cache; nothing moves if it is not dense.
+        has_freed: whether blocks were freed since the last step.
 
     Returns:
-        What a worker has to move before the step; None: nothing.
+        The contents that a worker has to move before the step; None if nothing moves.
     """
     if not cache.is_dense or not (has_freed or plan.block_ids or plan.new_requests):
         return None
@@ -73,8 +73,10 @@ def _new_blocks(plan: Plan, running: RunningBatch, block_size: int) -> set[int]:
 def _copies(
     pairs: list[tuple[int, int]], new_blocks: Collection[int], cache: KVCacheManager
 ) -> list[tuple[int, int]]:
-    """Return (source, target) of each content to keep. The two copies of an exchange are
-    neighbours, and all exchanges precede the one-way moves."""
+    """Return (source, target) of each block whose content must be copied.
+
+    The two copies of an exchange are neighbours, and all exchanges precede the one-way moves.
+    """
     exchanges: list[tuple[int, int]] = []
     others: list[tuple[int, int]] = []
     for high, low in pairs:

@@ -1,4 +1,4 @@
-"""Makes the source of draft tokens that the settings ask for."""
+"""Create the source of draft tokens that the settings ask for."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ from vllm.request import Request
 
 
 class ModelDrafts:
-    """Draft tokens of a model that runs in the worker: only their number is decided here.
+    """Plans the number of draft tokens; a draft model in the worker computes the tokens themselves.
 
     Args:
-        max_drafts: of a request in one step.
+        max_drafts: limit per request and step.
         max_model_len: tokens that the draft model can process.
     """
 
@@ -23,8 +23,9 @@ class ModelDrafts:
         self._max_model_len = max_model_len
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Return placeholders for as many drafts as each request may have; the worker makes the
-        tokens."""
+        """Return one placeholder for each draft that a request may have. The worker computes the
+        tokens.
+        """
         rooms = (self._max_model_len - len(request.token_ids) for request in requests)
         return [[DRAFT_OF_WORKER] * max(0, min(room, self.max_drafts)) for room in rooms]
 
@@ -35,11 +36,10 @@ class ModelDrafts:
 def make_drafts(
     speculative: SpeculativeConfig,
 ) -> tuple[DraftSource, DraftControl] | tuple[None, None]:
-    """Return the source and the limits of drafts that the settings ask for; None if they ask for no
-    drafts.
+    """Create the source of drafts and their limits; (None, None) if the settings ask for no drafts.
 
     Args:
-        speculative: the settings.
+        speculative: settings of speculative decoding.
     """
     options = speculative.drafts
     if options is None:

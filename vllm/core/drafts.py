@@ -1,7 +1,7 @@
-"""Drafts: proposed next tokens of requests, which one step verifies together.
+"""Add draft tokens to a step: proposed next tokens of requests, which one step verifies together.
 
-A step samples after each draft; what was sampled is the output, up to the first token that is not
-its draft. So a wrong draft costs time and never changes an output.
+A step samples a token after each draft. The sampled tokens are the output, up to the first one that
+differs from its draft. So a wrong draft costs time and never changes an output.
 """
 
 from collections.abc import Sequence
@@ -27,24 +27,24 @@ without repetitions, looking for the drafts of a large batch takes a few per cen
 
 
 class DraftSource(Protocol):
-    """Guesses the next tokens of requests: from their own text, with a smaller model, ..."""
+    """Guesses the next tokens of requests, for example from their own tokens or with a smaller
+    model.
+    """
 
     max_drafts: int
     """Maximum number of drafts per request, at least 1."""
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
-        """Propose drafts for each request, in the order of `requests`. A list may be empty; token
-        ids are inside the vocabulary.
+        """Propose drafts for each request, in the order of `requests`. A list may be empty.
 
         Args:
-            requests: all their tokens are known, but for those in flight of requests that follow
-                drafts, which a source does whose drafts the worker makes. Only read, but for
-                `draft_evidence`.
+            requests: requests with known tokens. If the worker computes the drafts, tokens in
+                flight may be unknown. Only `draft_evidence` may be changed.
         """
         ...
 
     def leave(self, request: Request) -> None:
-        """Drop what is kept of a request that has finished or was aborted."""
+        """Drop the data of a request that has finished or was aborted."""
         ...
 
 
@@ -52,10 +52,10 @@ class DraftPlanner:
     """Asks a source for drafts, and fits them into the budget and the blocks of a step.
 
     Args:
-        source: of the drafts.
+        source: proposes the drafts.
         running: the running requests.
-        cache: blocks for the drafts.
-        control: limits the drafts of each request; None: only the source does.
+        cache: provides blocks for the drafts.
+        control: limits the drafts of each request; None: only the source limits them.
     """
 
     def __init__(
@@ -81,11 +81,13 @@ class DraftPlanner:
         replayed."""
 
     def add(self, plan: Plan, num_reserved: int) -> None:
-        """Add drafts to the decodes of a plan, within the budget and the free blocks that are left:
-        no request waits or is preempted because of drafts.
+        """Add drafts to the decodes of a plan, within the token budget and free blocks that are
+        left.
+
+        No request has to wait or is preempted because of drafts.
 
         Args:
-            plan: of the running requests; its budget and blocks are used up.
+            plan: plan of the running requests; this reduces its budget.
             num_reserved: free blocks that drafts must not use.
         """
         running, rows = self._running, plan.rows
@@ -139,19 +141,23 @@ class DraftPlanner:
         plan.add_drafts(drafts)
 
     def _asks(self) -> bool:
-        """Whether drafts are looked for in this step, which counts as one without until there are
-        some."""
+        """Return whether to look for drafts in this step, and count the step as one without drafts.
+
+        After steps without drafts, the search becomes rarer.
+        """
         self._num_fruitless += 1
         return _is_due(self._num_fruitless)
 
     def waits(self, rows: IntArray, *, has_drafts: bool) -> BoolArray:
-        """Whether each row of a step runs again only when the step has its result: its drafts may
-        be wrong, or drafts may follow. While there are no drafts, steps run ahead as without
-        drafts.
+        """Return for each request of a step whether it must wait for the result before it runs
+        again.
+
+        It must wait if it has drafts, which may be rejected, or if new drafts may follow. While
+        there are no drafts, steps may run ahead.
 
         Args:
-            rows: [n]
-            has_drafts: some of the rows have drafts in the step.
+            rows: [n] batch indices of the requests.
+            has_drafts: whether some of them have drafts in the step.
         """
         if not has_drafts:
             asks_next = _is_due(self._num_fruitless + 1)
@@ -161,14 +167,14 @@ class DraftPlanner:
         return waits
 
     def update_settled(self, rows: IntArray, tokens: RowTokens) -> RowTokens:
-        """Note which tokens the recurrent states have after a step.
+        """Record which tokens the recurrent states have taken in after a step.
 
         Args:
-            rows: [n] of the step.
-            tokens: of each.
+            rows: [n] batch indices of the requests in the step.
+            tokens: tokens of each request.
 
         Returns:
-            The same with the tokens that are replayed.
+            `tokens`, with the number of replayed tokens if there are any.
         """
         settled = self._running.num_settled
         replayed: IntArray = tokens.num_computed - settled[rows]
@@ -176,12 +182,12 @@ class DraftPlanner:
         return replace(tokens, num_replayed=replayed) if replayed.any() else tokens
 
     def begin(self, step_id: int, tokens: RowTokens, plan: Plan) -> None:
-        """Count the drafts of a step that starts.
+        """Note the numbers of tokens and requests of a step that starts, to measure its time.
 
         Args:
-            step_id: of the step.
-            tokens: of each of its rows.
-            plan: it was made of.
+            step_id: id of the step.
+            tokens: tokens of each request of the step.
+            plan: plan of the step.
         """
         num_rows, total = len(tokens.num_scheduled), int(tokens.num_scheduled.sum())
         if total == num_rows + sum(map(len, plan.drafts.values())):
@@ -190,12 +196,12 @@ class DraftPlanner:
             self.control.num_declined_steps += self._is_declined
 
     def record(self, step: Step, counts: IntArray | None, seconds: float) -> None:
-        """Count the result of a step.
+        """Record the accepted drafts of a finished step and its time.
 
         Args:
-            step: n rows.
-            counts: [n] tokens of each; None: one each, and none had drafts.
-            seconds: that it took.
+            step: finished step with n requests.
+            counts: [n] new tokens of each request; None: one each, and no request had drafts.
+            seconds: time that the step took.
         """
         num_tokens, num_rows, has_replays = self._started.pop(step.step_id, (0, 0, False))
         if num_tokens:
@@ -204,11 +210,15 @@ class DraftPlanner:
             self.control.record(step.requests, step.num_drafts, counts)
 
     def leave(self, request: Request) -> None:
-        """Tell the source that a request has ended."""
+        """Tell the source of drafts that a request has finished."""
         self._source.leave(request)
 
     def _take_blocks(self, request: Request, count: int, plan: Plan, num_reserved: int) -> int:
-        """Extend the block tables of a request for drafts. Returns how many drafts have room."""
+        """Extend the block tables of a request for drafts.
+
+        Returns:
+            The number of drafts that fit.
+        """
         cache, row = self._cache, request.row
         num_known = int(self._running.num_tokens[row])
         num_spare = max(0, cache.pool.num_free - num_reserved) // cache.num_groups
@@ -224,8 +234,9 @@ class DraftPlanner:
 
 
 def _is_asked(request: Request) -> bool:
-    """Count the steps without drafts of a request, and return whether drafts are looked for in this
-    one."""
+    """Return whether to look for drafts of this request now. Counts its steps without drafts,
+    because the search becomes rarer after failures.
+    """
     request.num_undrafted += 1
     return _is_due(request.num_undrafted)
 

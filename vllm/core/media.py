@@ -1,13 +1,13 @@
 """Choose the images that a step encodes, and the embeddings that the worker keeps. Pure accounting.
 
-A prompt may run up to an image whose embeddings are not there. Encoding them is work of the step
-whose tokens need them, within a budget of its own, so that running requests wait for a bounded
-time. Embeddings stay after their prompt, least recently used ones leave first: an image that is
-sent again is not encoded again.
+A prompt may run up to the first image whose embeddings do not exist yet. The step whose tokens need
+the image encodes it, within a separate budget, so that running requests wait for a bounded time.
+Embeddings are kept after their prompt, and the least recently used ones are dropped first. So an
+image that is sent again is not encoded again.
 
 Items that cross-attention layers read are counted in the same way, in hidden states instead of
-embeddings. A request holds all of its items from its admission until it leaves the batch, and is
-admitted when all of them are there or can be made, so that no two requests wait for each other.
+embeddings. A request holds all of its items from its admission until it leaves the batch. It is
+admitted only if all of them exist or can be encoded, so that no two requests wait for each other.
 """
 
 from collections import OrderedDict
@@ -29,7 +29,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class MediaPlan:
-    """The images that a step needs, while it is being planned."""
+    """Collects the images that a step needs, while the step is planned."""
 
     used: list[tuple[Request, int]] = field(default_factory=list)
     """(request, item): the tokens of the step need its embeddings."""
@@ -38,18 +38,19 @@ class MediaPlan:
 
 
 class EncoderCache:
-    """The embeddings of images that the worker keeps.
+    """Keeps account of the image embeddings that the worker stores, and of the images to encode.
 
     Args:
-        capacity: embeddings that are kept.
-        budget: embeddings that a step makes. An image that is larger has a step of its own.
-        most_whole: tokens of an image at most, all of which run in one step. None: they may be
-            divided between steps.
-        largest: embeddings of the largest image that the encoder has memory for; None: of any.
+        capacity: number of embeddings that the worker can store.
+        budget: number of embeddings that a step may compute. A larger image gets a step for itself.
+        most_whole: largest number of tokens of an image, all of which must run in one step. None:
+            the tokens may be divided between steps.
+        largest: embeddings of the largest image that fits into the memory of the encoder; None: no
+            limit.
 
     Attributes:
-        num_queries: images that prompts needed, each counted once for each request.
-        num_hits: how many of them were there.
+        num_queries: images that prompts needed, each counted once per request.
+        num_hits: how many of these were stored already.
     """
 
     def __init__(
@@ -78,19 +79,21 @@ class EncoderCache:
         self._step_budget = budget
 
     def stats(self) -> MediaStats:
-        """Return the counters."""
+        """Return the counters of queries and hits."""
         return MediaStats(num_queries=self.num_queries, num_hits=self.num_hits)
 
     @property
     def num_kept(self) -> int:
-        """Embeddings that are there, or will be after the step that is being planned."""
+        """Number of embeddings that are stored, including those of the step that is being
+        planned.
+        """
         return self._num_kept
 
     def check(self, spec: EngineRequest) -> None:
-        """Refuse a request with an image whose embeddings are too many.
+        """Refuse a request whose images need more embeddings or tokens than possible.
 
         Raises:
-            CapacityError: names both numbers.
+            CapacityError: states both numbers.
         """
         costliest = max(spec.media, key=lambda item: item.num_embeddings)
         largest, one = costliest.num_embeddings, singular(costliest.modality)
@@ -125,23 +128,24 @@ class EncoderCache:
             )
 
     def begin_step(self) -> None:
-        """Begin to plan a step."""
+        """Start to plan a step: reset the budget of the encoder."""
         self._step_budget = self.budget
 
     def limit_to_one(self) -> None:
-        """Let the step that is planned encode one image, or what one request brings, and no more:
-        streams wait for it."""
+        """Limit the step that is planned to one new image, or to the images of one request, because
+        streams wait for the step.
+        """
         self._step_budget = 0
 
     def with_whole_item(self, request: Request, start: int, num_tokens: int, most: int) -> int:
-        """Return how many tokens of a prompt run where one item has to run whole: at least the
-        rest of the item at their beginning.
+        """Return how many tokens of a prompt to run, so that an image at their beginning is not
+        divided.
 
         Args:
-            request: whose prompt it is.
+            request: request with the prompt.
             start: index of the first token.
-            num_tokens: that run if no item is cut.
-            most: tokens that may run for the sake of an item.
+            num_tokens: number of tokens to run if no image is cut.
+            most: maximum number of tokens, even to complete an image.
         """
         if self._most_whole is None or not 0 < num_tokens < most:
             return num_tokens
@@ -150,14 +154,14 @@ class EncoderCache:
         return num_tokens
 
     def limit(self, request: Request, start: int, num_tokens: int, plan: MediaPlan) -> int:
-        """Return how many of some tokens can run in this step, and add the images that they need to
-        the plan.
+        """Return how many tokens of a request can run in this step, and add the images that they
+        need to the plan.
 
         Args:
-            request: with media.
+            request: request with images.
             start: index of the first token.
-            num_tokens: that run if no image is in the way.
-            plan: of the step.
+            num_tokens: number of tokens to run if no image prevents it.
+            plan: images of the step.
         """
         if _is_held_whole(request.spec):
             return num_tokens if self._may_hold(request, start, plan) else 0
@@ -172,7 +176,7 @@ class EncoderCache:
         return num_tokens
 
     def _may_use(self, item: MediaItem, plan: MediaPlan) -> bool:
-        """Return whether the embeddings of an image are there, or can be made in this step."""
+        """Return whether the embeddings of an image are stored or can be computed in this step."""
         entry = self._entries.get(item.key)
         if item.key in plan.encoded or (entry is not None and entry.holders):
             return True
@@ -190,8 +194,9 @@ class EncoderCache:
         return entry is not None or not num_encoded or num_encoded + size <= self._step_budget
 
     def _may_hold(self, request: Request, start: int, plan: MediaPlan) -> bool:
-        """Return whether a request that is to be admitted can hold all items that its tokens from
-        `start` on see, and add them to its plan."""
+        """Return whether a request can be admitted with all items that its tokens from `start` on
+        read, and add these items to its plan.
+        """
         sizes: dict[str, int] = {}
         for index, item in _items_between(request, start, END_OF_REQUEST):
             plan.used.append((request, index))
@@ -208,7 +213,7 @@ class EncoderCache:
         return True
 
     def commit(self, plan: MediaPlan) -> None:
-        """Hold the images of a plan for their requests, and note those to encode."""
+        """Make the requests hold the images of a plan, and mark the images that must be encoded."""
         for request, index in plan.used:
             item = request.spec.media[index]
             _, indices = self._held.setdefault(request.request_id, (request, set()))
@@ -230,16 +235,16 @@ class EncoderCache:
         self._make_room()
 
     def take_step(self) -> tuple[list[tuple[int, int]], list[str]]:
-        """Return the images to encode in this step, as (row, item), and the keys of those to drop,
-        each once."""
+        """Return the images to encode in this step as (batch index, item index), and the keys of
+        the images to drop.
+        """
         encoded = [(request.row, index) for request, index in self._encoded]
         dropped, self._encoded, self._dropped = self._dropped, [], []
         self._num_encoded = 0
         return encoded, dropped
 
     def pass_items(self, request: Request, num_computed: int) -> None:
-        """Let go of the images of a request that holds some, where all of their tokens have been
-        scheduled."""
+        """Release the images of a request whose tokens have all been scheduled."""
         _, indices = self._held[request.request_id]
         passed = {index for index in indices if request.spec.media[index].end <= num_computed}
         for index in passed:
@@ -249,13 +254,13 @@ class EncoderCache:
             del self._held[request.request_id]
 
     def release(self, request: Request) -> None:
-        """Let go of all images of a request that leaves the batch."""
+        """Release all images of a request that leaves the batch."""
         _, indices = self._held.pop(request.request_id, (request, set()))
         for index in indices:
             self._let_go(request, index)
 
     def drop(self, request: Request) -> None:
-        """Drop the images of a request that failed, as its images may be the reason."""
+        """Drop the stored images of a failed request, because they may have caused the failure."""
         for key in {item.key for item in request.spec.media}:
             entry = self._entries.get(key)
             if entry is not None and not entry.holders:
@@ -270,7 +275,7 @@ class EncoderCache:
 
     @property
     def holders(self) -> list[Request]:
-        """Return the requests that hold images until the tokens of the images have run."""
+        """The requests that hold images until the tokens of the images have run."""
         return [each for each, _ in self._held.values() if not _is_held_whole(each.spec)]
 
     def _let_go(self, request: Request, index: int) -> None:
@@ -280,7 +285,7 @@ class EncoderCache:
             self._num_held -= entry.size
 
     def _make_room(self) -> None:
-        """Drop the least recently used images that no request holds, until the others fit."""
+        """Drop the least recently used images that no request holds, until the rest fits."""
         while self._num_kept > self.capacity:
             key = next(key for key, entry in self._entries.items() if not entry.holders)
             self._num_kept -= self._entries.pop(key).size
@@ -288,12 +293,12 @@ class EncoderCache:
 
 
 def _is_held_whole(spec: EngineRequest) -> bool:
-    """Return whether a request holds all of its items while it runs."""
+    """Return whether a request holds all of its items while it runs (cross-attention)."""
     return any(item.num_states for item in spec.media)
 
 
 def _items_between(request: Request, start: int, end: int) -> Iterator[tuple[int, MediaItem]]:
-    """Yield the images with tokens from `start` to `end`, with their indices."""
+    """Yield the images that have tokens between `start` and `end`, with their indices."""
     for index, item in enumerate(request.spec.media):
         if item.start < end and item.end > start:
             yield index, item

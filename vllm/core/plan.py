@@ -1,4 +1,6 @@
-"""A step that is being planned: which rows run, and how many tokens of each, within one budget."""
+"""Describe a step that is being planned: the requests that run, and the tokens of each, within one
+token budget.
+"""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +13,9 @@ from vllm.request import Request
 
 @dataclass(slots=True)
 class Plan:
-    """The rows of a step and their tokens. Admitting requests adds rows."""
+    """Batch indices and token counts of the requests that run in a step. Admission adds
+    requests.
+    """
 
     rows: IntArray
     num_tokens: IntArray
@@ -44,8 +48,9 @@ class Plan:
     """Number of drafts of each request. None: no request has any."""
 
     def add_blocks(self, row: int, count: int, block_ids: list[int]) -> None:
-        """Append `count` more blocks per group to a running row, after those that it already
-        gets."""
+        """Append `count` new blocks per group to a running request, after the blocks that the plan
+        already gives it.
+        """
         size = len(block_ids) // count
         own = np.flatnonzero(self.block_rows == row)
         end = int(own[-1]) + 1 if len(own) else len(self.block_rows)
@@ -54,7 +59,7 @@ class Plan:
         self.block_ids = self.block_ids[: end * size] + block_ids + self.block_ids[end * size :]
 
     def add_drafts(self, drafts: dict[int, list[int]]) -> None:
-        """Add drafts to rows that run one token each."""
+        """Add drafts to requests that run one token each."""
         if not drafts:
             return
         counts = np.array([len(drafts.get(row, ())) for row in self.rows.tolist()], np.int32)
@@ -72,7 +77,9 @@ class Plan:
         return np.array(drafts, np.int32)
 
     def add_rows(self, rows: list[int], num_tokens: list[int]) -> None:
-        """Append rows. The caller has already subtracted their tokens from the budget."""
+        """Append requests to the plan. The caller has already subtracted their tokens from the
+        budget.
+        """
         self.rows = np.concatenate([self.rows, np.array(rows, np.int32)])
         self.num_tokens = np.concatenate([self.num_tokens, np.array(num_tokens, np.int32)])
         if self.num_drafts is not None:
@@ -80,8 +87,11 @@ class Plan:
         self.only_decodes = False
 
     def decodes_first(self) -> tuple[IntArray, IntArray, IntArray | None]:
-        """Return the requests with tokens to run, their numbers of tokens, and of drafts if there
-        are any: requests with one token first, then requests with drafts, then the others."""
+        """Return the batch indices of the requests with tokens to run, their token counts, and
+        their draft counts if there are any.
+
+        Requests with one token are first, then requests with drafts, then the others.
+        """
         rows, num_tokens, num_drafts = self.rows, self.num_tokens, self.num_drafts
         if self.has_idle and not (runs := num_tokens > 0).all():
             rows, num_tokens = rows[runs], num_tokens[runs]
@@ -102,7 +112,7 @@ class Plan:
 
 
 def share_budget(want: IntArray, budget: int) -> IntArray:
-    """Divide the token budget: rows that want one token first, then the others in their order.
+    """Divide the token budget: requests that want one token first, then the others in order.
 
     >>> share_budget(np.array([5, 1, 4, 1], np.int32), 8).tolist()
     [5, 1, 1, 1]
@@ -118,8 +128,10 @@ def share_budget(want: IntArray, budget: int) -> IntArray:
 
 
 def share_of_step(want: IntArray, num_steps: int) -> IntArray:
-    """Return the tokens of one of the steps that run in the stages of a pipeline at the same time:
-    each step has an equal part of the requests that want one token, so that no stage is idle.
+    """Return the token counts of one pipeline step. Each step gets an equal part of the decodes.
+
+    Several steps run in the stages of the pipeline at the same time; equal parts keep all stages
+    busy.
 
     >>> share_of_step(np.array([1, 0, 9, 1, 1], np.int32), 2).tolist()
     [1, 0, 9, 1, 1]

@@ -1,5 +1,4 @@
-"""Preemption policy: whether a waiting request fits, and which running requests to preempt for
-it."""
+"""Decide whether a waiting request fits, and which running requests to preempt for it."""
 
 from collections import Counter
 
@@ -9,12 +8,12 @@ from vllm.request import Request, RequestStatus
 
 
 class PreemptionPolicy:
-    """Decides who is preempted; changes nothing itself.
+    """Decides which requests are preempted; changes nothing itself.
 
     Args:
-        by_priority: a request may preempt running requests of a lower priority.
+        by_priority: whether a request may preempt running requests of lower priority.
         running: the running requests.
-        cache: has their blocks.
+        cache: the KV cache with their blocks.
     """
 
     def __init__(self, by_priority: bool, running: RunningBatch, cache: KVCacheManager) -> None:
@@ -23,21 +22,23 @@ class PreemptionPolicy:
         self._cache = cache
 
     def has_higher_priority(self, request: Request, other: Request) -> bool:
-        """Whether a request may preempt another one."""
+        """Return whether `request` may preempt `other` because of its priority."""
         return self.by_priority and request.spec.priority < other.spec.priority
 
     def has_row_for(self, request: Request) -> bool:
-        """Whether a row is free, or held by a request that the waiting one may preempt."""
+        """Return whether a batch index is free, or can be taken from a request of lower
+        priority.
+        """
         running = self._running
         return not running.is_full or self.has_higher_priority(request, running.last)
 
     def num_lacking(self, request: Request, shared: list[int]) -> int:
-        """Return how many blocks a waiting request lacks; 0 or less: it fits.
+        """Return how many blocks a waiting request lacks; 0 or less if it fits.
 
-        Half as many blocks as requests run stay free: the running requests will need them soon, and
-        admitting into the last free block means preempting right afterwards. In simulated loads
-        this has a quarter of the preemptions of a reserve of 1 % of all blocks, at the same
-        throughput; as many blocks as requests cost 1 to 2 %.
+        Half a block per running request stays free: the running requests will need them soon, and
+        admitting into the last free block means preempting right afterwards. In simulated loads,
+        this causes a quarter of the preemptions that a reserve of 1 % of all blocks causes, at the
+        same throughput. One block per request costs 1 to 2 % of the throughput.
         """
         return self._cache.num_lacking(request, shared) + self.num_reserved
 
@@ -47,10 +48,10 @@ class PreemptionPolicy:
         return (len(self._running) + 1) // 2 * self._cache.num_groups
 
     def select_preempted(self, request: Request) -> list[Request]:
-        """Return the running requests to preempt for a waiting one, the least important first.
+        """Return the running requests to preempt for a waiting request, the least important first.
 
-        Empty if the request fits already or no longer waits, and if preempting all that it outranks
-        would not be enough.
+        Empty if the request fits already or no longer waits, or if preempting all requests of lower
+        priority would not make enough room.
         """
         if request.status is not RequestStatus.WAITING:
             return []

@@ -1,7 +1,7 @@
-"""Requests that wait for admission, smallest `sort_key` first.
+"""Queue the requests that wait for admission, smallest `sort_key` first.
 
-First come first served and priority differ only in the key. A preempted request comes back with
-the key it always had, so it is ahead of everything that arrived after it.
+First come, first served and priority scheduling differ only in this key. A preempted request keeps
+its key, so it is ahead of all requests that arrived after it.
 """
 
 import heapq
@@ -11,7 +11,7 @@ from vllm.request import Request, RequestStatus
 
 
 class RequestQueue:
-    """A heap of requests. A cancelled request is dropped when it reaches the head."""
+    """A heap of waiting requests. A cancelled request is removed when it reaches the top."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, ...], Request]] = []
@@ -30,16 +30,16 @@ class RequestQueue:
         self._num_waiting += 1
 
     def peek(self) -> Request:
-        """Return the request to admit next; the queue is not empty."""
+        """Return the request to admit next. The queue must not be empty."""
         while self._heap[0][1].status is not RequestStatus.WAITING:
             heapq.heappop(self._heap)
         return self._heap[0][1]
 
     def in_order(self) -> Iterator[Request]:
-        """Iterate over the waiting requests, the next one to admit first. The queue must not change
+        """Iterate over the waiting requests, in the order of admission. The queue must not change
         meanwhile.
 
-        The first k of them cost O(k log k), however many wait.
+        The first k requests cost O(k log k), however many wait.
         """
         heap = self._heap
         places = [(heap[0][0], 0)] if heap else []
@@ -53,7 +53,7 @@ class RequestQueue:
                     heapq.heappush(places, (heap[below][0], below))
 
     def pop(self) -> Request:
-        """Remove and return what `peek` shows."""
+        """Remove and return the request to admit next."""
         request = self.peek()
         heapq.heappop(self._heap)
         self._num_waiting -= 1

@@ -1,5 +1,6 @@
-"""Applies the sampled tokens of a step to its requests. A request may get one token, several or
-none."""
+"""Apply the sampled tokens of a step to its requests. A request may get one token, several or
+none.
+"""
 
 from dataclasses import dataclass, field
 
@@ -14,7 +15,9 @@ from vllm.utils.ragged import positions_within
 
 @dataclass(slots=True)
 class StepResult:
-    """The tokens that were appended to the requests of a step, and which requests they ended."""
+    """Tokens that were appended to the requests of a step, and the requests that these tokens
+    finished.
+    """
 
     request_ids: list[str]
     token_ids: list[int]
@@ -28,7 +31,7 @@ class StepResult:
     were freed."""
 
     def logprobs(self, step: Step, output: ModelRunnerOutput) -> dict[str, LogprobRows]:
-        """Return the log-probabilities of the tokens, by request id."""
+        """Return the log-probabilities of the new tokens, by request id."""
         if not output.logprobs:
             return {}
         counts = self.num_tokens or [1] * len(self.request_ids)
@@ -47,14 +50,15 @@ def apply_tokens(
     running: RunningBatch,
     cache: KVCacheManager,
 ) -> StepResult:
-    """Append tokens to their requests. Tokens after one that ends its request are dropped.
+    """Append sampled tokens to their requests. Tokens after one that finishes a request are
+    dropped.
 
     Args:
-        step: n rows, which belong to the requests that it ran.
-        token_ids: of these rows, row by row.
-        counts: [n] tokens of each; None: one each, and no more were expected.
-        running: has the requests.
-        cache: has their blocks.
+        step: step with n requests.
+        token_ids: new tokens of these requests, one request after another.
+        counts: [n] number of tokens of each request; None: one each, as expected.
+        running: the running requests.
+        cache: the KV cache with their blocks.
     """
     if counts is None:
         tokens = token_ids.tolist()
@@ -102,14 +106,15 @@ def _ends(
     num_tokens: IntArray,
     running: RunningBatch,
 ) -> list[tuple[int, Finished]]:
-    """Return which of t tokens finish their requests, and how, in their order.
+    """Return the index and the finish reason of each of t tokens that finishes its request, in
+    order.
 
     Args:
-        step: has the requests.
-        owner: [t] index of the request of each token; None: one token each.
-        tokens, token_ids: [t] the same numbers twice.
-        num_tokens: [t] tokens of its request with it.
-        running: has the limits.
+        step: step that sampled the tokens.
+        owner: [t] index of the request of each token; None: one token per request.
+        tokens, token_ids: [t] the tokens, as a list and as an array.
+        num_tokens: [t] number of tokens of the request up to and including this one.
+        running: has the limits of the requests.
     """
     rows = step.rows if owner is None else step.rows[owner]
     is_eos = token_ids == running.eos[rows]
@@ -132,8 +137,12 @@ def _ends(
 def _take_back(
     step: Step, num_missing: IntArray, running: RunningBatch, cache: KVCacheManager
 ) -> dict[int, int]:
-    """Undo the computed tokens and the blocks of tokens that were expected and have not come.
-    Returns row -> number of blocks that are left, where some were freed."""
+    """Undo the scheduling of tokens that were expected and not sampled: their count and their
+    blocks.
+
+    Returns:
+        Batch index -> number of blocks that are left, for requests whose blocks were freed.
+    """
     rows = step.rows
     running.num_tokens[rows] -= num_missing
     running.num_computed[rows] -= num_missing

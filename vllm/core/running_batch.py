@@ -1,7 +1,8 @@
-"""The running requests as arrays over rows, so that a step over all of them is a few numpy calls.
+"""Store the running requests as arrays over the batch index, so that a step over all of them takes
+a few numpy calls.
 
-A row is given at admission and taken back when its request finishes or is preempted. The runner
-uses the same rows for its own arrays.
+A request gets its batch index (row) at admission, and gives it back when it finishes or is
+preempted. The model runner uses the same indices for its own arrays.
 """
 
 from bisect import bisect_left, insort
@@ -18,28 +19,27 @@ _sort_key = attrgetter("sort_key")
 
 
 class RunningBatch:
-    """The running requests by batch index, and the values that scheduling needs.
+    """Stores the running requests by batch index ("row"), with the values that scheduling needs.
 
     Attributes:
         num_tokens: per row, known tokens plus those that a step in flight will sample.
         num_computed: per row, tokens whose KV is computed by the steps scheduled so far.
-        num_settled: per row, computed tokens that its recurrent state has: all before the last step
-            if that had drafts. Unused without a source of drafts.
-        capacity: per row, tokens that its blocks hold.
-        limit: per row, tokens at which the request ends.
+        num_settled: per row, computed tokens that its recurrent state includes: all, or those
+            before the last step if it had drafts. Unused without a source of drafts.
+        capacity: per row, tokens that its blocks can hold.
+        limit: per row, number of tokens at which the request ends.
         eos: per row, the token that ends the request, or NO_TOKEN.
-        has_stop_tokens: per row, whether further tokens end it.
+        has_stop_tokens: per row, whether tokens other than `eos` also end it.
         num_prompt: per row, tokens of the prompt.
         num_passed: per row, blocks of its tables that sliding windows have passed.
         adapters: key of each adapter in use, and how many requests use it.
-        takes_drafts: per row, whether it may have drafts.
-        awaits_result: per row, whether it runs again only when the step in flight has its result.
-        media_end: per row, index after the last token whose embedding is given by an image; 0:
-            images give no embeddings.
-        num_with_media: running requests with embeddings of images.
+        takes_drafts: per row, whether the request may have drafts.
+        awaits_result: per row, whether the request must wait for the result of the step in flight.
+        media_end: per row, index after the last token whose embedding comes from an image; 0: none.
+        num_with_media: running requests with image embeddings.
         num_prompt_logprobs: running requests that want log-probabilities of their prompt.
-        num_with_stop_tokens: running requests that further tokens end.
-        num_with_one_decode: running requests of which a step runs one decode only.
+        num_with_stop_tokens: running requests with stop tokens other than `eos`.
+        num_with_one_decode: running requests that can run only one decode per step.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -71,12 +71,12 @@ class RunningBatch:
 
     @property
     def is_full(self) -> bool:
-        """Whether no row is free."""
+        """Whether no batch index is free."""
         return not self._free_rows
 
     @property
     def last(self) -> Request:
-        """The request that is preempted first."""
+        """The running request that is preempted first."""
         return self._sorted[-1]
 
     @property
@@ -86,9 +86,9 @@ class RunningBatch:
 
     @property
     def order(self) -> IntArray:
-        """[n] rows of the running requests, smallest sort_key first.
+        """[n] batch indices of the running requests, smallest sort_key first.
 
-        The same array until a request enters or leaves; read-only.
+        The same array is returned until a request enters or leaves; read-only.
         """
         if self._order is None:
             rows = (request.row for request in self._sorted)
@@ -97,22 +97,23 @@ class RunningBatch:
 
     @property
     def some_await_results(self) -> bool:
-        """Whether a request waits for a step in flight."""
+        """Whether a running request must wait for the result of a step in flight."""
         return bool(self.awaits_result[self.order].any())
 
     @property
     def all_await_results(self) -> bool:
-        """Whether none of the running requests can run before a step in flight has its result."""
+        """Whether all running requests must wait for the result of a step in flight."""
         return bool(self.awaits_result[self.order].all())
 
     def at(self, rows: IntArray) -> list[Request]:
-        """Return the requests of these batch indices, which are in use."""
+        """Return the requests at these batch indices."""
         requests = self._requests
         return [requests[row] for row in rows.tolist()]
 
     def named(self, rows: IntArray) -> tuple[list[Request], list[str]]:
-        """Return the requests of these batch indices and their ids. Cached while the same whole
-        batch decodes."""
+        """Return the requests at these batch indices, and their ids. The result is cached while the
+        same whole batch decodes.
+        """
         known_rows, requests, ids = self._full_batch
         if rows is not known_rows:
             requests = self.at(rows)
@@ -124,8 +125,9 @@ class RunningBatch:
     def prompt_chunks(
         self, rows: IntArray, num_computed: IntArray
     ) -> dict[int, tuple[Request, int]]:
-        """Return the request and the first position of each prompt chunk whose log-probabilities
-        are wanted, by batch index."""
+        """Return the prompt chunks of which log-probabilities are wanted: batch index -> (request,
+        first position).
+        """
         if not self.num_prompt_logprobs:
             return {}
         in_prompt = num_computed < self.num_prompt[rows]
@@ -139,15 +141,15 @@ class RunningBatch:
     def has_adapter_slot(
         self, request: Request, passed_over: Sequence[Request], max_loras: int
     ) -> bool:
-        """Whether the LoRA adapter of a waiting request, if any, may be used now.
+        """Return whether a waiting request may run now with its LoRA adapter, if it has one.
 
-        If a request waits until an adapter becomes unused, later requests with adapters wait as
-        well, and only requests without an adapter overtake it. So it does not wait forever.
+        While a request waits for a free adapter slot, later requests with adapters also wait, and
+        only requests without an adapter overtake it. So it does not wait forever.
 
         Args:
-            request: that waits.
-            passed_over: requests that are ahead of it and wait on.
-            max_loras: different adapters that may be in use.
+            request: waiting request.
+            passed_over: earlier requests that keep waiting.
+            max_loras: number of different adapters that may be in use.
         """
         adapter = request.spec.adapter
         if adapter is None:
@@ -157,11 +159,11 @@ class RunningBatch:
         return adapter.key in self.adapters or len(self.adapters) < max_loras
 
     def num_decodes(self, rows: IntArray, most: int) -> int:
-        """Return how many decodes of these requests, which have one token to run each, can run one
-        after the other before the host is needed: at least 1, at most `most`.
+        """Return how many decodes of a batch can run one after another before the host is needed: 1
+        to `most`.
 
         Args:
-            rows: of all running requests.
+            rows: batch indices of all running requests, each with one token to run.
             most: at least 1.
         """
         if most == 1 or self.num_with_one_decode or not len(rows):
@@ -174,7 +176,7 @@ class RunningBatch:
         return max(1, min(most, int((self.limit[rows] - num_tokens).min())))
 
     def add(self, request: Request, num_computed: int, capacity: int) -> None:
-        """Give a request a row. The caller has checked that one is free."""
+        """Give a request a batch index. The caller has checked that one is free."""
         row = self._free_rows.pop()
         request.row = row
         request.status = RequestStatus.RUNNING
@@ -202,7 +204,7 @@ class RunningBatch:
         self._order = None
 
     def remove(self, requests: Iterable[Request]) -> None:
-        """Free the rows of requests. The caller sets their status."""
+        """Free the batch indices of requests. The caller sets their status."""
         for request in requests:
             del self._sorted[bisect_left(self._sorted, request.sort_key, key=_sort_key)]
             self._requests[request.row] = None
@@ -219,6 +221,7 @@ class RunningBatch:
 
 
 def _media_end(spec: EngineRequest) -> int:
-    """Return the index after the last token that may have to wait for an image; 0: none has to, as
-    there are none, or all were there when the request was admitted."""
+    """Return the index after the last token of which the embedding comes from an image; 0 if there
+    is none.
+    """
     return max((item.end for item in spec.media if not item.num_states), default=0)

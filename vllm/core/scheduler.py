@@ -1,13 +1,15 @@
 """The scheduler: decides which requests run in the next step, and processes its result.
 
-A request is tokens computed so far out of tokens wanted. Prefill, chunked prefill, prefix hits,
-decode and the return after preemption are all "schedule n more tokens of this request".
+A request is described by the tokens computed so far and the tokens wanted. Prefill, chunked
+prefill, prefix hits, decode and the return after preemption are all "schedule n more tokens of this
+request".
 
-A step may be in flight while the next is scheduled: scheduling counts its tokens as computed,
-and the token it will sample as there, before their values are known. Drafts are counted as if all
-were accepted; the result subtracts the rejected ones. Until then the request waits, and so does a
-request that gets drafts as soon as its tokens are known. In the same way, a step counts several
-decodes of a steady batch as done, and its rows wait for the result, which may have fewer.
+The next step may be scheduled while a step is in flight. Scheduling therefore counts the tokens of
+a step as computed, and the token that it will sample as present, before their values are known.
+Drafts are counted as if all were accepted; the result subtracts the rejected ones. Until then, a
+request with drafts waits, and so does a request that gets drafts as soon as its tokens are known.
+In the same way, a step counts several decodes of a steady batch as done, and its requests wait for
+the result, which may have fewer.
 """
 
 import itertools
@@ -57,25 +59,26 @@ _NO_ROWS: IntArray = np.empty(0, np.int32)
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill, prefix caching, priorities and preemption.
+    """Schedules requests: continuous batching, chunked prefill, prefix caching, priorities,
+    preemption.
 
-    Running requests go first, so that new prompts never starve a running request. When blocks run
-    out, the running request with the largest sort key is preempted: its blocks are freed, and it is
-    computed again later.
+    Running requests go first, so that new prompts never starve a running request. If no block is
+    free, the running request with the largest sort key is preempted: its blocks are freed, and it
+    is computed again later.
 
     Args:
         config: limits of a step.
         cache: the KV cache, owned by this scheduler.
         draft_source: guesses next tokens; None: one token per request and step.
-        draft_control: limits the drafts of each request; None: only the source does.
-        num_stages: of a pipeline. A request waits for its token, as only the last stage knows it
-            before the result.
-        num_pipelined_steps: steps that the stages run at the same time. Each has its share of the
-            requests.
+        draft_control: limits the drafts of each request; None: only the source limits them.
+        num_stages: number of pipeline stages. With several, a request waits for its token, because
+            only the last stage has it before the result.
+        num_pipelined_steps: number of steps that the stages run at the same time, each with a part
+            of the requests.
         media: the embeddings of images; None: requests have none.
-        step_bound: limits the time of steps for which streams wait; None: only the token budget
-            does.
-        clock: seconds.
+        step_bound: limits the time of steps for which running requests wait; None: only the token
+            budget limits a step.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -131,8 +134,8 @@ class Scheduler:
         """Refuse a request that could never run.
 
         Raises:
-            RequestError: its id is in use, or its length is not possible.
-            CapacityError: its last token would not fit even an otherwise empty cache.
+            RequestError: its id is in use, or its length is not allowed.
+            CapacityError: it would not fit even into an empty KV cache.
         """
         num_prompt, limit = len(spec.prompt_token_ids), spec.max_total_tokens
         if spec.request_id in self._requests:
@@ -156,7 +159,11 @@ class Scheduler:
             self.media.check(spec)
 
     def add_request(self, spec: EngineRequest) -> None:
-        """Queue a request. Raises as `check_request`."""
+        """Queue a request.
+
+        Raises:
+            RequestError, CapacityError: the request can never run; see `check_request`.
+        """
         self.check_request(spec)
         arrival, by_priority = next(self._arrivals), self._preemption.by_priority
         key = (spec.priority, spec.arrival_time, arrival) if by_priority else (arrival,)
@@ -183,16 +190,19 @@ class Scheduler:
 
     @property
     def num_unfinished_requests(self) -> int:
-        """Requests that wait or run."""
+        """Number of requests that wait or run."""
         return len(self._requests)
 
     # ---- one step -------------------------------------------------------------------------
 
     @property
     def may_schedule(self) -> bool:
-        """Whether a step may be scheduled; cheap to ask. False if `schedule` would find nothing to
-        run: there are no requests, or all wait for a step in flight, or a step now would run only
-        requests that do not wait for their drafts, and split the batch from then on."""
+        """Whether a step should be scheduled now; cheap to ask.
+
+        False if `schedule` would find nothing to run: there are no requests, or all wait for a step
+        in flight. Also False if a step now would run only the requests that do not wait for their
+        drafts, and so would split the batch from then on.
+        """
         if self._in_flight and self._keeps_together and self.running.some_await_results:
             return False
         if not self._in_flight or self.waiting:
@@ -202,8 +212,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan the next step.
 
-        `rows` is empty when nothing can run: there are no requests, or the running ones wait for a
-        step in flight. Such a step is empty, and is neither executed nor updated.
+        The output has empty `rows` if nothing can run: there are no requests, or the running ones
+        wait for a step in flight. An empty step is neither executed nor updated.
         """
         for victim in self._admission.take_preempted():
             self._preempt(victim)
@@ -269,7 +279,9 @@ class Scheduler:
         )
 
     def update(self, output: ModelRunnerOutput) -> EngineOutput:
-        """Process the result of the oldest step in flight."""
+        """Process the result of the oldest step in flight, and return the outputs of its
+        requests.
+        """
         step = self._in_flight.popleft()
         assert step.step_id == output.step_id, f"step {output.step_id} is out of order"
         now = self._clock()
@@ -313,8 +325,9 @@ class Scheduler:
         )
 
     def stats(self) -> SchedulerStats:
-        """Return numbers of requests, use of the KV cache, and counters; without the counters of
-        the runner."""
+        """Return the numbers of requests, the use of the KV cache, and counters of the
+        scheduler.
+        """
         pool = self.cache.pool
         num_running = len(self.running)
         return SchedulerStats(
@@ -332,8 +345,9 @@ class Scheduler:
     # ---- planning: running requests ----------------------------------------------------------
 
     def _plan_running(self) -> Plan:
-        """Plan tokens for the running requests. Preempts requests until the blocks fit, none of
-        them for further decodes."""
+        """Plan tokens for the running requests. Preempts requests until the blocks suffice, but not
+        to run several decodes in one step.
+        """
         running, size = self.running, self.cache.block_size
         budget = self.config.max_num_batched_tokens
         most_decodes = 1 if self._admission.may_admit else self._max_decodes
@@ -387,8 +401,9 @@ class Scheduler:
         )
 
     def _prompt_budget(self) -> PromptBudget | None:
-        """Return what limits the prompt tokens of the step that is planned; None: nothing does, as
-        no request waits for its next token."""
+        """Return the time budget for the prompt tokens of this step; None if no running request
+        waits for its next token.
+        """
         running, rows = self.running, self.running.order
         if (
             self._step_bound is None
@@ -407,8 +422,12 @@ class Scheduler:
         budget: PromptBudget | None,
         plan: MediaPlan,
     ) -> IntArray:
-        """Return how many tokens of each row can run in this step, given the time of prompts and
-        the images that have to be encoded first; the same array: all of them."""
+        """Limit the tokens of each request by the time budget of prompts and by images that must be
+        encoded first.
+
+        Returns:
+            Number of tokens of each request; the same array if nothing is limited.
+        """
         has_media = self.running.media_end[rows] > computed
         is_timed = num_tokens > 1 if budget is not None else np.zeros_like(has_media)
         found = num_tokens
@@ -431,7 +450,9 @@ class Scheduler:
         return found
 
     def _work_of(self, tokens: RowTokens, plan: Plan, *, is_measured: bool) -> StepWork | None:
-        """Return what a step computes; None: its time would say nothing about further steps."""
+        """Return the work of a step, to which its time is assigned; None if its time must not be
+        measured.
+        """
         if self._step_bound is None or not is_measured:
             return None
         if plan.only_decodes:
@@ -462,8 +483,9 @@ class Scheduler:
     def _launch(
         self, step_id: int, rows: IntArray, tokens: RowTokens, plan: Plan, work: StepWork | None
     ) -> None:
-        """Record a step: count its tokens as computed, and the tokens that it will sample as
-        known."""
+        """Record a started step: count its tokens as computed, and the tokens that it will sample
+        as present.
+        """
         running, num_drafts = self.running, tokens.num_drafts
         prompt_chunks = running.prompt_chunks(rows, tokens.num_computed)
         after = tokens.num_computed + tokens.num_scheduled
@@ -498,8 +520,9 @@ class Scheduler:
         self._in_flight.append(step)
 
     def _mark_waiting(self, step: Step) -> None:
-        """Note which rows of a step in flight run again only when it has its result: where it takes
-        the result to know how many tokens there are, or what the token is."""
+        """Mark the requests that must wait for the result of a step, because it decides how many
+        tokens they get, or the host needs the token itself.
+        """
         rows, num_drafts = step.rows, step.num_drafts
         if step.removed_rows:
             stays = ~np.isin(rows, list(step.removed_rows))
@@ -514,7 +537,7 @@ class Scheduler:
     # ---- results --------------------------------------------------------------------------
 
     def _finish_pooled(self, step: Step, output: ModelRunnerOutput) -> EngineOutput:
-        """End the requests of a pooling model whose prompts are computed."""
+        """Finish the requests of a pooling model whose prompts are computed."""
         num_cached_tokens = step.num_cached_tokens()
         finished = self._finish_failed(step, output.errors)
         step, _ = step.without({*step.removed_rows, *output.errors})
@@ -530,11 +553,10 @@ class Scheduler:
         )
 
     def _finish_failed(self, step: Step, errors: dict[int, str]) -> dict[str, Finished]:
-        """End the requests that failed, unless they have ended already. No request reads their
-        blocks afterwards.
+        """Finish the requests that failed, and remove their blocks from the prefix cache.
 
-        One that was preempted since ends as well. It may have failed because of its own image:
-        requests that share it and run again each time would preempt each other for ever.
+        A failed request that was preempted meanwhile is also finished. Its own image may have
+        caused the failure, and requests that share this image would preempt each other for ever.
         """
         rows = [row for row in errors if row not in step.removed_rows]
         failed = {request.row: request for request in self.running.at(np.array(rows, np.int32))}
@@ -556,7 +578,9 @@ class Scheduler:
         return finished
 
     def _sharing_images(self, failed: Request) -> list[Request]:
-        """Return the running requests with blocks that may come of the images of a failed one."""
+        """Return the running requests that may share blocks computed from the images of a failed
+        request.
+        """
         if not failed.spec.media:
             return []
         first = failed.spec.media[0].start // self.cache.block_size
@@ -574,8 +598,9 @@ class Scheduler:
         self.waiting.push(request)
 
     def _leave(self, requests: list[Request], status: RequestStatus) -> None:
-        """Free rows and blocks of running requests. Their results of steps in flight are
-        dropped."""
+        """Free the batch indices and blocks of running requests. Results of steps in flight are
+        ignored for them.
+        """
         rows = [request.row for request in requests]
         for request, num_computed in zip(
             requests, self.running.num_computed[rows].tolist(), strict=True

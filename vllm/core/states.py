@@ -1,4 +1,4 @@
-"""The recurrent states of a step that are kept for the prefix cache."""
+"""Choose the recurrent states of a step that are stored in the cache of states."""
 
 import numpy as np
 
@@ -11,12 +11,14 @@ from vllm.request import Request
 
 
 class StateKeeper:
-    """Keeps the states of prompts where other requests may begin, and the newest state of each
-    request at the end of a block, so that the next turn of a conversation begins there.
+    """Chooses the recurrent states to cache, so that later requests can start from them.
+
+    These are the states of a prompt where other requests may begin, and for each request the newest
+    state at the end of a block, from which the next turn of a conversation can begin.
 
     Args:
-        states: kept so far.
-        cache: has the hashes of tokens.
+        states: the cache of states.
+        cache: the KV cache, which has the hashes of tokens.
         running: the running requests.
     """
 
@@ -24,15 +26,15 @@ class StateKeeper:
         self._states, self._cache, self._running = states, cache, running
 
     def keep(self, rows: IntArray, tokens: RowTokens) -> IntArray | None:
-        """Choose the states of a step that are kept. None of them has a draft whose result is not
-        known.
+        """Choose the states of a step to cache. No chosen state includes a draft that is not yet
+        verified.
 
         Args:
-            rows: that run one decode, with drafts or without, or a part of their prompt.
-            tokens: of each row.
+            rows: batch indices of requests that run one decode, drafts, or a part of their prompt.
+            tokens: tokens of each request.
 
         Returns:
-            See `SchedulerOutput.kept_states`.
+            Array for `SchedulerOutput.kept_states`; None if no state is cached.
         """
         begins, ends = tokens.settled()
         size = self._cache.block_size
@@ -59,11 +61,11 @@ class StateKeeper:
         return np.array(list(kept.values()), np.int32) if kept else None
 
     def leave(self, request: Request, num_known: int) -> None:
-        """Publish the state that a request owns as it leaves the batch.
+        """Publish the cached state that a request owns, because the request leaves the batch.
 
         Args:
-            request: whose tokens are the known ones.
-            num_known: how many of them are computed.
+            request: request whose tokens are all known.
+            num_known: how many of its tokens are computed.
         """
         is_known = 0 < request.num_kept_tokens <= num_known
         key = self._cache.prefix_hash(request, request.num_kept_tokens) if is_known else None

@@ -1,4 +1,4 @@
-"""State of a step between its scheduling and its result."""
+"""Keep the data of a step between its scheduling and its result."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from vllm.request import Request, RequestStatus
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
-    """The tokens of n rows in a step; fields as in `SchedulerOutput`."""
+    """Token counts of the n requests in a step; fields as in `SchedulerOutput`."""
 
     num_computed: IntArray
     num_scheduled: IntArray
@@ -20,9 +20,12 @@ class RowTokens:
     num_replayed: IntArray | None = None
 
     def settled(self) -> tuple[IntArray, IntArray]:
-        """Return the begin and the end [n] of the tokens that each row adds to its recurrent state.
-        A row with drafts adds none of this step, because a state cannot return to an earlier
-        token. Its next step replays the tokens that were right."""
+        """Return the begin and the end [n] of the tokens that each request adds to its recurrent
+        state.
+
+        A request with drafts adds no token of this step, because a state cannot return to an
+        earlier token. Its next step replays the accepted tokens.
+        """
         begins, ends = self.num_computed, self.num_computed + self.num_scheduled
         if self.num_replayed is not None:
             begins = begins - self.num_replayed
@@ -33,7 +36,7 @@ class RowTokens:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step in flight. The lists and arrays have one entry per row that samples a token."""
+    """A step in flight. Its lists and arrays have one entry per request that samples a token."""
 
     step_id: int
     rows: IntArray
@@ -62,8 +65,9 @@ class Step:
 
     @property
     def num_expected(self) -> IntArray | None:
-        """Tokens of each request that scheduling has counted as sampled by this step; None: one
-        each."""
+        """Number of tokens of each request that scheduling counted as sampled by this step; None:
+        one each.
+        """
         if self.num_drafts is not None:
             found: IntArray = self.num_drafts + np.int32(1)
             return found
@@ -72,13 +76,15 @@ class Step:
         return None
 
     def without(self, rows: Iterable[int]) -> tuple["Step", list[int]]:
-        """Return the step without some requests, and the indices of the remaining entries."""
+        """Return the step without the requests at these batch indices, and the indices of the
+        remaining entries.
+        """
         drop = set(rows)
         keep = [i for i, row in enumerate(self.rows.tolist()) if row not in drop]
         return self.select(keep), keep
 
     def select(self, places: list[int]) -> "Step":
-        """Return the step with some of its entries."""
+        """Return the step with only the entries at these indices."""
         return replace(
             self,
             rows=self.rows[places],
@@ -98,8 +104,9 @@ class Step:
         }
 
     def unsent_prompt_logprobs(self, output: ModelRunnerOutput) -> dict[str, LogprobRows]:
-        """Return the prompt log-probabilities that were not sent before: a preempted prompt is
-        computed twice."""
+        """Return the prompt log-probabilities that were not sent before. A preempted prompt is
+        computed twice.
+        """
         unsent = {}
         for row, chunk in output.prompt_logprobs.items():
             request, start = self.prompt_chunks[row]
@@ -119,11 +126,11 @@ class Step:
 def select_tokens(
     token_ids: IntArray, counts: IntArray | None, places: list[int]
 ) -> tuple[IntArray, IntArray | None]:
-    """Select the tokens of some requests.
+    """Select the tokens of some requests of a step.
 
     Args:
-        token_ids: of all rows, row by row.
-        counts: number of tokens of each; None: one each.
+        token_ids: tokens of all requests, one request after another.
+        counts: number of tokens of each request; None: one each.
         places: indices of the wanted requests, ascending.
     """
     if counts is None:

@@ -1,4 +1,4 @@
-"""Frees the blocks that sliding windows have passed: no query will see them again."""
+"""Free the blocks that sliding windows have passed, which no query will read again."""
 
 from vllm.core.kv.kv_cache_manager import KVCacheManager
 from vllm.core.running_batch import RunningBatch
@@ -8,13 +8,15 @@ from vllm.messages import IntArray
 def free_out_of_window_blocks(
     running: RunningBatch, cache: KVCacheManager, rows: IntArray
 ) -> list[tuple[int, int, int]]:
-    """Free the blocks that the windows of layers have passed; see
-    `SchedulerOutput.passed_blocks`.
+    """Free the blocks that the sliding windows of running requests have passed.
 
     Args:
-        running: has the rows.
-        cache: has their blocks.
-        rows: that run in the step that is being scheduled.
+        running: the running requests.
+        cache: the KV cache with their blocks.
+        rows: batch indices of the requests in the step that is being scheduled.
+
+    Returns:
+        Entries for `SchedulerOutput.passed_blocks`.
     """
     computed = running.num_computed[rows]
     due = (cache.num_passed(computed) > running.num_passed[rows]).nonzero()[0]

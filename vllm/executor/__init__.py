@@ -1,4 +1,4 @@
-"""Runs workers in this process, in others, or on other machines."""
+"""Run workers in this process, in other processes, or on other machines."""
 
 from vllm.executor.base import Executor, WarmUpSteps
 from vllm.executor.choose import make_executor

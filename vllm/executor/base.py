@@ -1,7 +1,8 @@
-"""The interface of executors, which run the workers, and the start sequence of workers.
+"""Define the interface of executors, which run the workers, and the start sequence of workers.
 
-An executor says how its workers are called (`start_workers`, `call_workers`). The sequence in which
-they start, and what they have to agree on, is the same for all executors and stands here.
+An executor implements how its workers are called (`start_workers`, `call_workers`). The sequence in
+which they start, and the values on which they have to agree, are the same for all executors and are
+implemented here.
 """
 
 import time
@@ -23,17 +24,17 @@ _Result = TypeVar("_Result")
 
 
 class Executor(ABC):
-    """Workers, wherever they live.
+    """Runs the workers of an engine, in any process or on any machine.
 
     Attributes:
-        is_asynchronous: `execute_model` returns before the step is computed, so that another one
-            can be scheduled meanwhile. Known once the workers are loaded.
-        cache_windows: of the groups of layers that have block tables of their own; None: full
-            attention. Known once caches are allocated.
-        num_item_states: hidden states that all workers can keep for cross-attention; None: the
-            model has none. Known once caches are allocated.
-        max_image_embeddings: of the largest image that all workers have memory for; None: of any.
-            Known once caches are allocated.
+        is_asynchronous: `execute_model` returns before the step is computed, so that another step
+            can be scheduled meanwhile. Known after the workers are loaded.
+        cache_windows: windows of the groups of layers with separate block tables; None: full
+            attention. Known after the caches are allocated.
+        num_item_states: hidden states for cross-attention that all workers can store; None: the
+            model has no cross-attention. Known after the caches are allocated.
+        max_image_embeddings: embeddings of the largest image for which all workers have memory;
+            None: no limit. Known after the caches are allocated.
     """
 
     is_asynchronous: bool = False
@@ -45,10 +46,10 @@ class Executor(ABC):
     # ---- the start ------------------------------------------------------------------------
 
     def start(self) -> int:
-        """Load, measure, allocate and warm up all workers.
+        """Load the model on all workers, measure their memory, allocate caches and warm up.
 
         Returns:
-            The number of KV blocks that all of them have, the null block included.
+            The number of KV blocks on every worker, the null block included.
 
         Raises:
             ConfigError: the model cannot be loaded, or some worker has too little memory.
@@ -61,31 +62,37 @@ class Executor(ABC):
         return num_blocks
 
     def begin(self) -> None:
-        """Start the processes of the workers, which then load what they need while the caller does
-        other things. `start` does it otherwise. It takes much longer in a process of several
-        threads, so a program calls it before it makes any."""
+        """Start the processes of the workers early, so that they load while the caller does other
+        things.
+
+        Optional: `start` also does it. Starting takes much longer in a process with several
+        threads, so call this before any thread is started.
+        """
         return None
 
     @abstractmethod
     def start_workers(self) -> None:
-        """Make the workers, and let each of them `load` its part of the model."""
+        """Create the workers, and let each of them `load` its part of the model."""
 
     @abstractmethod
     def call_workers(self, method: Callable[..., _Result], *args: Any) -> list[_Result]:
-        """Call a method on every worker during the start, when no step is in flight. A failure is
-        the end of the executor.
+        """Call a method of every worker during the start, while no step is in flight. After a
+        failure the executor cannot be used.
 
         Args:
-            method: of `Worker`, such as `Worker.measure`.
-            args: of the call, without what each rank has itself: its number, its meeting.
+            method: method of `Worker`, such as `Worker.measure`.
+            args: arguments of the call, except those that each rank adds itself (rank, rendezvous).
 
         Returns:
             The results by rank.
         """
 
     def allocate(self) -> int:
-        """Allocate KV caches on all workers. Returns the number of blocks, the largest that fits on
-        every rank."""
+        """Allocate the KV caches on all workers.
+
+        Returns:
+            The number of blocks: the largest number that fits on every rank.
+        """
         reports = self.call_workers(Worker.measure)
         num_blocks = min(report.num_blocks for report in reports)
         self.cache_windows = reports[0].windows
@@ -100,41 +107,45 @@ class Executor(ABC):
         return num_blocks
 
     def warm_up(self) -> Iterator[WarmUpStep]:
-        """Warm all workers up: one launch on all of them each time that the iterator is advanced.
+        """Warm up all workers. Each step of the iterator runs one forward pass on all of them.
 
-        The first iterator is part of the start; another one runs what the start has left. See
-        `WarmUpSteps`.
+        The first iterator is part of the start. Another one runs what the start left out
+        (`WarmUpSteps`).
 
         Yields:
-            Each step, with what was decided.
+            Each finished step, with the decision about it.
         """
         steps = self.warm_up_steps()
         while steps.name() is not None:
             yield steps.run()
 
     def warm_up_steps(self) -> "WarmUpSteps":
-        """Return what names and runs the steps of a warm-up."""
+        """Return an object that names and runs the steps of a warm-up."""
         return WarmUpSteps(self)
 
     # ---- steps ----------------------------------------------------------------------------
 
     @abstractmethod
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
-        """Start a step on all workers; at most one other is in flight."""
+        """Start a step on all workers. At most one other step may be in flight."""
 
     def prepare(self, request: EngineRequest) -> "Future[str | None] | None":
-        """Load in the background what a request needs, so that no step waits for it. Another
-        request may have had its id before and be released, even if its last step still runs.
+        """Load in the background what a request needs, so that no step waits for it.
+
+        An earlier request may have used the same id and been released, even if its last step still
+        runs.
 
         Returns:
             A future that is done when all workers have loaded it or have failed. Its result is the
-            reason why the request cannot run, or None. No future (None): nothing has to be loaded.
+            reason why the request cannot run, or None. None instead of a future: nothing has to be
+            loaded.
         """
         return None
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Release what the workers hold for finished requests with an adapter, after the steps that
-        have been started."""
+        """Release what the workers hold for finished requests, after the steps that were started
+        before.
+        """
         return None
 
     def call(
@@ -143,12 +154,12 @@ class Executor(ABC):
         *args: _Args.args,
         **kwargs: _Args.kwargs,
     ) -> list[_Result]:
-        """Call a method of every worker, after the steps that have been started. The workers
-        continue if it raises.
+        """Call a method of every worker, after the steps that were started before. The workers
+        continue to work if it raises.
 
         Args:
-            method: of `Worker`, such as `Worker.wake_up`.
-            args, kwargs: of the call.
+            method: method of `Worker`, such as `Worker.wake_up`.
+            args, kwargs: arguments of the call.
 
         Returns:
             One result per worker.
@@ -163,12 +174,12 @@ class Executor(ABC):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of every worker, after the steps that have been started.
+        """Call a method of every worker by name, after the steps that were started before.
 
         Args:
             method: its name, or a function whose first argument is the worker.
-            timeout: seconds to wait; None waits without limit. The call itself is not ended.
-            args, kwargs: of the call.
+            timeout: seconds to wait; None: no limit. The call itself is not aborted.
+            args, kwargs: arguments of the call.
 
         Returns:
             One result per worker.
@@ -179,37 +190,39 @@ class Executor(ABC):
         """
 
     def stats(self) -> RunnerStats:
-        """Return counters of the workers since the start; all 0 if they do not count.
+        """Return counters of the workers since the start; all 0 if the workers do not count.
 
-        Every worker runs every step, so the one that counts stands for all of them.
+        Every worker runs every step, so the counters of one worker represent all.
         """
         return RunnerStats()
 
     @property
     def failure_fd(self) -> int | None:
-        """A file descriptor that is readable once a worker has failed, for loops that wait for
-        something to do; None: no worker can fail without a call."""
+        """File descriptor that becomes readable when a worker fails, for event loops. None: a
+        worker can fail only in a call.
+        """
         return None
 
     def check_health(self) -> None:
-        """Raise the failure of a worker, if one has failed since the last call of it."""
+        """Raise the error of a worker that has failed since its last call."""
         return None
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Shut down all workers that run, also after a failed start, or before any start. Calling
-        it again does nothing."""
+        """Shut down all running workers, also after a failed start or before any start. A second
+        call does nothing.
+        """
 
 
 class WarmUpSteps:
-    """Names the launches of a warm-up, and runs them on all workers.
+    """Names the forward passes of a warm-up, and runs them on all workers.
 
-    A launch that one rank has no memory for is given up on all ranks. All of them are told how
-    long each launch has taken, so that they expect the same of the next ones.
+    If one rank lacks memory for a forward pass, all ranks skip it. All ranks are told how long each
+    one took, so that they estimate the same time for the next ones.
 
     Args:
-        executor: whose workers warm up. No step is in flight in a call of this.
-        clock: in seconds.
+        executor: executor of the workers. No step may be in flight during calls.
+        clock: returns seconds.
     """
 
     def __init__(self, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
@@ -220,10 +233,10 @@ class WarmUpSteps:
         self._seconds: float | None = None
 
     def name(self, longest_s: float | None = None) -> WarmUpStep | None:
-        """Name the next step; None: there is none left.
+        """Return the next step without running it; None if no step is left.
 
         Args:
-            longest_s: that it may take, as far as is known; None: any time.
+            longest_s: longest time that it may take, as far as is known; None: no limit.
         """
         given = (self._given_up, self._seconds, longest_s)
         found = self._executor.call_workers(Worker.next_warm_up, *given)
@@ -242,7 +255,7 @@ class WarmUpSteps:
         return None
 
     def run(self) -> WarmUpStep:
-        """Run the step that was named. Returns it with what was decided."""
+        """Run the step that `name` returned. Returns it with the decision about it."""
         step = self._named
         assert step is not None and not step.must_wait, "no step has been named"
         given_up = step.given_up
@@ -256,7 +269,9 @@ class WarmUpSteps:
 
 
 def _first_reason(reasons: Sequence[str | None]) -> str | None:
-    """Return the first reason of a rank to give up a launch; name the rank if there are several."""
+    """Return the first reason of a rank to skip a forward pass, with the rank if there are
+    several.
+    """
     for rank, reason in enumerate(reasons):
         if reason is not None:
             return reason if len(reasons) == 1 else f"{reason} (rank {rank})"

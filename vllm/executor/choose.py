@@ -1,4 +1,4 @@
-"""The executor that a config asks for."""
+"""Choose the executor that a config asks for."""
 
 from vllm.config import VllmConfig
 from vllm.config.parallel import check_tensor_split
@@ -7,7 +7,7 @@ from vllm.executor.uniproc import UniProcExecutor
 
 
 def make_executor(config: VllmConfig) -> Executor:
-    """Return the executor of an engine, not yet started.
+    """Create the executor of an engine, without starting it.
 
     Raises:
         ConfigError: the model cannot be divided over the devices, or the launcher of this process

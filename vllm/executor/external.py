@@ -1,11 +1,11 @@
-"""One rank in each process of a program that something else has started several times, such as
-torchrun (`distributed_executor_backend="external_launcher"`).
+"""Run one rank in each process of a program that a launcher such as torchrun has started several
+times (`distributed_executor_backend="external_launcher"`).
 
-Every process runs the same program: it makes the same engine and gives it the same requests, in the
-same order. The engines decide alike, as nothing that they decide depends on time, and their workers
-exchange tensors. So every process gets all outputs, and no step has to be sent. Of the stages of a
-pipeline only the last one samples: its first rank leaves each result in the store of the launcher,
-where the other stages find it. If there are images, rank 0 leaves there which of them have failed.
+Every process runs the same program: it creates the same engine and gives it the same requests in
+the same order. The engines make the same decisions, because none depends on time, and their workers
+exchange tensors. So every process gets all outputs, and no step has to be sent. In a pipeline only
+the last stage samples: its first rank writes each result to the store of the launcher, where the
+other stages read it. If there are images, rank 0 also writes there which of them failed.
 """
 
 import itertools
@@ -44,14 +44,14 @@ _decode_errors = decoder(dict[int, str]).decode
 
 
 class ExternalExecutor(UniProcExecutor):
-    """The worker of this process, of a world of several processes.
+    """Runs the worker of this process, which is one of several ranks.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
 
     Raises:
-        ConfigError: the launcher has not said which of how many processes this is, there are others
-            than the engine needs, or they would decide by the time.
+        ConfigError: the launcher has not set the rank and the number of processes, the number is
+            not what the engine needs, or the engines would make decisions that depend on time.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -89,7 +89,7 @@ class ExternalExecutor(UniProcExecutor):
         """Values in the store that this rank has left, by name, the oldest first."""
 
     def start_workers(self) -> None:
-        """Load the rank of this process, and meet the other ones.
+        """Load the rank of this process, and connect to the other ranks.
 
         Raises:
             ConfigError: this rank or another one cannot be loaded, or was started differently.
@@ -100,7 +100,7 @@ class ExternalExecutor(UniProcExecutor):
         self.call_workers(Worker.join, self._meeting)
 
     def _compare_facts(self) -> None:
-        """Refuse ranks that would decide otherwise than this one about the steps."""
+        """Refuse ranks with settings that would lead to different decisions about steps."""
         ours = facts_of_rank(self._config)
         found = self._meeting.exchange("facts", json.dumps(ours).encode(), "settings")
         for rank, data in enumerate(found):
@@ -117,13 +117,16 @@ class ExternalExecutor(UniProcExecutor):
         self._worker = worker
 
     def call_workers(self, method: Callable[..., _Result], *args: Any) -> list[_Result]:
-        """Call a method of the worker of this process. Returns the results of all processes, which
-        make the same call."""
+        """Call a method of the worker of this process. All processes make the same call; returns
+        the results of all.
+        """
         worker = self._running_worker
         return self._agree(method, lambda: getattr(worker, method.__name__)(*args))
 
     def _agree(self, method: Callable[..., _Result], call: Callable[[], _Result]) -> list[_Result]:
-        """Exchange the results of a call. If it fails in one process, it fails in all of them."""
+        """Run a call and exchange the results. If it fails in one process, it fails in all of
+        them.
+        """
         if self._size == 1:
             return [call()]
         name = str(next(self._calls))
@@ -156,10 +159,10 @@ class ExternalExecutor(UniProcExecutor):
         return handle if self._layout.pipeline_size == 1 else _SharedStep(handle, self)
 
     def _share_result(self, handle: StepHandleLike) -> ModelRunnerOutput:
-        """Return the result of a step; all processes call for results in the same order.
+        """Return the result of a step. All processes must ask for results in the same order.
 
         Raises:
-            CollectiveError: a stage has not left its part in time.
+            CollectiveError: a stage has not written its part in time.
         """
         output, number = handle.result(), next(self._results)
         name, name_of_errors = f"result/{number}", f"errors/{number}"
@@ -185,9 +188,10 @@ class ExternalExecutor(UniProcExecutor):
         return output.with_errors(errors) if self._has_media else output
 
     def _leave(self, name: str, value: bytes) -> None:
-        """Leave a value in the store, and remove one that all other stages have read: a step needs
-        them, and they begin it when they have read the results of steps that are as far behind as
-        there are stages."""
+        """Write a value to the store, and delete an old value that all other stages have read.
+
+        All have read the value of a step once they are as many steps further as there are stages.
+        """
         store: Any = self._meeting.store
         store.set(name, value)
         self._left.append(name)
@@ -195,13 +199,13 @@ class ExternalExecutor(UniProcExecutor):
             store.delete_key(self._left.popleft())
 
     def shutdown(self) -> None:
-        """Drop the model and its caches, and leave the other ranks."""
+        """Drop the model and its caches, and disconnect from the other ranks."""
         super().shutdown()
         self._meeting.close()
 
 
 class _SharedStep:
-    """A step in flight, whose result the last stage has."""
+    """A step in flight whose result only the last stage has."""
 
     def __init__(self, handle: StepHandleLike, executor: ExternalExecutor) -> None:
         self._handle, self._executor = handle, executor
@@ -232,7 +236,9 @@ def _meeting(parallel: ParallelConfig, rank: int, place: RankAssignment) -> Rend
 
 
 def _first_error(failures: dict[int, Any]) -> Exception:
-    """Return the error of the rank that has failed first: the others may have waited for it."""
+    """Return the error of the rank that failed first. The others may have failed because they
+    waited for it.
+    """
     rank, failure = min(failures.items(), key=lambda item: (item[1].is_of_another, item[0]))
     assert isinstance(failure, RankFailed)
     if failure.is_config_error:

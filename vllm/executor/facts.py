@@ -1,5 +1,6 @@
-"""Settings that processes of one server, or of one engine, must have in common if they were started
-separately, perhaps on several machines."""
+"""Compare the settings of processes of one server or engine that were started separately and must
+agree.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,7 +11,7 @@ from vllm.version import __version__
 
 
 class Difference(NamedTuple):
-    """A fact that is not the same in two processes."""
+    """A setting that differs between two processes."""
 
     name: str
     """Of a flag, or "version"."""
@@ -19,7 +20,7 @@ class Difference(NamedTuple):
 
 
 def facts_of_replica(config: VllmConfig) -> dict[str, str]:
-    """Return the settings that the replicas of a server have in common, by name."""
+    """Return the settings that all replicas of a server must have in common, by name."""
     model, parallel = config.model, config.parallel
     return {
         "version": __version__,
@@ -36,8 +37,9 @@ def facts_of_replica(config: VllmConfig) -> dict[str, str]:
 
 
 def facts_of_rank(config: VllmConfig) -> dict[str, str]:
-    """Return the settings that the ranks of an engine have in common if each decides about its
-    steps itself."""
+    """Return the settings that the ranks of an engine must have in common if each plans its own
+    steps.
+    """
     scheduler, cache, parallel = config.scheduler, config.cache, config.parallel
     return facts_of_replica(config) | {
         "tensor_parallel_size": str(parallel.tensor_parallel_size),
@@ -54,7 +56,7 @@ def facts_of_rank(config: VllmConfig) -> dict[str, str]:
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Difference | None:
-    """Return the first setting that differs; None: they agree.
+    """Return the first setting that differs; None if all agree.
 
     >>> difference({"dtype": "float32"}, {"dtype": "bfloat16"})
     Difference(name='dtype', ours='float32', theirs='bfloat16')

@@ -1,11 +1,12 @@
-"""Several workers on one machine: rank 0 in the engine's own process, a process for each other.
+"""Run several workers on one machine: rank 0 in the engine's process, each other rank in its own
+process.
 
-A step is sent to all ranks in one message. Each of them computes it and samples: the random
-numbers of a request depend on its seed and the position alone, so all get the same tokens, and
-nobody has to send any. The result is that of rank 0.
+A step is sent to all ranks in one message. Each of them computes it and samples. The random numbers
+of a request depend only on its seed and the position, so all ranks get the same tokens and need not
+exchange them. The result of rank 0 is used.
 
 In a pipeline only the ranks of the last stage sample. The first of them sends the result to the
-engine, which passes the tokens on to the other stages before it starts the next step of their rows.
+engine, which sends the tokens to the other stages before it starts the next step of these requests.
 """
 
 import contextlib
@@ -36,10 +37,10 @@ _Result = TypeVar("_Result")
 
 
 class MultiprocExecutor(UniProcExecutor):
-    """Workers of a world of several ranks.
+    """Runs several workers on one machine, one per rank.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -50,18 +51,18 @@ class MultiprocExecutor(UniProcExecutor):
 
     @property
     def failure_fd(self) -> int | None:
-        """Return the file descriptor that becomes readable when a rank fails."""
+        """File descriptor that becomes readable when a rank fails."""
         return None if self._ranks is None else self._ranks.failure_fd
 
     def check_health(self) -> None:
-        """Raise the failure of a rank that has failed."""
+        """Raise the error of a rank that has failed."""
         if self._ranks is not None:
             self._ranks.check()
 
     # ---- the start ------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start the processes, and let them load the model."""
+        """Start the processes, which begin to load the model."""
         if self._ranks is not None:
             return
         are_copies = self._can_be_copied()
@@ -72,8 +73,9 @@ class MultiprocExecutor(UniProcExecutor):
         self._loading = self._ranks.call(Worker.load.__name__, [])
 
     def _can_be_copied(self) -> bool:
-        """Whether workers may be copies of this process. Imports their class then, as a copy has
-        what was imported before."""
+        """Return whether workers may be forks of this process. If so, import their class, because a
+        fork has all modules that were imported before.
+        """
         platform = resolve_platform(self._config.device.device)
         if not (platform.can_copy_process and can_fork()):
             return False
@@ -81,7 +83,9 @@ class MultiprocExecutor(UniProcExecutor):
         return can_fork()  # forking is unsafe if an import has started threads
 
     def start_workers(self) -> None:
-        """Start the processes, load the model on all ranks at once, and let them meet."""
+        """Start the processes, load the model on all ranks at the same time, and connect the
+        ranks.
+        """
         self.begin()
         with self._explained():
             self._load_worker()
@@ -117,7 +121,9 @@ class MultiprocExecutor(UniProcExecutor):
             return _RunningStep(super().execute_model(step), result, self)
 
     def _finish_step(self, result: "Future[ModelRunnerOutput]") -> ModelRunnerOutput:
-        """Wait for the last stage, and tell the others what it has sampled."""
+        """Wait for the result of the last stage, and send the sampled tokens to the other
+        stages.
+        """
         parallel = self._config.parallel
         layout, limit_s = RankLayout.of(parallel), parallel.distributed_timeout_s
         try:
@@ -136,10 +142,10 @@ class MultiprocExecutor(UniProcExecutor):
         return output
 
     def prepare(self, request: EngineRequest) -> "Future[str | None] | None":
-        """Load on all ranks what a request needs, in the background.
+        """Load on all ranks in the background what a request needs.
 
         Raises:
-            RequestError: the request has code, which only rank 0 could run.
+            RequestError: the request contains code, which cannot be sent to other processes.
         """
         refuse_code(self._config.parallel, request)
         future = super().prepare(request)
@@ -149,8 +155,9 @@ class MultiprocExecutor(UniProcExecutor):
         return wait_all([future, *self._running_ranks.prepare(request)])
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Release what the ranks hold for finished requests. The next step reports whether a rank
-        has failed."""
+        """Release what the ranks hold for finished requests. If a rank has failed, the next step
+        reports it.
+        """
         with contextlib.suppress(RankError):
             self._running_ranks.broadcast(ReleaseRequests(request_ids=list(request_ids)))
         super().release(request_ids)
@@ -162,10 +169,11 @@ class MultiprocExecutor(UniProcExecutor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of all workers; arguments and results are plain values.
+        """Call a method of all workers. Arguments and results must be plain values.
 
         Raises:
-            RequestError: also when `method` is a function, which cannot be sent.
+            RequestError: the call is not possible; also if `method` is a function, which cannot be
+                sent.
         """
         name = name_to_send(method)
         started = monotonic()
@@ -175,7 +183,7 @@ class MultiprocExecutor(UniProcExecutor):
         return own + [decode_value(value) for value in results]
 
     def shutdown(self) -> None:
-        """End the other processes, after the steps that have been started, then as `Executor`."""
+        """Finish the steps that were started, then end the other processes and shut down rank 0."""
         super().shutdown()
         if self._ranks is not None:
             self._ranks.close()
@@ -185,7 +193,7 @@ class MultiprocExecutor(UniProcExecutor):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Replace an error of rank 0 that another rank has caused by its reason."""
+        """Replace an error of rank 0 that was caused by another rank with the cause."""
         try:
             yield
         except RequestError:
@@ -207,9 +215,9 @@ class _RunningStep:
     """A step in flight on all ranks.
 
     Args:
-        handle: of rank 0.
-        result: from the last stage of a pipeline; None: the result of rank 0.
-        executor: that has started it.
+        handle: the step on rank 0.
+        result: result from the last stage of a pipeline; None: use the result of rank 0.
+        executor: executor that started the step.
     """
 
     def __init__(

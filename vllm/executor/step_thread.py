@@ -1,4 +1,4 @@
-"""A thread that runs steps one after the other, for devices that compute in the call itself."""
+"""Run steps one after the other in a thread, for devices that compute inside the call."""
 
 import threading
 import weakref
@@ -13,13 +13,13 @@ from vllm.worker.interface import Worker
 
 
 def has_core_to_spare(num_workers: int = 1) -> bool:
-    """Whether a core is left for scheduling while all threads of the model compute.
+    """Return whether a core is left for scheduling while all threads of the model compute.
+
+    Without a free core, the host takes a core away from a thread for which the others wait. On two
+    cores, a small model lost a quarter of its tokens per second.
 
     Args:
-        num_workers: on this machine, each with as many threads as this process.
-
-    Without one, the host takes a core away from a thread for which the others wait: a quarter of
-    the tokens per second of a small model was lost on two cores.
+        num_workers: number of workers on this machine, each with as many threads as this process.
     """
     # Imported here, because torch takes seconds to import and a server does not need it.
     import torch
@@ -28,11 +28,11 @@ def has_core_to_spare(num_workers: int = 1) -> bool:
 
 
 class _Job:
-    """Work that waits or runs, and its result.
+    """Work that is queued or running, and its result.
 
     Args:
-        work: runs in the thread.
-        is_step: if it fails, the state of the worker is unknown.
+        work: function to run in the thread.
+        is_step: whether the work is a step; after a failed step the state of the worker is unknown.
     """
 
     def __init__(self, work: Callable[[], Any], *, is_step: bool) -> None:
@@ -41,7 +41,9 @@ class _Job:
         self._is_step = is_step
 
     def run(self, failure: str | None) -> str | None:
-        """Run the job, unless an earlier step has failed. Returns the failure, if there is one."""
+        """Run the job, unless an earlier step has failed. Returns the failure of this or the
+        earlier step, if there is one.
+        """
         if not self.future.set_running_or_notify_cancel():
             return failure
         if failure is not None:
@@ -59,14 +61,13 @@ _Jobs = SimpleQueue[_Job | None]
 
 
 class StepThread:
-    """Runs a worker whose `execute_model` is synchronous in a thread, so that steps are
-    asynchronous.
+    """Makes the steps of a worker asynchronous: runs its synchronous `execute_model` in a thread.
 
-    All steps run in the same thread: OpenMP keeps a team of threads for each that calls it. After
-    a step that fails no other one is run, as the state of the worker is not known.
+    All steps run in the same thread, because OpenMP keeps a team of threads for each calling
+    thread. After a step fails no other step is run, because the state of the worker is unknown.
 
     Args:
-        worker: loaded.
+        worker: a loaded worker.
     """
 
     # Not a ThreadPoolExecutor: those accept no work once the main thread has ended, while other
@@ -82,7 +83,7 @@ class StepThread:
         self._end = weakref.finalize(self, _end, self._jobs, thread)
 
     def execute_model(self, step: SchedulerOutput) -> "Future[ModelRunnerOutput]":
-        """Queue a step; its tokens are known before the next begins."""
+        """Queue a step. Its tokens are recorded before the next step begins."""
         worker = self._worker
         return self._put(_Job(lambda: worker.execute_model(step).result(), is_step=True))
 
@@ -95,7 +96,7 @@ class StepThread:
         return job.future
 
     def shutdown(self) -> None:
-        """Wait for the step that runs, cancel the steps that wait, and end the thread."""
+        """Wait for the running step, cancel the queued steps, and end the thread."""
         self._end()
 
 

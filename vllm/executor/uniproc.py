@@ -1,4 +1,4 @@
-"""One worker in the engine's own process."""
+"""Run one worker in the engine's own process."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,10 +17,11 @@ _Result = TypeVar("_Result")
 
 
 class UniProcExecutor(Executor):
-    """One worker, which is called directly or, if that is faster, in a thread for steps.
+    """Runs one worker in this process, which is called directly or, if that is faster, in a step
+    thread.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -31,7 +32,7 @@ class UniProcExecutor(Executor):
         """Request id -> its last release, which may still wait for a step."""
 
     def start_workers(self) -> None:
-        """Load the model.
+        """Create the worker and load the model.
 
         Raises:
             ConfigError: a class that `config.parallel` names cannot be used.
@@ -63,7 +64,7 @@ class UniProcExecutor(Executor):
         return (worker if self._thread is None else self._thread).execute_model(step)
 
     def _record_tokens(self, tokens: StepTokens) -> None:
-        """Note what another rank has sampled, after the steps that have been started."""
+        """Record the tokens that another rank sampled, after the steps that were started before."""
         worker = self._running_worker
         if self._thread is None:
             worker.record_tokens(tokens)
@@ -80,8 +81,9 @@ class UniProcExecutor(Executor):
         return join_nested(self._thread.call(lambda: worker.prepare(request)))
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Release what the worker holds for finished requests, after the steps that have been
-        started."""
+        """Release what the worker holds for finished requests, after the steps that were started
+        before.
+        """
         worker = self._running_worker
         if self._thread is None:
             worker.release(request_ids)
@@ -97,7 +99,9 @@ class UniProcExecutor(Executor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of the worker; `timeout` only counts where steps have their own thread."""
+        """Call a method of the worker. `timeout` only has an effect if steps run in their own
+        thread.
+        """
         worker = self._running_worker
         if self._thread is None:
             return [call_worker(worker, method, args, kwargs or {})]

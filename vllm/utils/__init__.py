@@ -1,4 +1,4 @@
-"""Helpers that are independent of inference."""
+"""Provide helpers that do not depend on inference."""
 
 import uuid
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ class Counter(Iterator[int]):
     """Count 0, 1, 2, ...
 
     Attributes:
-        counter: the number that `next` gives.
+        counter: the number that `next` returns.
     """
 
     def __init__(self, start: int = 0) -> None:
@@ -24,10 +24,10 @@ class Counter(Iterator[int]):
         return number
 
     def reset(self) -> None:
-        """Start again with 0."""
+        """Restart the count at 0."""
         self.counter = 0
 
 
 def random_uuid() -> str:
-    """Return 32 hexadecimal digits, made of 122 random bits."""
+    """Return 32 hexadecimal digits that contain 122 random bits."""
     return uuid.uuid4().hex

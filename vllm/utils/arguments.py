@@ -1,4 +1,4 @@
-"""An argument parser that accepts flags with dashes or underscores, and suggests corrections."""
+"""Parse arguments: flags may use dashes or underscores, and errors suggest corrections."""
 
 import argparse
 import difflib
@@ -23,11 +23,12 @@ _BOOLEANS = {"true": True, "false": False}
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """`--max_model_len` is `--max-model-len`; the error for an unknown flag names the nearest one.
+    """Accepts `--max_model_len` for `--max-model-len`, and names the nearest flag if a flag is
+    unknown.
 
-    An error is two lines, without the usage: with dozens of flags that would hide the error.
-    Flags cannot be abbreviated, because a new flag would make an old command line ambiguous.
-    A flag that is on or off may be followed by true or false: `--flag=false` is `--no-flag`.
+    An error message has two lines and no usage, because with dozens of flags the usage would hide
+    the error. Flags cannot be abbreviated, because a new flag would make an old command line
+    ambiguous. A boolean flag may be followed by true or false: `--flag=false` is `--no-flag`.
     """
 
     def __init__(self, *args: Any, add_help: bool = True, **kwargs: Any) -> None:
@@ -38,8 +39,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse like argparse, after replacing underscores in flags by dashes, and true and false
-        after flags by the flag or its opposite."""
+        """Parse like argparse, but accept underscores in flags, and true or false after boolean
+        flags.
+        """
         tokens = _with_dashes(sys.argv[1:] if args is None else args)
         return super().parse_known_args(self._without_booleans(tokens), namespace)
 
@@ -65,8 +67,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return names
 
     def _without_booleans(self, tokens: Sequence[str]) -> list[str]:
-        """Rewrite `--flag=false` and `--flag false` as `--no-flag`, `--flag=true` and `--flag true`
-        as `--flag`."""
+        """Rewrite `--flag=false` and `--flag false` as `--no-flag`, and `--flag=true` and `--flag
+        true` as `--flag`.
+        """
         end = tokens.index("--") if "--" in tokens else len(tokens)
         result: list[str] = []
         at = 0
@@ -87,7 +90,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return [*result, *tokens[end:]]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Check like argparse; the error names the nearest choice."""
+        """Check a value like argparse, but name the nearest choice in the error."""
         if action.choices is None or value in action.choices:
             return
         choices = [str(choice) for choice in action.choices]
@@ -97,7 +100,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         raise argparse.ArgumentError(action, text)
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and where the flags are listed; exit with code 2."""
+        """Print the error and a hint to `--help`, and exit with code 2."""
         self.exit(2, f"error: {message}\n(see '{self.prog} --help')\n")
 
     def _refuse(self, unknown: list[str], parsed: argparse.Namespace) -> NoReturn:
@@ -112,7 +115,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         parser.error(f"unrecognized argument{plural}: {', '.join(hints)}")
 
     def _chosen(self, parsed: argparse.Namespace) -> "FlexibleArgumentParser":
-        """Return the parser of the subcommand that was given; needs subparsers with a `dest`."""
+        """Return the parser of the chosen subcommand. The subparsers must have a `dest`."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 chosen = action.choices.get(getattr(parsed, action.dest, None) or "")
@@ -122,7 +125,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def _opposite(flag: str, action: argparse.Action) -> list[str]:
-    """Return the opposite flag; none if leaving the flag out means the same."""
+    """Return the opposite of a boolean flag in a list; an empty list if it has none."""
     opposite = flag.replace("--no-", "--", 1) if flag.startswith("--no-") else f"--no-{flag[2:]}"
     return [opposite] if opposite in action.option_strings else []
 

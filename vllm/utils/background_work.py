@@ -1,7 +1,7 @@
-"""Work in the background that leaves the processor and the interpreter to steps.
+"""Run work in the background without slowing down steps.
 
-Python code in another thread gives the interpreter back often (`run_in_time_slices`). A thread
-that works for long rests in between while steps run (`Throttle`).
+Python code in another thread yields the interpreter lock often (`run_in_time_slices`). A thread
+that works for a long time also pauses while steps run (`Throttle`).
 """
 
 import sys
@@ -47,7 +47,9 @@ _short_turns = _ShortTurns()
 
 
 def run_in_time_slices(work: Callable[[], T]) -> T:
-    """Return the result of `work`, which runs in a thread for which no other thread should wait."""
+    """Run `work` in the current thread and return its result, while other threads get the
+    interpreter lock quickly.
+    """
     with _short_turns:
         return work()
 
@@ -55,8 +57,8 @@ def run_in_time_slices(work: Callable[[], T]) -> T:
 def start_in_time_slices(work: Callable[[], None], name: str) -> None:
     """Run `work` in a thread of this name, in short time slices.
 
-    If no thread can be started, `work` runs before this returns. Since Python 3.12 that is so after
-    the end of the main thread.
+    If no thread can be started, `work` runs before this function returns. Since Python 3.12, this
+    is so after the main thread has ended.
     """
     thread = threading.Thread(target=run_in_time_slices, args=(work,), name=name, daemon=True)
     try:
@@ -76,13 +78,12 @@ _LONGEST_REST_S = 0.02
 
 
 class Throttle:
-    """Speed of one thread that works in the background: full, or in short slices while others must
-    not wait.
+    """Slows down a background thread while other threads must not wait for it.
 
-    Made and used in that thread.
+    Create and use it in the background thread.
 
     Args:
-        is_busy: whether others must not wait. Called in that thread.
+        is_busy: returns whether other threads must not wait. Called in the background thread.
     """
 
     def __init__(self, is_busy: Callable[[], bool]) -> None:
@@ -90,7 +91,7 @@ class Throttle:
         self._start = time.thread_time()
 
     def rest(self) -> None:
-        """Rest after some work, so that other threads can run."""
+        """Pause after some work, so that other threads can run."""
         worked = time.thread_time() - self._start
         if worked < _WORK_S:
             return
@@ -100,4 +101,4 @@ class Throttle:
 
 
 def no_rest() -> None:
-    """Do not rest: no thread has to wait for the work."""
+    """Do nothing; used instead of `Throttle.rest` if no other thread has to wait."""

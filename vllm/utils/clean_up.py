@@ -1,4 +1,4 @@
-"""Cleans up after a failed start, without hiding why it has failed."""
+"""Clean up after a failed start without hiding its cause."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ logger = init_logger(__name__)
 
 @contextmanager
 def on_failure(*clean_ups: Callable[[], object]) -> Iterator[None]:
-    """Call each of `clean_ups` if the block raises, then raise the error of the block.
+    """Call each of `clean_ups` if the block raises, then raise the error of the block again.
 
     An object that was only partly started may fail to close. Errors of clean-ups are logged and not
     raised, because the user must see the first error, which has the cause.

@@ -1,8 +1,8 @@
-"""Frames: how messages follow one another in a stream of bytes, between processes and machines.
+"""Frame messages in a stream of bytes between processes or machines.
 
-    length of the content (8 bytes, little endian), kind (1 byte), content
+length of the content (8 bytes, little endian), kind (1 byte), content
 
-What kinds and contents mean is for both ends to know. ZMQ has frames of its own.
+The two ends define the meaning of kinds and contents. ZMQ is not framed by this module.
 """
 
 import asyncio
@@ -19,26 +19,28 @@ _PART_BYTES, _SOCKET_BYTES = 2**20, 2**16
 
 
 class FrameError(Exception):
-    """The reader does not accept what has arrived; str() says why."""
+    """A received frame is not acceptable; str() says why."""
 
 
 def frame_header(kind: int, size: int) -> bytes:
-    """Return what comes before a content of this many bytes."""
+    """Return the header of a frame whose content has `size` bytes."""
     return _HEADER.pack(size, kind)
 
 
 def frame(kind: int, content: bytes) -> bytes:
-    """Return a whole frame."""
+    """Return a whole frame: header and content."""
     return _HEADER.pack(len(content), kind) + content
 
 
 def begin_frame() -> bytearray:
-    """Return space for a header, after which a content can be written; for `end_frame`."""
+    """Return space for a header, after which the content can be appended; `end_frame` fills the
+    header in.
+    """
     return bytearray(HEADER_BYTES)
 
 
 def end_frame(data: bytearray, kind: int) -> bytearray:
-    """Fill in the header, now that the content is complete; returns the same bytes."""
+    """Fill in the header after the content is complete, and return the same bytes."""
     _HEADER.pack_into(data, 0, len(data) - HEADER_BYTES, kind)
     return data
 
@@ -53,14 +55,14 @@ def _parse(header: bytes | bytearray, max_bytes: int) -> tuple[int, int]:
 
 
 def read_exactly(read: Callable[[int], bytes], size: int) -> bytes:
-    """Read this many bytes. Memory is taken as they come, whatever was announced.
+    """Read exactly `size` bytes. Memory is allocated only as data arrives.
 
     Args:
-        read: returns at most as many bytes as it is asked for, and none at the end of the stream.
+        read: returns at most the requested number of bytes, and none at the end of the stream.
         size: number of bytes.
 
     Raises:
-        EOFError: the stream has ended before.
+        EOFError: the stream has ended too early.
     """
     data = bytearray()
     while len(data) < size:
@@ -72,21 +74,33 @@ def read_exactly(read: Callable[[int], bytes], size: int) -> bytes:
 
 
 def read_header(read: Callable[[int], bytes], max_bytes: int = MAX_BYTES) -> tuple[int, int]:
-    """Read the kind of the next frame, and the length of its content.
+    """Read the header of the next frame.
 
     Args:
         read: as for `read_exactly`.
-        max_bytes: limit of the content.
+        max_bytes: largest accepted content.
+
+    Returns:
+        (kind, length of the content in bytes).
 
     Raises:
-        FrameError: it is longer.
+        FrameError: the content is longer than `max_bytes`.
         EOFError: the stream has ended.
     """
     return _parse(read_exactly(read, HEADER_BYTES), max_bytes)
 
 
 def read_frame(read: Callable[[int], bytes], max_bytes: int = MAX_BYTES) -> tuple[int, bytes]:
-    """Read the next frame: its kind and content. Takes and raises the same as `read_header`."""
+    """Read the next frame and return its kind and content.
+
+    Args:
+        read: as for `read_exactly`.
+        max_bytes: largest accepted content.
+
+    Raises:
+        FrameError: the content is longer than `max_bytes`.
+        EOFError: the stream has ended.
+    """
     kind, size = read_header(read, max_bytes)
     return kind, read_exactly(read, size)
 
@@ -94,7 +108,7 @@ def read_frame(read: Callable[[int], bytes], max_bytes: int = MAX_BYTES) -> tupl
 async def read_frame_async(
     reader: asyncio.StreamReader, max_bytes: int = MAX_BYTES
 ) -> tuple[int, bytes]:
-    """Read the next frame in an event loop: its kind and content.
+    """Read the next frame in an event loop, and return its kind and content.
 
     Raises:
         FrameError: its content is longer than `max_bytes`.
@@ -105,11 +119,11 @@ async def read_frame_async(
 
 
 class FrameReader:
-    """Cuts what a socket receives into frames.
+    """Splits the data that a socket receives into frames.
 
     Args:
-        connection: a stream.
-        max_bytes: limit of a content.
+        connection: a stream socket.
+        max_bytes: largest accepted content.
     """
 
     def __init__(self, connection: socket.socket, max_bytes: int = MAX_BYTES) -> None:
@@ -119,14 +133,15 @@ class FrameReader:
         self._part = memoryview(bytearray(_SOCKET_BYTES))
 
     def receive(self) -> bool:
-        """Take what has arrived; waits for the first byte if the socket does. Returns False when
-        the other end is closed."""
+        """Receive the available data; a blocking socket waits for the first byte. Returns False if
+        the other end is closed.
+        """
         count = self._connection.recv_into(self._part)
         self._data += self._part[:count]
         return count > 0
 
     def frames(self) -> Iterator[tuple[int, bytes]]:
-        """Yield kind and content of the frames that are complete; each is given once.
+        """Yield (kind, content) of each frame that is complete. Each frame is yielded once.
 
         Raises:
             FrameError: a frame is longer than the limit.

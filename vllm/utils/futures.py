@@ -1,4 +1,4 @@
-"""Futures of threads."""
+"""Combine the futures of threads."""
 
 import threading
 from collections.abc import Sequence
@@ -7,15 +7,16 @@ from typing import Any
 
 
 def wait_all(futures: "Sequence[Future[Any] | None]") -> "Future[str | None] | None":
-    """Return a future that is done when all are; its result is the first text that is the result of
-    one of them.
+    """Return a future that is done when all the given futures are done.
+
+    Its result is the first result that is a string, or None.
 
     Args:
-        futures: whose results are texts or None. An entry that is None is done, and one that
-            fails counts as done: who has started it is told elsewhere.
+        futures: futures with strings or None as results. An entry None counts as done. So does a
+            future that fails: its error is reported elsewhere.
 
     Returns:
-        None: there is none to wait for.
+        The future; None if there is nothing to wait for.
     """
     left = [future for future in futures if future is not None]
     if not left:
@@ -38,10 +39,11 @@ def wait_all(futures: "Sequence[Future[Any] | None]") -> "Future[str | None] | N
 
 
 def join_nested(outer: "Future[Future[Any] | None]") -> "Future[str | None]":
-    """Return a future that is done when `outer` and the future that it results in are done.
+    """Return a future that is done when `outer` and the future in its result are both done.
 
-    Its result is that of the inner one, as in `wait_all`, or why `outer` failed: nothing else tells
-    the request."""
+    Its result is the result of the inner future, as in `wait_all`. If `outer` fails, it is the
+    reason, which is reported nowhere else.
+    """
     joined: Future[str | None] = Future()
 
     def note(done: "Future[Future[Any] | None]") -> None:

@@ -1,4 +1,6 @@
-"""`--help` of commands with hundreds of flags: an overview, one group, one flag, or a search."""
+"""Print `--help` for commands with hundreds of flags: an overview, one group, one flag, or a
+search.
+"""
 
 import argparse
 import sys
@@ -15,10 +17,11 @@ _TEXT = (
 
 
 class HelpAction(argparse.Action):
-    """`-h`, `--help` and `--help=TOPIC`: print and exit with code 0, or 2 if nothing matches.
+    """Implements `-h`, `--help` and `--help=TOPIC`: prints and exits with code 0, or 2 if nothing
+    matches.
 
-    TOPIC is `all`, `listgroup`, the name of a group or of a flag, or a word that flags or their
-    texts contain. Upper case and underscores do not matter.
+    TOPIC is `all`, `listgroup`, the name of a group or flag, or a word in the names or help texts
+    of flags. Case and underscores do not matter.
     """
 
     def __init__(self, option_strings: Sequence[str], dest: str = argparse.SUPPRESS) -> None:
@@ -47,7 +50,7 @@ _Group = tuple[str, str, list[argparse.Action]]
 
 
 def _text(parser: argparse.ArgumentParser, asked: str) -> str:
-    """Return the help about a topic; exit with an error if nothing matches."""
+    """Return the help on a topic; exit with an error if nothing matches."""
     topic = asked.strip().lower().replace("_", "-")
     has_commands = any(isinstance(x, argparse._SubParsersAction) for x in parser._actions)
     if topic == "all" or has_commands:
@@ -69,7 +72,7 @@ def _text(parser: argparse.ArgumentParser, asked: str) -> str:
 
 
 def _groups(parser: argparse.ArgumentParser) -> list[_Group]:
-    """Return the groups that have flags, in order."""
+    """Return the groups that contain flags, in order."""
     found = []
     for group in parser._action_groups:
         actions = [x for x in group._group_actions if x.help != argparse.SUPPRESS]
@@ -79,8 +82,9 @@ def _groups(parser: argparse.ArgumentParser) -> list[_Group]:
 
 
 def _find(parser: argparse.ArgumentParser, topic: str) -> list[_Group]:
-    """Return the flags that a topic names: a whole group, else one flag, else all that contain it
-    in their name, else all that contain it in their text."""
+    """Return the flags that match a topic: a whole group, else one flag, else all flags with the
+    topic in their name, else all with it in their help text.
+    """
     groups = _groups(parser)
     named = [group for group in groups if group[0].lower().replace(" ", "-") == topic]
     if named:
@@ -103,7 +107,7 @@ def _find(parser: argparse.ArgumentParser, topic: str) -> list[_Group]:
 
 
 def _flags_text(parser: argparse.ArgumentParser, groups: Sequence[_Group]) -> str:
-    """Return the helps of flags, below the titles of their groups."""
+    """Return the help of flags, under the titles of their groups."""
     formatter = parser._get_formatter()
     for title, description, actions in groups:
         formatter.start_section(title)
@@ -114,7 +118,9 @@ def _flags_text(parser: argparse.ArgumentParser, groups: Sequence[_Group]) -> st
 
 
 def _groups_text(parser: argparse.ArgumentParser) -> str:
-    """Return one line for each group: name, number of flags, and the first sentence about it."""
+    """Return one line for each group: its name, number of flags, and the first sentence of its
+    description.
+    """
     groups = _groups(parser)
     width = max(len(title) for title, _, _ in groups)
     lines = []
@@ -125,7 +131,7 @@ def _groups_text(parser: argparse.ArgumentParser) -> str:
 
 
 def _overview(parser: argparse.ArgumentParser) -> str:
-    """Return what plain `--help` says of a command with many flags."""
+    """Return the text that plain `--help` prints for a command with many flags."""
     return (
         f"{parser.format_usage()}\n{parser.description or ''}\n\n"
         f"groups of flags, with their number:\n{_groups_text(parser)}\n"

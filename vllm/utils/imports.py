@@ -1,5 +1,6 @@
-"""Imports: classes and functions named by strings, so that naming one does not import it, and large
-libraries."""
+"""Import classes and functions by name when they are needed, and large libraries without garbage
+collection.
+"""
 
 import gc
 import threading
@@ -17,11 +18,11 @@ libraries such as transformers fail when two threads import them at the same tim
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Pause garbage collection, for the imports of large libraries.
+    """Pause garbage collection during the imports of large libraries.
 
-    Imported objects are not freed, but each collection would visit them again. That would take 8 to
-    16 % of the time from the start of a program to its first token. Several threads may be inside
-    at the same time; collections continue when the thread that entered first leaves.
+    Imported objects are not freed, but each collection would visit them again, which takes 8 to 16
+    % of the time from the start of a program to its first token. Several threads may be inside at
+    the same time; collection continues when the thread that entered first leaves.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -39,7 +40,7 @@ def load_class(name: str) -> Any:
 
 
 def load_name(name: str) -> Any:
-    """Return the object that "package.module.name" names; raises what the import raises."""
+    """Return the object that "package.module.name" names. Errors of the import are passed on."""
     module, _, attribute = name.rpartition(".")
     with IMPORT_LOCK:
         return getattr(import_module(module), attribute)
@@ -49,11 +50,11 @@ def load_user_class(setting: str, name: str) -> type:
     """Return the class that a user names as "package.module.Class" or "package.module:Class".
 
     Args:
-        setting: keyword that gives the name, for the message.
-        name: of the class.
+        setting: setting that contains the name, for the error message.
+        name: name of the class.
 
     Raises:
-        ConfigError: it cannot be imported, or is no class.
+        ConfigError: it cannot be imported, or is not a class.
     """
     try:
         found = load_name(name.replace(":", "."))

@@ -1,6 +1,6 @@
-"""Sounds and videos: files and bytes to values and back.
+"""Read and write audio and video files.
 
-OpenCV is imported when it is needed.
+OpenCV is imported only when it is needed.
 """
 
 import io
@@ -25,10 +25,11 @@ _MAX_INT16 = 2**15 - 1
 
 
 def read_wav(data: bytes) -> tuple[Samples, int]:
-    """Read the samples of a WAV file with integers of 8, 16 or 32 bits, and how many are in a
-    second.
+    """Read the samples of a WAV file with integers of 8, 16 or 32 bits. Several channels are mixed
+    to one.
 
-    Several channels are mixed to one.
+    Returns:
+        (samples, samples per second).
 
     Raises:
         RequestError: it is not such a file.
@@ -51,8 +52,8 @@ def write_wav(samples: NDArray[Any], rate: int) -> bytes:
     """Write a WAV file of 16-bit integers.
 
     Args:
-        samples: floats from -1 to 1, [n], or [channels, n]; what is louder is cut off.
-        rate: samples in a second.
+        samples: floats from -1 to 1, [n] or [channels, n]; values outside are clipped.
+        rate: samples per second.
     """
     channels = np.atleast_2d(np.asarray(samples, np.float32))
     buffer = io.BytesIO()
@@ -65,14 +66,14 @@ def write_wav(samples: NDArray[Any], rate: int) -> bytes:
 
 
 def read_video(path: Path, num_frames: int = -1) -> Frames:
-    """Read frames of a video file, spread evenly over its length.
+    """Read frames of a video file, evenly spread over its length.
 
     Args:
-        path: of the file.
-        num_frames: at most; -1 is all.
+        path: path of the file.
+        num_frames: maximum number of frames; -1: all.
 
     Raises:
-        RequestError: OpenCV is not installed, or the file is no video.
+        RequestError: OpenCV is not installed, or the file is not a video.
     """
     try:
         import cv2
@@ -99,7 +100,7 @@ def read_file(path: Path) -> bytes:
     """Read the content of a file.
 
     Raises:
-        RequestError: it cannot be read.
+        RequestError: the file cannot be read.
     """
     try:
         return path.read_bytes()

@@ -1,4 +1,4 @@
-"""Methods as data: the names that a protocol declares, and methods that pass a call on."""
+"""Treat methods as data: list the methods of a protocol, and make methods that forward calls."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -22,11 +22,11 @@ def methods_of(protocol: type) -> frozenset[str]:
 def passed_on(
     method: Callable[Concatenate[Any, _Args], _Result], target: Callable[[_Self], Any]
 ) -> Callable[Concatenate[_Self, _Args], _Result]:
-    """Make a method that calls the one of the same name of another object. It has the signature and
-    the docstring of that one.
+    """Return a method that forwards its call to the method with the same name of another object. It
+    has the same signature and docstring.
 
     Args:
-        method: of the class, or a protocol, of the other object.
+        method: method of the other object's class or protocol.
         target: returns the other object.
     """
 

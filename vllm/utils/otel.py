@@ -1,7 +1,6 @@
-"""Sends spans to OpenTelemetry collectors. Independent of requests and HTTP.
+"""Send spans to OpenTelemetry collectors. Independent of requests and HTTP.
 
-The packages of OpenTelemetry are the extra `vllm[otel]`; nothing of them is loaded before a tracer
-is made.
+The OpenTelemetry packages are the extra `vllm[otel]`. They are imported when a tracer is created.
 """
 
 from collections.abc import Mapping
@@ -23,17 +22,17 @@ AttributeValue = str | int | float | bool
 
 
 class Span:
-    """One that has begun; made by `Tracer.begin`."""
+    """A span that has begun; created by `Tracer.begin`."""
 
     def __init__(self, span: object) -> None:
         self._span = span
 
     def end(self, attributes: Mapping[str, AttributeValue], *, error: str | None = None) -> None:
-        """End it.
+        """End the span.
 
         Args:
-            attributes: added to those it began with.
-            error: makes it one that failed.
+            attributes: added to the attributes that it began with.
+            error: error message, which marks the span as failed; None: it succeeded.
         """
         from opentelemetry.trace import Span as OtelSpan
         from opentelemetry.trace import StatusCode
@@ -46,14 +45,14 @@ class Span:
 
 
 class Tracer:
-    """Makes spans and sends them, in batches from a thread of its own.
+    """Creates spans and sends them in batches from its own thread.
 
     If a collector does not answer, spans are lost, but requests are not affected.
 
     Args:
-        endpoint: of the collector: gRPC where the port is 4317, else HTTP with protobuf.
-        service_name: shown by viewers.
-        processor: takes the spans in place of the endpoint's.
+        endpoint: address of the collector; port 4317 uses gRPC, other ports HTTP with protobuf.
+        service_name: name that trace viewers show.
+        processor: receives the spans instead of the endpoint.
 
     Raises:
         ConfigError: the packages are not installed.
@@ -80,10 +79,10 @@ class Tracer:
         """Begin a span.
 
         Args:
-            name: of few different ones.
-            headers: of the request, with lower-case names; a valid `traceparent` makes the span a
-                part of the caller's trace.
-            attributes: known already.
+            name: kind of the span; use only a few different names.
+            headers: headers of the request, with lower-case names; a valid `traceparent` makes the
+                span a part of the caller's trace.
+            attributes: attributes that are known at the beginning.
         """
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -97,15 +96,15 @@ class Tracer:
         )
 
     def shutdown(self) -> None:
-        """Send what is pending; takes a few seconds where the collector does not answer."""
+        """Send all pending spans. This takes a few seconds if the collector does not answer."""
         self._provider.shutdown()
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Check that a tracer can be made for the endpoint. Sends nothing.
+    """Check that a tracer can be created for the endpoint. Sends nothing.
 
     Raises:
-        ConfigError: the packages are not installed, or it is no address.
+        ConfigError: the packages are not installed, or the endpoint is not an address.
     """
     try:
         _make_exporter(endpoint).shutdown()

@@ -1,5 +1,6 @@
-"""A registry of classes that users choose by name and plug-ins extend. Independent of the
-parsers."""
+"""Register classes that users choose by name, and that plug-ins can add. Independent of the
+parsers.
+"""
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +14,13 @@ AddedT = TypeVar("AddedT", bound=type)
 
 
 class ParserRegistry(Generic[ParserT]):
-    """Parsers of one kind, by name.
+    """Stores the parsers of one kind by name.
 
     Args:
-        flag: the setting that takes the names, for messages.
-        base: what every parser is a subclass of.
-        parsers: the built-in ones.
-        methods: a parser of a plug-in must define one of them.
+        flag: setting that takes the names, for messages.
+        base: base class of all parsers.
+        parsers: the built-in parsers.
+        methods: a parser of a plug-in must define at least one of these.
     """
 
     def __init__(
@@ -39,10 +40,10 @@ class ParserRegistry(Generic[ParserT]):
         return sorted(self._parsers)
 
     def get(self, name: str) -> type[ParserT]:
-        """Return the parser of this name.
+        """Return the parser with this name.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: no parser has this name.
         """
         if name not in self._parsers:
             raise ConfigError(f"{self._flag} {name!r} is not one of {', '.join(self.names())}")
@@ -65,15 +66,15 @@ class ParserRegistry(Generic[ParserT]):
     def register_module(
         self, name: str | Sequence[str] | None = None, force: bool = True, module: Any = None
     ) -> Any:
-        """Register a class as the parser of a name; a decorator if `module` is not given.
+        """Register a class as the parser of a name. Acts as a decorator if `module` is not given.
 
         Args:
-            name: or several; None is the name of the class.
-            force: replace an existing name; otherwise that is a KeyError.
+            name: one name or several; None: the name of the class.
+            force: replace a parser that has this name; False: raise KeyError.
             module: the class.
 
         Raises:
-            TypeError: the class is not of this kind, or reads nothing.
+            TypeError: the class has the wrong base class, or defines none of the needed methods.
             KeyError: the name is taken.
         """
 
@@ -103,13 +104,14 @@ def _overrides(parser: type, base: type, name: str) -> bool:
 def overrides_first(
     parser: type, names: Sequence[str], others: Sequence[str], *, base: type
 ) -> bool:
-    """Return whether the most derived class that defines any of the methods defines one of `names`.
+    """Return which of two interfaces a parser class implements: True if its most derived class with
+    any of the methods defines one of `names`.
 
     Args:
         parser: a subclass of `base`.
-        names: methods of one interface.
-        others: methods of another interface; a class with methods of both has the other interface.
-        base: its own methods do not count.
+        names: methods of the one interface.
+        others: methods of the other interface, which wins if a class defines methods of both.
+        base: common base class; its own methods do not count.
     """
     for kind in parser.__mro__[: parser.__mro__.index(base)]:
         if any(name in vars(kind) for name in others):
@@ -123,12 +125,12 @@ def load_plugin(flag: str, path: str, registries: Sequence[ParserRegistry[Any]])
     """Run a Python file that registers parsers.
 
     Args:
-        flag: the setting that names the file, for messages.
-        path: of the file.
-        registries: the registries that it may add to.
+        flag: setting with the path, for messages.
+        path: path of the file.
+        registries: registries to which the file may add parsers.
 
     Raises:
-        ConfigError: it is not there, fails, or registers nothing.
+        ConfigError: the file does not exist, fails, or registers nothing.
     """
     file = Path(path).expanduser()
     if not file.is_file():

@@ -1,6 +1,6 @@
-"""Plug-ins of other packages: functions that run once at the start of each process of an engine.
+"""Load plug-ins of other packages: functions that run once at the start of each engine process.
 
-A package names them as entry points of the group `vllm.general_plugins`. They call, for example,
+A package declares them as entry points of the group `vllm.general_plugins`. They call, for example,
 `ModelRegistry.register_model`.
 """
 
@@ -17,12 +17,12 @@ _GROUP = "vllm.general_plugins"
 
 @cache
 def load_general_plugins() -> tuple[str, ...]:
-    """Call every plug-in, or those that VLLM_PLUGINS names; later calls in this process do nothing.
+    """Call every plug-in, or only those in VLLM_PLUGINS. Later calls in this process do nothing.
 
-    One that raises is reported in a warning, and the others run.
+    If a plug-in raises, a warning is logged and the others run.
 
     Returns:
-        Names of the plug-ins that have run.
+        Names of the plug-ins that ran.
     """
     found = {entry.name: entry for entry in entry_points(group=_GROUP)}
     asked = envs.get().VLLM_PLUGINS

@@ -1,4 +1,4 @@
-"""Groups of different sizes, concatenated in flat arrays."""
+"""Handle groups of different sizes that are concatenated in flat arrays."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 
 def positions_within(counts: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return the position of each element in its group, for groups of these sizes.
+    """Return the index of each element in its group, for groups with these sizes.
 
     >>> positions_within(np.array([2, 0, 3])).tolist()
     [0, 1, 0, 1, 2]
@@ -20,10 +20,10 @@ def positions_within(counts: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 def split_spans(
     counts: npt.NDArray[np.int32], limit: int
 ) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
-    """Split spans of tokens into launches of at most `limit` tokens, in order.
+    """Split spans of tokens into forward passes of at most `limit` tokens, in order.
 
-    Yields, for each launch, the indices of its spans, the number of tokens of each that ran before,
-    and the number that run now.
+    Yields for each forward pass the indices of its spans, the number of tokens of each span that
+    ran before, and the number that run now.
 
     >>> [[x.tolist() for x in part] for part in split_spans(np.array([2, 3], np.int32), 4)]
     [[[0, 1], [0, 0], [2, 2]], [[1], [2], [1]]]

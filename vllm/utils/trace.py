@@ -1,8 +1,9 @@
-"""Timelines of what the engine does, for ui.perfetto.dev, chrome://tracing and perfetto.habana.ai.
+"""Write timelines of the engine's work, for ui.perfetto.dev, chrome://tracing and
+perfetto.habana.ai.
 
-A trace file is the JSON Array Format of Chrome traces. Events reach it in batches, each in one
-write, and a comma precedes each event. The file of a killed process lacks the closing bracket,
-which viewers accept; if the kill interrupts a write, it also ends with a part of an event.
+A trace file has the JSON Array Format of Chrome traces. Events are written in batches, with a comma
+before each event. The file of a killed process lacks the closing bracket, which viewers accept; if
+the kill interrupts a write, it also ends with a part of an event.
 
 Independent of requests, steps and devices: callers name what they measure.
 """
@@ -40,11 +41,11 @@ _NULL_SPAN = nullcontext()
 
 
 class Trace:
-    """A trace that is off, and the interface of one that is on.
+    """A disabled trace, which is also the interface of an enabled one.
 
-    Values of events are numbers, text, or lists and dicts of them. They are written later by
-    another thread, so they must not change. Any other value is shown by the name of its type:
-    the text of a tensor would make the host wait for the device.
+    Values of events are numbers, strings, or lists and dicts of them. Another thread writes them
+    later, so they must not change. Any other value is shown by the name of its type, because
+    printing a tensor would make the host wait for the device.
     """
 
     is_on = False
@@ -53,32 +54,33 @@ class Trace:
     def span(
         self, name: str, /, *, track: str = INTERNAL, **args: Any
     ) -> AbstractContextManager[None]:
-        """Record the time from entering to leaving; an exception is noted as the value `error`.
+        """Record the time from entering the block to leaving it. An exception is noted as the value
+        `error`.
 
-        Spans of a track lie inside or behind each other: threads that run side by side need
-        tracks of their own.
+        Spans of a track must be nested or follow each other, so parallel threads need separate
+        tracks.
         """
         return _NULL_SPAN
 
     def instant(self, name: str, /, *, track: str = INTERNAL, **args: Any) -> None:
-        """Record a moment."""
+        """Record an event without a duration."""
 
     def counter(self, name: str, /, **values: float) -> None:
-        """Record values that hold from now on; each is a curve of its own."""
+        """Record values that are valid from now on. Each is shown as a separate curve."""
 
     def close(self) -> None:
-        """Write what is pending and end the file; waits at most 5 s. Later events are ignored."""
+        """Write pending events and close the file; waits at most 5 s. Later events are ignored."""
 
 
 class TraceWriter(Trace):
-    """Writes a trace file from a thread of its own.
+    """Writes a trace file from its own thread.
 
-    Any thread may record events. A disk that fails ends the trace with one warning: recording
-    never raises. Left open, it is closed when the interpreter exits.
+    Any thread may record events. Recording never raises: if the disk fails, the trace stops with
+    one warning. If it is not closed, it is closed when the interpreter exits.
 
     Args:
-        path: the file; what it held is overwritten.
-        process_name: what viewers call this process.
+        path: the file; an existing file is overwritten.
+        process_name: name that viewers show for this process.
 
     Raises:
         OSError: the file cannot be opened.
@@ -235,22 +237,24 @@ _current = NULL_TRACE
 
 
 def get_trace() -> Trace:
-    """Return the trace of this process; `NULL_TRACE` until `set_trace`."""
+    """Return the trace of this process; `NULL_TRACE` before `set_trace` was called."""
     return _current
 
 
 def set_trace(trace: Trace) -> None:
-    """Make `trace` the one of this process. The one before is not closed."""
+    """Use `trace` as the trace of this process. The previous one is not closed."""
     global _current
     _current = trace
 
 
 def open_trace(folder: str | os.PathLike[str], instance_id: str | None = None) -> Trace:
-    """Open a trace in `folder`, which is made when missing; `NULL_TRACE` and a warning on failure.
+    """Open a trace in `folder`, which is created if missing. On failure, log a warning and return
+    `NULL_TRACE`.
 
     Args:
-        instance_id: names the file `server_events_{instance_id}.json`. None: one that no other
-            process has.
+        folder: folder of the trace file.
+        instance_id: the file is named `server_events_{instance_id}.json`. None: use an id that no
+            other process has.
     """
     if instance_id is None:
         instance_id = f"vllm-instance-{os.getpid()}-{uuid.uuid4().hex}"
@@ -268,7 +272,7 @@ def open_trace(folder: str | os.PathLike[str], instance_id: str | None = None) -
 
 @dataclass(frozen=True, kw_only=True)
 class PaddingCounts:
-    """Sizes that a launch computes, and the sizes of its bucket."""
+    """Real sizes of a batch, and the padded sizes of its bucket."""
 
     phase: str
     """prompt or decode; begins the names of the counters."""
@@ -284,13 +288,14 @@ class PaddingCounts:
 
 
 def launch_counters(size: PaddingCounts, seconds: float | None = None) -> dict[str, float]:
-    """Return the curves of one launch, under the names known from Gaudi traces.
+    """Return the trace counters of one forward pass, with the names used in Gaudi traces.
 
-    Utilizations are real / padded, from 0 to 1; where nothing is padded there is no waste, so 1.
-    Throughputs are rows per second (`gen`) and prompt tokens per second (`in`).
+    Utilizations are real size / padded size, from 0 to 1 (1 if nothing is padded). Throughputs are
+    output tokens per second (`gen`) and prompt tokens per second (`in`).
 
     Args:
-        seconds: of the launch, from start to tokens. None or 0: no throughputs.
+        size: real and padded sizes of the batch.
+        seconds: duration from the start to the tokens. None or 0: no throughputs.
     """
     phase = size.phase
     counters: dict[str, float] = {
@@ -315,8 +320,9 @@ def launch_counters(size: PaddingCounts, seconds: float | None = None) -> dict[s
 
 
 def cache_counters(used_blocks: int, num_blocks: int) -> dict[str, float]:
-    """Return the curves of the KV cache: blocks that requests hold, of all that requests may
-    hold."""
+    """Return the trace counters of the KV cache: blocks that requests hold, and blocks that are
+    free.
+    """
     return {
         "cache_num_blocks_used": used_blocks,
         "cache_num_free_blocks": num_blocks - used_blocks,

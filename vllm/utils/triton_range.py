@@ -1,8 +1,8 @@
-"""Table of the triton versions that belong to each torch version.
+"""Map each torch version to the triton versions that fit.
 
-torch imports a triton that is installed, on every device, and with one of another release
-`torch.compile` can fail at its first use. Some packages ask for any triton, so pip would bring the
-newest. Standard library only: setup.py and tools/vendor_packages.py need this before any install.
+torch imports any installed triton, on every device; with a wrong release `torch.compile` can fail
+at its first use. Some packages require just any triton, so pip would install the newest. Standard
+library only: setup.py and tools/vendor_packages.py need this before any install.
 """
 
 import re
@@ -20,7 +20,7 @@ builds of torch for CUDA ask for; 2.6 and 2.7 were also run with 3.1."""
 
 
 def triton_range(torch_version: str) -> str | None:
-    """Return the requirement of triton for this torch, or None if nothing is known."""
+    """Return the version requirement of triton for this torch version; None if it is not known."""
     bounds = RANGES.get(_minor(torch_version))
     if bounds is None:
         return None
@@ -29,7 +29,7 @@ def triton_range(torch_version: str) -> str | None:
 
 
 def triton_fits(triton_version: str, torch_version: str) -> bool:
-    """Return False if the triton is known to belong to another torch."""
+    """Return False only if the triton version is known not to fit the torch version."""
     bounds = RANGES.get(_minor(torch_version))
     return bounds is None or bounds[0] <= _minor(triton_version) < bounds[1]
 

@@ -1,1 +1,1 @@
-"""Decide how many tokens to draft, and find drafts in known text."""
+"""Decide how many tokens to draft, and find drafts in earlier tokens."""

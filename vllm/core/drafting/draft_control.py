@@ -1,5 +1,4 @@
-"""Decides how many drafts are worthwhile, from how often they are accepted and from what a step
-costs."""
+"""Decide how many draft tokens are worthwhile, from their acceptance rate and the time of steps."""
 
 from collections.abc import Sequence
 
@@ -39,7 +38,7 @@ _LEAST_COST, _LARGEST_COST = 0.03, 0.95
 
 
 class StepCost:
-    """A fit of the time of decode steps, t0 + t1 * tokens, that forgets (least squares)."""
+    """Fits the time of decode steps as t0 + t1 * tokens (least squares; older steps count less)."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
@@ -47,7 +46,7 @@ class StepCost:
         """Steps before there are enough of them to tell which ones were interrupted."""
 
     def record(self, num_tokens: int, seconds: float) -> None:
-        """Add a step."""
+        """Add the measured time of a step to the fit."""
         expected = self.seconds(num_tokens)
         if expected is not None:
             self._add(num_tokens, min(seconds, _LARGEST_SURPRISE * expected))
@@ -71,9 +70,11 @@ class StepCost:
         self._xy = self._xy * _MEMORY + x * y
 
     def share_of_a_token(self, num_tokens: int) -> float:
-        """Return the cost of one more token, in units of the time of a step divided by its
-        `num_tokens` tokens: 0 if the time does not depend on the number of tokens, 1 if it grows
-        with it."""
+        """Return the relative cost of one more token in a step of `num_tokens` tokens.
+
+        The unit is the time of the step divided by `num_tokens`: 0 if the time does not depend on
+        the number of tokens, 1 if it is proportional to it.
+        """
         if self._weight < 4:
             return _UNKNOWN_COST
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
@@ -87,7 +88,7 @@ class StepCost:
         return min(max(slope * num_tokens / total, _LEAST_COST), _LARGEST_COST)
 
     def seconds(self, num_tokens: int) -> float | None:
-        """Return the expected time of a step; None before some were measured."""
+        """Return the expected time of a step; None before any step was measured."""
         if not self._weight:
             return None
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
@@ -99,11 +100,12 @@ class StepCost:
 
 
 class DraftPace:
-    """Compares steps with drafts and steps without, by the tokens that they give in a second.
+    """Decides between steps with and without drafts, by the tokens per second that each kind
+    produces.
 
-    A step with drafts may take another path through the kernels, and a draft model runs before it:
-    what that costs shows only where both kinds of steps are measured. So now and then a step is of
-    the kind that seems to be slower; while drafts do not pay, less and less often.
+    Drafts also cost time that only a measurement shows: a draft model runs before the step, and
+    kernels may take a different path. So the kind that seems slower is tried now and then. While
+    drafts do not help, they are tried less and less often.
     """
 
     def __init__(self) -> None:
@@ -120,15 +122,20 @@ class DraftPace:
         """Requests that ran when drafts did not pay; 0: they pay."""
 
     def pauses(self, num_rows: int) -> bool:
-        """Whether no step has drafts for now, so that nobody has to think about them. A pause ends
-        early when far fewer requests run."""
+        """Return whether drafts are paused, so that this step needs no search for them.
+
+        A pause ends early when far fewer requests run.
+        """
         return self._num_plain_steps < self._wait and num_rows * 2 > self._paused_rows > 0
 
     def record(
         self, num_tokens: int, num_rows: int, seconds: float, *, has_replays: bool = False
     ) -> None:
-        """Add a step of decodes; it has drafts where it has more tokens than rows. Replays are a
-        cost of the drafts of the step before."""
+        """Add the measured time of a decode step, which has drafts if it has more tokens than
+        requests.
+
+        Replayed tokens are a cost of the drafts of the step before.
+        """
         if num_tokens == num_rows:
             self._is_plain_due = has_replays
             if not has_replays:
@@ -142,12 +149,12 @@ class DraftPace:
         self._num_plain_steps = 0
 
     def allows(self, num_rows: int, num_drafts: int, gain: float) -> bool:
-        """Whether the next step has drafts.
+        """Return whether the next step should have drafts.
 
         Args:
-            num_rows: requests that run.
+            num_rows: number of running requests.
             num_drafts: drafts that they would have.
-            gain: expected number of right ones.
+            gain: expected number of accepted drafts.
         """
         if self._is_plain_due:
             self._is_plain_due = False
@@ -175,7 +182,7 @@ class DraftPace:
 
 
 class DraftControl:
-    """Limits the drafts of each request, and counts how many are accepted.
+    """Limits the drafts of each request, and counts the accepted ones.
 
     The i-th draft token of a request is accepted with the probability p ** i, where p is the
     fraction of its accepted drafts with the same evidence. Draft tokens are added while this
@@ -184,11 +191,12 @@ class DraftControl:
 
     Args:
         max_drafts: limit per request.
-        adaptive: False: always the limit.
-        max_requests: no drafts while more requests than this run; 0: no limit.
+        adaptive: choose the number of drafts as described; False: always `max_drafts`.
+        max_requests: while more requests than this run, none has drafts; 0: no limit.
 
     Attributes:
-        num_declined_steps: see `DraftStats`; the caller counts.
+        num_declined_steps: steps without drafts because drafts were not worthwhile (`DraftStats`);
+            the caller counts them.
     """
 
     def __init__(self, max_drafts: int, adaptive: bool = True, max_requests: int = 0) -> None:
@@ -210,9 +218,9 @@ class DraftControl:
         """Return how many drafts each request may have.
 
         Args:
-            requests: that could have drafts in this step.
-            num_running: requests that run.
-            most: drafts that each has at most; None: as many as any request may have.
+            requests: requests that could have drafts in this step.
+            num_running: number of running requests.
+            most: limit for each of `requests`; None: only the common limit applies.
         """
         if most is None:
             most = [self._max_drafts] * len(requests)
@@ -236,18 +244,19 @@ class DraftControl:
         return limits
 
     def pauses(self, num_running: int) -> bool:
-        """Whether no request may have drafts in this step; cheaper than `limits`."""
+        """Return whether no request may have drafts in this step. Cheaper than `limits`."""
         if self._max_requests and num_running > self._max_requests:
             return True
         return self._adaptive and self._pace.pauses(num_running)
 
     def record(self, requests: Sequence[Request], num_drafts: IntArray, counts: IntArray) -> None:
-        """Count the result of a step.
+        """Count the accepted and rejected drafts of a step.
 
         Args:
-            requests: [n] that sampled.
-            num_drafts: [n] drafts of each.
-            counts: [n] tokens that each got: one more than were right; less where it failed.
+            requests: [n] requests that sampled tokens.
+            num_drafts: [n] drafts of each request.
+            counts: [n] new tokens of each request: its accepted drafts plus one; fewer if it
+                failed.
         """
         for request, drafted, count in zip(
             requests, num_drafts.tolist(), counts.tolist(), strict=True
@@ -267,7 +276,9 @@ class DraftControl:
             request.draft_accuracy[evidence], self._usual_accuracy[evidence] = share, usual
 
     def _accuracy(self, request: Request) -> tuple[int, float]:
-        """Return the evidence for the drafts of a request, and the acceptance rate to expect."""
+        """Return the evidence for the next drafts of a request (how many tokens matched), and their
+        expected acceptance rate.
+        """
         evidence = min(request.draft_evidence, _MOST_EVIDENCE)
         share = request.draft_accuracy.get(evidence)
         return evidence, self._usual_accuracy[evidence] if share is None else share
@@ -284,13 +295,14 @@ class DraftControl:
     def record_time(
         self, num_tokens: int, num_rows: int, seconds: float, *, has_replays: bool = False
     ) -> None:
-        """Count the time of a step of decodes.
+        """Record the time of a decode step.
 
         Args:
-            num_tokens: that it ran, drafts included.
-            num_rows: requests that it ran.
-            seconds: that it took.
-            has_replays: recurrent states took in again the right drafts of the step before.
+            num_tokens: tokens of the step, drafts included.
+            num_rows: requests of the step.
+            seconds: time that the step took.
+            has_replays: the step also added the accepted drafts of the step before to recurrent
+                states.
         """
         if num_tokens > num_rows or not has_replays:
             self._cost.record(num_tokens, seconds)

@@ -1,4 +1,4 @@
-"""Drafts from text that is known already: the prompt, the output so far, and earlier outputs."""
+"""Find drafts in tokens that exist already: the prompt, the output so far, and earlier outputs."""
 
 from collections.abc import Sequence
 
@@ -15,10 +15,11 @@ _DRAFTS_PER_TOKEN = 2
 
 
 class NgramDrafts:
-    """The tokens that followed the last tokens of the request where they occurred before.
+    """Drafts tokens from the request itself: those that followed earlier occurrences of its last
+    tokens.
 
     Args:
-        options: with the method ngram or suffix.
+        options: settings with the method ngram or suffix.
     """
 
     def __init__(self, options: DraftOptions) -> None:
@@ -29,7 +30,8 @@ class NgramDrafts:
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
         """Propose the tokens that followed earlier occurrences of the last tokens of each
-        request."""
+        request.
+        """
         return [self._propose(request) for request in requests]
 
     def leave(self, request: Request) -> None:
@@ -45,8 +47,10 @@ class NgramDrafts:
         return index.continuation(end, self.max_drafts) if length else []
 
     def _index(self, request: Request) -> TokenIndex | None:
-        """Return the index of a request's own tokens; None while they are too few, or so many that
-        they are not indexed to the end."""
+        """Return the index of a request's own tokens.
+
+        None if the request has too few tokens, or so many that they are not all indexed.
+        """
         index = self._indexes.get(request.request_id)
         if index is None:
             index = self._indexes[request.request_id] = TokenIndex(self._n)
@@ -56,13 +60,13 @@ class NgramDrafts:
 
 
 class SuffixDrafts(NgramDrafts):
-    """Also the tokens that followed in the outputs of earlier requests, wherever more tokens agree.
+    """Also drafts tokens from the outputs of earlier requests, if more of their tokens match.
 
-    The more tokens agree, the more drafts there are. Memory is bounded: there are two indexes, and
-    when the newer one has half of the tokens allowed, the older one is dropped.
+    The more tokens match, the more drafts there are. Memory is bounded: there are two indexes, and
+    when the newer one has half of the allowed tokens, the older one is dropped.
 
     Args:
-        options: with the method suffix.
+        options: settings with the method suffix.
     """
 
     def __init__(self, options: DraftOptions) -> None:
@@ -72,7 +76,7 @@ class SuffixDrafts(NgramDrafts):
         """The newer one first."""
 
     def leave(self, request: Request) -> None:
-        """Remember the output of a request that has ended."""
+        """Add the output of a finished request to the index of earlier outputs."""
         super().leave(request)
         output = request.output_token_ids[: self._half - 1]
         if len(output) <= self._n:

@@ -1,4 +1,4 @@
-"""An index of token sequences that finds where their last tokens have occurred before."""
+"""Index token sequences, to find earlier occurrences of their last tokens."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,12 @@ _TOKEN_BITS = 32
 
 
 class TokenIndex:
-    """Token sequences one after the other, indexed by their n-grams.
+    """Stores token sequences one after the other, and indexes their n-grams.
 
     Adding a token takes constant time, and so does a lookup. The n-gram of the last tokens leads to
-    its latest occurrences. Of these, the occurrence is chosen before which the most tokens agree.
-    (Prompt lookup decoding: Saxena 2023; suffix decoding: Oliaro et al. 2024, arXiv 2411.04975.
-    This index has neither a tree nor an automaton, so its memory is a few integers per token.)
+    its latest occurrences. Of these, `find` chooses the one with the longest match. (Prompt lookup
+    decoding: Saxena 2023; suffix decoding: Oliaro et al. 2024, arXiv 2411.04975. This index has
+    neither a tree nor an automaton, so its memory is a few integers per token.)
 
     Args:
         n: length of the n-grams, at least 1.
@@ -35,7 +35,7 @@ class TokenIndex:
         return len(self._tokens)
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the text."""
+        """Append tokens to the current sequence."""
         latest, key, mask = self._latest, self._key, self._mask
         get, add = latest.get, self._before.append
         # The index of the n-gram before a token is looked up only when that token is added. At the
@@ -49,15 +49,16 @@ class TokenIndex:
         self._tokens.extend(tokens)
 
     def find(self, tail: Sequence[int], most: int) -> tuple[int, int]:
-        """Find where the tail of a text occurred before, followed by another token.
+        """Find the longest earlier occurrence of the tail of a sequence that is followed by another
+        token.
 
         Args:
-            tail: last tokens of the text, at least n.
-            most: how many of them are compared at most, at least n.
+            tail: last tokens of the sequence, at least n.
+            most: maximum number of tokens to compare, at least n.
 
         Returns:
-            (end, length): the index after the occurrence, and how many tokens agree. (0, 0) if
-            there is none. Of equally long ones, the latest.
+            (end, length): the index after the occurrence, and how many tokens match. The latest one
+            of equally long occurrences; (0, 0) if there is none.
         """
         n, text, best, best_length = self._n, self._tokens, 0, 0
         end = self._latest.get(_key_of(tail[len(tail) - n :]), 0)
@@ -77,10 +78,10 @@ class TokenIndex:
         """Return the tokens after an index.
 
         Args:
-            end: as `find` returns it.
-            count: how many at most.
-            stop: a token that ends the sequence; it is not returned. None: the text is one sequence
-                that repeats itself when it has ended, as a text with a period does.
+            end: index, as `find` returns it.
+            count: maximum number of tokens.
+            stop: a token that ends the sequence; it is not returned. None: the tokens form one
+                sequence, which is continued periodically after its end.
         """
         found = self._tokens[end : end + count]
         if stop is not None:
@@ -92,8 +93,11 @@ class TokenIndex:
 
 
 def _key_of(tokens: Sequence[int]) -> int:
-    """Encode an n-gram as one integer, which takes less time and memory than a tuple: token ids
-    from -1 on, plus one, the last token in the lowest bits."""
+    """Encode an n-gram as one integer, which takes less time and memory than a tuple.
+
+    Each token id (-1 or more) plus one takes `_TOKEN_BITS` bits; the last token has the lowest
+    bits.
+    """
     key = 0
     for token in tokens:
         key = key << _TOKEN_BITS | token + 1

@@ -1,1 +1,3 @@
-"""The KV cache as the scheduler sees it: blocks, their contents and who holds them."""
+"""Manage the KV cache for the scheduler: blocks, their contents, and the requests that hold
+them.
+"""

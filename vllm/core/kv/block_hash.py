@@ -1,10 +1,11 @@
-"""Content hashes of KV blocks.
+"""Compute content hashes of KV blocks.
 
-A block's keys and values depend on every token before them, so its hash covers the hash of the
-block before it, its own token ids, and what else decides the content from a position in it on
-(`CacheKey`: an adapter, an image). The root covers the cache salt. So requests share the blocks
-before the first position at which they differ in any of these. SHA-256: a collision would show one
-user another's text, and Python's hash can be made to collide.
+The keys and values of a block depend on all tokens before them. So the hash of a block covers the
+hash of the previous block, its own token ids, and anything else that changes the content from some
+position on (`CacheKey`: an adapter or an image). The root hash covers the cache salt. So requests
+share the blocks before the first position at which they differ in any of these. The hash is
+SHA-256, because a collision would show one user the text of another, and Python's own hash can be
+made to collide.
 """
 
 from array import array
@@ -17,7 +18,9 @@ _TOKEN_BYTES = array("i").itemsize
 
 
 def root_hash(request: EngineRequest) -> bytes:
-    """Return the hash that is the parent of a request's first block."""
+    """Return the hash that acts as the parent of a request's first block. It depends on the cache
+    salt.
+    """
     salt = _encoded(request.cache_salt or "")
     return sha256(b"vllm-block" + salt).digest()
 
@@ -29,15 +32,14 @@ def block_hashes(
     keys: Sequence[CacheKey] = (),
     start: int = 0,
 ) -> list[bytes]:
-    """Return the hashes of consecutive blocks that follow `parent`; a last block that is not full
-    has none.
+    """Return the hashes of the full blocks that follow `parent`. A last, partial block has no hash.
 
     Args:
-        parent: hash of the block before the first one, or of the root.
-        token_ids: of the blocks.
+        parent: hash of the block before the first one, or the root hash.
+        token_ids: tokens of the blocks.
         block_size: tokens per block.
-        keys: of the request, all of them.
-        start: position of the first of the tokens.
+        keys: all cache keys of the request.
+        start: position of the first token of `token_ids`.
     """
     data = array("i", token_ids).tobytes()
     width = block_size * _TOKEN_BYTES
@@ -58,8 +60,10 @@ def block_hashes(
 
 
 def group_keys(hashes: Iterable[bytes], group: int) -> Iterable[bytes]:
-    """Return the keys by which blocks of a group of layers are found. The keys of the first group
-    are the hashes."""
+    """Return the keys under which the blocks of one group of layers are cached.
+
+    The first group (0) uses the hashes themselves; other groups add their number.
+    """
     if not group:
         return hashes
     suffix = group.to_bytes(2, "little")
@@ -67,13 +71,14 @@ def group_keys(hashes: Iterable[bytes], group: int) -> Iterable[bytes]:
 
 
 def is_of_first_group(key: bytes) -> bool:
-    """Whether a key is one of the first group, so the hash itself."""
+    """Return whether a key belongs to the first group of layers, so is a hash without a suffix."""
     return len(key) == sha256().digest_size
 
 
 def _keys_of_blocks(keys: Sequence[CacheKey], block_size: int, start: int) -> dict[int, bytes]:
-    """Return the keys that begin in each block, encoded, by the index of the block after
-    `start`."""
+    """Return the encoded cache keys that begin in each block, by the index of the block from
+    `start` on.
+    """
     found: dict[int, bytes] = {}
     for key in keys:
         index, offset = divmod(key.start - start, block_size)
@@ -82,6 +87,6 @@ def _keys_of_blocks(keys: Sequence[CacheKey], block_size: int, start: int) -> di
 
 
 def _encoded(text: str) -> bytes:
-    """Encode the key with its length in front, so that ("ab", "c") and ("a", "bc") differ."""
+    """Encode a string with its length before it, so that ("ab", "c") and ("a", "bc") differ."""
     data = text.encode("utf-8", "surrogatepass")
     return len(data).to_bytes(8, "little") + data

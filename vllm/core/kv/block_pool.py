@@ -1,14 +1,14 @@
-"""Tracks KV blocks: which requests hold a block, which blocks are free, and which content they
-still have.
+"""Track KV blocks: how many requests hold each block, which blocks are free, and what they still
+contain.
 
-A block is an integer. Its reference count, its content hash and its position in the free queue
-are entries of lists, so a pool of a million blocks costs a few lists and no objects.
+A block is an integer. Its reference count, its content hash and its position in the free queue are
+entries of lists, so a pool of a million blocks costs a few lists and no objects.
 
     free queue:  [no content, freed last] ... [content, freed first] ... [content, freed last]
                   ^ taken next                                            ^ evicted last
 
-A freed block whose content has a hash stays findable until it is allocated again (LRU). A block
-without one goes to the front: nothing is lost when it is allocated.
+A freed block whose content has a hash can be found until the block is allocated again (LRU). A
+block without a hash is put at the front, because nothing is lost when it is allocated.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,14 +18,14 @@ from vllm.messages import NULL_BLOCK_ID
 
 
 class BlockPool:
-    """Reference counts, free queue and prefix cache over `num_blocks` blocks.
+    """Keeps the reference counts, the free queue and the prefix cache of `num_blocks` blocks.
 
-    Block 0 is the null block: it belongs to no request and is never allocated. As nothing else
-    uses its links, it is the head of the (doubly linked, circular) free queue.
+    Block 0 is the null block: it belongs to no request and is never allocated. As nothing else uses
+    its links, it is the head of the (doubly linked, circular) free queue.
 
     Args:
-        num_blocks: the null block included.
-        events: log of contents that were evicted; None: no log is kept.
+        num_blocks: number of blocks, the null block included.
+        events: log in which evicted contents are recorded; None: no log.
     """
 
     def __init__(self, num_blocks: int, events: CacheEventLog | None = None) -> None:
@@ -44,7 +44,7 @@ class BlockPool:
 
     @property
     def num_usable_blocks(self) -> int:
-        """Blocks that requests can hold: all but the null block."""
+        """Number of blocks that requests can hold: all except the null block."""
         return self.num_blocks - 1
 
     def num_refs(self, block_id: int) -> int:
@@ -52,7 +52,8 @@ class BlockPool:
         return self._num_refs[block_id]
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` free blocks: first those without cached content, then the oldest.
+        """Allocate `count` free blocks: first blocks without cached content, then the ones freed
+        earliest.
 
         The caller has checked `num_free`.
         """
@@ -88,7 +89,9 @@ class BlockPool:
                 self._link(block_id, at_front=self._hash_of[block_id] is None)
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the blocks with these contents, up to the first content that no block has."""
+        """Return the blocks that hold these contents, up to the first content that is not
+        cached.
+        """
         found = []
         block_of = self._block_of
         for block_hash in hashes:
@@ -99,7 +102,7 @@ class BlockPool:
         return found
 
     def find_one(self, block_hash: bytes) -> int | None:
-        """Return the block with this content, or None."""
+        """Return the block that holds this content, or None."""
         return self._block_of.get(block_hash)
 
     def share(self, block_ids: Sequence[int]) -> None:
@@ -110,17 +113,20 @@ class BlockPool:
             self._num_refs[block_id] += 1
 
     def is_free(self, block_id: int) -> bool:
-        """Whether no request holds the block, and it is not the null block."""
+        """Return whether no request holds the block. False for the null block."""
         return block_id != NULL_BLOCK_ID and self._num_refs[block_id] == 0
 
     def has_content(self, block_id: int) -> bool:
-        """Whether the block can be found by its content."""
+        """Return whether the block is in the prefix cache."""
         return self._hash_of[block_id] is not None
 
     def exchange(self, held: int, free: int) -> None:
-        """Exchange a held block and a free one, with all that is known of them: the holders of
-        `held` have `free` from now on, whose cached content is in `held` and keeps its age. The
-        caller moves the contents."""
+        """Swap a held block and a free block in all records of the pool. The caller moves the
+        contents.
+
+        Afterwards the requests hold the block `free`, and the block `held` is free and has the
+        cached content of the other, with its age.
+        """
         refs, next_, prev = self._num_refs, self._next, self._prev
         assert refs[held] > 0 and self.is_free(free), f"{held} is not held, or {free} is"
         refs[free], refs[held] = refs[held], 0
@@ -138,11 +144,10 @@ class BlockPool:
         return sum(self._num_refs[block_id] == 0 for block_id in block_ids)
 
     def cache_blocks(self, block_ids: Iterable[int], hashes: Iterable[bytes]) -> list[int]:
-        """Make the contents of held blocks findable, except contents that another block already
-        has.
+        """Add the contents of held blocks to the prefix cache, except contents that it already has.
 
         Returns:
-            Positions in the arguments of the contents that are findable now and were not before.
+            Indices into the arguments of the contents that were added.
         """
         block_of, hash_of = self._block_of, self._hash_of
         stored = []
@@ -154,7 +159,9 @@ class BlockPool:
         return stored
 
     def uncache_blocks(self, hashes: Iterable[bytes]) -> None:
-        """Make contents unfindable, also those of held blocks. Unknown hashes are ignored."""
+        """Remove contents from the prefix cache, even if their blocks are held. Unknown hashes are
+        ignored.
+        """
         forgotten = []
         for block_hash in hashes:
             block_id = self._block_of.pop(block_hash, None)
@@ -169,7 +176,7 @@ class BlockPool:
             self._events.removed(forgotten)
 
     def forget_all(self) -> bool:
-        """Drop the prefix cache. Returns False and changes nothing while any block is held."""
+        """Empty the prefix cache. Returns False and changes nothing while any block is held."""
         if self.num_free != self.num_usable_blocks:
             return False
         self._block_of.clear()

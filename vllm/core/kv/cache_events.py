@@ -1,9 +1,9 @@
-"""Events of the prefix cache, for programs that follow it from outside.
+"""Record the events of the prefix cache for other programs, such as a router.
 
-The cache appends events in the order in which they happen; the engine drains and publishes
-them. A router that knows which blocks an engine holds can send it the requests that share them.
-If layers form several groups, the events describe the first group. It has full attention if any
-layer has, so every hit needs blocks of this group.
+The cache appends events in the order in which they happen; the engine drains and publishes them. A
+router that knows which blocks an engine holds can send it the requests that share them. If layers
+form several groups, the events describe the first group. It has full attention if any layer has, so
+every hit needs blocks of this group.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ _HASH_BYTES = 8
 
 
 class CacheEventLog:
-    """The events since the last `drain`.
+    """Collects the events since the last call of `drain`.
 
     Args:
-        block_size: tokens of a block.
+        block_size: tokens per block.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -42,12 +42,12 @@ class CacheEventLog:
         token_ids: Sequence[int],
         source: EngineRequest | None = None,
     ) -> None:
-        """Record that blocks of a request can be found from now on.
+        """Record that blocks of a request were added to the prefix cache.
 
         Args:
-            hashes: of all blocks of the request up to the last of these.
-            stored: indices into `hashes`, ascending; the others are not new.
-            token_ids: of the request.
+            hashes: hashes of all blocks of the request, up to the last added one.
+            stored: indices into `hashes` of the added blocks, ascending.
+            token_ids: tokens of the request.
             source: the request; None: it has neither an adapter nor media.
         """
         first = 0
@@ -58,14 +58,15 @@ class CacheEventLog:
             first = position + 1
 
     def removed(self, hashes: Sequence[bytes]) -> None:
-        """Record that blocks have left the prefix cache. Only blocks of the first group of layers
-        are reported."""
+        """Record that blocks were removed from the prefix cache. Only the first group of layers is
+        reported.
+        """
         removed = [public_hash(key) for key in hashes if is_of_first_group(key)]
         if removed:
             self._events.append(BlockRemoved(block_hashes=removed))
 
     def cleared(self) -> None:
-        """Record that no block can be found any more."""
+        """Record that the prefix cache was emptied."""
         self._events.append(AllBlocksCleared())
 
     def drain(self) -> list[CacheEvent]:
@@ -100,8 +101,12 @@ class CacheEventLog:
 
 
 def _media_of(media: Sequence[MediaItem], start: int, end: int) -> list[tuple[str, int]] | None:
-    """Return (identity, index of the first token minus `start`) of the items of a request that
-    decide the content of a block; None: none does."""
+    """Return the media items of a request that are part of the content of a block.
+
+    Returns:
+        (hash of the item, index of its first token relative to `start`) for each; None if there are
+        none.
+    """
     return [
         (sha256(item.key.encode("utf-8", "surrogatepass")).hexdigest(), item.start - start)
         for item in media
@@ -110,5 +115,5 @@ def _media_of(media: Sequence[MediaItem], start: int, end: int) -> list[tuple[st
 
 
 def public_hash(block_hash: bytes) -> int:
-    """Return the hash of a block as events have it: its last 64 bits."""
+    """Return the hash of a block as events report it: its last 64 bits."""
     return int.from_bytes(block_hash[-_HASH_BYTES:], "big")

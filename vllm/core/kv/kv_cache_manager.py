@@ -1,4 +1,4 @@
-"""Block tables of requests, and what they share through the prefix cache."""
+"""Manage the block tables of requests, and the blocks that they share through the prefix cache."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -21,8 +21,8 @@ _Block = TypeVar("_Block")
 class KVCacheManager:
     """Allocates blocks to requests and frees them.
 
-    A request has a block table for each group of layers. All its tables are equally long; where the
-    window of a group has passed, the null block replaces the blocks that were freed.
+    A request has a block table for each group of layers. All its tables are equally long; blocks
+    that a sliding window has passed are freed and replaced by the null block.
 
     Args:
         num_blocks: blocks of the cache, the null block included.
@@ -30,18 +30,18 @@ class KVCacheManager:
         enable_caching: find and keep shared prefixes.
         events: log of changes of the prefix cache; None: no log is kept.
         groups: groups of layers, with full attention first.
-        is_dense: see the attribute; asked for.
-        states: kept states of a model with layers that have a state of each request; None: it has
-            no such layers, or no states are kept.
+        is_dense: whether to keep blocks at the low end, if the cache allows it (see the attribute).
+        states: cache of recurrent states; None: the model has no recurrent layers, or their states
+            are not cached.
 
     Attributes:
-        num_groups: how many groups there are.
-        has_windows: blocks are freed while a request runs.
-        freed: (block, hash) of the findable blocks of requests that have left, for who takes this
-            list and saves them; None: nobody does.
-        is_dense: the blocks of running requests are kept at the low end (`core.dense_blocks`); for
-            caches of one group without a window, of whose blocks nobody else keeps the numbers.
-        forgotten: hashes of blocks that were found to be wrong, where `freed` is kept.
+        num_groups: number of groups of layers.
+        has_windows: some layers have a sliding window, so blocks are freed while a request runs.
+        freed: (block, hash) of the cached blocks of requests that have left the batch, which a
+            connector takes and saves; None: no connector does.
+        is_dense: the blocks of running requests are kept at the low end (`core.dense_blocks`). Only
+            for caches of one group without a window, if no other part stores block ids.
+        forgotten: hashes of blocks whose content may be wrong; filled only if `freed` is not None.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class KVCacheManager:
         self.forgotten: list[bytes] = []
 
     def begin_step(self) -> None:
-        """Begin to schedule a step: everything remembered so far is computed by earlier steps."""
+        """Start to schedule a step: all blocks cached so far are computed by earlier steps."""
         self._being_computed.clear()
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -77,13 +77,13 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size) * self.num_groups
 
     def find_prefix(self, request: Request) -> list[int]:
-        """Find the longest cached prefix of the request. Returns its blocks; allocates nothing.
+        """Find the longest cached prefix of a request, and return its blocks. Allocates nothing.
 
-        They are the beginnings of its tables, one after the other. A group with a window needs
-        only the blocks in the window of the first token that is not cached.
+        The result has the beginnings of its block tables, one group after another. A group with a
+        sliding window needs only the blocks in the window of the first token that is not cached.
 
-        At least one token is left to compute, since only computed tokens give logits. A request
-        for prompt logprobs needs the logits of every prompt token and matches nothing.
+        At least one token is left to compute, because only computed tokens give logits. A request
+        for prompt logprobs needs the logits of every prompt token, so it uses no cached prefix.
         """
         if not self.enable_caching or request.wants_prompt_logprobs:
             return []
@@ -98,7 +98,7 @@ class KVCacheManager:
         return self._find_in_groups(hashes)
 
     def _up_to_a_state(self, hashes: list[bytes], found: list[int]) -> list[int]:
-        """Shorten a prefix to the longest one whose state is kept."""
+        """Shorten a prefix to the longest one whose recurrent state is cached."""
         assert self.states is not None
         for count in range(len(found) // self.num_groups, 0, -1):
             if self.states.has(hashes[count - 1]):
@@ -109,12 +109,14 @@ class KVCacheManager:
         return []
 
     def state_ends(self, request: Request, num_cached: int) -> list[int]:
-        """Return after how many tokens the states of a prompt are worth keeping: where its blocks
-        end that other requests have as well, and at its last full block.
+        """Return the numbers of prompt tokens after which the recurrent state should be cached.
+
+        These are the end of the blocks that other requests share, and the end of the last full
+        block.
 
         Args:
-            request: that is about to enter the batch; none of its own blocks is findable yet.
-            num_cached: its tokens that need not be computed.
+            request: request that is about to enter the batch; none of its own blocks is cached yet.
+            num_cached: tokens of the request that need not be computed.
         """
         num_full = (len(request.token_ids) - 1) // self.block_size
         num_shared = len(self._find(self._hashes(request, num_full))) // self.num_groups
@@ -122,7 +124,9 @@ class KVCacheManager:
         return sorted(end for end in ends if end > num_cached)
 
     def prefix_hash(self, request: Request, num_tokens: int) -> bytes:
-        """Return the hash of the first tokens of a request, which are whole blocks and known."""
+        """Return the hash of the first `num_tokens` tokens of a request, which fill whole
+        blocks.
+        """
         count = num_tokens // self.block_size
         return self._hashes(request, count)[count - 1]
 
@@ -141,8 +145,11 @@ class KVCacheManager:
         return tables
 
     def _last_missing(self, hashes: list[bytes], num_found: int) -> int | None:
-        """Return the index of the last block that is needed and not cached: only blocks before it
-        can be used. None if no block is missing."""
+        """Return the index of the last block that is needed and not cached; None if no block is
+        missing.
+
+        Only blocks before this index can be used.
+        """
         size = self.block_size
         for index, group in self._windowed.items():
             first = group.first_block(num_found * size, size)
@@ -153,20 +160,22 @@ class KVCacheManager:
         return None
 
     def num_tokens_in(self, shared: Sequence[int]) -> int:
-        """Return the number of tokens in the blocks that `find_prefix` has found; they need not be
-        computed."""
+        """Return the number of cached tokens in the blocks that `find_prefix` returned."""
         return len(shared) // self.num_groups * self.block_size
 
     def num_lacking(self, request: Request, shared: Sequence[int]) -> int:
-        """Return how many free blocks `admit` lacks; 0 or less: there are enough."""
+        """Return how many free blocks are missing to `admit` the request; 0 or less if there are
+        enough.
+        """
         need = self.num_blocks_for(len(request.token_ids)) - len(shared)
         return need - self.pool.num_free + self.pool.num_free_among(self._real(shared))
 
     def admit(self, request: Request, shared: Sequence[int]) -> None:
-        """Give a request the shared prefix, and allocate blocks for the rest of its known tokens.
+        """Give a request its shared prefix, and allocate blocks for all its other known tokens.
 
-        Room for all of them at once: a long prompt that gets its blocks chunk by chunk would
-        start, run out half-way, and start again. The caller has checked `num_lacking`.
+        All blocks are allocated at once: a long prompt that gets its blocks chunk by chunk could
+        run out of blocks half-way and would have to start again. The caller has checked
+        `num_lacking`.
         """
         self.pool.share(self._real(shared))
         num_groups, num_shared = self.num_groups, len(shared) // self.num_groups
@@ -182,10 +191,11 @@ class KVCacheManager:
         request.num_cached_blocks = num_shared
 
     def extend(self, requests: Sequence[Request]) -> list[int]:
-        """Append a block to all tables of each; the caller has checked that they are free.
+        """Append one block to every block table of each request. The caller has checked that blocks
+        are free.
 
         Returns:
-            The blocks, request by request, and for each request in the order of the groups.
+            The new blocks, request by request, and for each request in the order of the groups.
         """
         num_groups = self.num_groups
         block_ids = self.pool.allocate(len(requests) * num_groups)
@@ -197,8 +207,8 @@ class KVCacheManager:
         return block_ids
 
     def shorten(self, request: Request, num_tokens: int) -> int | None:
-        """Free the blocks beyond the first `num_tokens` tokens. They have no prefix-cache keys,
-        because only known tokens have keys.
+        """Free the blocks of a request after its first `num_tokens` tokens. These blocks are not
+        cached, because only known tokens have hashes.
 
         Returns:
             The new length of its tables; None if nothing has changed.
@@ -212,8 +222,9 @@ class KVCacheManager:
         return num_kept
 
     def num_passed(self, positions: IntArray) -> IntArray:
-        """Return the number of blocks that windows have passed, over all groups, if the next query
-        is at this position."""
+        """Return the number of blocks before the sliding windows of a query at each position,
+        summed over all groups.
+        """
         passed = np.zeros_like(positions)
         for group in self._windowed.values():
             assert group.window is not None
@@ -221,7 +232,7 @@ class KVCacheManager:
         return passed
 
     def free_out_of_window(self, request: Request, position: int) -> list[tuple[int, int]]:
-        """Free the blocks that no query at `position` or later sees.
+        """Free the blocks of a request that no query at `position` or later reads.
 
         Returns:
             (group, number of null blocks at the beginning of its table) for each group in which
@@ -245,16 +256,17 @@ class KVCacheManager:
         return [*request.block_ids, *chain.from_iterable(request.more_block_ids)]
 
     def held(self, request: Request) -> list[int]:
-        """Return all blocks that a request holds."""
+        """Return all blocks that a request holds, without null blocks."""
         return list(self._real(self.tables(request)))
 
     def _real(self, block_ids: Sequence[int]) -> Sequence[int]:
-        """Return the blocks without null blocks, which exist only after a window has passed
-        blocks."""
+        """Return the given blocks without null blocks, which exist only if layers have sliding
+        windows.
+        """
         return [b for b in block_ids if b != NULL_BLOCK_ID] if self.has_windows else block_ids
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
-        """Make the full blocks among the first `num_tokens` tokens findable.
+        """Add the full blocks among the first `num_tokens` tokens to the prefix cache.
 
         The tokens are computed, or will be in the step that is being scheduled.
         """
@@ -276,10 +288,10 @@ class KVCacheManager:
         request.num_cached_blocks = end
 
     def uncache_blocks(self, request: Request) -> None:
-        """Remove the blocks of a failed request from the prefix cache.
+        """Remove all blocks of a failed request from the prefix cache, shared blocks included.
 
-        Its keys may be NaN, and every request that read them would fail, too. That counts for the
-        blocks it has shared as well: they may be where the NaN came from.
+        Its keys may be NaN, which would make every request that reads them fail. The NaN may have
+        come from a shared block.
         """
         for index in range(self.num_groups):
             self.pool.uncache_blocks(group_keys(request.block_hashes, index))
@@ -298,12 +310,13 @@ class KVCacheManager:
         return is_done
 
     def are_computed(self, block_ids: Sequence[int]) -> bool:
-        """Whether earlier steps compute all of the blocks. False if the step that is being
-        scheduled computes some of them."""
+        """Return whether earlier steps compute all of these blocks. False if the step that is being
+        scheduled computes some of them.
+        """
         return self._being_computed.isdisjoint(block_ids)
 
     def free(self, request: Request) -> None:
-        """Free all blocks of a request. The end of the sequence is evicted before its beginning."""
+        """Free all blocks of a request. The blocks at the end of the sequence are evicted first."""
         if self.freed is not None:
             known = request.num_cached_blocks
             self.freed += zip(request.block_ids[:known], request.block_hashes, strict=False)
@@ -321,13 +334,13 @@ class KVCacheManager:
         write: Callable[[list[int], list[_Block]], bool],
         source: EngineRequest | None = None,
     ) -> int:
-        """Fill free blocks with contents that are kept elsewhere; they are findable then.
+        """Fill free blocks with contents from another storage, and add them to the prefix cache.
 
         Args:
-            hashes: of the beginning of a prompt, of which the cache may have some blocks.
-            token_ids: of these blocks, for events.
-            load: gives the contents of hashes, up to the first that is not there.
-            write: writes contents into blocks; False: it has not.
+            hashes: hashes of the first blocks of a prompt, some of which may be cached already.
+            token_ids: tokens of these blocks, for events.
+            load: returns the contents of hashes, up to the first one that it does not have.
+            write: writes contents into blocks; returns False if it could not.
             source: request with the prompt, for events; None: it has neither an adapter nor media.
 
         Returns:
@@ -354,7 +367,9 @@ class KVCacheManager:
             pool.free(reversed(found))
 
     def _hashes(self, request: Request, count: int) -> list[bytes]:
-        """Return the hashes of the first `count` blocks. Each is computed once and kept."""
+        """Return the hashes of the first `count` blocks of a request. Each hash is computed once
+        and kept.
+        """
         hashes, size = request.block_hashes, self.block_size
         first = len(hashes)
         if first < count:

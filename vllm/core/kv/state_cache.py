@@ -1,20 +1,21 @@
-"""The recurrent states that are kept for the prefix cache, by the tokens of each."""
+"""Cache recurrent states for prompts that share a prefix, by the hash of their tokens."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
 
 
 class StateCache:
-    """Kept states, found by the hash of the tokens that they summarise.
+    """Assigns cached recurrent states to prefixes, by the hash of the tokens that a state
+    summarises.
 
-    A kept state is one more row of the tensors in which running requests have their states. A
-    request may own one of them. It overwrites that at each block, and publishes it when it leaves
-    the batch, as all of its tokens are known then. When no state is free, the one that was not used
-    for the longest time makes room; at most half of all states are owned.
+    A cached state is an additional index in the tensors that hold the states of running requests. A
+    running request may own one cached state: it overwrites it at the end of each block, and
+    publishes it when it leaves the batch, because all its tokens are known then. If no state is
+    free, the least recently used one is replaced; at most half of all states are owned.
 
     Args:
-        first: number of the first kept state; the rows of requests are before it.
-        count: number of kept states.
+        first: index of the first cached state, after the states of running requests.
+        count: number of cached states.
     """
 
     def __init__(self, first: int, count: int) -> None:
@@ -24,17 +25,18 @@ class StateCache:
         self._max_owned = count // 2
 
     def has(self, prefix_hash: bytes) -> bool:
-        """Return whether the state of these tokens is kept."""
+        """Return whether the state after these tokens is cached."""
         return prefix_hash in self._by_hash
 
     def use(self, prefix_hash: bytes) -> int:
-        """Return the number of a state that is kept, which counts as used now."""
+        """Return the index of a cached state, and mark it as recently used."""
         self._by_hash.move_to_end(prefix_hash)
         return self._by_hash[prefix_hash]
 
     def keep(self, prefix_hash: bytes) -> int | None:
-        """Return the number of the state to write for these tokens; None: it is kept already, or
-        there is no room."""
+        """Return the index at which to store the state after these tokens; None if it is cached
+        already or there is no room.
+        """
         if prefix_hash in self._by_hash:
             self._by_hash.move_to_end(prefix_hash)
             return None
@@ -44,8 +46,9 @@ class StateCache:
         return number
 
     def own(self, request_id: str) -> int | None:
-        """Return the number of the state that a request owns, from now on if it owned none; None:
-        there is no room."""
+        """Return the index of the state that a request owns, and assign one if it owns none; None
+        if there is no room.
+        """
         number = self._owned.get(request_id)
         if number is None and len(self._owned) < self._max_owned:
             number = self._take()
@@ -54,12 +57,12 @@ class StateCache:
         return number
 
     def publish(self, request_id: str, prefix_hash: bytes | None) -> None:
-        """Make the state that a request owns findable. The request owns none from now on.
+        """Add the state that a request owns to the cache. The request owns none afterwards.
 
         Args:
-            request_id: of the request.
-            prefix_hash: of the tokens of its state; None: they are not known, and the state is
-                freed.
+            request_id: id of the request.
+            prefix_hash: hash of the tokens of the state; None: the tokens are not known, so the
+                state is freed.
         """
         number = self._owned.pop(request_id, None)
         if number is None:
@@ -70,14 +73,14 @@ class StateCache:
             self._by_hash[prefix_hash] = number
 
     def remove(self, hashes: Iterable[bytes]) -> None:
-        """Free the states of these tokens."""
+        """Free the cached states of these prefix hashes."""
         for prefix_hash in hashes:
             number = self._by_hash.pop(prefix_hash, None)
             if number is not None:
                 self._free.append(number)
 
     def forget_all(self) -> None:
-        """Free all states that no request owns."""
+        """Free all states except those that a request owns."""
         self.remove(list(self._by_hash))
 
     def _take(self) -> int | None:

@@ -1,1 +1,1 @@
-"""Estimate the time of steps, and keep steps short while streams wait for tokens."""
+"""Estimate the time of steps, and keep steps short while running requests wait for tokens."""

@@ -1,4 +1,4 @@
-"""A bound for the time of a step for which streams wait: how many prompt tokens it may run."""
+"""Limit the prompt tokens of a step, so that running requests do not wait too long for a token."""
 
 import math
 
@@ -18,12 +18,12 @@ _LARGEST_GROWTH = 2
 
 
 class PromptBudget:
-    """The prompt tokens that one step may still run.
+    """Number of prompt tokens that one step may still run, within a time limit.
 
     Args:
-        times: estimates.
-        max_seconds: that a step may take.
-        least_tokens: that the first prompt of the step may run in any case.
+        times: time estimates.
+        max_seconds: time that a step may take.
+        least_tokens: tokens that the first prompt of the step may always run.
     """
 
     def __init__(self, times: StepTimes, max_seconds: float, least_tokens: int) -> None:
@@ -33,11 +33,11 @@ class PromptBudget:
         self._most = max(self._least, _LARGEST_GROWTH * times.largest)
 
     def most(self, start: int, num_tokens: int) -> int:
-        """Return how many of some tokens of a prompt may run.
+        """Return how many of the remaining tokens of a prompt may run.
 
         Args:
-            start: index of the first of them.
-            num_tokens: that are left.
+            start: index of the first remaining token.
+            num_tokens: number of remaining tokens.
         """
         times = self._times
         most = self._most
@@ -46,19 +46,19 @@ class PromptBudget:
         return min(num_tokens, max(most, self._least))
 
     def spend(self, start: int, num_tokens: int) -> None:
-        """Run so many tokens of a prompt from `start` on."""
+        """Subtract the time of `num_tokens` tokens of a prompt, from index `start` on."""
         self._seconds -= self._times.prompt_s(num_tokens, num_pairs(start, num_tokens))
         self._most -= num_tokens
         self._least = 0
 
 
 class StepBound:
-    """Learns how long steps take, and gives each step with streams a budget of prompt tokens.
+    """Learns how long steps take, and limits the prompt tokens of steps for which requests wait.
 
     Args:
-        max_seconds: that a running request waits for its next token.
-        num_pipelined_steps: that run at the same time, so that a request is in one of so many.
-        least_tokens: of a prompt that each step runs in any case, if one has as many left.
+        max_seconds: longest time that a running request should wait for its next token.
+        num_pipelined_steps: number of steps that run at the same time; a request is in one of them.
+        least_tokens: prompt tokens that each step may always run.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class StepBound:
         self._max_seconds = max_seconds / num_pipelined_steps
 
     def budget(self) -> PromptBudget:
-        """Return the budget of a step for which streams wait."""
+        """Return the prompt budget of a step for which running requests wait."""
         return PromptBudget(self._times, self._max_seconds, self._least_tokens)
 
     def record(self, work: StepWork, seconds: float) -> None:
-        """Record the seconds that a step has taken."""
+        """Record how many seconds a step took."""
         self._times.record(work, seconds)
 
 
 def num_pairs(start: int, num_tokens: int) -> float:
-    """Return the pairs of a query and a key in the causal attention of some tokens of a prompt.
+    """Return the number of (query, key) pairs in the causal attention of some tokens of a prompt.
 
     >>> num_pairs(10, 4)
     48.0
@@ -90,10 +90,10 @@ def num_pairs(start: int, num_tokens: int) -> float:
 
 
 def _prompt_seconds(decode_s: float, max_seconds: float) -> float:
-    """Return the seconds of a step that prompts may take.
+    """Return how many seconds of a step prompts may take.
 
-    Where decodes take longer than the bound, no budget can hold it. Prompts then take up to half
-    the time of the decodes, so that their requests do not wait for minutes.
+    If the decodes take longer than the limit, no budget can meet it. Prompts then get up to half
+    the time of the decodes, so that new requests do not wait for minutes.
 
     >>> [round(_prompt_seconds(decodes, 1.0), 2) for decodes in (0.1, 0.8, 1.25, 4.0)]
     [0.75, 0.1, 0.4, 2.0]
@@ -103,7 +103,7 @@ def _prompt_seconds(decode_s: float, max_seconds: float) -> float:
 
 
 def _most_in(seconds: float, token_s: float, pair_s: float, start: int) -> int:
-    """Return how many tokens from `start` on take at most so many seconds.
+    """Return how many prompt tokens from index `start` on can run in the given seconds.
 
     >>> _most_in(1.0, 0.01, 0.0, 500)
     100

@@ -1,4 +1,4 @@
-"""An estimate of the time of a step, from the steps before it."""
+"""Estimate the time of a step from the measured times of earlier steps."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ _LEAST_DETERMINANT = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The work of a step."""
+    """Amount of work in a step, on which its time depends."""
 
     num_prompt_tokens: int = 0
     num_pairs: float = 0.0
@@ -37,14 +37,15 @@ ONLY_DECODES = StepWork()
 
 
 class StepTimes:
-    """The time of decodes, and a fit of the time that prompts add to it.
+    """Estimates the time of decodes, and the time that prompts add to a step.
 
-    Prompts take `token_s` for each token and `pair_s` for each pair of a query and a key (least
-    squares that forget, weighted by 1 / tokens). A correction, which follows the last few steps,
-    makes up for what the fit does not know: other sizes, other programs on the machine.
+    Prompts take `token_s` for each token and `pair_s` for each pair of a query and a key. Both come
+    from a least-squares fit in which older steps count less, weighted by 1 / tokens. A correction
+    factor follows the last few steps and covers what the fit ignores, such as other programs on the
+    machine.
 
     Attributes:
-        decode_s: seconds of a step of decodes; 0 before there was one.
+        decode_s: seconds of a decode step; 0 before the first one.
         largest: prompt tokens of the largest step so far.
     """
 
@@ -59,20 +60,20 @@ class StepTimes:
 
     @property
     def token_s(self) -> float:
-        """Seconds that one more prompt token takes, without attention to earlier ones."""
+        """Seconds for one more prompt token, without its attention to earlier tokens."""
         return self._correction * self._token_s
 
     @property
     def pair_s(self) -> float:
-        """Seconds that one more pair of a query and a key takes."""
+        """Seconds for one more pair of a query and a key."""
         return self._correction * self._pair_s
 
     def prompt_s(self, num_tokens: int, num_pairs: float) -> float:
-        """Return the expected seconds that prompts add to a step; 0 before some were seen."""
+        """Return the expected seconds that prompts add to a step; 0 before any were measured."""
         return self.token_s * num_tokens + self.pair_s * num_pairs
 
     def record(self, work: StepWork, seconds: float) -> None:
-        """Add a step that has taken so many seconds."""
+        """Record how many seconds a step took."""
         if not self._has_begun:  # the first step of a process pays for all that is made once
             self._has_begun = True
         elif work.num_prompt_tokens:

@@ -1,1 +1,1 @@
-"""Ranks in processes of this machine: started, called, watched."""
+"""Start, call and watch ranks in processes of this machine."""

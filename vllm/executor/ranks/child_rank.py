@@ -1,4 +1,4 @@
-"""The process of one rank, as the engine that has started it sees it."""
+"""Represent the process of one rank in the engine that started it."""
 
 import os
 import socket
@@ -22,19 +22,19 @@ _SEND_BUFFER_BYTES = 4 * 2**20
 
 
 class ChildRank:
-    """A process that is started, with a connection to it.
+    """The process of a rank, with a connection to it.
 
-    The kernel kills the process with the *thread* that makes this.
+    The kernel kills the process when the *thread* that created this object exits.
 
     Args:
-        rank: of the process.
-        meeting: of rank 0; the process inherits its memory.
-        is_copy: it is a copy of this process, where `can_fork` allows that; False: a new
-            interpreter, which takes over a second to import everything.
+        rank: rank of the process.
+        meeting: rendezvous of rank 0; the process inherits its memory.
+        is_copy: fork this process (allowed if `can_fork`). False: start a new interpreter, which
+            takes over a second for imports.
 
     Attributes:
-        connection, reader: of its messages.
-        last_words: why it has failed, if it could say so.
+        connection, reader: socket to the process, and the reader of its messages.
+        last_words: why the rank has failed, if it could report that.
     """
 
     def __init__(self, rank: int, meeting: Rendezvous, *, is_copy: bool) -> None:
@@ -73,11 +73,11 @@ class ChildRank:
 
     @property
     def name(self) -> str:
-        """The rank and its process, for messages."""
+        """Rank and process id, for messages."""
         return f"rank {self.rank} (process {self.process.pid})"
 
     def end(self) -> str:
-        """Wait for the end of the process. Returns how it has ended."""
+        """Wait until the process exits, and describe how it has exited."""
         try:
             code = self.process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -1,9 +1,9 @@
-"""The processes of the ranks other than the engine's own: started, called, watched and ended.
+"""Start, call, watch and end the processes of all ranks except rank 0.
 
-One thread watches the processes as long as they live. It starts them, too, as the kernel kills a
-process with the *thread* that has started it; those that are copies of this process are started
-by its main thread, before there is another one. A rank that ends is noticed at once, and ends all
-others: the engine cannot go on without it.
+One thread watches the processes as long as they run. It also starts them, because the kernel kills
+a process when the *thread* that started it exits. Forks are started by the main thread, before
+there is any other thread. If a rank exits, it is noticed at once and all other ranks are ended,
+because the engine cannot continue without it.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class RankError(VllmError, RuntimeError):
 def warn_of_wait(
     logger: logging.Logger, method: str, ranks: Sequence[int], waited_s: float
 ) -> None:
-    """Log which ranks a call waits for."""
+    """Log a warning with the ranks for which a call waits."""
     text = "%s has not answered %s for another %.0f s; still waiting"
     logger.warning(text, ranks_text(ranks), method, waited_s)
 
@@ -76,16 +76,16 @@ def _decoded(answer: "Future[bytes]") -> "Future[str | None]":
 
 
 class RankGroup:
-    """All ranks of an engine but rank 0.
+    """All ranks of an engine except rank 0.
 
     Args:
-        config: of the engine.
-        meeting: of rank 0; its memory is handed to the processes.
-        on_failure: called once, in another thread, when a rank has failed.
-        are_copies: the processes are copies of this one, as `can_fork` allows.
+        config: config of the engine.
+        meeting: rendezvous of rank 0; the processes inherit its memory.
+        on_failure: called once, in another thread, when a rank fails.
+        are_copies: fork the processes from this one (allowed if `can_fork`).
 
     Attributes:
-        failure_fd: readable once a rank has failed.
+        failure_fd: file descriptor that becomes readable when a rank fails.
     """
 
     def __init__(
@@ -131,14 +131,14 @@ class RankGroup:
     # ---- for the engine -------------------------------------------------------------------
 
     def broadcast(self, message: ToRank, ranks: Container[int] | None = None) -> None:
-        """Send a message; it is encoded once.
+        """Send a message to ranks. It is encoded once.
 
         Args:
-            message: to send.
-            ranks: that get it; None: all.
+            message: message to send.
+            ranks: ranks that get it; None: all.
 
         Raises:
-            RankError: a rank has failed, or does not take messages.
+            RankError: a rank has failed, or does not accept messages.
         """
         self.check()
         data = framed(message)
@@ -147,8 +147,9 @@ class RankGroup:
                 self._send_bytes(each, data)
 
     def expect_step(self, step_id: int) -> "Future[ModelRunnerOutput]":
-        """Return a future for the result of a step that the last stage of a pipeline will send;
-        called before the step is broadcast."""
+        """Return a future for the result of a step that the last pipeline stage will send. Call
+        this before the step is broadcast.
+        """
         future: Future[ModelRunnerOutput] = Future()
         with self._lock:
             self._steps[step_id] = future
@@ -157,7 +158,10 @@ class RankGroup:
     def call(
         self, method: str, args: Sequence[Any], kwargs: Any = None, *, is_user: bool = False
     ) -> "list[Future[bytes]]":
-        """Call a method of the worker of every rank; the results are encoded values, by rank.
+        """Call a method of the worker of every rank.
+
+        Returns:
+            Futures by rank; their results are encoded values.
 
         Raises:
             RequestError: the arguments cannot be sent.
@@ -170,10 +174,10 @@ class RankGroup:
         return futures
 
     def prepare(self, request: EngineRequest) -> "list[Future[str | None]]":
-        """Let every rank load what a request needs, in the background.
+        """Let every rank load in the background what a request needs.
 
         Returns:
-            By rank, done when it is loaded (None), or cannot be (why).
+            Futures by rank. The result is None when it is loaded, or the reason why it cannot be.
 
         Raises:
             RankError: a rank has failed.
@@ -183,7 +187,7 @@ class RankGroup:
         return [_decoded(answer) for answer in answers]
 
     def _expect_answers(self) -> "tuple[int, list[Future[bytes]]]":
-        """Return the id of a new call, and a future for the answer of each rank to it."""
+        """Return the id of a new call, and a future for the answer of each rank."""
         call_id = next(self._call_ids)
         with self._lock:
             futures: dict[tuple[int, int], Future[bytes]] = {
@@ -199,14 +203,16 @@ class RankGroup:
         timeout: float | None = None,
         started: float | None = None,
     ) -> list[bytes]:
-        """Wait for the results of a call. Without a limit a rank may work as long as it needs, but
-        not be stopped for as long as an exchange may take.
+        """Wait for the results of a call.
+
+        Without a timeout, a rank may work as long as it needs, but its process may not be stopped
+        for longer than an exchange may take.
 
         Args:
-            method: that was called, for messages.
-            calls: from `call`.
+            method: name of the called method, for messages.
+            calls: futures that `call` returned.
             timeout: seconds; None: no limit.
-            started: when they count from (`time.monotonic`); None: now.
+            started: time (`time.monotonic`) from which the timeout counts; None: now.
 
         Raises:
             TimeoutError: after `timeout`.
@@ -233,14 +239,16 @@ class RankGroup:
             warn_of_wait(logger, method, ranks, look_s)
 
     def check(self) -> None:
-        """Raise what has ended a rank, if one has ended."""
+        """Raise the error of the first rank that failed, if there is one."""
         if self._failure is not None:
             raise self._failure
 
     def explain(self, error: Exception) -> Exception:
-        """Return the error to raise when rank 0 has failed: the failure of another rank if there is
-        one, as the reason; else the error itself, with the ranks that are stopped. All ranks are
-        ended."""
+        """Return the error to raise after rank 0 has failed, and end all ranks.
+
+        This is the failure of another rank, if there is one, because it is the cause. Otherwise it
+        is the given error, with the names of stopped ranks.
+        """
         # Rank 0 may notice a broken connection before the exit of the other rank is noticed.
         if not self._has_failed.wait(1.0):
             error = self._with_stopped(error)
@@ -251,19 +259,19 @@ class RankGroup:
         return self._failure
 
     def _with_stopped(self, error: Exception) -> Exception:
-        """Return an error with the names of ranks that a signal has stopped, which may have caused
-        it."""
+        """Add to an error the names of ranks whose processes are stopped, because they may have
+        caused it.
+        """
         stopped = [each.name for each in self._ranks if each.is_stopped]
         return (
             RankError(f"{', '.join(stopped)} is stopped (SIGSTOP): {error}") if stopped else error
         )
 
     def end(self, failure: Exception) -> None:
-        """End all ranks at once, and everything that waits for one: some of them may wait for one
-        that has failed.
+        """End all ranks at once, and fail everything that waits for a rank.
 
         Args:
-            failure: why. Nothing happens if there was one before.
+            failure: the cause. Does nothing if there was a failure before.
         """
         with self._lock:
             if self._failure is not None or self._is_closing:
@@ -285,7 +293,7 @@ class RankGroup:
         return [each.process.pid for each in self._ranks]
 
     def close(self) -> None:
-        """End all processes. Calling it again does nothing."""
+        """End all processes. A second call does nothing."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -320,14 +328,16 @@ class RankGroup:
                     del connections[descriptor]
 
     def _read(self, each: ChildRank) -> bool:
-        """Take the messages of a rank. Returns False at the end of its connection."""
+        """Read the messages of a rank. Returns False, and handles the failure, if its connection is
+        closed.
+        """
         is_open = self._receive(each)
         if not is_open:
             self._fail(each)
         return is_open
 
     def _receive(self, each: ChildRank) -> bool:
-        """Receive from a rank, whatever its end means."""
+        """Receive messages from a rank. Returns False if its connection is closed."""
         try:
             is_open = each.reader.receive()
         except OSError:  # the process exited without reading our last messages
@@ -363,7 +373,9 @@ class RankGroup:
             future.set_result(message.value)
 
     def _fail(self, each: ChildRank) -> None:
-        """Handle the exit of a rank: end the others, and everything that waits for one."""
+        """Handle the exit of a rank: end the other ranks, and fail everything that waits for
+        one.
+        """
         if self._failure is not None:
             return
         each = self._first_to_fail(each)
@@ -380,8 +392,9 @@ class RankGroup:
         self.end(failure)
 
     def _first_to_fail(self, each: ChildRank) -> ChildRank:
-        """Return the rank that has exited without a message, if there is one and this one only
-        waited for it."""
+        """Return the rank that probably failed first: one that exited without a message, if the
+        given rank only waited for it.
+        """
         if each.last_words is None or not each.last_words.is_of_another:
             return each
         deadline = time.monotonic() + _NOTICE_TIMEOUT_S
@@ -397,8 +410,7 @@ class RankGroup:
         return each
 
     def _end_processes(self, patience_s: float) -> None:
-        """Close the connections, which ends the processes; kill the ones that do not exit in
-        time."""
+        """Close the connections, which ends the processes; kill those that do not exit in time."""
         for each in self._ranks:
             with contextlib.suppress(OSError):
                 each.connection.shutdown(socket.SHUT_WR)

@@ -1,8 +1,8 @@
-"""The process of one rank: `python -m vllm.executor.ranks.rank_process SOCKET ARENA PORT PARENT`,
-or a copy of the engine's process.
+"""Run the process of one rank: `python -m vllm.executor.ranks.rank_process SOCKET ARENA PORT
+PARENT`, or a fork of the engine's process.
 
-Does what its parent says, in order, and ends with it: the kernel kills it when the thread that
-started it ends, and it ends by itself when the socket is closed.
+The process follows the messages of its parent in order, and exits with it: the kernel kills it when
+the thread that started it exits, and it exits when the socket is closed.
 """
 
 import os
@@ -42,11 +42,11 @@ _LONG_STEP_S = 5e-3
 
 
 class RankLoop:
-    """Takes the messages of the engine from a socket.
+    """Receives the messages of the engine from a socket, and handles them.
 
     Args:
-        connection: to the engine.
-        arena_fd, port: see `Rendezvous.of`.
+        connection: socket to the engine.
+        arena_fd, port: shared memory and port of the rendezvous; see `Rendezvous.of`.
     """
 
     def __init__(self, connection: socket.socket, arena_fd: int, port: int) -> None:
@@ -74,8 +74,9 @@ class RankLoop:
         return bool(select.select([self._connection], [], [], 0)[0])
 
     def _look_for_message(self) -> None:
-        """Look for a message for a moment before sleeping until one comes: to wake a process takes
-        the engine longer than to send, with caches that a long step has emptied."""
+        """Poll for a message for a moment before sleeping. Waking a sleeping process would take the
+        engine longer than sending, because a long step has emptied the caches.
+        """
         deadline = time.perf_counter() + _LOOK_S
         while not self._has_message() and time.perf_counter() < deadline:
             os.sched_yield()
@@ -106,7 +107,7 @@ class RankLoop:
             self._connection.sendall(framed(message))
 
     def fail(self, failure: RankFailed) -> None:
-        """Tell the engine, if it is still there, why this rank ends."""
+        """Report to the engine, if it still runs, why this rank exits."""
         try:
             self._send(failure)
         except OSError:
@@ -116,7 +117,7 @@ class RankLoop:
 
 
 def main(socket_fd: int, arena_fd: int, port: int) -> int:
-    """Run a rank until its engine ends. Returns the exit code."""
+    """Run a rank until its engine exits. Returns the exit code."""
     loop = RankLoop(blocking_socket(socket_fd), arena_fd, port)
     import_module("torch")  # imported now, while the engine reads the model's config
     try:

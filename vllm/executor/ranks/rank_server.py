@@ -1,4 +1,4 @@
-"""A rank that does what messages say, in order. Independent of how the messages come."""
+"""Execute the messages to a rank in order. Independent of how messages are transported."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,9 +31,9 @@ class RankServer:
 
     Args:
         start: the first message.
-        send: takes the answers, from any thread.
-        meet: makes the meeting with the other ranks.
-        sends_results: the engine waits for the results of steps from this rank.
+        send: sends answers; may be called from any thread.
+        meet: creates the rendezvous with the other ranks.
+        sends_results: whether the engine waits for step results from this rank.
     """
 
     def __init__(
@@ -62,12 +62,13 @@ class RankServer:
 
     @property
     def expects_step(self) -> bool:
-        """Whether the next step usually comes as soon as one has ended. A stage of a pipeline waits
-        for the others, perhaps on the same cores."""
+        """Whether the next step usually arrives right after the last one. False in a pipeline,
+        where a stage waits for other stages, perhaps on the same cores.
+        """
         return not self._has_stages
 
     def handle(self, message: ToRank) -> None:
-        """Do what a message says."""
+        """Execute a message."""
         if isinstance(message, RunStep):
             handle = self._worker.execute_model(message.step)
             self.finish_step()  # waits for the step before; at most one other step is in flight
@@ -88,7 +89,7 @@ class RankServer:
             self._worker.release(message.request_ids)
 
     def finish_step(self) -> None:
-        """Wait for the step in flight, if there is one, and note its tokens."""
+        """Wait for the step in flight, if there is one, and record its tokens."""
         if self._last_step is None:
             return
         output = self._last_step.result()
@@ -122,7 +123,7 @@ class RankServer:
         return RankResult(call_id=message.call_id, value=value)
 
     def _own(self, method: str, args: list[Any]) -> Any:
-        """Run a call of the start sequence."""
+        """Execute a call of the start sequence."""
         if method == Worker.join.__name__:
             # Kept open: other ranks may still use the store that it serves.
             self._meeting = self._meet()
@@ -136,7 +137,7 @@ class RankServer:
 
 
 def failure_of(error: Exception) -> RankFailed:
-    """Describe to the engine the error that ends a rank."""
+    """Return the message that reports to the engine the error that ended a rank."""
     if isinstance(error, ConfigError):
         return RankFailed(message=str(error), is_config_error=True)
     # Messages of the engine's own errors need no exception name.
@@ -149,5 +150,5 @@ def failure_of(error: Exception) -> RankFailed:
 
 
 def is_result_rank(start: StartRank) -> bool:
-    """Whether this rank is the first of the ranks that sample."""
+    """Return whether this rank is the first of the ranks that sample."""
     return start.rank == RankLayout.of(start.config.parallel).result_rank

@@ -1,5 +1,6 @@
-"""Messages between the process of the engine and those of its other ranks, as msgpack over a socket
-pair, or numbers alone. No pickle, no code.
+"""Define the messages between the engine's process and the processes of other ranks.
+
+They are msgpack, or plain arrays, over a socket pair. No pickle, no code.
 
 engine -> rank     StartRank, then RunStep, RecordTokens, CallRank, PrepareRequest,
                    ReleaseRequests
@@ -40,7 +41,7 @@ _NOT_IN_NUMBERS = tuple(f for f in SchedulerOutput.__struct_fields__ if f not in
 
 
 class RankAssignment(msgspec.Struct, frozen=True, kw_only=True):
-    """The position of a rank on one of several machines."""
+    """The position of a rank if the ranks are on several machines."""
 
     index: int
     """Among the ranks of the machine."""
@@ -53,7 +54,7 @@ class RankAssignment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartRank(Message, frozen=True, kw_only=True):
-    """The first message: make the worker."""
+    """The first message: create the worker."""
 
     config: VllmConfig
     rank: int
@@ -64,20 +65,25 @@ class StartRank(Message, frozen=True, kw_only=True):
 
 
 class RunStep(Message, frozen=True, kw_only=True):
-    """Run a step. There is no answer: the result of rank 0 counts, or of the first rank of the last
-    stage, which answers with a StepResult."""
+    """Run a step.
+
+    There is no answer, except a StepResult from the first rank of the last pipeline stage. Without
+    a pipeline the engine uses the result of rank 0.
+    """
 
     step: SchedulerOutput
 
 
 class RecordTokens(Message, frozen=True, kw_only=True):
-    """Note what the last stage has sampled; to all other stages, before the rows run again."""
+    """Record the tokens that the last stage sampled. Sent to all other stages before the same
+    requests run again.
+    """
 
     tokens: StepTokens
 
 
 class CallRank(Message, frozen=True, kw_only=True):
-    """Call a method of the worker, after the steps before it."""
+    """Call a method of the worker, after the steps that were sent before."""
 
     call_id: int
     method: str
@@ -97,7 +103,7 @@ class PrepareRequest(Message, frozen=True, kw_only=True):
 
 
 class ReleaseRequests(Message, frozen=True, kw_only=True):
-    """Requests have ended; keep no longer what they have needed."""
+    """Release what finished requests needed."""
 
     request_ids: list[str]
 
@@ -138,7 +144,7 @@ decode_from_rank = msgspec.msgpack.Decoder(FromRank, dec_hook=decode_array).deco
 
 
 def framed(message: ToRank | FromRank) -> bytes | bytearray:
-    """Frame a message for sending."""
+    """Encode a message as a frame for sending."""
     if isinstance(message, RunStep) and (numbers := _framed_numbers(message.step)):
         return numbers
     data = begin_frame()
@@ -147,7 +153,8 @@ def framed(message: ToRank | FromRank) -> bytes | bytearray:
 
 
 def _framed_numbers(step: SchedulerOutput) -> bytes | None:
-    """Encode a step that has only batch indices, tokens and blocks, as most do; None: it has more.
+    """Encode a step that has only batch indices, tokens and blocks, as most steps do; None if it
+    has more.
 
     When a step is sent, weights have filled the processor's caches, so each object and each call
     has to wait for memory. So the arrays are concatenated, preceded by their sizes.
@@ -168,14 +175,14 @@ def _is_empty(value: Any) -> bool:
 
 
 def decode_to_rank(data: bytes, kind: int = MESSAGE) -> ToRank:
-    """Decode the message that `framed` was given.
+    """Decode a message that `framed` encoded.
 
     Args:
         data: content of the frame.
-        kind: of the frame.
+        kind: kind of the frame.
 
     Raises:
-        msgspec.ValidationError: the data are no such message.
+        msgspec.ValidationError: the data is not such a message.
     """
     if kind != NUMBERS:
         return _decode_to_rank(data)
@@ -197,5 +204,5 @@ def decode_to_rank(data: bytes, kind: int = MESSAGE) -> ToRank:
 
 @cache
 def result_decoder(method: Callable[..., Any]) -> Any:
-    """Return a decoder for the result of a method of `Worker`, by its declared type."""
+    """Return a decoder for the results of a method of `Worker`, from its return annotation."""
     return decoder(method.__annotations__["return"]).decode

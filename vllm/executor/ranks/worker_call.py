@@ -1,4 +1,4 @@
-"""Calls to a worker by the name of a method, and the class that has these methods."""
+"""Call workers by the name of a method, and find the class of the workers."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +22,11 @@ _ACCEPTED = (
 
 
 def make_worker(config: VllmConfig, rank: int, place: RankAssignment | None = None) -> Worker:
-    """Make the worker of a rank in this process, not yet loaded.
+    """Create the worker of a rank in this process, without loading it.
 
     Args:
-        config: of the engine.
-        rank: of the worker.
+        config: config of the engine.
+        rank: rank of the worker.
         place: position of the rank on its machine; None: all ranks are on this machine.
 
     Raises:
@@ -47,7 +47,7 @@ def make_worker(config: VllmConfig, rank: int, place: RankAssignment | None = No
 
 
 def refuse_code(parallel: ParallelConfig, request: EngineRequest) -> None:
-    """Refuse a request that cannot be sent to other processes.
+    """Refuse a request that contains code, which cannot be sent to other processes.
 
     Raises:
         RequestError: it has logits processors.
@@ -63,7 +63,7 @@ def refuse_code(parallel: ParallelConfig, request: EngineRequest) -> None:
 
 
 def name_to_send(method: WorkerMethod) -> str:
-    """Return the name of a method for workers in other processes.
+    """Return the name of a method, to be sent to workers in other processes.
 
     Raises:
         RequestError: it is a function, not the name of a method.
@@ -78,10 +78,10 @@ def name_to_send(method: WorkerMethod) -> str:
 
 
 def refuse_engine_method(method: WorkerMethod) -> None:
-    """Refuse the method of a user's call if only the engine may call it.
+    """Refuse a user's call of a method that only the engine may call.
 
     Raises:
-        RequestError: it is such a method, or neither a name nor a function.
+        RequestError: only the engine may call the method, or it is neither a name nor a function.
     """
     if callable(method):
         return
@@ -99,15 +99,15 @@ def refuse_engine_method(method: WorkerMethod) -> None:
 
 
 def resolve_worker_class(parallel: ParallelConfig, platform_class: str) -> type:
-    """Return the class of the workers, with the methods of the user's extension if there is one.
+    """Return the class of the workers, extended by the user's extension class if there is one.
 
     Args:
-        parallel: names the classes.
-        platform_class: the class of the device, as "module:Class".
+        parallel: config that names the classes.
+        platform_class: worker class of the device, as "module:Class".
 
     Raises:
-        ConfigError: a class cannot be imported, or the extension has a method that the worker has
-            already.
+        ConfigError: a class cannot be imported, or the extension has a method that the worker class
+            already has.
     """
     worker_class: type = (
         load_class(platform_class)
@@ -132,12 +132,12 @@ def call_worker(
     """Call a method of a worker.
 
     Args:
-        worker: loaded.
-        method: its name, or a function to call with the worker.
-        args, kwargs: of the call.
+        worker: a loaded worker.
+        method: name of the method, or a function to call with the worker.
+        args, kwargs: arguments of the call.
 
     Raises:
-        RequestError: the worker has no such method, or it does not take these arguments.
+        RequestError: the worker has no such method, or the method does not accept these arguments.
     """
     if callable(method):
         return method(worker, *args, **kwargs)

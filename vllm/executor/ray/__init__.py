@@ -1,1 +1,1 @@
-"""Ranks in Ray actors."""
+"""Run ranks in Ray actors."""

@@ -1,4 +1,4 @@
-"""The actor of one rank in a Ray cluster. Nothing is unpickled but the bytes of messages."""
+"""Run one rank as an actor in a Ray cluster. Only the bytes of messages are unpickled."""
 
 import socket
 import threading
@@ -16,10 +16,10 @@ from vllm.version import __version__
 
 
 class RankActor:
-    """Handles messages in the order in which they come.
+    """Handles the messages of the engine, in the order in which they arrive.
 
     Args:
-        counts_threads: OMP_NUM_THREADS of this process is by Ray, which sets it to the CPUs that it
+        counts_threads: Ray has set OMP_NUM_THREADS of this process, to the number of CPUs that it
             reserves for the actor.
     """
 
@@ -30,19 +30,20 @@ class RankActor:
         self._listener: socket.socket | None = None
 
     def watch(self) -> None:
-        """Wait for the end of this actor, which the caller sees as an error of the call."""
+        """Block until this actor exits. The caller notices the exit as an error of this call."""
         threading.Event().wait()
 
     def ping(self) -> None:
-        """Answer, if this actor can."""
+        """Return at once, to show that this actor can answer."""
 
     def version(self) -> str:
-        """Return the version of the package on this machine."""
+        """Return the version of this package on the machine of the actor."""
         return __version__
 
     def open_address(self) -> tuple[str, int]:
-        """Listen at an address of this machine, where the ranks can meet: at VLLM_HOST_IP, or at
-        the address by which Ray knows the machine."""
+        """Listen at an address of this machine where the ranks connect: VLLM_HOST_IP, or the
+        address by which Ray knows the machine.
+        """
         import ray.util
 
         host = envs.get().VLLM_HOST_IP or ray.util.get_node_ip_address()
@@ -50,11 +51,11 @@ class RankActor:
         return host, self._listener.getsockname()[1]
 
     def start(self, data: bytes, address: tuple[str, int]) -> list[bytes]:
-        """Make the worker.
+        """Create the worker.
 
         Args:
-            data: a `StartRank`.
-            address: of rank 0, where the ranks meet.
+            data: an encoded `StartRank`.
+            address: address of rank 0, where the ranks connect.
         """
         start = decode_to_rank(data)
         assert isinstance(start, StartRank)
@@ -86,8 +87,7 @@ class RankActor:
         return []
 
     def handle(self, data: bytes) -> list[bytes]:
-        """Do what a message says, and return the answers. After a failure the engine ends this
-        actor."""
+        """Execute a message and return the answers. After a failure the engine ends this actor."""
         assert self._server is not None, "the first message is StartRank"
         try:
             self._server.handle(decode_to_rank(data))

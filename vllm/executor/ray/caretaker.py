@@ -1,8 +1,8 @@
-"""A program that ends what is left of a local Ray cluster when the process that has started it has
-ended: `python ray_caretaker.py PID:START ...`, with a pipe to that process as standard input.
+"""Kill what is left of a local Ray cluster after the process that started it has exited: `python
+ray_caretaker.py PID:START ...`, with a pipe to that process as standard input.
 
 Ray's agents notice the end of their cluster only after half a minute. Imports nothing of this
-package, so that it is small.
+package, to stay small.
 """
 
 import os
@@ -13,10 +13,10 @@ import psutil
 
 
 def main(arguments: list[str]) -> None:
-    """Wait for the end of standard input, then kill the processes.
+    """Wait until standard input is closed, then kill the processes.
 
     Args:
-        arguments: of each process its id and when it has started, as psutil says.
+        arguments: "id:start time" of each process, as psutil reports them.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,7 +1,7 @@
-"""Workers that are actors of a Ray cluster, on one machine or several.
+"""Run workers as actors of a Ray cluster, on one machine or several.
 
-An actor gets the same messages as a process of `multiproc`, as bytes, and does the same with them.
-All ranks are actors: the engine's own machine may have no device.
+An actor gets the same messages as a process of `multiproc`, as bytes, and handles them in the same
+way. All ranks are actors, because the engine's own machine may have no device.
 """
 
 import itertools
@@ -62,10 +62,10 @@ _NOTICE_TIMEOUT_S = 10.0
 
 
 class RayExecutor(Executor):
-    """Workers of a Ray cluster.
+    """Runs the workers in a Ray cluster.
 
     Args:
-        config: of the engine.
+        config: config of the engine.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -85,21 +85,21 @@ class RayExecutor(Executor):
 
     @property
     def failure_fd(self) -> int | None:
-        """Return the file descriptor that becomes readable when a rank fails."""
+        """File descriptor that becomes readable when a rank fails."""
         return None if self._watch is None else self._watch.failure_fd
 
     def check_health(self) -> None:
-        """Raise the failure of a rank that has failed."""
+        """Raise the error of a rank that has failed."""
         if self._watch is not None and self._watch.failure is not None:
             raise self._watch.failure
 
     # ---- the start ------------------------------------------------------------------------
 
     def start_workers(self) -> None:
-        """Join the cluster, start the actors, load the model on all ranks, and let them meet.
+        """Join the cluster, start the actors, load the model on all ranks, and connect the ranks.
 
         Raises:
-            ConfigError: there is no Ray, no cluster, or too few resources.
+            ConfigError: Ray is not installed, or there is no cluster, or it has too few resources.
         """
         self._start_actors()
         self.call_workers(Worker.load)
@@ -149,7 +149,7 @@ class RayExecutor(Executor):
         )
 
     def _check_versions(self) -> None:
-        """Check that all machines have the version of this package.
+        """Check that all machines have the same version of this package.
 
         Raises:
             ConfigError: a machine has another version.
@@ -206,14 +206,14 @@ class RayExecutor(Executor):
 
     @property
     def _sources(self) -> set[int]:
-        """Return the ranks whose results of steps are waited for."""
+        """The ranks whose step results are waited for."""
         return {0, self._layout.result_rank}
 
     def finish_step(self, refs: Sequence[Any]) -> ModelRunnerOutput:
-        """Wait for the result of a step, or for any rank that fails before it.
+        """Wait for the result of a step, or until a rank fails.
 
         Args:
-            refs: of the answers to the step, by rank.
+            refs: references to the answers, by rank.
         """
         limit_s = self._config.parallel.distributed_timeout_s
         deadline = time.monotonic() + limit_s
@@ -240,11 +240,10 @@ class RayExecutor(Executor):
         return output.with_errors(found[0].output.errors)
 
     def prepare(self, request: EngineRequest) -> "Future[str | None] | None":
-        """Tell the workers to load what a request needs, while it waits for its first step, which
-        waits for them.
+        """Tell the workers to load what a request needs. Its first step waits for that.
 
         Raises:
-            RequestError: the request has code, which cannot be sent.
+            RequestError: the request contains code, which cannot be sent.
         """
         refuse_code(self._config.parallel, request)
         if request.sampling_params.guided_decoding is not None or request.adapter is not None:
@@ -256,7 +255,7 @@ class RayExecutor(Executor):
         self._tell(ReleaseRequests(request_ids=list(request_ids)))
 
     def _tell(self, message: ToRank) -> None:
-        """Send a message that has no answer."""
+        """Send a message that has no answer to all workers."""
         self._unread.update((ref, rank) for rank, ref in enumerate(self._send(message)))
 
     def collective_rpc(
@@ -266,22 +265,24 @@ class RayExecutor(Executor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of all workers; arguments and results are plain values.
+        """Call a method of all workers. Arguments and results must be plain values.
 
         Raises:
-            RequestError: also when `method` is a function, which is not sent.
+            RequestError: the call is not possible; also if `method` is a function, which is not
+                sent.
         """
         name = name_to_send(method)
         answers = self._call(name, args, kwargs, is_user=True, timeout=timeout)
         return [decode_value(answer.value) for answer in answers]
 
     def stats(self) -> RunnerStats:
-        """Return counters of the rank that sends results, as of its last step."""
+        """Return the counters of the rank that sends results, as of its last step."""
         return self._stats
 
     def shutdown(self) -> None:
-        """End the actors and give their resources back; leave the cluster if this engine has joined
-        it."""
+        """End the actors and release their resources. Leave the cluster if this engine joined
+        it.
+        """
         ray, placement = self._ray, self._placement
         if ray is None:  # Ray is not installed, or no actor was started
             return
@@ -303,7 +304,7 @@ class RayExecutor(Executor):
     # ---- messages -------------------------------------------------------------------------
 
     def _send(self, message: ToRank, ranks: Sequence[int] | None = None) -> list[Any]:
-        """Send a message; returns a reference to the answers of each rank."""
+        """Send a message, and return a reference to the answers of each rank."""
         if not self._actors:
             raise RuntimeError("the executor has not started, or has been shut down")
         data = encode(message)
@@ -315,7 +316,7 @@ class RayExecutor(Executor):
     ) -> list[list[FromRank]]:
         """Return the answers to a call, by rank. Raise the failure of the first rank that fails.
 
-        A rank may work as long as it needs, if there is no `timeout`, but it has to be there.
+        Without a `timeout`, a rank may work as long as it needs, but it must respond to pings.
         """
         ranks = {ref: rank for rank, ref in enumerate(refs)}
         found: dict[int, list[FromRank]] = {}
@@ -337,8 +338,9 @@ class RayExecutor(Executor):
         return [found[rank] for rank in range(len(refs))]
 
     def _timeout_error(self, what: str, refs: Sequence[Any], limit_s: float) -> CollectiveError:
-        """Make the error of a call that has taken too long: it names the ranks that have not
-        finished. If one does not answer at all, raise an error about that."""
+        """Return the error for a call that took too long, with the ranks that have not finished. If
+        a rank does not respond at all, raise an error about that.
+        """
         self._check_answers(what)
         done, _ = self._ray.wait(list(refs), num_returns=len(refs), timeout=0)
         late = [rank for rank, ref in enumerate(refs) if ref not in done]
@@ -347,10 +349,10 @@ class RayExecutor(Executor):
         return CollectiveError(what, late[0], reason)
 
     def _check_answers(self, what: str) -> None:
-        """Check that the actors answer.
+        """Check that all actors respond.
 
         Raises:
-            CollectiveError: some do not, whatever they are doing.
+            CollectiveError: some actors do not respond.
         """
         assert self._watch is not None
         if silent := self._watch.unresponsive_ranks():
@@ -359,7 +361,7 @@ class RayExecutor(Executor):
             raise CollectiveError(what, silent[0], text)
 
     def _read(self, ref: Any, rank: int) -> list[FromRank]:
-        """Read the answers of a rank, which have arrived.
+        """Read the answers of a rank that have arrived.
 
         Raises:
             ConfigError, RankError: the rank has failed.
@@ -378,8 +380,9 @@ class RayExecutor(Executor):
         return answers
 
     def _raise_failure_of_another(self) -> None:
-        """Raise the end of an actor that has ended without a word, or name one that is stopped, if
-        there is one."""
+        """Raise the error of an actor that exited without a message, or that does not respond, if
+        there is one.
+        """
         assert self._watch is not None
         if (failure := self._watch.wait(_NOTICE_TIMEOUT_S)) is not None:
             raise failure
@@ -391,7 +394,7 @@ class RayExecutor(Executor):
 
 
 class _RayStep:
-    """A step in flight."""
+    """A step in flight on all Ray actors."""
 
     def __init__(self, executor: RayExecutor, refs: Sequence[Any]) -> None:
         self._executor = executor

@@ -1,4 +1,4 @@
-"""Decides where in a Ray cluster each rank runs."""
+"""Decide on which machine of a Ray cluster each rank runs."""
 
 import time
 from collections import Counter
@@ -22,7 +22,7 @@ _QUIET_S = 5.0
 
 @dataclass(frozen=True)
 class Placement:
-    """Machines on which ranks run."""
+    """The machines on which the ranks run."""
 
     group: Any
     """The placement group of Ray."""
@@ -35,12 +35,14 @@ class Placement:
 
 
 def place_ranks(parallel: ParallelConfig, resources: dict[str, float]) -> Placement:
-    """Reserve resources for each rank. A stage is on one machine, if the machines have room for all
-    stages so, and stages are on different machines where there are several.
+    """Reserve resources for each rank.
+
+    Each stage is on one machine if that is possible for all stages; different stages are on
+    different machines if there are several.
 
     Args:
         parallel: sizes of the groups, and how long to wait for machines and resources.
-        resources: of each rank, such as {"CPU": 1}.
+        resources: resources of each rank, such as {"CPU": 1}.
 
     Raises:
         ConfigError: the cluster does not have the resources.
@@ -74,11 +76,12 @@ def place_ranks(parallel: ParallelConfig, resources: dict[str, float]) -> Placem
 
 
 def _wait_for_machines(ray: Any, size: int, resources: dict[str, float], timeout_s: float) -> None:
-    """Wait until the cluster has the resources, free or not. A cluster that grows by demand is told
-    of it; machines of another one may join late.
+    """Wait until the cluster has the resources, free or in use.
+
+    A cluster with autoscaling is told what is needed. In other clusters, machines may join late.
 
     Raises:
-        ConfigError: it does not have them in time, or it is one that no machine will join.
+        ConfigError: the resources are not there in time, or no machine can join this cluster.
     """
     lack = _lack(ray.cluster_resources(), size, resources)
     if lack is None:
@@ -104,7 +107,7 @@ def _reserve(ray: Any, bundles: list[dict[str, float]], strategy: str, timeout_s
     """Return the placement group once it has its resources.
 
     Raises:
-        ConfigError: they are not free in time.
+        ConfigError: the resources are not free in time.
     """
     wanted = f"{len(bundles)} times {bundles[0]}"
     group = ray.util.placement_group(bundles, strategy=strategy)
@@ -126,7 +129,9 @@ def _reserve(ray: Any, bundles: list[dict[str, float]], strategy: str, timeout_s
 
 
 def _lack(there: dict[str, float], size: int, resources: dict[str, float]) -> str | None:
-    """Return what a cluster has too little of, as a sentence without its full stop."""
+    """Describe the resources that a cluster lacks, as a sentence without its full stop; None if it
+    has enough.
+    """
     for name, count in resources.items():
         total = there.get(name, 0)
         if total < count * size:
@@ -141,7 +146,7 @@ def _lack(there: dict[str, float], size: int, resources: dict[str, float]) -> st
 
 
 def _room(node: dict[str, Any], tensor_size: int, resources: dict[str, float]) -> int:
-    """Count the stages that a machine could run."""
+    """Return the number of stages that a machine could run."""
     if not node["Alive"]:
         return 0
     there = node["Resources"]
@@ -149,8 +154,9 @@ def _room(node: dict[str, Any], tensor_size: int, resources: dict[str, float]) -
 
 
 def _ordered(nodes: dict[int, str], here: str) -> list[int]:
-    """Sort the bundles: the fullest machines first, as a stage fits into one; and this one before
-    others like it."""
+    """Sort the bundles of ranks: the machines with the most bundles first, because a stage fits
+    into one machine, and the engine's machine before equal ones.
+    """
     on_node = Counter(nodes.values())
     return sorted(nodes, key=lambda b: (-on_node[nodes[b]], nodes[b] != here, nodes[b]))
 

@@ -1,4 +1,4 @@
-"""The Ray cluster of an engine. Ray is the extra `vllm[ray]`."""
+"""Join or start the Ray cluster of an engine. Ray is the extra `vllm[ray]`."""
 
 import socket
 import subprocess
@@ -25,7 +25,7 @@ def import_ray() -> Any:
     """Import the package `ray`.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: Ray is not installed.
     """
     try:
         import ray
@@ -41,12 +41,12 @@ def import_ray() -> Any:
 def initialize_ray_cluster(
     parallel_config: ParallelConfig | None = None, ray_address: str | None = None
 ) -> None:
-    """Join a Ray cluster: the one of `ray_address` or RAY_ADDRESS, or one that runs on this
-    machine; else start one. Nothing happens in a process that has joined one.
+    """Join a Ray cluster: at `ray_address` or RAY_ADDRESS, or one that runs on this machine. If
+    there is none, start one. Does nothing if this process has joined a cluster.
 
     Args:
-        parallel_config: of the engine that will use the cluster; not read, an engine takes what it
-            needs when it starts.
+        parallel_config: accepted for compatibility and not read; an engine requests what it needs
+            when it starts.
         ray_address: such as auto or 10.0.0.1:6379.
 
     Raises:
@@ -76,10 +76,10 @@ def initialize_ray_cluster(
 
 
 def _check_address(ray_address: str | None) -> None:
-    """Refuse the address of a cluster that is not there, which Ray would wait for.
+    """Refuse an address at which no cluster listens, because Ray would wait for it.
 
     Raises:
-        ConfigError: nothing listens at the address, or it is one of Ray Client.
+        ConfigError: nothing listens at the address, or it is an address of Ray Client.
     """
     address, origin = _find_address(ray_address)
     _refuse_client(address.startswith("ray://"))
@@ -108,8 +108,11 @@ def _refuse_client(is_client: bool) -> None:
 
 
 def _find_address(ray_address: str | None) -> tuple[str, str]:
-    """Return the address of a cluster that Ray will join, and where it is from. Empty: Ray will
-    start a cluster, or use one that it finds among the processes of this machine."""
+    """Return the address of the cluster that Ray will join, and the setting that contains it.
+
+    An empty address means that Ray will start a cluster, or use one among the processes of this
+    machine.
+    """
     if ray_address not in (None, "auto"):
         return str(ray_address), "in ray_address"
     ray_address = envs.of_launcher("RAY_ADDRESS") or ray_address
@@ -128,7 +131,7 @@ def _find_address(ray_address: str | None) -> tuple[str, str]:
 
 
 def _connect_error(host: str, port: int) -> str:
-    """Return why no server accepts a connection at an address; empty if one does."""
+    """Try to connect to an address, and return why this fails; empty if it succeeds."""
     try:
         socket.create_connection((host, port), _CONNECT_TIMEOUT_S).close()
     except OSError as error:
@@ -137,12 +140,12 @@ def _connect_error(host: str, port: int) -> str:
 
 
 def has_own_cluster() -> bool:
-    """Whether the cluster was started by `initialize_ray_cluster`, so no other machine joins it."""
+    """Return whether this process started its cluster, so that no other machine joins it."""
     return bool(_caretakers)
 
 
 def leave_ray_cluster() -> None:
-    """Leave the cluster of this process; one that it has started ends."""
+    """Leave the cluster of this process, and end the cluster if this process started it."""
     import_ray().shutdown()
     while _caretakers:
         caretaker = _caretakers.pop()
@@ -154,5 +157,7 @@ def _processes_below() -> set[psutil.Process]:
 
 
 def worker_environment() -> dict[str, str]:
-    """Return the variables of this process that workers on other machines get."""
+    """Return the environment variables of this process that are passed to workers on other
+    machines.
+    """
     return envs.passed_on()

@@ -1,4 +1,4 @@
-"""Notices that an actor of Ray has ended, also while nobody waits for it."""
+"""Notice the exit of Ray actors, even while no call waits for them."""
 
 import os
 import threading
@@ -16,15 +16,15 @@ _ANSWER_TIMEOUT_S = 3.0
 
 
 class ActorWatch:
-    """Waits for the end of actors in a thread.
+    """Waits in a thread for the exit of actors.
 
     Args:
-        ray: the package.
-        actors: by rank; each is a `RankActor`.
+        ray: the package `ray`.
+        actors: the `RankActor` of each rank.
 
     Attributes:
-        failure_fd: readable once an actor has ended.
-        failure: that has ended one.
+        failure_fd: file descriptor that becomes readable when an actor has exited.
+        failure: error of the actor that exited.
     """
 
     def __init__(self, ray: Any, actors: Sequence[Any]) -> None:
@@ -40,19 +40,22 @@ class ActorWatch:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> RankError | None:
-        """Return the failure of an actor, if there is one within `timeout_s`."""
+        """Wait up to `timeout_s` for the failure of an actor, and return it; None if no actor
+        fails.
+        """
         self._has_failed.wait(timeout_s)
         return self.failure
 
     def unresponsive_ranks(self) -> list[int]:
-        """Return the ranks whose actors do not answer: their processes are stopped, or their
-        machines cannot be reached."""
+        """Return the ranks whose actors do not respond, because their processes are stopped or
+        their machines cannot be reached.
+        """
         asked = [each.ping.options(concurrency_group=WATCH_GROUP).remote() for each in self._actors]
         _, silent = self._ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_TIMEOUT_S)
         return [rank for rank, call in enumerate(asked) if call in silent]
 
     def close(self) -> None:
-        """End the thread. The actors may end from here on."""
+        """End the thread. Actors may exit afterwards."""
         self._is_closing = True
         self._thread.join()
         os.close(self.failure_fd)
@@ -76,8 +79,8 @@ def exit_reason(rank: int, error: Exception) -> RankError:
     """Return the error that an engine reports when the actor of a rank has exited.
 
     Args:
-        rank: of the actor.
-        error: of Ray.
+        rank: rank of the actor.
+        error: error that Ray raised.
     """
     reason = " ".join(str(error).split())
     return RankError(f"rank {rank} (a Ray actor) has exited: {reason}")

@@ -1,7 +1,7 @@
-"""Tensors that a client or a program gives: tensors of torch, arrays of numpy, and base64 of a file
+"""Convert tensors from a client or a program: torch tensors, numpy arrays, and base64 of a file
 with one tensor.
 
-Does not import torch: a tensor has its own methods.
+Does not import torch, and calls only methods of the given tensor.
 """
 
 import base64
@@ -24,12 +24,13 @@ def dense_tensor(value: Any, dtypes: Sequence[str] = FLOATS) -> RawTensor:
     """Return a copy of a tensor.
 
     Args:
-        value: a tensor of torch on any device, an array, or base64 of a `torch.save` or safetensors
+        value: a torch tensor on any device, an array, or base64 of a `torch.save` or safetensors
             file with one tensor.
-        dtypes: accepted.
+        dtypes: accepted dtypes.
 
     Raises:
-        TensorFileError: it is something else. The message continues the name of the field.
+        TensorFileError: it is something else. The caller puts the name of the field before the
+            message.
     """
     if isinstance(value, (str, bytes)):
         return _decode(value, dtypes)
@@ -37,14 +38,15 @@ def dense_tensor(value: Any, dtypes: Sequence[str] = FLOATS) -> RawTensor:
 
 
 def check_finite(tensor: RawTensor, dtype: str) -> None:
-    """Refuse values that a model cannot compute with: the KV cache would keep them.
+    """Refuse values that are not finite in the dtype of the model, because the KV cache would keep
+    them.
 
     Args:
-        tensor: of floating point.
-        dtype: of the model.
+        tensor: floating-point tensor.
+        dtype: dtype of the model.
 
     Raises:
-        TensorFileError: one is NaN, infinite, or too large.
+        TensorFileError: a value is NaN, infinite, or too large.
     """
     width = _width_of(tensor.dtype) * _CHUNK_ELEMENTS
     for start in range(0, len(tensor.data), width):
@@ -57,7 +59,7 @@ def check_finite(tensor: RawTensor, dtype: str) -> None:
 
 
 def as_array(tensor: RawTensor) -> npt.NDArray[Any]:
-    """Return a tensor as an array; bfloat16, which numpy lacks, as float32."""
+    """Return a tensor as a numpy array. bfloat16, which numpy lacks, becomes float32."""
     if tensor.dtype == "bfloat16":
         return _as_floats(tensor.dtype, tensor.data).reshape(tensor.shape)
     return np.frombuffer(tensor.data, tensor.dtype).reshape(tensor.shape)
@@ -95,7 +97,7 @@ def _copy(value: Any, dtypes: Sequence[str]) -> RawTensor:
 
 
 def _bits(bfloats: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Return the bits of values that are exact in bfloat16."""
+    """Return the bfloat16 bits of float32 values that bfloat16 can represent exactly."""
     return (np.ascontiguousarray(bfloats).view(np.uint32) >> 16).astype(np.uint16)
 
 

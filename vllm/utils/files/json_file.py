@@ -1,4 +1,4 @@
-"""Reading the JSON files of a model folder."""
+"""Read the JSON files of a model folder."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        ConfigError: the file cannot be read, is not JSON, or holds something else.
+        ConfigError: the file cannot be read, is not JSON, or contains another type.
     """
     value = _read(path)
     if not isinstance(value, dict):
@@ -23,7 +23,7 @@ def read_json_array(path: Path) -> list[Any]:
     """Return the array in a JSON file.
 
     Raises:
-        ConfigError: the file cannot be read, is not JSON, or holds something else.
+        ConfigError: the file cannot be read, is not JSON, or contains another type.
     """
     value = _read(path)
     if not isinstance(value, list):

@@ -1,9 +1,9 @@
-"""Reads the single tensor in an untrusted file of `torch.save` or safetensors.
+"""Read the single tensor of an untrusted `torch.save` or safetensors file.
 
-`torch.load` is not used, not even with `weights_only=True`: it builds whatever tensor the file
-describes (sparse, quantized, nested, with any sizes and strides) before anyone can check it. Here
-the description is read as data and checked before any value is read; nothing is unpickled or
-called. Needs no torch.
+`torch.load` is not used, not even with `weights_only=True`: it builds any tensor that the file
+describes (sparse, quantized, nested, with any sizes and strides) before anyone can check it. This
+module reads the description as data, and checks it before it reads any value; nothing is unpickled
+or called. It does not need torch.
 """
 
 import io
@@ -58,12 +58,13 @@ _GLOBALS = {_REBUILD_TENSOR, _REBUILD_PARAMETER, _ORDERED_DICT, *_STORAGE_DTYPES
 
 
 class TensorFileError(ValueError):
-    """The file does not contain one tensor of a supported type; the message says what it
-    contains."""
+    """The file does not contain one tensor of a supported type. The message says what it
+    contains.
+    """
 
 
 class RawTensor(NamedTuple):
-    """A dense tensor without the library that made it."""
+    """A dense tensor as plain data, independent of the library that made it."""
 
     dtype: str
     """One of `FLOATS` or `INTEGERS`."""
@@ -73,7 +74,7 @@ class RawTensor(NamedTuple):
 
 
 class _OtherDtypeError(Exception):
-    """The tensor has no dtype that can be read; the message says what the file has."""
+    """The dtype of the tensor is not supported. The message says what the file has."""
 
 
 class _Storage(NamedTuple):
@@ -82,7 +83,7 @@ class _Storage(NamedTuple):
 
 
 class _View(NamedTuple):
-    """A tensor as `torch.save` describes it."""
+    """A tensor as `torch.save` describes it: a view of a storage."""
 
     storage: _Storage
     offset: int
@@ -91,18 +92,18 @@ class _View(NamedTuple):
 
 
 class _Global(str):
-    """The name of a function or class, which is never looked up."""
+    """The name of a function or class in a pickle, which is never looked up."""
 
 
 def read_tensor_file(data: bytes, dtypes: Sequence[str] = FLOATS) -> RawTensor:
     """Return the tensor of a `torch.save` file or of a safetensors file with one tensor.
 
     Args:
-        data: of the file.
-        dtypes: accepted; some of `FLOATS` and `INTEGERS`.
+        data: content of the file.
+        dtypes: accepted dtypes; some of `FLOATS` and `INTEGERS`.
 
     Raises:
-        TensorFileError: it is neither, or its tensor is not dense or has another dtype, or it
+        TensorFileError: it is neither kind of file, its tensor is not dense, has another dtype, or
             describes elements that the file does not have.
     """
     try:
@@ -139,9 +140,10 @@ def _read_torch(data: bytes) -> RawTensor:
 
 
 def _check_num_entries(data: bytes) -> None:
-    """Check the number before the list of entries is read, which may be as long as the file.
+    """Check the number of zip entries before their list is read, because the list may be as long as
+    the file.
 
-    `zipfile` does not rely on the number that the file states.
+    The number that the file states is not used, because `zipfile` does not rely on it.
     """
     if data.count(_ENTRY_SIGN) > _MAX_ENTRIES:
         raise TensorFileError("is a zip file, but not a torch.save file")
@@ -155,8 +157,7 @@ def _read_entry(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
 
 
 def _gather(view: _View, stored: bytes) -> RawTensor:
-    """Return the elements of a view in row-major order, none of them from outside of its
-    storage."""
+    """Return the elements of a view in row-major order. All of them must be inside its storage."""
     kind = np.dtype(_NUMPY_TYPES[view.storage.dtype])
     elements = np.frombuffer(stored, kind, len(stored) // kind.itemsize)
     if math.prod(view.shape) > len(elements):
@@ -196,7 +197,7 @@ def _read_safetensors(data: bytes) -> RawTensor:
 
 
 def _check_dimensions(count: int) -> None:
-    """Refuse shapes that fill a message, and more dimensions than numpy can have."""
+    """Refuse more dimensions than numpy supports. They would also fill the error message."""
     if count > _MAX_DIMENSIONS:
         raise TensorFileError(
             f"holds a tensor of {count} dimensions, and must have at most {_MAX_DIMENSIONS}"
@@ -209,8 +210,8 @@ def _check_dimensions(count: int) -> None:
 def _read_description(data: bytes) -> _View:
     """Read the pickle of a tensor as data.
 
-    A pickle is a program for a machine with a stack. Of its operations, those are known here that
-    put numbers, texts and tuples on the stack; a call is taken as a description of its result.
+    A pickle is a program for a stack machine. Only the operations that push numbers, strings and
+    tuples are supported; a call is read as a description of its result.
     """
     if b"\\" in data:  # escape sequences are refused: names of tensors do not need them
         raise TensorFileError("describes its tensor in an unknown way")
@@ -226,7 +227,7 @@ def _read_description(data: bytes) -> _View:
 
 
 class _DescriptionReader:
-    """The stack and the memo of the pickle."""
+    """Executes the operations of a pickle on its own stack and memo."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -237,7 +238,7 @@ class _DescriptionReader:
         """Execute one operation.
 
         Raises:
-            TensorFileError: the description of a dense tensor has no such operation.
+            TensorFileError: the operation is not part of the description of a dense tensor.
         """
         if name in _PUSHED:
             self.stack.append(argument)
@@ -256,7 +257,7 @@ class _DescriptionReader:
             raise TensorFileError(f"must hold one dense tensor and nothing else (found {name})")
 
     def _put(self, start: int, make: Callable[[list[Any]], Any]) -> None:
-        """Replace the top of the stack, from `start` on, by one object made of it."""
+        """Replace the items of the stack from `start` on by one object made of them."""
         if start < 0:
             raise IndexError("the stack is empty")
         self.stack[start:] = [make(self.stack[start:])]
@@ -306,7 +307,9 @@ _ACTIONS: dict[str, Callable[[_DescriptionReader, Any], None]] = {
 
 
 def _storage_of(saved_id: Any) -> _Storage:
-    """("storage", its type, key, place, number of elements)"""
+    """Check the description of a storage, which is ("storage", type, key, location, number of
+    elements), and return its dtype and key.
+    """
     word, kind, key, *_ = saved_id
     dtype = _STORAGE_DTYPES.get(kind) if isinstance(kind, _Global) else None
     if word != "storage" or dtype is None or not isinstance(key, str):
@@ -315,7 +318,7 @@ def _storage_of(saved_id: Any) -> _Storage:
 
 
 def _result_of(function: Any, arguments: Any) -> Any:
-    """Return what a call of one of `_GLOBALS` describes."""
+    """Return what a call of one of the functions in `_GLOBALS` describes."""
     if not isinstance(function, _Global):
         raise TensorFileError("has a damaged description of its tensor")
     if function == _ORDERED_DICT and arguments == ():
@@ -341,12 +344,12 @@ def _result_of(function: Any, arguments: Any) -> Any:
 
 
 def _are_sizes(values: Any) -> bool:
-    """Whether values are numbers of elements that an array could have."""
+    """Return whether the values are possible sizes of a numpy array."""
     return isinstance(values, tuple) and all(
         type(value) is int and 0 <= value < 2**48 for value in values
     )
 
 
 def _name(found: Any) -> str:
-    """Return a short word for an object that is not a tensor."""
+    """Return a short name for an object that is not a tensor, for messages."""
     return repr(str(found)) if isinstance(found, _Global) else type(found).__name__

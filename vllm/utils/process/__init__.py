@@ -1,1 +1,3 @@
-"""Processes and sockets: started, watched, killed at a deadline."""
+"""Start processes, watch them, and kill them at a deadline; helpers for their sockets and
+memory.
+"""

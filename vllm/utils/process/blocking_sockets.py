@@ -1,6 +1,8 @@
-"""Sockets whose calls wait without a limit, even in a program that has called
-`socket.setdefaulttimeout`, after which the kernel would limit the waits of every user of the
-socket."""
+"""Create sockets whose calls block without a time limit.
+
+`socket.setdefaulttimeout` in the program would otherwise make the kernel limit the waits of all
+users of the socket.
+"""
 
 import ctypes
 import os
@@ -16,7 +18,7 @@ _ADDRESS_BYTES = 128
 
 
 def blocking_pair() -> tuple[socket.socket, socket.socket]:
-    """Make two sockets that are connected."""
+    """Create two connected sockets."""
     pair = socket.socketpair()
     for each in pair:
         each.settimeout(None)
@@ -24,18 +26,19 @@ def blocking_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def blocking_socket(descriptor: int) -> socket.socket:
-    """Return the socket of a file descriptor, which it owns from here on."""
+    """Return a socket for a file descriptor. The socket owns the descriptor afterwards."""
     found = socket.socket(fileno=descriptor)
     found.settimeout(None)
     return found
 
 
 def set_socket_timeout(connection: socket.socket, option: int, timeout_s: float) -> None:
-    """Let the kernel end a call that waits for longer, with EAGAIN. It holds for all that use the
-    socket: a copy of this process, or a library.
+    """Limit how long a call of a socket may block; after that the kernel lets it fail with EAGAIN.
+
+    The limit applies to all users of the socket: forked processes and libraries.
 
     Args:
-        connection: blocks.
+        connection: a blocking socket.
         option: `SO_RCVTIMEO` or `SO_SNDTIMEO`.
         timeout_s: seconds, above 0.
     """
@@ -43,7 +46,7 @@ def set_socket_timeout(connection: socket.socket, option: int, timeout_s: float)
 
 
 def set_socket_timeouts_of(descriptor: int, port: int, option: int, timeout_s: float) -> None:
-    """Set the timeouts of a socket that a library owns, if it is connected to this port.
+    """Set a timeout of a socket that a library owns, if the socket is connected to `port`.
 
     Raises:
         OSError: it is not connected, or has been closed.

@@ -1,4 +1,4 @@
-"""A process that ends with the one that has started it, whose end and whose stop are noticed."""
+"""Run a child process that exits with its parent, and report when it exits or is stopped."""
 
 import contextlib
 import ctypes
@@ -28,10 +28,10 @@ _SIGNALS: dict[int, str] = {
 
 
 def describe_exit(code: int) -> str:
-    """Return how a process has ended, in words.
+    """Describe in words how a process has exited.
 
     Args:
-        code: as `subprocess.Popen.returncode`: of the process, or -N for the signal N.
+        code: exit code, or -N for the signal N, as in `subprocess.Popen.returncode`.
 
     >>> describe_exit(2), describe_exit(-15)
     ('exit code 2', 'ended by signal 15, SIGTERM')
@@ -48,18 +48,20 @@ def describe_exit(code: int) -> str:
 
 
 def leave_signals_to_parent() -> None:
-    """Ignore the signals that a terminal or a service manager sends to all processes: the parent
-    decides when this process ends."""
+    """Ignore SIGINT and SIGTERM, which a terminal or a service manager sends to all processes. The
+    parent decides when this process exits.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def set_parent_death_signal(parent: int) -> None:
-    """Let the kernel kill this process when the *thread* that has started it ends, even while this
+    """Make the kernel kill this process when the *thread* that started it exits, even while this
     process is stopped.
 
     Args:
-        parent: process id of the parent. If it is another one by now, this process ends.
+        parent: process id of the parent. If the parent is already a different process, this process
+            exits.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -68,8 +70,9 @@ def set_parent_death_signal(parent: int) -> None:
 
 
 def exit_with_parent(parent: int) -> None:
-    """Let only the parent of this process decide when it ends: `leave_signals_to_parent` and
-    `set_parent_death_signal`."""
+    """Let only the parent decide when this process exits: it ignores SIGINT and SIGTERM, and is
+    killed when the parent exits.
+    """
     leave_signals_to_parent()
     set_parent_death_signal(parent)
 
@@ -81,7 +84,7 @@ def name_process(name: str) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger has stopped a process (SIGSTOP)."""
+    """Return whether a signal or a debugger has stopped a process (SIGSTOP)."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] in ("T", "t")
@@ -90,15 +93,16 @@ def is_stopped(pid: int) -> bool:
 
 
 class ChildProcess:
-    """A process, and a thread that starts it, waits for its end and lives as long.
+    """Starts a process in a thread, which also waits for its end.
 
     Args:
-        command: of the process.
-        environment: of the process.
+        command: command line of the process.
+        environment: environment variables of the process.
 
     Attributes:
-        process: its standard input is a pipe.
-        stop_limit_s: how long a signal may stop it before it is killed; None: without limit.
+        process: the process; its standard input is a pipe.
+        stop_limit_s: seconds for which a signal may stop the process before it is killed; None: no
+            limit.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -111,7 +115,9 @@ class ChildProcess:
         self.process = started.result()
 
     def on_end(self, callback: Callable[[str], None]) -> None:
-        """Call this, in another thread, once the process has ended, with the cause."""
+        """Register a function to call, in another thread, after the process has exited. It gets the
+        reason as text.
+        """
         self._end.add_done_callback(lambda end: callback(end.result()))
 
     def _run(
@@ -135,7 +141,9 @@ class ChildProcess:
         self._end.set_result(cause or describe_exit(code))
 
     def _watch_stopped(self, process: "subprocess.Popen[bytes]") -> str | None:
-        """Wait until a stopped process continues, or kill it after the limit. Return why."""
+        """Wait until a stopped process continues, or kill it after the limit and return the
+        reason.
+        """
         # Count the checks instead of reading a clock: this process may also have been stopped, for
         # example by Ctrl-Z.
         num_looks = 0
@@ -150,11 +158,11 @@ class ChildProcess:
 
 
 def _next_stop(pid: int) -> bool:
-    """Wait until a signal stops a process (True), or it ends (False), and leave its exit code to
-    others.
+    """Wait until a signal stops a process (True) or the process exits (False). Its exit code
+    remains available to others.
 
     Raises:
-        ChildProcessError: another thread has taken its exit code.
+        ChildProcessError: another thread has taken the exit code.
     """
     found = os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
     if found is None or found.si_code != os.CLD_STOPPED:

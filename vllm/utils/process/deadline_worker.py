@@ -1,4 +1,4 @@
-"""Runs calls with a deadline in a separate process, which is killed at the deadline.
+"""Run calls in a separate process, which is killed at a deadline.
 
 For work on user input whose cost is not known beforehand: compiling a grammar, rendering a
 template. The process answers one call at a time; input and output are bytes, nothing is pickled.
@@ -8,9 +8,8 @@ template. The process answers one call at a time; input and output are bytes, no
             (0, result) or (1, message) <-         or what it raised, as text
 
 A child is forked by a `ForkServer` that has imported everything already, so after a process was
-killed, the next call does not wait for imports. A child outlives neither its parent nor its call:
-it ends when its connection does, and the kernel's alarm ends it if the parent dies in the middle of
-a call.
+killed, the next call does not wait for imports. A child does not outlive its parent or its call: it
+exits when its connection is closed, and a kernel alarm ends it if the parent exits during a call.
 """
 
 import contextlib
@@ -58,26 +57,27 @@ _MAX_FILES = 8
 
 
 def make_server(target: str, setup: bytes = b"", *, start_timeout_s: float = 120.0) -> ForkServer:
-    """Make a fork server whose children answer calls; nothing is started yet.
+    """Create a fork server whose children answer calls. Nothing is started yet.
 
     Args:
-        target: "module:function"; called once with `setup`, returns the function that answers the
-            calls. Its exceptions reach the caller as `CallFailed`.
-        setup: for `target`.
-        start_timeout_s: for the imports and the setup.
+        target: "module:function"; called once with `setup`, it returns the function that answers
+            the calls. Exceptions of that function reach the caller as `CallFailed`.
+        setup: argument of `target`.
+        start_timeout_s: time limit for the imports and the setup.
     """
     child = "vllm.utils.process.deadline_worker:_serve_calls"
     return ForkServer(target, setup, child, start_timeout_s=start_timeout_s)
 
 
 class DeadlineWorker:
-    """One child process, forked by the first call, and again after it was killed.
+    """A child process that answers calls. The first call forks it, and so does the first call after
+    it was killed.
 
     Thread-safe: calls wait for each other.
 
     Args:
         server: forks the process; several workers may share one.
-        max_memory_bytes: by how much calls may enlarge the address space of the child.
+        max_memory_bytes: how much calls may enlarge the address space of the child.
     """
 
     def __init__(self, server: ForkServer, *, max_memory_bytes: int = 2 * 2**30) -> None:
@@ -89,12 +89,12 @@ class DeadlineWorker:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child, or None."""
+        """Process id of the child; None if there is no child."""
         child = self._child
         return None if child is None else child.pid
 
     def start(self) -> None:
-        """Start the process if it is not ready for a call.
+        """Start the process unless it is ready for a call.
 
         Raises:
             WorkerError: it cannot be started.
@@ -106,14 +106,14 @@ class DeadlineWorker:
         """Call the handler and return its answer.
 
         Args:
-            argument: for the handler.
+            argument: argument of the handler.
             files: descriptors of open files. If there are any, the handler gets copies of them as
                 its second argument; they are closed after the call.
-            timeout_s: seconds from when the process has the argument; the start of a process and
-                the wait for other calls are not part of it.
+            timeout_s: seconds, counted from when the process has the argument. The start of a
+                process and the wait for other calls do not count.
 
         Raises:
-            DeadlineExceeded: no answer in time. The process is dead.
+            DeadlineExceeded: there was no answer in time. The process was killed.
             WorkerDied: the process ended by itself.
             CallFailed: the handler raised.
         """
@@ -121,7 +121,7 @@ class DeadlineWorker:
             return self._exchange(self._ready_child(), argument, timeout_s, files)
 
     def close(self) -> None:
-        """Kill the process, even during a call. A later call starts another one."""
+        """Kill the process, even during a call. A later call starts a new one."""
         self._end_call()
         while not self._lock.acquire(timeout=_LOOK_S):
             self._end_call()  # the process of the call may have been forked meanwhile
@@ -131,7 +131,7 @@ class DeadlineWorker:
             self._lock.release()
 
     def _end_call(self) -> None:
-        """End a running call, and so the wait for the lock."""
+        """Abort a running call, so that the lock becomes free."""
         if (child := self._child) is not None:
             self._server.kill(child)
             with contextlib.suppress(OSError):  # already closed
@@ -171,7 +171,9 @@ class DeadlineWorker:
 
 
 def _is_open(connection: socket.socket) -> bool:
-    """Whether the process at the other end is alive; it sends nothing without a call."""
+    """Return whether the process at the other end is alive. It sends nothing while there is no
+    call.
+    """
     connection.settimeout(0)
     try:
         return bool(connection.recv(1, socket.MSG_PEEK))
@@ -216,7 +218,7 @@ def _serve_calls(handler: Handler, connection: socket.socket) -> None:
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """Let the address space grow by this much, where the system can say how large it is."""
+    """Limit how much the address space of this process may grow, if the system reports its size."""
     try:
         with open("/proc/self/statm") as file:
             now = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

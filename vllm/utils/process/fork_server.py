@@ -1,14 +1,14 @@
-"""A process that has imported the modules of its children, so that forking one takes milliseconds.
+"""Fork children from a process that has imported their modules, so that a fork takes milliseconds.
 
 The libraries that compile grammars take seconds to import. Replacing a killed child would take as
 long, so they are imported once, in a process with one thread that only forks. Its children share
 its memory until they write to it.
 
-    parent                                              fork server
-    start   {module:function, setup}           ->       handler = module.function(setup)
-    fork    one end of a socket pair           ->       os.fork(): the child answers calls there
-            process id                         <-
-    reap    process id                         ->       os.waitpid()
+parent                                              fork server
+start   {module:function, setup}           ->       handler = module.function(setup)
+fork    one end of a socket pair           ->       os.fork(): the child answers calls there
+                                   process id                         <-
+reap    process id                         ->       os.waitpid()
 
 Independent of the work of the children: `serve_child` of the caller gets handler and socket.
 """
@@ -61,7 +61,7 @@ _BOOT = (
 
 
 class WorkerError(VllmError):
-    """A call got no answer."""
+    """A call got no answer from its process."""
 
 
 class DeadlineExceeded(WorkerError, TimeoutError):
@@ -73,7 +73,7 @@ class WorkerDied(WorkerError):
 
 
 class CallFailed(WorkerError):
-    """The called function raised; has its message. The process continues."""
+    """The called function raised; str() is its message. The process continues."""
 
 
 class _Start(msgspec.Struct):
@@ -88,8 +88,8 @@ class Child:
     """A process that answers calls.
 
     Attributes:
-        pid: its id; no other process gets it before `ForkServer.kill_and_remove`.
-        connection: to it. Closing it ends an idle child.
+        pid: its process id, which no other process gets before `ForkServer.kill_and_remove`.
+        connection: socket to it. Closing it ends an idle child.
     """
 
     pid: int
@@ -97,19 +97,20 @@ class Child:
 
 
 class ForkServer:
-    """One process that forks. It is started by `start` or the first fork, and again if it died.
+    """Forks children from one process. `start` or the first fork starts that process, and again if
+    it died.
 
     Thread-safe.
 
     Args:
-        target: "module:function"; called once in the process with `setup`, returns the handler
-            that every child has.
-        setup: for `target`.
+        target: "module:function"; called once in the process with `setup`, it returns the handler
+            for all children.
+        setup: argument of `target`.
         child: "module:function"; called in each child with the handler and its socket.
-        start_timeout_s: for the imports and `target`.
+        start_timeout_s: time limit for the imports and `target`.
 
     Attributes:
-        num_starts: processes started so far; more than one only after a death.
+        num_starts: number of times that the process was started; above one only if it died.
     """
 
     def __init__(
@@ -126,27 +127,32 @@ class ForkServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process exists; it may still be importing."""
+        """Whether the process exists. It may still be importing."""
         process = self._process
         return process is not None and process.poll() is None
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server, once it was started."""
+        """Process id of the fork server; None before the first start."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process and wait until it can fork; does nothing if it runs.
+        """Start the process and wait until it can fork. Does nothing if it runs already.
 
         Raises:
             CallFailed: `target` raised; the message is its own.
-            WorkerError: it cannot be started.
+            WorkerError: the process cannot be started.
         """
         with self._lock:
             self._running()
 
     def fork(self) -> Child:
-        """Fork a new child. Raises as `start`."""
+        """Fork a new child, and start the process first if necessary.
+
+        Raises:
+            CallFailed: `target` raised; the message is its own.
+            WorkerError: the process cannot be started.
+        """
         with self._lock:
             control = self._running()
             ours, theirs = blocking_pair()
@@ -167,7 +173,7 @@ class ForkServer:
             return Child(pid, ours)
 
     def kill(self, child: Child) -> None:
-        """Kill a child, even during a call; the waiting caller gets WorkerDied."""
+        """Kill a child, even during a call. The waiting caller gets WorkerDied."""
         # If the fork server has exited, init has reaped the child, and the id may belong to another
         # process. The child then exits by itself: when its connection closes, or by its alarm.
         if self.is_running:
@@ -175,13 +181,13 @@ class ForkServer:
                 os.kill(child.pid, signal.SIGKILL)
 
     def kill_and_remove(self, child: Child) -> None:
-        """Kill a child and forget it; once for each child."""
+        """Kill a child and release its process id and connection. Call this once per child."""
         self.kill(child)
         self._dead.append(child.pid)
         child.connection.close()
 
     def close(self) -> None:
-        """End the process, even while it starts. A later fork starts another one."""
+        """Kill the process, even while it starts. A later fork starts a new one."""
         if (process := self._process) is not None:
             process.kill()  # also ends a running start, which holds the lock
         with self._lock:
@@ -229,7 +235,9 @@ class ForkServer:
 
 
 def _how_ended(process: "subprocess.Popen[bytes]") -> str:
-    """Return how a process that has closed its connection has ended, in parentheses."""
+    """Return in parentheses how a process that has closed its connection exited; empty if it has
+    not exited.
+    """
     try:
         return f" ({describe_exit(process.wait(_END_TIMEOUT_S))})"
     except subprocess.TimeoutExpired:
@@ -245,8 +253,12 @@ def _end(process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
 def send(
     connection: socket.socket, data: bytes, deadline: float, files: Sequence[int] = ()
 ) -> None:
-    """Send all data, and the descriptors of open files; DeadlineExceeded if that takes too long,
-    OSError if the other end is closed."""
+    """Send all data, and the descriptors of open files.
+
+    Raises:
+        DeadlineExceeded: sending takes too long.
+        OSError: the other end is closed.
+    """
     _set_timeout(connection, deadline)
     try:
         if files:
@@ -259,11 +271,11 @@ def send(
 def receive_frame(
     connection: socket.socket, deadline: float, max_bytes: int = MAX_BYTES
 ) -> tuple[int, bytes]:
-    """Receive a frame: its kind and content.
+    """Receive a frame, and return its kind and content.
 
     Raises:
         DeadlineExceeded: it does not arrive in time.
-        WorkerDied: the other end is closed, or sends a longer message than `max_bytes`.
+        WorkerDied: the other end is closed, or the frame is longer than `max_bytes`.
     """
     try:
         return read_frame(_receiver(connection, deadline), max_bytes)
@@ -274,7 +286,12 @@ def receive_frame(
 
 
 def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
-    """Receive exactly this many bytes; raises as `receive_frame`."""
+    """Receive exactly `size` bytes.
+
+    Raises:
+        DeadlineExceeded: they do not arrive in time.
+        WorkerDied: the other end is closed.
+    """
     try:
         return read_exactly(_receiver(connection, deadline), size)
     except EOFError:
@@ -282,7 +299,9 @@ def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
 
 
 def _receiver(connection: socket.socket, deadline: float) -> Callable[[int], bytes]:
-    """Return what reads at most so many bytes; raises DeadlineExceeded after the deadline."""
+    """Return a function that reads at most the requested number of bytes, and raises
+    DeadlineExceeded after the deadline.
+    """
 
     def read(size: int) -> bytes:
         _set_timeout(connection, deadline)
@@ -305,7 +324,7 @@ def _set_timeout(connection: socket.socket, deadline: float) -> None:
 
 
 def _serve() -> None:
-    """Start, then fork until the parent closes the connection."""
+    """Run the fork server: import and set up, then fork until the parent closes the connection."""
     control = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)

@@ -1,9 +1,9 @@
-"""A copy of this process that runs one function.
+"""Run a function in a copy (fork) of this process.
 
-A copy has all imported modules at once, where a new interpreter takes seconds to import them. Only
-a process without other threads can be copied: the copy has none of them, and a lock that one of
-them held would stay locked for ever. A copy also keeps the memory of its parent, so that what the
-parent frees later stays allocated; hence the limit on it.
+A copy has all imported modules at once; a new interpreter takes seconds to import them. Only a
+process without other threads can be copied: the copy has none of them, and a lock that one of them
+held would stay locked for ever. A copy also keeps the memory of its parent, so what the parent
+frees later stays allocated. That is why large processes are not copied.
 """
 
 import contextlib
@@ -29,8 +29,9 @@ _NUM_LOOKS = 10
 
 
 def can_fork() -> bool:
-    """Whether this process can be copied: it runs Linux, has only this thread, which is the main
-    one, and little memory of its own."""
+    """Return whether this process can be copied: it runs on Linux, has only the main thread, and
+    uses little memory.
+    """
     if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         return False
     if threading.active_count() > 1 or _own_memory_bytes() > MAX_SHARED_BYTES:
@@ -49,18 +50,19 @@ def can_fork() -> bool:
 
 
 class ForkedProcess:
-    """A copy, with the methods of `subprocess.Popen`. `can_fork` has allowed it just before.
+    """A forked copy of this process, with the methods of `subprocess.Popen`. Check `can_fork`
+    first.
 
-    The copy ends with its parent (`exit_with_parent`). It has standard output and error, and the
-    descriptors it is given; all others are the null device there. `sys.stdout` and `sys.stderr` are
+    The copy exits with its parent (`exit_with_parent`). It keeps standard output and error and the
+    given descriptors; all others are replaced by the null device. `sys.stdout` and `sys.stderr` are
     new, signals have their default action, and no object of the parent is ever finalised.
 
     Args:
-        run: what the copy does; the result is its exit code.
-        descriptors: that it keeps.
+        run: function that the copy runs; its result is the exit code.
+        descriptors: file descriptors that the copy keeps.
 
     Raises:
-        OSError: the system has no memory for it.
+        OSError: the system has too little memory for the copy.
     """
 
     def __init__(self, run: Callable[[], int], descriptors: Collection[int]) -> None:
@@ -80,7 +82,7 @@ class ForkedProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def poll(self) -> int | None:
-        """Return how the process has ended, as `Popen.returncode`; None: it has not."""
+        """Return the exit code of the process, as `Popen.returncode`; None while it runs."""
         with self._lock:
             if self.returncode is None:
                 try:
@@ -93,10 +95,10 @@ class ForkedProcess:
             return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Wait until the process has ended, and return how.
+        """Wait until the process has exited, and return its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it has not ended within so many seconds.
+            subprocess.TimeoutExpired: it has not exited within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         wait_s = _FIRST_WAIT_S
@@ -109,7 +111,7 @@ class ForkedProcess:
         return code
 
     def kill(self) -> None:
-        """Kill it; nothing happens if it has ended."""
+        """Kill the process; does nothing if it has exited."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
@@ -120,7 +122,7 @@ def _run_copy(
     parent: int,
     signal_mask: Collection[int],
 ) -> NoReturn:
-    """Run the copy, which never returns to the frames of its parent."""
+    """Run the function in the copy and exit, without returning to the code of the parent."""
     code = 1
     try:
         exit_with_parent(parent)
@@ -148,8 +150,9 @@ def _text_stream(descriptor: int) -> io.TextIOWrapper:
 
 
 def _drop_descriptors(kept: Collection[int]) -> None:
-    """Replace all other descriptors by the null device: objects that still use one cannot damage a
-    file that gets its number."""
+    """Replace all other descriptors by the null device, so that an object that still uses one
+    cannot damage a file opened later.
+    """
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor not in kept and descriptor != null:
@@ -164,7 +167,7 @@ def _num_threads() -> int:
 
 
 def _own_memory_bytes() -> int:
-    """Return the memory of this process that belongs to no file."""
+    """Return the number of bytes of this process's memory that do not come from a file."""
     with open("/proc/self/status") as file:
         for line in file:
             if line.startswith("RssAnon"):

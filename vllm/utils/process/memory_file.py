@@ -1,4 +1,4 @@
-"""Files in memory, by which processes share data. They have no name in any folder."""
+"""Create files in memory, through which processes share data. They have no name in any folder."""
 
 import os
 
@@ -7,10 +7,10 @@ from vllm.errors import ConfigError
 
 def memory_file(name: str) -> int:
     """Return the descriptor of an empty file in memory. It is freed when the last descriptor is
-    closed, which the system does for a killed process.
+    closed, at the latest by the system when a process exits.
 
     Args:
-        name: what `/proc` shows.
+        name: name that `/proc` shows.
 
     Raises:
         ConfigError: the system has no such files.

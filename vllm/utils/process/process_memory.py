@@ -1,9 +1,9 @@
-"""Memory of this process: returns memory to the operating system, and excludes objects from garbage
+"""Return memory of this process to the operating system, and exclude objects from garbage
 collection.
 
 `discard` releases memory that is still allocated: its addresses stay valid, so C++ kernels that
-hold one never point to unmapped memory. `release_freed_memory` releases freed
-memory that the allocator of the C library would keep.
+hold one never point to unmapped memory. `release_freed_memory` releases freed memory that the
+allocator of the C library would keep.
 """
 
 import asyncio
@@ -29,13 +29,14 @@ def can_discard() -> bool:
 
 
 def discard(address: int, num_bytes: int) -> None:
-    """Release memory. All its bytes are 0 afterwards, and writing allocates it again.
+    """Release the content of allocated memory. All its bytes are 0 afterwards, and writing
+    allocates it again.
 
-    The system has whole pages only: parts of a page at both ends are cleared and kept.
+    The system releases whole pages only; partial pages at both ends are zeroed and kept.
 
     Args:
-        address: of memory that this process has allocated and does not use meanwhile.
-        num_bytes: its size.
+        address: start of memory that this process has allocated and does not use meanwhile.
+        num_bytes: size of the memory.
 
     Raises:
         OSError: the system refuses, for example because the memory is locked.
@@ -53,20 +54,23 @@ def discard(address: int, num_bytes: int) -> None:
 
 
 def release_freed_memory() -> bool:
-    """Release freed memory. Returns False if the C library cannot do that, or had nothing to
-    release."""
+    """Return freed memory to the system. Returns False if the C library cannot do that, or had
+    nothing to release.
+    """
     trim = getattr(_libc(), "malloc_trim", None)
     return trim is not None and bool(trim(0))
 
 
 class MemoryTrim:
-    """Calls `release_freed_memory` after a short delay, once for all requests in that time."""
+    """Calls `release_freed_memory` after a short delay, once for all calls of `schedule` in that
+    time.
+    """
 
     def __init__(self) -> None:
         self._timer: asyncio.TimerHandle | None = None
 
     def schedule(self) -> None:
-        """Schedule it. Call this in an event loop."""
+        """Schedule the release of freed memory. Call this in an event loop."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(DELAY_S, self._begin)
 
@@ -78,11 +82,12 @@ class MemoryTrim:
 def keep_for_good(*, collect: bool = True) -> None:
     """Exclude all objects that are alive now from later garbage collections.
 
-    Modules, models and tables stay until the end. A full collection that visits them would stop
-    the process, and with it all streams, for a quarter of a second.
+    Modules, models and tables stay until the end. A full collection that visits them would stop the
+    process, and with it all streams, for a quarter of a second.
 
     Args:
-        collect: collect garbage first, which takes as long. Imports leave hardly any.
+        collect: collect garbage first, which also takes as long. Not needed after imports, which
+            leave hardly any garbage.
     """
     if collect:
         gc.collect()

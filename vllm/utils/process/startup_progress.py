@@ -1,6 +1,5 @@
-"""Reports the progress of an engine's start from where the work is done to one listener.
-
-There is one listener per process. Without one, reports are dropped.
+"""Report the progress of an engine's start to one listener per process. Without a listener, reports
+are dropped.
 """
 
 import os
@@ -20,7 +19,9 @@ _START_TIME = 19
 
 
 def listen(listener: Listener | None) -> None:
-    """Call `listener(phase, done, total, eta_seconds)` from now on; None stops."""
+    """Call `listener(phase, done, total, eta_seconds)` on every report from now on; None removes
+    the listener.
+    """
     global _listener
     _listener = listener
 
@@ -29,9 +30,9 @@ def report(phase: str, done: int = 0, total: int = 0, eta_seconds: float | None 
     """Report the progress of a phase.
 
     Args:
-        phase: in words.
-        done: units of the phase that are done.
-        total: units of the phase; 0: unknown.
+        phase: name of the phase, in words.
+        done: number of finished units of the phase.
+        total: number of units of the phase; 0: unknown.
         eta_seconds: estimated seconds until the engine is ready, not only until the end of this
             phase; None: unknown.
     """
@@ -40,10 +41,10 @@ def report(phase: str, done: int = 0, total: int = 0, eta_seconds: float | None 
 
 
 def process_start() -> float:
-    """Return when this process began, in seconds of `time.monotonic()`.
+    """Return the time at which this process started, in seconds of `time.monotonic()`.
 
-    If the system does not provide it, or if it is long before the import of this module, because
-    the program did something else first: the time of that import.
+    The time of the import of this module is returned instead if the system does not report the
+    start, or if the start was long before, because the program did something else first.
     """
     if not _STAT.is_file():
         return _imported

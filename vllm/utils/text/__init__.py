@@ -1,1 +1,1 @@
-"""Texts: cut for the log, read as a stream, matched with patterns."""
+"""Process strings: shorten them for logs, read them as a stream, match them with patterns."""

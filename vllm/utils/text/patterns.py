@@ -1,4 +1,4 @@
-"""Regular expressions that users and checkpoints give."""
+"""Compile regular expressions from users and checkpoints."""
 
 import re
 
@@ -7,7 +7,7 @@ def compile_pattern(text: str) -> re.Pattern[str]:
     """Compile a regular expression.
 
     Raises:
-        ValueError: it is none, or Python cannot compile it; the message says why.
+        ValueError: it is not a regular expression that Python can compile; the message says why.
     """
     try:
         return re.compile(text)

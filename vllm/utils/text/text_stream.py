@@ -1,11 +1,12 @@
-"""A growing text, for parsers that are written as if the text were complete.
+"""Read a growing text, for parsers that are written as if the text were complete.
 
-A parser is a generator. It reads from a `TextStream`, and waits if everything is read and more may
-come: `yield from` any method that returns a `Wait`. The owner of the stream calls `add`, then
-resumes the generator. The result does not depend on how the text was split into pieces, if the
-parser only decides by text that it has read, not by text that happens to be available.
+A parser is a generator that reads from a `TextStream`. It waits if it has read everything and more
+text may come: use `yield from` with any method that returns a `Wait`. The owner of the stream calls
+`add`, then resumes the generator. The result does not depend on how the text was split into pieces,
+as long as the parser decides only by text that it has read, not by text that happens to be
+available.
 
-Every character is read a bounded number of times, so the work is linear in the text.
+Every character is read a bounded number of times, so the work is linear in the length of the text.
 """
 
 import re
@@ -20,10 +21,10 @@ _SPACE = re.compile(r"\s+")
 
 
 class Markers:
-    """Fixed texts to look for. None of them may contain another one.
+    """Fixed strings to search for in a text. No marker may contain another one.
 
     Args:
-        texts: not empty ones; no texts at all are never found.
+        texts: the markers, none of them empty. With no markers, nothing is ever found.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -33,14 +34,15 @@ class Markers:
         self._longest = max(map(len, texts), default=1)
 
     def search(self, text: str, start: int) -> "re.Match[str] | None":
-        """Return the first marker at or after `start`."""
+        """Return the match of the first marker at or after `start`; None if there is none."""
         return self._pattern.search(text, start)
 
     def safe_end(self, text: str, start: int) -> int:
-        """Return the position at which a marker may begin at the end of a text; else the text's
-        length.
+        """Return the index up to which a text cannot be part of a marker, even if more text is
+        added.
 
-        For texts in which `search` finds nothing.
+        This is the index at which a marker may begin at the end of the text, else the length of the
+        text. Call it only if `search` found nothing.
         """
         start = max(start, len(text) - self._longest + 1)
         while found := self._first_letter.search(text, start):
@@ -55,10 +57,10 @@ class TextStream:
     """A text that grows at its end and is read from its beginning.
 
     Attributes:
-        text: what may be read is here from `position` on.
-        position: where reading continues.
-        is_complete: nothing will be added any more.
-        num_read: characters that were read since the beginning of the text.
+        text: holds the unread text, from `position` on.
+        position: index of the next character to read.
+        is_complete: no more text will be added.
+        num_read: number of characters that were read since the beginning of the text.
     """
 
     def __init__(self) -> None:
@@ -75,7 +77,7 @@ class TextStream:
         self.position = 0
 
     def consume(self, num_characters: int) -> str:
-        """Read this many characters, which must be available."""
+        """Read and return this many characters, which must be available."""
         piece = self.text[self.position : self.position + num_characters]
         self.position += num_characters
         self.num_read += len(piece)
@@ -88,7 +90,7 @@ class TextStream:
         return "".join(taken)
 
     def more(self) -> Wait[bool]:
-        """Wait until something can be read. False: the text has ended."""
+        """Wait until there is unread text. Returns False if the text has ended."""
         while self.position >= len(self.text):
             if self.is_complete:
                 return False
@@ -96,7 +98,7 @@ class TextStream:
         return True
 
     def grow(self) -> Wait[bool]:
-        """Wait for more text. False: the text has ended."""
+        """Wait until more text is added. Returns False if the text has ended."""
         size = len(self.text) - self.position
         while len(self.text) - self.position == size:
             if self.is_complete:
@@ -105,16 +107,18 @@ class TextStream:
         return True
 
     def peek(self) -> Wait[str]:
-        """Return the next character, unread. Empty: the text has ended."""
+        """Return the next character without reading it; an empty string if the text has ended."""
         return self.text[self.position] if (yield from self.more()) else ""
 
     def skip_space(self) -> Wait[str]:
-        """Read white space; returns the character after it, unread. Empty: the text has ended."""
+        """Skip white space, and return the character after it without reading it; an empty string
+        if the text has ended.
+        """
         yield from self.read_run(_SPACE)
         return (yield from self.peek())
 
     def read_run(self, pattern: "re.Pattern[str]") -> Wait[str]:
-        """Read as many characters as match.
+        """Read as many characters as match the pattern.
 
         Args:
             pattern: one or more characters of a set, such as `[a-z]+`.
@@ -128,7 +132,7 @@ class TextStream:
         return "".join(pieces)
 
     def read_literal(self, literal: str) -> Wait[bool]:
-        """Read exactly this text, or nothing. Returns whether it was there."""
+        """Read exactly this text, or nothing. Returns whether the text was found."""
         while not self.text.startswith(literal, self.position):
             num_unread = len(self.text) - self.position
             if num_unread >= len(literal) or not literal.startswith(self.text[self.position :]):
@@ -142,11 +146,11 @@ class TextStream:
         """Read the text before the first marker.
 
         Args:
-            markers: where to stop.
-            sink: gets the text in pieces, as soon as they cannot belong to a marker.
+            markers: the markers at which to stop.
+            sink: receives the text in pieces, as soon as they cannot be part of a marker.
 
         Returns:
-            The marker, unread. Empty: the text has ended without one.
+            The marker, which is not read; an empty string if the text has ended without one.
         """
         while True:
             found = markers.search(self.text, self.position)
