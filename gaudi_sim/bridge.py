@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,13 @@ from gaudi_sim.kernels.kernels import register
 from gaudi_sim.vendor import bridge_config, install_vendor, random
 from gaudi_sim.vendor.hpu import Event, device_module
 from vllm.cost_model.cards import CARDS
-from vllm.platforms.habana.bridge import DeviceCounters, DeviceEvent, FusedKernels, MemoryInfo
+from vllm.platforms.habana.bridge import (
+    COMPILE_BACKEND,
+    DeviceCounters,
+    DeviceEvent,
+    FusedKernels,
+    MemoryInfo,
+)
 from vllm.platforms.habana.kernels import BridgeKernels
 from vllm.platforms.habana.parts import NEWEST, Version, absent_of_release, find_parts, log_absent
 
@@ -41,6 +48,7 @@ class SimBridge:
         has_lazy_collectives: bool = False,
         keeps_graph_tensors: bool = False,
         records_graphs: bool = True,
+        traces: bool = True,
         recipe_cache: str | None = None,
         release: Version = NEWEST,
         absent: Iterable[str] = (),
@@ -57,6 +65,9 @@ class SimBridge:
             keeps_graph_tensors: HPU graphs keep their inputs and intermediate tensors, as with
                 PT_HPUGRAPH_DISABLE_TENSOR_CACHE=0.
             records_graphs: HPU graphs can be replayed with values.
+            traces: `torch.compile` traces a function for each of its shapes. Otherwise a compiled
+                function runs as it is written, and its operators are one recipe, which takes much
+                less time on the host.
             recipe_cache: where compiled recipes outlive the process, in the form of
                 PT_HPU_RECIPE_CACHE_CONFIG; None is nowhere.
             release: of the bridge, which has no part that came later.
@@ -79,6 +90,7 @@ class SimBridge:
             records_graphs=records_graphs,
             recipe_cache=RecipeCache.from_config(recipe_cache) if recipe_cache else None,
         )
+        self._traces = traces
         install(
             self.card,
             execute=execute,
@@ -111,6 +123,11 @@ class SimBridge:
     @property
     def is_lazy(self) -> bool:
         return self.card.is_lazy
+
+    @property
+    def is_recording(self) -> bool:
+        # While torch traces, the state of the card must not be read: it would be guarded.
+        return self.is_lazy or torch.compiler.is_compiling() or self.card.is_recording
 
     @property
     def kernels(self) -> FusedKernels:
@@ -162,6 +179,23 @@ class SimBridge:
         if not self.is_lazy:
             raise RuntimeError("HPU graphs need lazy mode (PT_HPU_LAZY_MODE=1)")
         return wrap_in_hpu_graph(module, self.card)
+
+    def compile(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        if self._traces:
+            traced: Callable[..., Any] = torch.compile(function, backend=COMPILE_BACKEND, **options)
+            return traced
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.card.compiled_region():
+                return function(*args, **kwargs)
+
+        return run
+
+    def compile_module(self, module: nn.Module, **options: Any) -> None:
+        if self._traces:
+            module.compile(backend=COMPILE_BACKEND, **options)
+        else:
+            module.forward = self.compile(module.forward)
 
     def counters(self) -> DeviceCounters:
         return self.card.counters()

@@ -164,6 +164,8 @@ class SimulatedCard:
             self.clock.host_s += constants.RECORD_OP_S
             self._step.append(signature)
             return
+        if self._recipes_seen is not None:
+            self._recipes_seen.append((signature,))
         if signature not in self._recipes:
             self._compile_operator(signature)
         self._launch(constants.LAUNCH_EAGER_OP_S, signature.compute_s)

@@ -75,15 +75,18 @@ def test_the_mode_that_is_planned_is_said(model, monkeypatch, capsys):
     envs.get.cache_clear()
     try:
         assert main(["plan", model, "--device", "gaudi2", "--max-num-seqs", "1", "-tp", "1"]) == 0
-        first = capsys.readouterr().out.splitlines()[1]
-        assert "torch.compile (PT_HPU_LAZY_MODE=0, as set here) is not planned" in first
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1] == "Planned for torch.compile: serve with PT_HPU_LAZY_MODE=0"
+        monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
+        envs.get.cache_clear()
         flags = ["--device", "gaudi2", "--max-num-seqs", "1", "--enforce-eager", "--json"]
         assert main(["plan", model, *flags]) == 0
     finally:
         monkeypatch.undo()
         envs.get.cache_clear()
     found = json.loads(capsys.readouterr().out)
-    assert "without HPU graphs (--enforce-eager)" in found["mode"]
+    mode = "lazy mode without HPU graphs (--enforce-eager)"
+    assert found["mode"] == f"Planned for {mode}: serve with PT_HPU_LAZY_MODE=1"
     assert found["start"]["decode"]["num_graphs"] == 0
 
 

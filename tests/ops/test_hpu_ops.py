@@ -136,7 +136,7 @@ def test_the_kernel_of_the_norm_gets_at_least_three_dimensions():
         return x.clone()
 
     kernels = SimpleNamespace(rms_norm=rms_norm, has=lambda name: name == "FusedRMSNorm")
-    ops = HPUOps(SimpleNamespace(kernels=kernels, is_lazy=True, fp8_max=240.0))
+    ops = HPUOps(SimpleNamespace(kernels=kernels, is_recording=True, fp8_max=240.0))
     for shape in [(7, 16), (7, 2, 16), (16,)]:
         assert ops.rms_norm(torch.randn(shape), torch.ones(16), 1e-5).shape == shape
     assert shapes == [(1, 7, 16), (7, 2, 16), (1, 1, 16)]
@@ -165,7 +165,7 @@ def test_attention_within_images_is_the_fused_kernel_where_there_is_one():
 
     for name in ("FusedSDPA", "none"):
         kernels = SimpleNamespace(sdpa=sdpa, has=name.__eq__)
-        ops = HPUOps(SimpleNamespace(kernels=kernels, is_lazy=True, fp8_max=240.0))
+        ops = HPUOps(SimpleNamespace(kernels=kernels, is_recording=True, fp8_max=240.0))
         for mask in (None, torch.ones(9, 9).bool(), torch.ones(2, 1, 1, 9).bool()):
             ops.full_attention(*inputs, mask)
     assert masks == [None, (2, 1, 9, 9), (2, 1, 9, 9)]

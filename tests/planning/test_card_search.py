@@ -121,7 +121,7 @@ def test_goals_that_one_card_meets_need_one_card(dense_folder):
     assert found.choice.misses == ()
     held = most_requests(make_plan(dense_folder, 1, found.choice.max_num_seqs), lengths)
     assert found.choice.max_num_seqs <= held
-    command = serve_command(found.choice, "a model", ["--max-model-len", "1024"])
+    command = serve_command(found, "a model", ["--max-model-len", "1024"])
     assert command == (
         "PT_HPU_LAZY_MODE=1 vllm serve 'a model' --max-model-len 1024 --tensor-parallel-size 1 "
         f"--max-num-seqs {found.choice.max_num_seqs}"

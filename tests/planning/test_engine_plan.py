@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import vllm.ops
-from tests.hpu import simulated_hpu
+from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.quantized_checkpoints import FORMATS, made_once
 from tests.tiny_images import make_tiny_images
 from tests.tiny_models import make_tiny_model
@@ -253,6 +253,34 @@ def test_a_planned_start_makes_the_graphs_and_recipes_of_a_warm_up(enforce_eager
         captured = after.graph_captures - before.graph_captures
         assert captured == (0 if enforce_eager else len(plan.shapes))
         assert start.cold_s == start.compile_s + start.cached_s
+
+
+@pytest.mark.parametrize("mode", ["torch.compile", "eager"])
+def test_a_plan_compiles_the_recipes_of_an_engine_in_eager_mode(mode, checkpoint):
+    """A layer is one recipe of a plan as well, although torch does not trace it."""
+    settings = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 128}
+    settings |= {"enforce_eager": MODES[mode][1], "skip_tokenizer_init": True}
+    settings |= {"dtype": "bfloat16", "model": checkpoint("llama"), "num_gpu_blocks_override": 9}
+    with simulated_hpu(PT_HPU_LAZY_MODE=0, VLLM_HPU_SIM_STRICT=0, **FEW_BUCKETS) as bridge:
+        worker, _ = started_worker(EngineArgs(device="hpu", **settings))
+        run_warm_up(worker)
+        made = bridge.counters()
+        plan = make_engine_plan(EngineArgs(**settings), "gaudi2")
+        for shape in plan.shapes:
+            plan.record(partial(plan.worker.runner.warm_up, shape, sampling="warm_up"))
+        planned, start = plan.bridge.counters(), plan_start(plan)
+        assert plan.worker.runner.launches.execution.name == mode
+        assert planned.compilations == made.compilations
+        assert (made.compilations > 0) == (mode == "torch.compile")
+        assert planned.compile_s == pytest.approx(made.compile_s, 0.03)
+        assert plan.report.launch_bytes == pytest.approx(worker._report.launch_bytes, 0.02)
+        launches = worker.runner.launches
+        buckets = (*launches.planner.catalog.prefill, *launches.planner.catalog.decode)
+        assert [*plan.catalog.prefill, *plan.catalog.decode] == list(buckets)
+        assert sum(phase.num_shapes for phase in start.phases) == sum(
+            len(launches.launch_shapes(bucket)) for bucket in buckets
+        )
+        assert not any(phase.num_graphs for phase in start.phases) and start.compile_s > 0
 
 
 def test_plans_of_other_cards_leave_the_work_of_a_plan_as_it_is(checkpoint):

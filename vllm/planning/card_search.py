@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.cost_model.fitted import Fitted
 from vllm.errors import ConfigError
-from vllm.planning.engine_plan import EnginePlan
+from vllm.planning.engine_plan import EnginePlan, mode_setting
 from vllm.planning.engine_throughput import most_requests, predict_plan, serving_cost
 from vllm.planning.throughput.goals import Choice, Goals, search
 from vllm.planning.throughput.prediction import Lengths, Prediction
@@ -112,15 +112,16 @@ def _predict(plan: EnginePlan, lengths: Lengths, most: int, fitted: Fitted | Non
     return predict_plan(plan, serving_cost(plan, fitted), range(1, most + 1), lengths)
 
 
-def serve_command(choice: Choice, model: str, flags: Sequence[str] = ()) -> str:
+def serve_command(found: FoundCards, model: str, flags: Sequence[str] = ()) -> str:
     """Return the command that starts the chosen engine.
 
     Args:
-        choice: number of cards and limit of requests.
+        found: cards, limit of requests and mode.
         model: name or folder.
         flags: all other flags of the engine.
     """
-    words = ["PT_HPU_LAZY_MODE=1", "vllm", "serve", model, *flags]  # plans are made for lazy mode
+    choice, setting = found.choice, mode_setting(is_lazy=found.plan.bridge.is_lazy)
+    words = [setting, "vllm", "serve", model, *flags]
     words += ["--tensor-parallel-size", str(choice.num_cards)]
     words += ["--max-num-seqs", str(choice.max_num_seqs)]
     return shlex.join(words)

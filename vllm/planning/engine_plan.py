@@ -206,6 +206,11 @@ class EnginePlan:
         return result, LaunchWork.of(launched)
 
 
+def mode_setting(*, is_lazy: bool) -> str:
+    """Return the environment variable that lets an engine run in a mode, with its value."""
+    return f"PT_HPU_LAZY_MODE={int(is_lazy)}"
+
+
 def make_engine_plan(args: EngineArgs, device: str, num_cards: int = 1) -> EnginePlan:
     """Plan an engine.
 

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from vllm import envs
 from vllm.bucketing import Bucket, plan_buckets
 from vllm.bucketing.ledger import GRAPHS, MemoryClass
 from vllm.config import VllmConfig
 from vllm.cost_model.measured import Measured
 from vllm.engine.arg_utils import EngineArgs
-from vllm.planning.engine_plan import EnginePlan, StageRoom
+from vllm.planning.engine_plan import EnginePlan, StageRoom, mode_setting
 from vllm.planning.engine_throughput import is_speed_known, serving_cost, throughput_grid
 from vllm.planning.fit import planned_or_nearest
 from vllm.planning.host import start_on_host
@@ -147,7 +146,7 @@ def describe(engine: EnginePlan, device: str, measured: Measured | None = None) 
         throughput=tuple(throughput),
         measured="" if measured is None else measured.describe(),
         buckets=buckets,
-        mode=_mode(config),
+        mode=_mode(engine),
         stages=engine.stages if len(engine.stages) > 1 else (),
         bucket_s=bucket_s,
         completed=_completed(engine),
@@ -171,15 +170,20 @@ def _completed(engine: EnginePlan) -> str:
     )
 
 
-def _mode(config: VllmConfig) -> str:
+_MODES = {
+    (True, False): "lazy mode with HPU graphs",
+    (True, True): "lazy mode without HPU graphs (--enforce-eager)",
+    (False, False): "torch.compile",
+    (False, True): "eager mode (--enforce-eager)",
+}
+"""Names by (lazy, enforce_eager)."""
+
+
+def _mode(engine: EnginePlan) -> str:
     """Return the mode of execution that is planned."""
-    graphs = (
-        "without HPU graphs (--enforce-eager)" if config.model.enforce_eager else "with HPU graphs"
-    )
-    text = f"Planned for lazy mode {graphs}: serve with PT_HPU_LAZY_MODE=1"
-    if envs.get().PT_HPU_LAZY_MODE is False:
-        text += "; torch.compile (PT_HPU_LAZY_MODE=0, as set here) is not planned"
-    return text
+    is_lazy = engine.bridge.is_lazy
+    name = _MODES[is_lazy, engine.config.model.enforce_eager]
+    return f"Planned for {name}: serve with {mode_setting(is_lazy=is_lazy)}"
 
 
 def plan_memory(engine: EnginePlan) -> MemorySection:

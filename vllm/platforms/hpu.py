@@ -183,7 +183,7 @@ class HPUPlatform(Platform):
 class PlannedPlatform(HPUPlatform):
     """A card that this machine need not have, to find out what an engine would do on it.
 
-    It has HPU graphs. Nothing is computed that is run in `HabanaBridge.dry_run`.
+    Nothing is computed that is run in `HabanaBridge.dry_run`.
 
     Args:
         card: a key of `cost_model.cards.CARDS`.
@@ -278,16 +278,22 @@ def _open_simulation(model: str) -> "HabanaBridge":
     )
 
 
+def plans_lazy_mode() -> bool:
+    """Return whether a planned card runs in lazy mode, as it does unless PT_HPU_LAZY_MODE is 0."""
+    return envs.get().PT_HPU_LAZY_MODE is not False
+
+
 def _open_planned(card: str, pool_bytes: int | None) -> "HabanaBridge":
     from gaudi_sim.bridge import SimBridge
 
     settings = envs.get()
     return SimBridge(
         card,
-        is_lazy=True,
+        is_lazy=plans_lazy_mode(),
         has_lazy_collectives=True,
         keeps_graph_tensors=settings.PT_HPUGRAPH_DISABLE_TENSOR_CACHE is False,
         records_graphs=False,
+        traces=False,
         pool_bytes=pool_bytes,
     )
 

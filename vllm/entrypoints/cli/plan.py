@@ -162,7 +162,7 @@ def _plan(args: argparse.Namespace, device: str, host_bytes: int | None) -> int:
         plan = describe(engine, device, measured)
     as_json, lines = plan.as_json(), list(plan_lines(plan))
     if found is not None:
-        command = serve_command(found.choice, plan.model, flags)
+        command = serve_command(found, plan.model, flags)
         as_json["goals"] = found_object(found, command)
         lines += ["", *found_lines(found, command)]
     if traffic is not None and engine is not None:

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from vllm.ops.expert_options import SILU_EXPERTS, ExpertBiases, ExpertOptions
 from vllm.ops.native.operators import NativeOps
-from vllm.platforms.habana.bridge import FusedKernels
+from vllm.platforms.habana.bridge import FusedKernels, HabanaBridge
 
 NATIVE = NativeOps()
 """Made here: of an object that is made while they trace, torch 2.10 and 2.11 cannot trace a default
@@ -56,15 +55,14 @@ class CardExperts:
     """
 
     kernels: FusedKernels
-    is_lazy: bool
-    """Operators are recorded."""
+    bridge: HabanaBridge
     operators: ExpertOperators
     options: ExpertOptions
 
     @property
     def can_fuse(self) -> bool:
         """Whether fused operators for experts can be called: in lazy mode, or while compiling."""
-        return self.is_lazy or torch.compiler.is_compiling()
+        return self.bridge.is_recording
 
     def is_plain(self, biases: ExpertBiases) -> bool:
         """Return whether every fused operator supports these experts: silu without biases."""

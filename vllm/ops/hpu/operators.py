@@ -45,7 +45,7 @@ class HPUOps(NativeOps):
             assert isinstance(platform, HPUPlatform)
             bridge = platform.bridge
         self._kernels = bridge.kernels
-        self._is_lazy, self._operators = bridge.is_lazy, ExpertOperators.of(bridge.kernels)
+        self._bridge, self._operators = bridge, ExpertOperators.of(bridge.kernels)
         self._fp8_max = bridge.fp8_max
         # Asked once here, because compiled code cannot ask.
         self._has_rms_norm = self._kernels.has("FusedRMSNorm")
@@ -88,7 +88,7 @@ class HPUOps(NativeOps):
         return HPUFp8Experts(gates, ups, downs, biases, self._fp8_max, card)
 
     def _card(self, options: ExpertOptions) -> CardExperts:
-        return CardExperts(self._kernels, self._is_lazy, self._operators, options)
+        return CardExperts(self._kernels, self._bridge, self._operators, options)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: int = 0) -> Tensor:
         if weight.shape != x.shape[-1:]:

@@ -4,10 +4,10 @@ The facts in the docstrings are about the published bridge (builds 1.19 and late
 model, no bucket and no scheduler.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -380,6 +380,11 @@ class HabanaBridge(Protocol):
         """Operators are recorded up to `mark_step` (HPU graphs); else eager (torch.compile)."""
 
     @property
+    def is_recording(self) -> bool:
+        """Whether operators become part of a recipe here: always in lazy mode, and in eager mode
+        inside of a compiled function. Compilers can trace it."""
+
+    @property
     def collectives_backend(self) -> str:
         """For `torch.distributed.init_process_group`; registered with torch when this returns."""
 
@@ -434,6 +439,17 @@ class HabanaBridge(Protocol):
         count by shape, everything else by value, so numbers that change belong in tensors.
         Only tensors reachable from the returned object stay allocated.
         """
+
+    def compile(self, function: "Callable[..., Any]", **options: object) -> "Callable[..., Any]":
+        """Return a function whose calls run as compiled recipes; eager mode only.
+
+        Args:
+            function: a function or a module; it does not change.
+            options: of `torch.compile`, without the backend.
+        """
+
+    def compile_module(self, module: "nn.Module", **options: object) -> None:
+        """Let calls of a module run as compiled recipes from now on; see `compile`."""
 
     def counters(self) -> DeviceCounters: ...
 

@@ -5,7 +5,7 @@ Written from the published interface; it has not run on a card. Uses names and a
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from importlib import import_module
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import (
+    COMPILE_BACKEND,
     OUT_OF_MEMORY_TEXT,
     DeviceCounters,
     DeviceEvent,
@@ -75,6 +76,10 @@ class RealBridge:
     @property
     def is_lazy(self) -> bool:
         return self._is_lazy
+
+    @property
+    def is_recording(self) -> bool:
+        return self._is_lazy or torch.compiler.is_compiling()
 
     @property
     def collectives_backend(self) -> str:
@@ -141,6 +146,13 @@ class RealBridge:
             raise RuntimeError("HPU graphs need lazy mode (PT_HPU_LAZY_MODE=1)")
         wrapped: nn.Module = self._hthpu.wrap_in_hpu_graph(module, disable_tensor_cache=True)
         return wrapped
+
+    def compile(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        compiled: Callable[..., Any] = torch.compile(function, backend=COMPILE_BACKEND, **options)
+        return compiled
+
+    def compile_module(self, module: nn.Module, **options: Any) -> None:
+        module.compile(backend=COMPILE_BACKEND, **options)
 
     def counters(self) -> DeviceCounters:
         compiled = self._stats("graph_compilation")

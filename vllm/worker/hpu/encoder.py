@@ -19,7 +19,7 @@ from vllm.model_executor.models.interface import LayeredModel
 from vllm.model_executor.models.text_of_images import make_encoder
 from vllm.multimodal.interface.family import MediaFamily
 from vllm.multimodal.job import family_of_model, largest_image
-from vllm.platforms.habana.bridge import COMPILE_BACKEND, HabanaBridge
+from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.hpu.memory.memory_profile import Attempt, attempt
 from vllm.worker.parts.encoded_media import agreement
 
@@ -79,9 +79,8 @@ class CardEncoder:
             dynamo: Any = torch._dynamo.config
             wanted = 1 + len(self.sizes)
             dynamo.cache_size_limit = max(dynamo.cache_size_limit, wanted)
-            self._run = torch.compile(
+            self._run = bridge.compile(
                 self._run,
-                backend=COMPILE_BACKEND,
                 fullgraph=config.hpu.compile_fullgraph,
                 dynamic=False,
             )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.config import VllmConfig
-from vllm.platforms.habana.bridge import COMPILE_BACKEND, HabanaBridge
+from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.hpu.launches.model import LaunchModel
 from vllm.worker.hpu.launches.planner import PaddedShape
 
@@ -159,7 +159,6 @@ class CompiledExecution(Execution):
     def __init__(self, bridge: HabanaBridge, model: LaunchModel, config: VllmConfig) -> None:
         super().__init__(bridge, model)
         options: dict[str, Any] = {
-            "backend": COMPILE_BACKEND,
             "fullgraph": config.hpu.compile_fullgraph,
             "dynamic": False,
         }
@@ -169,9 +168,9 @@ class CompiledExecution(Execution):
             options |= {"dynamic": None, "options": {"force_static_compile": True}}
         if config.hpu.regional_compilation:
             self._compiled: Any = model
-            model.compile_regions(**options)
+            model.compile_regions(bridge, **options)
         else:
-            self._compiled = torch.compile(model, **options)
+            self._compiled = bridge.compile(model, **options)
 
     def _run(self, packed: Tensor, shape: PaddedShape, *before: Tensor) -> Outputs:
         outputs: Outputs = self._compiled(packed, shape, *before)

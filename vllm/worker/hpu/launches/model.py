@@ -32,7 +32,7 @@ from vllm.lora.launches import DeviceSlots, SlottedAdapters
 from vllm.model_executor.layers.rotary import number_rotary_tables
 from vllm.model_executor.loader.stage import PPMissingLayer, present_layers
 from vllm.model_executor.models.interface import CausalLM, LayeredModel, PoolingModel
-from vllm.platforms.habana.bridge import FusedKernels
+from vllm.platforms.habana.bridge import FusedKernels, HabanaBridge
 from vllm.worker.drafts.stage_drafts import InnerLayers
 from vllm.worker.hpu.launches.device_tokens import DeviceTokens
 from vllm.worker.hpu.launches.embeddings import FIRST_GIVEN
@@ -141,14 +141,18 @@ class LaunchModel(nn.Module):
         """Values per token that the previous pipeline stage sends."""
         return self.model.arch.hidden_size
 
-    def compile_regions(self, **options: Any) -> None:
-        """Compile the parts of a forward pass separately, with these options of `torch.compile`.
+    def compile_regions(self, bridge: HabanaBridge, **options: Any) -> None:
+        """Compile the parts of a forward pass separately.
 
         The parts are the layers, and the modules outside them, such as embeddings, the last norm
         and the head.
+
+        Args:
+            bridge: has the compiler.
+            options: see `HabanaBridge.compile`.
         """
         for module in regions_of(self.model):
-            module.compile(**options)
+            bridge.compile_module(module, **options)
 
     def _run(self, launch: PreparedLaunch, inputs: Tensor, *more: Any) -> Any:
         # No `with`: not every compiler can trace it. If this raises, `Execution.run` clears the
@@ -294,9 +298,9 @@ class HPUModel(LaunchModel):
         assert isinstance(self.model, CausalLM)
         return self.model.forward_and_inputs(inputs, positions, self.inner_layers.own)
 
-    def compile_regions(self, **options: Any) -> None:
-        super().compile_regions(**options)
-        self.prepare = torch.compile(self.prepare, **options)  # type: ignore[method-assign]
+    def compile_regions(self, bridge: HabanaBridge, **options: Any) -> None:
+        super().compile_regions(bridge, **options)
+        self.prepare = bridge.compile(self.prepare, **options)  # type: ignore[method-assign]
 
     def prepare(self, packed: Tensor, shape: PaddedShape) -> PreparedLaunch:
         """Unpack the input of a forward pass, and compute the data that its layers share."""
