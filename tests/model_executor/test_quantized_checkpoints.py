@@ -162,7 +162,7 @@ def test_act_order_that_the_settings_do_not_name_is_refused_on_several_ranks(che
     config["quantization_config"]["desc_act"] = False
     (folder / "config.json").write_text(json.dumps(config))
     assert logits_of(load(folder), prompt_of(3)).isfinite().all()
-    with pytest.raises(ConfigError, match=r"_proj are ordered .*desc_act in .* is not true"):
+    with pytest.raises(ConfigError, match=r"_proj are ordered .*desc_act is not true"):
         load(folder, TPGroup(0, 2))
 
 
@@ -196,7 +196,7 @@ def test_checkpoints_of_old_versions_of_autogptq(checkpoint, tmp_path, name):
         load(old)
 
 
-CONFIG = "config.json of the checkpoint: quantization_config."
+CONFIG = "^config.json of the checkpoint: quantization_config."
 GATE = "model.layers.1.mlp.gate_proj"
 
 

@@ -137,6 +137,62 @@ def test_settings_without_a_name_are_completed_by_the_file_beside_them(checkpoin
     assert all(torch.equal(weight_of(a), weight_of(b)) for a, b in zip(stored, twin, strict=True))
 
 
+WRONG_IN = {
+    "config.json": ("gptq-4", {}, {}, "config.json", "quantization_config.bits"),
+    "compression_config": (
+        "ct-w8a8",
+        {"kv_cache_scheme": 5},
+        {"key": "compression_config"},
+        "config.json",
+        "compression_config.kv_cache_scheme",
+    ),
+    "mlx": ("mlx-4", {}, {"key": "quantization"}, "config.json", "quantization.bits"),
+    "quantize_config.json": (
+        "gptq-4",
+        {},
+        {"file": "quantize_config.json"},
+        "quantize_config.json",
+        "bits",
+    ),
+    "hf_quant_config.json": (
+        "modelopt",
+        {"quantization": {"quant_algo": "X"}},
+        {"file": "hf_quant_config.json"},
+        "hf_quant_config.json",
+        "quantization.quant_algo",
+    ),
+    "while weights are read": (
+        "gptq-4",
+        {"group_size": 48, "bits": 4},
+        {"file": "quantize_config.json"},
+        "quantize_config.json",
+        "group_size",
+    ),
+}
+
+
+@pytest.mark.parametrize("where", WRONG_IN)
+def test_a_wrong_setting_is_named_with_its_file(checkpoint, tmp_path, where):
+    name, change, place, file, key = WRONG_IN[where]
+    change = change or {"bits": 7}
+    copy = changed_settings(checkpoint(name)[0], tmp_path, lambda s: s | change, **place)
+    with pytest.raises(ConfigError, match=rf"^{file} of the checkpoint: {key} is "):
+        load(copy)
+
+
+def test_a_setting_of_the_file_beside_is_named_with_that_file(checkpoint, tmp_path):
+    folder, _ = checkpoint("modelopt")
+    copy = changed_settings(folder, tmp_path, lambda s: {"ignore": 5})
+    beside = copy / "hf_quant_config.json"
+    for algorithm, message in (
+        ("X", "^hf_quant_config.json of the checkpoint: quantization.quant_algo is 'X'"),
+        ("FP8", "^config.json of the checkpoint: quantization_config.ignore is 5"),
+    ):
+        beside.write_text(json.dumps(nested({"quant_algo": algorithm})))
+        with pytest.raises(ConfigError, match=message):
+            load(copy)
+
+
 @pytest.mark.parametrize("has_lists", [False, True])
 def test_modules_of_a_block_that_gptq_does_not_list_are_dense(tmp_path, has_lists):
     folder, dense = write("gptq-4", tmp_path, skipped=("mlp",))

@@ -15,6 +15,7 @@ from vllm.config.families import (
     text_types_of,
     usual_architecture,
 )
+from vllm.config.quantization.settings_error import SETTINGS_FILES
 from vllm.errors import ConfigError
 from vllm.transformers_utils.chatglm_config import complete_chatglm_config
 from vllm.transformers_utils.decilm_config import complete_decilm_config
@@ -25,7 +26,7 @@ from vllm.transformers_utils.transformers_version import is_version_4
 from vllm.utils.files.json_file import read_json_object
 
 _OF_THE_WHOLE = (
-    *("architectures", "quantization_config", "dtype", "torch_dtype"),
+    *("architectures", "quantization_config", SETTINGS_FILES, "dtype", "torch_dtype"),
     "tie_word_embeddings",
     *("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"),
 )
@@ -74,7 +75,13 @@ def read_hf_config(
     if isinstance(own, dict) and own and "quant_method" not in own:
         # ModelOpt wrote quant_method only into a separate file, or only as the name of the
         # producer.
-        own |= _other_quantization({}, folder).get("quantization_config", {}) | own
+        beside = _other_quantization({}, folder)
+        more = beside.get("quantization_config", {})
+        if beside:
+            (where,) = beside[SETTINGS_FILES].values()
+            added = more.keys() | more.get(where[0], {}).keys()
+            raw[SETTINGS_FILES] = dict.fromkeys(added - own.keys(), where)
+        own |= more | own
         if isinstance(producer := own.get("producer"), dict) and "name" in producer:
             own.setdefault("quant_method", producer["name"])
     raw = _with_overrides(_text_config(raw), overrides)
@@ -263,20 +270,22 @@ _QUANTIZATION_FILES = (
 def _other_quantization(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return the quantization of a checkpoint that has it under another key, or in a file of its
     own, as tools wrote it before transformers had a key for it."""
-    if isinstance(raw.get("compression_config"), dict):
-        return {
-            "quantization_config": {
-                "quant_method": "compressed-tensors",
-                **raw["compression_config"],
+    for key, method in (("compression_config", "compressed-tensors"), ("quantization", "mlx")):
+        settings = raw.get(key)
+        if isinstance(settings, dict) and (method != "mlx" or "group_size" in settings):
+            return {
+                "quantization_config": {"quant_method": method, **settings},
+                SETTINGS_FILES: {"": [key, "config.json"]},
             }
-        }
-    if isinstance(raw.get("quantization"), dict) and "group_size" in raw["quantization"]:
-        return {"quantization_config": {"quant_method": "mlx", **raw["quantization"]}}
     for name, method in _QUANTIZATION_FILES:
         path = folder / name
         if path.is_file():
             settings = read_json_object(path)
-            return {"quantization_config": {"quant_method": method, **settings}}
+            nested = "quantization" if isinstance(settings.get("quantization"), dict) else ""
+            return {
+                "quantization_config": {"quant_method": method, **settings},
+                SETTINGS_FILES: {"": [nested, name]},
+            }
     return {}
 
 

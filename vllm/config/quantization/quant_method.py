@@ -1,7 +1,7 @@
 """The name of the format of a quantized checkpoint, as its config.json says it."""
 
 from vllm.config.arch.model_arch import ModelArch
-from vllm.errors import ConfigError
+from vllm.config.quantization.settings_error import SettingsError, naming_settings_file, setting
 
 _USUAL_NAMES = {"compressed_tensors": "compressed-tensors", "auto_round": "auto-round"}
 
@@ -16,11 +16,11 @@ def quant_method(arch: ModelArch) -> str | None:
     if not settings:
         return None
     if not isinstance(settings, dict) or not isinstance(settings.get("quant_method"), str):
-        raise ConfigError(
-            "config.json of the checkpoint: quantization_config must be an object with the string "
-            "quant_method, the name of the format, such as gptq or awq. Add it, or use another "
-            "checkpoint"
-        )
+        with naming_settings_file(arch.hf_config):
+            raise SettingsError(
+                f"{setting()} must be an object with the string quant_method, the name of the "
+                "format, such as gptq or awq. Add it, or use another checkpoint"
+            )
     return usual_name(settings["quant_method"])
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from vllm.config import ModelArch, ModelConfig, VllmConfig
 from vllm.config.arch.speculators import SPECULATORS
 from vllm.config.parallel import check_tensor_split
+from vllm.config.quantization.settings_error import naming_settings_file
 from vllm.distributed import Stage, TPGroup
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.logger import init_logger
@@ -87,26 +88,27 @@ def load_model(
     if config.load.load_format == "sharded_state":
         own = stage or Stage(0, arch.num_layers)
         files = shards_of(files, tp, own, last_embeds=last_embeds)
-    formats = _formats(config.model, files, device, dense_format)
-    for quantization in formats:
-        quantization.start(tp, stage)
-    dtype = getattr(torch, config.model.dtype_name)
-    build = partial(
-        build_model,
-        arch,
-        tp,
-        dtype,
-        is_pooling=is_pooling,
-        formats=formats,
-        files=files,
-        stage=stage,
-        last_embeds=last_embeds,
-    )
-    model = build()
-    if device.type == "cpu" and has_values:
-        _check_memory(model, build, config.model.quantization is not None)
-    on_host = [] if choose_host_layers is None else list(choose_host_layers(model))
-    _read(model, config, files, formats, tp, device, on_host, has_values=has_values)
+    with naming_settings_file(arch.hf_config):
+        formats = _formats(config.model, files, device, dense_format)
+        for quantization in formats:
+            quantization.start(tp, stage)
+        dtype = getattr(torch, config.model.dtype_name)
+        build = partial(
+            build_model,
+            arch,
+            tp,
+            dtype,
+            is_pooling=is_pooling,
+            formats=formats,
+            files=files,
+            stage=stage,
+            last_embeds=last_embeds,
+        )
+        model = build()
+        if device.type == "cpu" and has_values:
+            _check_memory(model, build, config.model.quantization is not None)
+        on_host = [] if choose_host_layers is None else list(choose_host_layers(model))
+        _read(model, config, files, formats, tp, device, on_host, has_values=has_values)
     return model
 
 
@@ -146,16 +148,20 @@ def load_speculator(
             )
         files = speculator_class.find_files(folder, config.load.load_format)
         names = frozenset(name for name, _ in iterate_tensors(files, show_progress=False))
-    formats = _formats(config.model, [], device, dense_format)
+    hf_config = config.model.resolved_arch.hf_config
+    with naming_settings_file(hf_config):
+        formats = _formats(config.model, [], device, dense_format)
     for quantization in formats:
         quantization.start(target.tp)
     _check_split(config.model.resolved_arch, target.tp)
     dtype = getattr(torch, config.model.dtype_name)
     with torch.device("meta"), _default_dtype(dtype):
         model = speculator_class(config.model.resolved_arch, target, names).eval()
-        _use_formats(model, formats, files)
+        with naming_settings_file(hf_config):
+            _use_formats(model, formats, files)
     try:
-        _read(model, config, files, formats, target.tp, device, has_values=has_values)
+        with naming_settings_file(hf_config):
+            _read(model, config, files, formats, target.tp, device, has_values=has_values)
     except WeightLoadError as error:
         where = files[0].parent if files else config.model.model
         raise WeightLoadError(f"the speculator '{where}': {error}") from None

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from vllm.config.quantization.settings_error import SettingsMismatch
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.embedding import ParallelLMHead
@@ -180,6 +181,8 @@ def _naming(path: Path | None) -> Iterator[None]:
     """
     try:
         yield
+    except SettingsMismatch as error:
+        raise SettingsMismatch(f"{path}: {error.args[0]}" if path else error.args[0]) from error
     except WeightLoadError as error:
         if path is None or str(path) in str(error):
             raise

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
-from vllm.errors import ConfigError
+from vllm.config.quantization.settings_error import SettingsError, setting
 from vllm.model_executor.layers.embedding import (
     EmbeddingMethod,
     ParallelLMHead,
@@ -99,17 +99,17 @@ class CheckpointFormat(Quantization, Generic[Storage]):
         experts.stored_as = self.described(storage)
         return experts
 
-    def _differing(self, parts: Sequence[Names]) -> ConfigError:
+    def _differing(self, parts: Sequence[Names]) -> SettingsError:
         rules: dict[str, list[str]] = {}
         for names in parts:
             if (rule := self.rule_for(names)) is not None:
                 rules.setdefault(rule, []).append(names[0])
         said = "; ".join(f"the rule {rule!r} is for {', '.join(of)}" for rule, of in rules.items())
-        return ConfigError(
-            f"config.json of the checkpoint: quantization_config leaves some of "
-            f"{', '.join(names[0] for names in parts)} unquantized, or stores them in "
-            f"different ways{f' ({said})' if said else ''}; they run as one layer, so it must be "
-            f"the same for all. Quantize the model again with the same settings for them"
+        return SettingsError(
+            f"{setting()} leaves some of {', '.join(names[0] for names in parts)} unquantized, or "
+            f"stores them in different ways{f' ({said})' if said else ''}; they run as one layer, "
+            f"so it must be the same for all. Quantize the model again with the same settings for "
+            f"them"
         )
 
     def finish_model(self, model: nn.Module) -> None:

@@ -7,7 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from vllm.errors import ConfigError, WeightLoadError
+from vllm.config.quantization.settings_error import SettingsError, SettingsMismatch, setting
+from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.slice import WORD_BITS, CheckpointTensor, ParamTarget, Slice, whole
 from vllm.model_executor.layers.stored.stored_linear import (
@@ -181,9 +182,9 @@ def check_symmetric(name: str, layout: GroupLayout, zeros: Tensor) -> None:
     key, wrong = "sym", "either sym or checkpoint_format is wrong there"
     if layout.is_awq:
         key, wrong = "zero_point", "zero_point is wrong there, or qzeros in the checkpoint"
-    raise WeightLoadError(
+    raise SettingsMismatch(
         f"the zero points of {name} (qzeros) are from {int(zeros.min())} to {int(zeros.max())}, "
-        f"but must be {layout.middle} by quantization_config.{key} in config.json: {wrong}"
+        f"but must be {layout.middle} by {setting(key)}: {wrong}"
     )
 
 
@@ -256,10 +257,9 @@ def num_words(name: str, bits: int, num_features: int) -> int:
         ConfigError: the last word would not be full.
     """
     if num_features * bits % WORD_BITS:
-        raise ConfigError(
-            f"config.json of the checkpoint: the weights of quantization_config have {bits} bits: "
-            f"{num_features} features of {name} do not fill whole 32-bit words, so the tensor "
-            "cannot be unpacked"
+        raise SettingsError(
+            f"by {setting()} the weights have {bits} bits: {num_features} features of {name} do "
+            "not fill whole 32-bit words, so the tensor cannot be unpacked"
         )
     return num_features * bits // WORD_BITS
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm.errors import ConfigError, WeightLoadError
+from vllm.config.quantization.settings_error import SettingsError, setting
+from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.slice import CheckpointTensor, Slice, whole
 
@@ -50,9 +51,9 @@ class InputGroups:
         total_inputs = next((s.total for s in split), num_inputs)
         size = total_inputs if group_size == -1 else group_size
         if total_inputs % size:
-            raise ConfigError(
-                f"config.json of the checkpoint: quantization_config.group_size is {size}, which "
-                f"does not divide the {total_inputs} input features of {name}"
+            raise SettingsError(
+                f"{setting('group_size')} is {size}, which does not divide the {total_inputs} "
+                f"input features of {name}"
             )
         total = total_inputs // size
         is_split = total_inputs != num_inputs
@@ -150,10 +151,9 @@ class InputGroups:
         is_plain = torch.equal(groups, neighbours)
         if not self.has_all:
             if self.is_split and not is_plain:
-                raise ConfigError(
+                raise SettingsError(
                     f"the inputs of {self.name} are ordered by activation (g_idx), but "
-                    f"quantization_config.desc_act in config.json of the checkpoint is not true: "
-                    f"set it, or use tensor_parallel_size 1"
+                    f"{setting('desc_act')} is not true: set it, or use tensor_parallel_size 1"
                 )
             return (None if is_plain else groups), None
         kept, numbered = groups.unique(return_inverse=True)

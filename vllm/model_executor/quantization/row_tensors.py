@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from vllm.config.quantization.settings_error import SettingsError, setting
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.slice import CheckpointTensor, Index, ParamTarget, Slice, whole
@@ -87,9 +88,9 @@ class RowsLinear(StoredLinear):
         if self.group == -1:
             self.group = self.total_inputs
         if self.total_inputs % self.group and not self.is_flat:
-            raise ConfigError(
-                f"config.json of the checkpoint: quantization_config has groups of {self.group} "
-                f"inputs, which do not divide the {self.total_inputs} input features of {self.name}"
+            raise SettingsError(
+                f"{setting()} has groups of {self.group} inputs, which do not divide the "
+                f"{self.total_inputs} input features of {self.name}"
             )
         self.part = gcd(self.group, self.total_inputs, num_in)
         for tensor in self.tensors.values():

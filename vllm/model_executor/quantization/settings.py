@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from vllm.errors import ConfigError
+from vllm.config.quantization.settings_error import SettingsError, setting
 from vllm.model_executor.layers.linear import ParallelLinear
 
 Settings = Mapping[str, Any]
@@ -48,12 +48,9 @@ def _folded(value: Any) -> Any:
     return value.lower().replace("_", "-") if isinstance(value, str) else value
 
 
-def wrong(key: str, value: Any, accepted: str) -> ConfigError:
-    """Create the error about a value of config.json."""
-    return ConfigError(
-        f"config.json of the checkpoint: quantization_config.{key} is {value!r}; supported: "
-        f"{accepted}"
-    )
+def wrong(key: str, value: Any, accepted: str) -> SettingsError:
+    """Create the error about a value of the quantization settings."""
+    return SettingsError(f"{setting(key)} is {value!r}; supported: {accepted}")
 
 
 def read_modelopt_settings(settings: Settings) -> dict[str, Any]:

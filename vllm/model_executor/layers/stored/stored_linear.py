@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vllm.config.quantization.settings_error import SettingsMismatch, setting
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.embedding import (
@@ -130,9 +131,9 @@ class StoredLinear(KeepsPacked, LinearMethod):
             dtypes = (*dtypes, place.param.dtype)
         if source.dtype not in (*dtypes, None):
             accepted = " or ".join(map(dtype_name, dtypes))
-            raise WeightLoadError(
+            raise SettingsMismatch(
                 f"tensor {name} has the dtype {dtype_name(source.dtype)} in the checkpoint; by "
-                f"quantization_config in config.json it must be {accepted}"
+                f"{setting()} it must be {accepted}"
             )
         if place.slice is not None:
             source = self.arranged(place, name, source)
