@@ -8,7 +8,7 @@
 #pragma once
 
 #include "attention_args.h"
-#include "attention_tile.h"
+#include "attention_decode_matrix.h"
 #include "parallel.h"
 #include "workspace.h"
 
@@ -27,6 +27,10 @@ struct DecodeCall : vllm_cpu::AttentionArgs<T> {
   const int32_t* table_of(int64_t b) const {
     return this->own_tables != nullptr ? this->own_tables[b]
                                        : this->block_tables + b * this->table_stride;
+  }
+  template <class Dot>
+  bool is_on_tiles() const {
+    return decodes_on_tiles<Dot>(group(), this->head_size, this->value_size);
   }
   bool has_one_cache() const { return this->value_cache == this->key_cache; }
   // Request b attends to keys [first_key, end_key).
@@ -50,7 +54,8 @@ class DecodeScratch {
     const int64_t padded_values = decode_padded<Dot>(call.value_size);
     const bool is_widened = call.cache_type != vllm_cpu::CacheType::kSame;
     return 4 * (heads * (padded_size / Dot::kInputs + kHeader + padded_values) + 8 * kTileKeys) +
-           (is_widened ? kTileKeys * (2 * padded_size * int64_t{sizeof(T)} + 8) : 0);
+           (is_widened ? kTileKeys * (2 * padded_size * int64_t{sizeof(T)} + 8) : 0) +
+           4 * column_words(call, heads) + copy_bytes(call);
   }
 
   DecodeScratch(char* memory, const DecodeCall<T>& call, int64_t heads) {
@@ -64,7 +69,9 @@ class DecodeScratch {
     states = reinterpret_cast<float*>(query + heads * work.query_stride);
     work.scores = states + heads * (kHeader + work.padded_values);
     work.weights = reinterpret_cast<uint32_t*>(work.scores + 4 * kTileKeys);
-    keys_ = reinterpret_cast<T*>(work.weights + 4 * kTileKeys);
+    query_columns = work.weights + 4 * kTileKeys;
+    row_copy = reinterpret_cast<T*>(query_columns + column_words(call, heads));
+    keys_ = row_copy + copy_bytes(call) / int64_t{sizeof(T)};
     if (call.cache_type == vllm_cpu::CacheType::kSame) return;
     T* const after_keys = keys_ + kTileKeys * padded_size;
     values_ = call.has_one_cache() ? keys_ : after_keys;
@@ -94,8 +101,18 @@ class DecodeScratch {
   TileWork work;
   uint32_t* query;
   float* states;
+  uint32_t* query_columns;  // of each kv head (attention_decode_matrix.h)
+  T* row_copy;              // [16][head_size]
 
  private:
+  static int64_t column_words(const DecodeCall<T>& call, int64_t heads) {
+    if (!call.template is_on_tiles<Dot>()) return 0;
+    return heads / call.group() * query_column_words(call.group(), call.head_size);
+  }
+  static int64_t copy_bytes(const DecodeCall<T>& call) {
+    return call.template is_on_tiles<Dot>() ? kLanes * call.head_size * int64_t{sizeof(T)} : 0;
+  }
+
   T* keys_;
   T* values_;
   int64_t* rows_;
@@ -149,6 +166,17 @@ inline void start_item(const DecodeCall<T>& call, const Item& item, int64_t num_
     for (int64_t i = 0; i < state_stride; i += kLanes) store(state + i, Vec{});
     state[0] = -__builtin_inff();
   }
+#ifdef VLLM_MATRIX_TILES
+  if constexpr (kAttendsOnTiles<Dot>) {
+    if (!call.template is_on_tiles<Dot>()) return;
+    const int64_t group = call.group(), num_words = query_column_words(group, head_size);
+    for (int64_t g = 0; g < num_heads / group; ++g) {
+      pack_query_columns<Dot>(
+          call.query + item.b * call.query_stride + (first_head + g * group) * head_size, group,
+          head_size, scratch.query_columns + g * num_words);
+    }
+  }
+#endif
 }
 
 // Computes attention of the query heads of an item over its keys; states: [heads of the item, ...].
@@ -164,6 +192,8 @@ inline bool attend(const DecodeCall<T>& call, const Item& item, const Item* afte
   work.states = states;
   work.first_head = item.first_g * group;
   ScoreOptions options{call.scale, call.soft_cap, call.alibi_slopes, {}};
+  [[maybe_unused]] const bool is_on_tiles = call.template is_on_tiles<Dot>();
+  [[maybe_unused]] const int64_t column_words = query_column_words(group, call.head_size);
 
   // A ring buffer: the tile in use, and the tiles after it up to the one that is being fetched.
   DecodeRows rows[kStepsAhead + 1];
@@ -196,7 +226,20 @@ inline bool attend(const DecodeCall<T>& call, const Item& item, const Item* afte
         is_mine ? fetch_of(rows[ahead_tile % (kStepsAhead + 1)], item.first_g + ahead_g)
                 : fetch_of(rows_after, has_after ? after->first_g + ahead_g : 0);
     options.scale = call.scale * cache_scale(call.key_scales, item.first_g + g);
-    attend_tile<Dot>(work, g * group, group, now, is_mine || has_after ? &next : nullptr, options);
+    const Fetch* const to_fetch = is_mine || has_after ? &next : nullptr;
+#ifdef VLLM_MATRIX_TILES
+    if constexpr (kAttendsOnTiles<Dot>) {
+      if (is_on_tiles && now.num_keys == kTileKeys) {
+        attend_full_tile<Dot>(work, g * group, group, scratch.query_columns + g * column_words, now,
+                              to_fetch, options, scratch.row_copy);
+      } else {
+        attend_tile<Dot>(work, g * group, group, now, to_fetch, options);
+      }
+    } else
+#endif
+    {
+      attend_tile<Dot>(work, g * group, group, now, to_fetch, options);
+    }
     if (++g == num_kv_heads) g = 0, ++tile;
     if (++ahead_g == num_kv_heads) ahead_g = 0, ++ahead_tile;
   }

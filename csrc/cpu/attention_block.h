@@ -188,13 +188,8 @@ template <class Dot>
 VLLM_INLINE void store_weights(uint32_t* to, Vec first, Vec second) {
 #ifdef __AVX512BF16__
   if constexpr (Dot::kInputs == 2) {
-    const __m512bh halves =
-        _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(second), reinterpret_cast<__m512>(first));
-    const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9,
-                                           24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1,
-                                           16, 0);
-    _mm512_storeu_si512(to,
-                        _mm512_permutexvar_epi16(pairs, reinterpret_cast<__m512i>(halves)));
+    const Bits pairs = pair_of(first, second);
+    __builtin_memcpy(to, &pairs, sizeof pairs);
     return;
   }
 #endif

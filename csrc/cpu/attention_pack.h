@@ -56,6 +56,18 @@ inline void widen_rows(vllm_cpu::CacheType type, int64_t num_rows, int64_t head_
   }
 }
 
+#ifdef __AVX512BF16__
+// Rounds floats to bf16: word i has first[i] in its lower half and second[i] in its upper half.
+VLLM_INLINE Bits pair_of(Vec first, Vec second) {
+  const __m512bh halves =
+      _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(second), reinterpret_cast<__m512>(first));
+  const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
+                                         23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return reinterpret_cast<Bits>(
+      _mm512_permutexvar_epi16(pairs, reinterpret_cast<__m512i>(halves)));
+}
+#endif
+
 // Interleaves the lower (upper) halves of a and b: a0 b0 a1 b1 ...
 #if defined(__clang__)
 #define VLLM_SHUFFLE(...) __builtin_shufflevector(a, b, __VA_ARGS__)

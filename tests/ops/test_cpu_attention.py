@@ -344,9 +344,10 @@ def test_prefill_survives_large_scores(ops):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "block_size"), [(40, 16), (64, 20)])  # 64: on matrix tiles
 @pytest.mark.parametrize("option", OPTIONS[4:])
-def test_decode_is_the_formula_for_all_options(ops, option, dtype):
-    prompts = Prompts([300, 1, 65, 256, 31], Heads(14, 2, 40, 16, dtype))
+def test_decode_is_the_formula_for_all_options(ops, option, size, block_size, dtype):
+    prompts = Prompts([300, 1, 65, 256, 31], Heads(14, 2, size, block_size, dtype))
     options = options_of(option, 14)
     want = prompts.last_of_formula(options)
     for implementation in (ops, NativeOps()):
@@ -361,7 +362,7 @@ def test_decode_is_the_formula_for_any_batch(ops, data):
     heads = Heads(
         group * num_kv_heads,
         num_kv_heads,
-        data.draw(st.integers(1, 140)),
+        data.draw(st.sampled_from([32, 64, 128]) | st.integers(1, 140)),
         data.draw(st.integers(1, 128)),
         data.draw(st.sampled_from(DTYPES)),
     )
@@ -427,7 +428,9 @@ def test_what_does_not_fit_is_refused(ops):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("size", "value_size", "num_heads"), [(576, 512, 5), (23, 9, 16)])
+@pytest.mark.parametrize(
+    ("size", "value_size", "num_heads"), [(576, 512, 5), (96, 32, 19), (23, 9, 16)]
+)
 def test_values_that_are_the_first_numbers_of_the_keys(ops, size, value_size, num_heads, dtype):
     """The cache of latent attention: decodes of several partitions, and prompts in chunks."""
     prompts = Prompts([300, 1, 70], Heads(num_heads, 1, size, 16, dtype))
