@@ -58,7 +58,11 @@ class CacheConfig:
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
         if not 0 < self.gpu_memory_utilization <= 1:
             given = self.gpu_memory_utilization
-            hint = f". It is a share: {given:g} % is {given / 100:g}" if 2 <= given <= 100 else ""
+            hint = (
+                (f". It is a fraction: write {given:g} % as {given / 100:g}")
+                if 2 <= given <= 100
+                else ""
+            )
             raise ConfigError(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {given}{hint}"
             )

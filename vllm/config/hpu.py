@@ -183,8 +183,8 @@ class HPUConfig:
             )
         if self.ready_when == "first" and self.full_warmup:
             raise ConfigError(
-                "ready_when='first' contradicts VLLM_FULL_WARMUP=true, with which nothing is "
-                "warmed up after the start: leave out one of them"
+                "ready_when='first' cannot be used with VLLM_FULL_WARMUP=true, which allows no "
+                "warm-up after the start. Leave out one of them"
             )
         for name, is_set in (
             ("VLLM_FULL_WARMUP", self.full_warmup),
@@ -192,8 +192,8 @@ class HPUConfig:
         ):
             if self.adapt_buckets and is_set:
                 raise ConfigError(
-                    f"adapt_buckets=True contradicts {name}=true, with which nothing is warmed up "
-                    f"after the start: leave out one of them"
+                    f"adapt_buckets=True cannot be used with {name}=true, which allows no warm-up "
+                    "after the start. Leave out one of them"
                 )
         _ = self.multimodal_buckets
 

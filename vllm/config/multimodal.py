@@ -161,13 +161,14 @@ def _check_limit(kind: str, value: object) -> None:
     name = f"limit_mm_per_prompt: {kind}"
     if kind not in MODALITIES:
         raise ConfigError(
-            f"limit_mm_per_prompt has no kind {kind!r}; accepted: {', '.join(MODALITIES)}"
+            f"limit_mm_per_prompt has the unknown kind of media {kind!r}; accepted: "
+            f"{', '.join(MODALITIES)}"
         )
     counts = value if isinstance(value, Mapping) else {"count": value}
     for key, number in counts.items():
         if key not in _LIMIT_KEYS[kind]:
             accepted = ", ".join(_LIMIT_KEYS[kind])
-            raise ConfigError(f"{name} has no key {key!r}; accepted: {accepted}")
+            raise ConfigError(f"{name} has the unknown key {key!r}; accepted: {accepted}")
         smallest = 0 if key == "count" else 1
         if type(number) is int and number >= smallest:
             continue
@@ -188,7 +189,8 @@ def _check_media_io(given: Mapping[str, Any]) -> None:
     for kind, settings in given.items():
         if kind not in MODALITIES:
             raise ConfigError(
-                f"media_io_kwargs has no kind {kind!r}; accepted: {', '.join(MODALITIES)}"
+                f"media_io_kwargs has the unknown kind of media {kind!r}; accepted: "
+                f"{', '.join(MODALITIES)}"
             )
         if not isinstance(settings, Mapping):
             raise ConfigError(f"media_io_kwargs: {kind} must be an object, got {settings!r}")
@@ -196,7 +198,7 @@ def _check_media_io(given: Mapping[str, Any]) -> None:
             if key not in _IO_KEYS[kind]:
                 accepted = ", ".join(_IO_KEYS[kind]) or "none"
                 raise ConfigError(
-                    f"media_io_kwargs: {kind} has no key {key!r}; accepted: {accepted}"
+                    f"media_io_kwargs: {kind} has the unknown key {key!r}; accepted: {accepted}"
                 )
             is_accepted, accepted = _IO_KEYS[kind][key]
             if not is_accepted(value):

@@ -71,7 +71,7 @@ class KVEventsConfig:
         names = [f.name for f in fields(cls)]
         if unknown := [name for name in values if name not in names]:
             raise ConfigError(
-                f"kv_events_config has no key {', '.join(map(repr, unknown))}; accepted: "
+                f"kv_events_config has the unknown key {', '.join(map(repr, unknown))}; accepted: "
                 f"{', '.join(names)}"
             )
         try:

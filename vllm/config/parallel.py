@@ -123,8 +123,9 @@ class ParallelConfig:
     def _check_external(self) -> None:
         if self.data_parallel_size > 1:
             raise ConfigError(
-                f"distributed_executor_backend='external_launcher' runs the workers of one model, "
-                f"and data_parallel_size is {self.data_parallel_size}. Leave it out, or use 'mp'"
+                "distributed_executor_backend='external_launcher' needs data_parallel_size=1, got "
+                f"{self.data_parallel_size}. Leave data_parallel_size out, or use "
+                "distributed_executor_backend='mp'"
             )
 
     @property
