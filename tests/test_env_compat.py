@@ -28,7 +28,7 @@ ABSENT = {
     "the compile cache that it controls": "text:standalone_compile",
     "weights are read one tensor at a time": "text:load_force_sync",
     "tokens that tie with the k-th most likely one": "text:topk_duplicates",
-    "no setting has to be unlocked": "text:experimental_flags",
+    "all settings are always available": "text:experimental_flags",
     "calls of functions are not traced": "text:sys.settrace",
     "batch sizes are not logged": "text:log_batchsize",
     "no usage data is ever sent": "text:stats.vllm.ai",

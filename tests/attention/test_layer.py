@@ -116,7 +116,7 @@ def test_positions_may_have_a_row_for_each_kind_of_position():
     assert torch.equal(text_positions(positions[None]), positions)
     with pytest.raises(
         ValueError,
-        match=(r"positions must have the shape .* for this layer, one per token, got \[3, 5\]"),
+        match=r"positions must have the shape .* for this layer, one per token, got \[3, 5\]",
     ):
         text_positions(positions.repeat(3, 1))
 

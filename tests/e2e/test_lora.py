@@ -279,7 +279,7 @@ def test_only_modules_that_are_named_can_be_changed(adapters):
         in refused.stop_reason
     )
     with pytest.raises(
-        ConfigError, match=("'k_prj' is not the name of a module for which this engine")
+        ConfigError, match="'k_prj' is not the name of a module for which this engine"
     ):
         LLM(**settings, lora_target_modules=["q_proj", "k_prj"])
 
@@ -381,7 +381,7 @@ def test_adapters_are_loaded_ahead_pinned_and_dropped(adapters, tmp_path):
         assert engine.add_lora(adapter)
     assert engine.list_loras() == {1, 3}
     with pytest.raises(
-        RequestError, match=(r"pin_lora: cannot pin the adapter 3: .* too many adapters are pinned")
+        RequestError, match=r"pin_lora: cannot pin the adapter 3: .* too many adapters are pinned"
     ):
         engine.pin_lora(3)
     with pytest.raises(RequestError, match="the adapter 9 is not loaded"):

@@ -154,7 +154,7 @@ def test_what_is_missing_is_named(published, with_tekken, tmp_path):
     without_tokenizer = shutil.copytree(with_tekken, tmp_path / "tokenizer.model")
     (without_tokenizer / "tekken.json").rename(without_tokenizer / "tokenizer.model.v3")
     with pytest.raises(
-        ConfigError, match=(r"tokenizer\.model\.v3 cannot be read without tokenizer\.json\. Save")
+        ConfigError, match=r"tokenizer\.model\.v3 cannot be read without tokenizer\.json\. Save"
     ):
         LLM(str(without_tokenizer), **SHORT_TEXTS)
     without_weights = shutil.copytree(published, tmp_path / "empty")

@@ -266,10 +266,8 @@ def test_their_weights_can_be_stored_in_int8(models):
     [
         (
             "diffllama",
-            (
-                "DiffLlamaForCausalLM .* its 2 layers call the attention interface of transformers "
-                "4 times"
-            ),
+            "DiffLlamaForCausalLM .* its 2 layers call the attention interface of transformers "
+            "4 times",
         ),
         ("falcon_h1", r"FalconH1ForCausalLM .* layers.0.mamba \(FalconH1Mixer\) keeps a state"),
         ("falcon", "FalconForCausalLM .* attention implementation can only be one of a fixed list"),
@@ -295,7 +293,7 @@ def test_a_model_whose_tokens_meet_outside_of_attention_is_refused(tmp_path, mon
     plain = mlp.forward
     monkeypatch.setattr(mlp, "forward", lambda self, x: plain(self, x + x.roll(1, dims=1)))
     with pytest.raises(
-        ConfigError, match=("depends on neighbouring tokens in another way than by attention")
+        ConfigError, match="depends on neighbouring tokens in another way than by attention"
     ):
         LLM(model=str(folder), model_impl="transformers", **SETTINGS)
 

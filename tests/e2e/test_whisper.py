@@ -441,7 +441,7 @@ def test_bfloat16_is_as_near_as_transformers(folder, reference):
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: .* an encoder"),
         (
             {"limit_mm_per_prompt": {"audio": 0}},
-            ("input of sounds is not available: limit_mm_per_prompt"),
+            "input of sounds is not available: limit_mm_per_prompt",
         ),
         ({"hf_overrides": {"d_model": 50}}, "hidden_size|d_model"),
     ],

@@ -344,7 +344,7 @@ def test_a_program_may_name_a_relative_path():
         ({"type": "image_url", "image_url": "a.png"}, "got 'a.png'"),
         (
             {"type": "image_url", "image_url": "iVBO" * 20},
-            ("got base64 without such a beginning (80 characters)"),
+            "got base64 without such a beginning (80 characters)",
         ),
         ({"type": "image", "image": "/9j/" * 20}, "such as 'data:image/png;base64,...'"),
         (image(A, detail=5), "detail must be one of auto, low, high, original, got 5"),

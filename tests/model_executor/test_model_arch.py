@@ -253,7 +253,7 @@ def test_the_last_layers_read_the_last_one_of_their_kind_before_them():
     assert shared.kv_sources == (None, None, None, 1, 2, 1)
     assert shared.is_one_stage and not ModelArch.from_hf(config).is_one_stage
     with pytest.raises(
-        ConfigError, match=("at least one layer of the kind 'full_attention' must compute")
+        ConfigError, match="at least one layer of the kind 'full_attention' must compute"
     ):
         ModelArch.from_hf(config | {"num_kv_shared_layers": 4})
     with pytest.raises(ConfigError, match="must be from 0 to 5, got 6"):

@@ -489,7 +489,7 @@ WRONG = [
     (
         "awq",
         changed("quant_method", to="marlin"),
-        ("'marlin', .* GPTQ checkpoint from which it was made"),
+        "'marlin', .* GPTQ checkpoint from which it was made",
     ),
     ("awq", changed("quant_method", to="quark"), "global_quant_config is None; supported: an obj"),
     (

@@ -67,7 +67,7 @@ _OTHER_DEVICE = "it is for a device that this version does not support"
 _OTHER_BUILD = "it belongs to the build and the container images of the Gaudi fork"
 _OTHER_TESTS = "it belongs to the tests of the Gaudi fork"
 _DETECTED = "the engine detects the value that it overrides"
-_NO_UNLOCKING = "no setting has to be unlocked"
+_NO_UNLOCKING = "all settings are always available"
 _PROMPT_ATTENTION = "set VLLM_PROMPT_USE_FUSEDSDPA or VLLM_PROMPT_USE_FLEX_ATTENTION instead"
 _FLOAT32_SOFTMAX = (
     "the softmax of decodes is always float32, and the softmax of prompts is float32 with "

@@ -137,10 +137,8 @@ def _judge(
     if grown > larger.cache_bytes / 4:  # a copy of only the keys or the values takes half of it
         return Outcome(
             "fail",
-            (
-                f"a forward pass took {mib:.1f} MiB in addition to the cache of {gib:.2f} GiB: "
-                "the cache is copied"
-            ),
+            f"a forward pass took {mib:.1f} MiB in addition to the cache of {gib:.2f} GiB: "
+            "the cache is copied",
         )
     return Outcome("pass", f"{values.detail}; {times}; {mib:.1f} MiB while it ran")
 

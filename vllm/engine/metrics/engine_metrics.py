@@ -255,12 +255,12 @@ class EngineMetrics:
             ("num_requests_running", "Number of requests that are running.", totals.num_running),
             (
                 "num_requests_waiting",
-                ("Number of requests that are waiting to run."),
+                "Number of requests that are waiting to run.",
                 totals.num_waiting,
             ),
             (
                 "gpu_cache_usage_perc",
-                ("Fraction of KV-cache blocks in use, 0 to 1."),
+                "Fraction of KV-cache blocks in use, 0 to 1.",
                 totals.kv_cache_usage,
             ),
         ):
@@ -271,33 +271,33 @@ class EngineMetrics:
             ("gpu_prefix_cache_queries", "Prompt tokens looked up.", totals.num_prefix_queries),
             (
                 "gpu_prefix_cache_hits",
-                ("Number of prompt tokens found in the prefix cache."),
+                "Number of prompt tokens found in the prefix cache.",
                 totals.num_prefix_hits,
             ),
             (
                 "useful_tokens",
-                ("Number of request tokens in forward passes."),
+                "Number of request tokens in forward passes.",
                 runner.num_useful_tokens,
             ),
             (
                 "padded_tokens",
-                ("Number of padding tokens in forward passes."),
+                "Number of padding tokens in forward passes.",
                 runner.num_padded_tokens,
             ),
             (
                 "decode_kv_blocks",
-                ("Number of KV blocks needed by decode passes."),
+                "Number of KV blocks needed by decode passes.",
                 runner.num_decode_blocks,
             ),
             (
                 "padded_kv_blocks",
-                ("Number of padding KV blocks in decode passes."),
+                "Number of padding KV blocks in decode passes.",
                 runner.num_padded_blocks,
             ),
             ("bucket_hits", "Number of forward passes in a warm bucket.", runner.num_bucket_hits),
             (
                 "bucket_misses",
-                ("Number of forward passes in a bucket that was not warm."),
+                "Number of forward passes in a bucket that was not warm.",
                 runner.num_bucket_misses,
             ),
             (
@@ -311,12 +311,12 @@ class EngineMetrics:
         for name, help, seconds in (
             (
                 "predicted_device_seconds",
-                ("Predicted device seconds of all forward passes."),
+                "Predicted device seconds of all forward passes.",
                 padded_s,
             ),
             (
                 "predicted_padding_seconds",
-                ("Predicted device seconds spent on padding."),
+                "Predicted device seconds spent on padding.",
                 padded_s - needed_s,
             ),
         ):
@@ -516,12 +516,12 @@ def _add_warm_up_metrics(metrics: MetricSet, warm_up: WarmUpStats) -> None:
         ("warm_up_seconds_left", "Seconds until the warm-up is complete.", warm_up.seconds_left),
         (
             "warm_up_longest_delay_seconds",
-            ("Longest delay of a step by the warm-up, in seconds."),
+            "Longest delay of a step by the warm-up, in seconds.",
             warm_up.longest_delay_s,
         ),
         (
             "warm_up_padded_share",
-            ("Fraction of device time spent on padding, 0 to 1."),
+            "Fraction of device time spent on padding, 0 to 1.",
             warm_up.padded_share,
         ),
     ):
@@ -534,7 +534,7 @@ def _add_transfer_metrics(metrics: MetricSet, transfer: TransferStats) -> None:
         ("external_prefix_cache_queries", "Prompt tokens looked up.", transfer.num_queries),
         (
             "external_prefix_cache_hits",
-            ("Number of prompt tokens whose KV blocks were loaded."),
+            "Number of prompt tokens whose KV blocks were loaded.",
             transfer.num_hits,
         ),
         ("kv_transfer_loaded_bytes", "Number of KV-cache bytes loaded.", transfer.num_loaded_bytes),
@@ -550,7 +550,7 @@ def _add_draft_metrics(metrics: MetricSet, drafts: DraftStats) -> None:
         ("accepted_tokens", "Number of draft tokens accepted.", sum(drafts.accepted)),
         (
             "declined_steps",
-            ("Number of steps without drafts, as drafts would not be faster."),
+            "Number of steps without drafts, as drafts would not be faster.",
             drafts.num_declined_steps,
         ),
     ):

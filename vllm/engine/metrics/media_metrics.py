@@ -32,13 +32,13 @@ def add_encoder_metrics(metrics: MetricSet, totals: SchedulerStats) -> None:
         ),
         (
             "encoder_cache_hits",
-            ("Number of images, sounds and videos found in the encoder cache."),
+            "Number of images, sounds and videos found in the encoder cache.",
             media.num_hits,
         ),
         ("encoder_items", "Number of images, sounds and videos encoded.", runner.num_encoded_items),
         (
             "encoder_seconds",
-            ("Seconds spent on encoding images, sounds and videos."),
+            "Seconds spent on encoding images, sounds and videos.",
             runner.encode_seconds,
         ),
     ):

@@ -76,10 +76,8 @@ class TrafficMetrics:
                 ("batch", "Number of requests in a forward pass, without padding."),
                 (
                     "query_tokens",
-                    (
-                        "Largest number of new tokens of one request in a forward pass, without "
-                        "padding."
-                    ),
+                    "Largest number of new tokens of one request in a forward pass, without "
+                    "padding.",
                 ),
                 ("kv_blocks", "Number of KV blocks in a forward pass, without padding."),
             )

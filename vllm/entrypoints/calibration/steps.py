@@ -66,7 +66,7 @@ STEPS = {
             only_with="unify_ranks",
             does=(
                 "merge the measurements of neighbouring ranks into N ranks (the largest value "
-                "counts); N must divide the number of measured ranks"
+                "counts)"
             ),
             needs="the measurements",
             writes="files for N ranks",

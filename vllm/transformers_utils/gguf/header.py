@@ -242,10 +242,7 @@ class _Reader:
         if count * item_bytes > left:
             raise _damaged(
                 self.path,
-                (
-                    f"it announces {count} {what} at byte {self.place}, but only {left} bytes "
-                    "are left"
-                ),
+                f"it announces {count} {what} at byte {self.place}, but only {left} bytes are left",
             )
         if count > _MAX_ITEMS:
             raise _damaged(
