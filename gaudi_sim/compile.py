@@ -42,8 +42,8 @@ def compile_for_card(
     is_static = not any(isinstance(x, torch.SymInt) for x in example_inputs)
     if not is_static and card.is_strict and not options.get("force_static_compile"):
         raise SimulationError(
-            "sizes are symbols: without force_static_compile a card compiles recipes with dynamic "
-            "shapes, which it does slowly"
+            "the graph has symbolic sizes: without force_static_compile a card compiles recipes "
+            "with dynamic shapes, which is slow"
         )
 
     def compiled(*inputs: Any) -> Any:

@@ -161,7 +161,9 @@ def test_a_file_that_is_not_to_be_used_is_an_error():
         VLLM_LOGGING_CONFIG_PATH="logging.json",
         VLLM_CONFIGURE_LOGGING="0",
     )
-    assert "VLLM_CONFIGURE_LOGGING=0 says not to configure" in result.stderr.splitlines()[-1]
+    assert (
+        "VLLM_CONFIGURE_LOGGING=0, which turns the configuration"
+    ) in result.stderr.splitlines()[-1]
 
 
 def test_handlers_of_the_application_are_left_alone():

@@ -43,15 +43,19 @@ _SEQ_PREFIX, _QUERY_PREFIX = "VLLM_PROMPT_SEQ_BUCKET_", "VLLM_PROMPT_QUERY_BUCKE
 
 def _linear(what: str, default: str) -> Any:
     """Define one of the twelve variables of linear bucketing."""
-    return _buckets(None, f"Linear buckets: {what}. Default: {default}.", at_least=1)
+    return _buckets(
+        None, f"Buckets of the strategy linear: {what}. Default: {default}.", at_least=1
+    )
 
 
 def _padding(what: str, default: str, at_least: int = 0) -> Any:
     """Define one of the variables that only padding-aware bucketing reads."""
-    return _buckets(None, f"pad buckets: {what}. Default: {default}.", at_least=at_least)
+    return _buckets(
+        None, f"Buckets of the strategy pad: {what}. Default: {default}.", at_least=at_least
+    )
 
 
-_pad_max = partial(_padding, default="a quarter of the largest")
+_pad_max = partial(_padding, default="a quarter of the largest size")
 _pad_percent = partial(_padding, default="25")
 
 
@@ -61,411 +65,501 @@ class Envs:
 
     VLLM_TARGET_DEVICE: str | None = _general(
         None,
-        "Device to install and run for. Default: hpu when a card is there, else cpu.",
+        "Device that vllm is installed for and runs on. Default: hpu if there is a Gaudi card, "
+        "otherwise cpu.",
         ("hpu", "cpu"),
     )
     VLLM_LOGGING_LEVEL: str = _general(
-        "INFO", "Level of the 'vllm' logger.", ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+        "INFO",
+        "Level of the 'vllm' logger: messages below this level are not logged.",
+        ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
     )
     VLLM_LOGGING_PREFIX: str = _general("", "Text at the start of every log line.")
     VLLM_CONFIGURE_LOGGING: bool = _general(
-        True, "0: the application sets handlers and level of the 'vllm' logger."
+        True,
+        "0: do not configure logging, because the application configures the 'vllm' logger itself.",
     )
     VLLM_LOGGING_CONFIG_PATH: str | None = _general(
         None,
-        "JSON file for `logging.config.dictConfig`, instead of the handler and the level of this "
-        "package.",
+        "JSON file with logging settings for Python's `logging.config.dictConfig`. It replaces "
+        "the handler and the level of this package.",
     )
-    VLLM_LOGGING_FORMAT: str = _general("text", "Format of the log lines.", ("text", "json"))
+    VLLM_LOGGING_FORMAT: str = _general(
+        "text",
+        "Format of the log lines: plain text, or one JSON object per line.",
+        ("text", "json"),
+    )
     VLLM_ALLOW_LONG_MAX_MODEL_LEN: bool = _general(
         False,
-        "Accept a max_model_len above what the model's config.json allows, for a model with "
-        "rotary positions; output beyond that length may be of poor quality.",
+        "1: accept a max_model_len above the maximum in the model's config.json, for a model "
+        "with rotary positions. Output beyond that length may be of poor quality.",
     )
     VLLM_ASSETS_CACHE: str | None = _general(
-        None, "Folder with images, sounds and videos for the examples (`vllm.assets`)."
+        None, "Folder with the images, sounds and videos that the examples use (`vllm.assets`)."
     )
     VLLM_IMAGE_FETCH_TIMEOUT: int = _general(
-        5, "Seconds to fetch an image from a URL, with its redirects.", at_least=1
+        5,
+        "Maximum number of seconds to download an image from a URL, redirects included.",
+        at_least=1,
     )
     VLLM_AUDIO_FETCH_TIMEOUT: int = _general(
-        10, "Seconds to fetch a sound from a URL, with its redirects.", at_least=1
+        10,
+        "Maximum number of seconds to download a sound from a URL, redirects included.",
+        at_least=1,
     )
     VLLM_VIDEO_FETCH_TIMEOUT: int = _general(
-        30, "Seconds to fetch a video from a URL, with its redirects.", at_least=1
+        30,
+        "Maximum number of seconds to download a video from a URL, redirects included.",
+        at_least=1,
     )
     VLLM_MEDIA_URL_ALLOW_REDIRECTS: bool = _general(
         True,
-        "Follow the redirects of a URL of an image, sound or video; each is checked like the URL.",
+        "Follow redirects when an image, sound or video is downloaded. Each new URL must also be "
+        "allowed.",
     )
     VLLM_MAX_IMAGE_PIXELS: int = _general(
-        178956970, "Maximum width x height of an image and of a frame of a video.", at_least=1
+        178956970,
+        "Maximum number of pixels (width x height) of an image, and of each frame of a video.",
+        at_least=1,
     )
     VLLM_MAX_AUDIO_DECODE_DURATION_S: int = _general(
         600, "Maximum length of a sound in seconds.", at_least=1
     )
     VLLM_PLUGINS: str | None = _general(
         None,
-        "Names of the plug-ins of other packages to run, separated by commas. Empty: none. "
-        "Default: all that are installed.",
+        "Names of installed plug-ins to load, separated by commas. Empty: none. Default: all "
+        "installed plug-ins.",
         may_be_empty=True,
     )
     VLLM_PP_LAYER_PARTITION: str | None = _general(
         None,
-        "Layers of each stage of --pipeline-parallel-size, from the first to the last, such as "
-        "12,10,10. Default: as even as possible, the last stage with the fewest.",
+        "Number of layers of each stage of --pipeline-parallel-size, from first to last, such as "
+        "12,10,10. Default: as even as possible; if they cannot be equal, the last stage has the "
+        "fewest.",
     )
     VLLM_HOST_IP: str | None = _general(
         None,
-        "Address of this machine for workers on other machines, with the executor ray; each "
-        "machine has its own. Default: the address by which Ray knows the machine.",
+        "Address at which workers on other machines reach this machine, with "
+        "--distributed-executor-backend ray. Set it on each machine to its own address. Default: "
+        "the address by which Ray knows the machine.",
     )
     QUANT_CONFIG: str | None = _general(
         None,
-        "JSON file of Intel Neural Compressor: what to measure, or the FP8 scales to use; the same "
-        "as --quant-config.",
+        "JSON file of Intel Neural Compressor (INC): it says what to measure, or which FP8 "
+        "scales to use. Same as --quant-config.",
     )
     VLLM_API_KEY: str | None = _server(
-        None, "API key that clients must send, if the flag --api-key is not given."
+        None, "API key that clients must send. Used only if --api-key is not given."
     )
     VLLM_ALLOW_RUNTIME_LORA_UPDATING: bool = _server(
         False,
-        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter. Everyone who can reach the "
-        "server can then add and remove adapters, which are folders of the server.",
+        "Serve the routes /v1/load_lora_adapter and /v1/unload_lora_adapter. Everyone who can "
+        "reach the server can then load adapters from folders of the server, and remove them.",
     )
     VLLM_LORA_RESOLVER_CACHE_DIR: str | None = _server(
         None,
-        "Folder of LoRA adapters: with --enable-lora, each folder in it is a model that requests "
-        "may name. It is loaded at its first use.",
+        "Folder of LoRA adapters, with --enable-lora: a request can use each of its subfolders "
+        "as model name, and the adapter is loaded at its first use.",
     )
     VLLM_SERVER_DEV_MODE: bool = _server(
         False,
-        "Also serve the routes for development: /server_info, /reset_prefix_cache, "
-        "/reset_mm_cache, /collective_rpc, /sleep, /wake_up, /is_sleeping.",
+        "Also serve these routes for development: /server_info, /reset_prefix_cache, "
+        "/reset_mm_cache, /collective_rpc, /sleep, /wake_up, /is_sleeping. Do not set it on a "
+        "public server.",
     )
     VLLM_MAX_AUDIO_CLIP_FILESIZE_MB: int = _server(
         25,
         "Maximum size of a file that is sent to /v1/audio/transcriptions or "
-        "/v1/audio/translations, in units of 1024 x 1024 bytes.",
+        "/v1/audio/translations, in MiB.",
         at_least=1,
     )
     VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int | None = _server(
         None,
-        "Seconds that a connection without a request stays open, unless --keep-alive-timeout is "
+        "Seconds that an idle connection stays open. Used only if --keep-alive-timeout is not "
         "given.",
         at_least=1,
     )
     VLLM_CPU_KVCACHE_SPACE: float | None = _cpu(
         None,
-        "KV cache of the CPU device in GiB, divided among the replicas of --data-parallel-size, "
-        "unless --kv-cache-memory-bytes is given. Default, or 0: a fraction of the free memory.",
+        "Size of the KV cache in GiB on the CPU, divided among the replicas of "
+        "--data-parallel-size. Used only if --kv-cache-memory-bytes is not given. 0, and "
+        "default: a fraction of the free memory.",
         at_least=0,
     )
     VLLM_CPU_OMP_THREADS_BIND: str = _cpu(
         "auto",
-        "Cores of the threads of the CPU device, one thread each, such as 0-3 or 0,2,4. Several "
-        "workers have one list for all or one for each: 0-1|2-3; replicas of --data-parallel-size "
-        "divide one list, or have one each, or one for each worker. auto: the number of threads "
-        "is chosen for the cores of the process, the CPU limit of the container and the model; "
-        "they run on any core, but several workers on several NUMA nodes each use a part of the "
-        "cores. all or nobind: OpenMP decides.",
+        "CPU cores on which the threads of the engine run, one thread per core, such as 0-3 or "
+        "0,2,4. For several workers, give one list that they share, or one list for each, "
+        "separated by |: 0-1|2-3. For several replicas, give one list that they divide, one for "
+        "each, or one for each worker. auto: the engine chooses the number of threads by the "
+        "usable cores, the CPU limit of the container and the model, and does not bind them; "
+        "several workers on several NUMA nodes each use their part of the cores. all or nobind: "
+        "OpenMP decides.",
     )
     OMP_NUM_THREADS: str | None = _cpu(
         None,
-        "Read by OpenMP: threads of the CPU device. Default: chosen by VLLM_CPU_OMP_THREADS_BIND.",
+        "Number of threads of the engine on the CPU; read by OpenMP. Default: chosen by "
+        "VLLM_CPU_OMP_THREADS_BIND.",
     )
-    VLLM_CPU_KERNELS: bool = _cpu(True, "Use the compiled kernels on the CPU; 0 runs plain torch.")
+    VLLM_CPU_KERNELS: bool = _cpu(
+        True, "1: use the C++ kernels on the CPU. 0: use the operators of torch, which are slower."
+    )
     VLLM_CPU_ISA: str | None = _cpu(
         None,
-        "Instruction set of the compiled kernels, for comparisons: amx, avx512_bf16, avx512_vnni, "
-        "avx512, avx_vnni, avx2, arm_bf16 or base; amx_portable computes like amx without its "
-        "instructions, slowly, for tests. Default: the best that the processor has.",
+        "Instruction set of the C++ kernels, to compare them: amx, avx512_bf16, avx512_vnni, "
+        "avx512, avx_vnni, avx2, arm_bf16 or base. amx_portable gives the results of amx without "
+        "its instructions: slow, only for tests. Default: the best one that the processor "
+        "supports.",
     )
     VLLM_BUCKETING_STRATEGY: str = _buckets(
         "linear",
-        "How buckets are spaced. linear has even steps, exponential a constant ratio, sparse the "
-        "same with fewer small sizes and prompts one by one, and pad the fewest even steps that "
-        "keep padding within a bound. optimal chooses the --num-buckets buckets with the least "
-        "padding for the traffic of --traffic, which selects it. linear and pad follow the "
-        "VLLM_*_BUCKET_* variables (the defaults of linear and pad differ, see README_GAUDI.md), "
-        "the others only the limits of the engine.",
+        "How the sizes of buckets are chosen. linear: in equal steps. exponential: with a "
+        "constant ratio. sparse: like exponential, with fewer small sizes and only one prompt "
+        "per batch. pad: the fewest sizes that keep padding below a limit. optimal: the "
+        "--num-buckets buckets with the least padding for the traffic of --traffic (which "
+        "implies optimal). linear and pad read the VLLM_*_BUCKET_* variables (with different "
+        "defaults, see README_GAUDI.md); the others use only the limits of the engine.",
         ("linear", "exponential", "sparse", "pad", "optimal", "lin", "exp"),
     )
     VLLM_EXPONENTIAL_BUCKETING: bool | None = _buckets(
         None,
-        "1 spaces buckets exponentially, 0 linearly. Default: chosen by VLLM_BUCKETING_STRATEGY.",
+        "1: the strategy exponential; 0: the strategy linear. Default: the value of "
+        "VLLM_BUCKETING_STRATEGY.",
     )
     VLLM_BUCKETING_FROM_FILE: str | None = _buckets(
-        None, "File with the buckets, which replaces the strategy."
+        None, "File with a list of buckets. It is used instead of VLLM_BUCKETING_STRATEGY."
     )
-    VLLM_PROMPT_BS_BUCKET_MIN: int | None = _linear("smallest prompt batch", "1")
+    VLLM_PROMPT_BS_BUCKET_MIN: int | None = _linear("smallest number of prompts in a batch", "1")
     VLLM_PROMPT_BS_BUCKET_STEP: int | None = _linear(
-        "step of prompt batches", "min(max_num_seqs, 32)"
+        "step between sizes of prompt batches", "min(max_num_seqs, 32)"
     )
-    VLLM_PROMPT_BS_BUCKET_MAX: int | None = _linear("largest prompt batch", "min(max_num_seqs, 64)")
-    VLLM_PROMPT_SEQ_BUCKET_MIN: int | None = _linear("smallest prompt length", _PROMPT_STEP)
-    VLLM_PROMPT_SEQ_BUCKET_STEP: int | None = _linear("step of prompt lengths", _PROMPT_STEP)
+    VLLM_PROMPT_BS_BUCKET_MAX: int | None = _linear(
+        "largest number of prompts in a batch", "min(max_num_seqs, 64)"
+    )
+    VLLM_PROMPT_SEQ_BUCKET_MIN: int | None = _linear(
+        "smallest prompt length (tokens)", _PROMPT_STEP
+    )
+    VLLM_PROMPT_SEQ_BUCKET_STEP: int | None = _linear(
+        "step between prompt lengths (tokens)", _PROMPT_STEP
+    )
     VLLM_PROMPT_SEQ_BUCKET_MAX: int | None = _linear(
-        "largest prompt length; a longer prompt is computed in parts", "1024"
+        "largest prompt length (tokens); a longer prompt is computed in parts", "1024"
     )
-    VLLM_DECODE_BS_BUCKET_MIN: int | None = _linear("smallest decode batch", "1")
+    VLLM_DECODE_BS_BUCKET_MIN: int | None = _linear(
+        "smallest number of sequences in a decode batch", "1"
+    )
     VLLM_DECODE_BS_BUCKET_STEP: int | None = _linear(
-        "step of decode batches", "min(max_num_seqs, 32)"
+        "step between sizes of decode batches", "min(max_num_seqs, 32)"
     )
-    VLLM_DECODE_BS_BUCKET_MAX: int | None = _linear("largest decode batch", "max_num_seqs")
+    VLLM_DECODE_BS_BUCKET_MAX: int | None = _linear(
+        "largest number of sequences in a decode batch", "max_num_seqs"
+    )
     VLLM_DECODE_BLOCK_BUCKET_MIN: int | None = _linear(
-        "fewest KV blocks of a decode batch",
+        "smallest number of KV blocks in a decode batch",
         _DECODE_STEP,
     )
     VLLM_DECODE_BLOCK_BUCKET_STEP: int | None = _linear(
-        "step of KV blocks of decode batches",
+        "step between numbers of KV blocks in decode batches",
         _DECODE_STEP,
     )
     VLLM_DECODE_BLOCK_BUCKET_MAX: int | None = _linear(
-        "most KV blocks of a decode batch", "max(128, max_num_seqs * 2048 / block_size)"
+        "largest number of KV blocks in a decode batch",
+        "max(128, max_num_seqs * 2048 / block_size)",
     )
-    VLLM_PROMPT_CTX_BUCKET_MIN: int | None = _padding("fewest KV blocks of context", "0")
+    VLLM_PROMPT_CTX_BUCKET_MIN: int | None = _padding(
+        "smallest number of KV blocks of context of prompts", "0"
+    )
     VLLM_PROMPT_CTX_BUCKET_STEP: int | None = _padding(
-        "step of KV blocks of context", "2", at_least=1
+        "step between numbers of KV blocks of context of prompts", "2", at_least=1
     )
     VLLM_PROMPT_CTX_BUCKET_MAX: int | None = _padding(
-        "most KV blocks of context", "the context of the longest request"
+        "largest number of KV blocks of context of prompts", "the context of the longest request"
     )
-    VLLM_PROMPT_BS_BUCKET_PAD_MAX: int | None = _pad_max("most prompts added to a batch")
-    VLLM_PROMPT_BS_BUCKET_PAD_PERCENT: int | None = _pad_percent("the same in percent, up to 50")
-    VLLM_PROMPT_SEQ_BUCKET_PAD_MAX: int | None = _pad_max("most tokens added to a prompt")
-    VLLM_PROMPT_SEQ_BUCKET_PAD_PERCENT: int | None = _pad_percent("the same in percent, up to 50")
+    VLLM_PROMPT_BS_BUCKET_PAD_MAX: int | None = _pad_max(
+        "maximum number of padding prompts in a batch"
+    )
+    VLLM_PROMPT_BS_BUCKET_PAD_PERCENT: int | None = _pad_percent(
+        "maximum padding of prompts in a batch, in percent (0 to 50)"
+    )
+    VLLM_PROMPT_SEQ_BUCKET_PAD_MAX: int | None = _pad_max(
+        "maximum number of padding tokens in a prompt"
+    )
+    VLLM_PROMPT_SEQ_BUCKET_PAD_PERCENT: int | None = _pad_percent(
+        "maximum padding of tokens in a prompt, in percent (0 to 50)"
+    )
     VLLM_PROMPT_CTX_BUCKET_PAD_MAX: int | None = _padding(
-        "most KV blocks added to the context", "the blocks of max_num_batched_tokens"
+        "maximum number of padding KV blocks in the context", "the blocks of max_num_batched_tokens"
     )
-    VLLM_PROMPT_CTX_BUCKET_PAD_PERCENT: int | None = _pad_percent("the same in percent, up to 50")
-    VLLM_DECODE_BS_BUCKET_PAD_MAX: int | None = _pad_max("most sequences added to a decode batch")
-    VLLM_DECODE_BS_BUCKET_PAD_PERCENT: int | None = _pad_percent("the same in percent, up to 50")
-    VLLM_DECODE_BLOCK_BUCKET_PAD_MAX: int | None = _pad_max("most KV blocks added to a decode")
-    VLLM_DECODE_BLOCK_BUCKET_PAD_PERCENT: int | None = _pad_percent("the same in percent, up to 50")
+    VLLM_PROMPT_CTX_BUCKET_PAD_PERCENT: int | None = _pad_percent(
+        "maximum padding of KV blocks in the context, in percent (0 to 50)"
+    )
+    VLLM_DECODE_BS_BUCKET_PAD_MAX: int | None = _pad_max(
+        "maximum number of padding sequences in a decode batch"
+    )
+    VLLM_DECODE_BS_BUCKET_PAD_PERCENT: int | None = _pad_percent(
+        "maximum padding of sequences in a decode batch, in percent (0 to 50)"
+    )
+    VLLM_DECODE_BLOCK_BUCKET_PAD_MAX: int | None = _pad_max(
+        "maximum number of padding KV blocks in a decode batch"
+    )
+    VLLM_DECODE_BLOCK_BUCKET_PAD_PERCENT: int | None = _pad_percent(
+        "maximum padding of KV blocks in a decode batch, in percent (0 to 50)"
+    )
     VLLM_MULTIMODAL_BUCKETS: str | None = _buckets(
         None,
-        "Padded sizes of forward passes of an image encoder, separated by commas: numbers of "
-        "images or tiles for encoders of one image size, else numbers of patches. Sizes are "
-        "rounded up to multiples of 16 patches, and sizes for the largest image are added. None: "
-        "chosen by the model, each size a quarter larger than the last.",
+        "Sizes for which the image encoder is warmed up, separated by commas: numbers of images "
+        "or tiles if all have one size, otherwise numbers of patches. Sizes in patches are "
+        "rounded up to multiples of 16, and sizes for the largest image are added. None: chosen "
+        "by the engine, each a quarter larger than the one before.",
     )
     VLLM_MERGED_PREFILL: bool = _buckets(
-        False, "Concatenate the prompts of a prefill batch into one padded sequence."
+        False,
+        "Concatenate the prompts of a batch into one padded sequence, instead of padding "
+        "each prompt.",
     )
     VLLM_SKIP_WARMUP: bool = _warmup(
         False,
-        "Start without warm-up. Shapes then compile when they first occur. `vllm calibrate` never "
-        "warms up, unless this is set to 0 or it is given --warmup.",
+        "Start without warm-up. Every new batch shape then compiles when it first occurs, and "
+        "its requests wait. `vllm calibrate` never warms up, unless this variable is 0 or "
+        "--warmup is given.",
     )
     VLLM_FULL_WARMUP: bool = _warmup(
         False,
-        "Make a compilation after the warm-up an error. torch.compile then skips its guards, "
+        "Treat a compilation after the warm-up as an error. torch.compile then skips its guards, "
         "which is faster.",
     )
     VLLM_GRAPH_RESERVED_MEM: float = _warmup(
-        0.1, "Fraction of the usable memory that is kept for HPU graphs.", at_least=0, at_most=1
+        0.1,
+        "Fraction (0 to 1) of the usable device memory that is reserved for HPU graphs. The "
+        "KV cache gets the rest.",
+        at_least=0,
+        at_most=1,
     )
     VLLM_GRAPH_PROMPT_RATIO: float = _warmup(
-        0.3, "Fraction of the graph memory for prompt graphs.", at_least=0, at_most=1
+        0.3,
+        "Fraction (0 to 1) of the memory for HPU graphs that prompt graphs may use. Decode "
+        "graphs get the rest.",
+        at_least=0,
+        at_most=1,
     )
     VLLM_GRAPH_PROMPT_STRATEGY: str = _warmup(
-        "min_tokens", "Order in which prompt graphs are captured.", ("min_tokens", "max_bs")
+        "min_tokens",
+        "Order in which prompt graphs are captured, until their memory is full: fewest "
+        "tokens first, or largest batch first.",
+        ("min_tokens", "max_bs"),
     )
     VLLM_GRAPH_DECODE_STRATEGY: str = _warmup(
-        "max_bs", "Order in which decode graphs are captured.", ("min_tokens", "max_bs")
+        "max_bs",
+        "Order in which decode graphs are captured, until their memory is full: fewest "
+        "tokens first, or largest batch first.",
+        ("min_tokens", "max_bs"),
     )
     PT_HPU_RECIPE_CACHE_CONFIG: str | None = _warmup(
         None,
-        "Read by the Habana bridge: `path,delete at start,size in MB` of the folder where "
-        "compiled recipes are kept between runs. A simulated card keeps its own there.",
+        "Folder where compiled recipes are kept between runs, so that the next warm-up is "
+        "faster: `path,delete at start,size in MB`, such as /tmp/recipes,false,1024. Read by the "
+        "Habana bridge. A simulated card keeps its own recipes there.",
     )
     PT_HPU_LAZY_MODE: bool | None = _execution(
         None,
-        "Read by the Habana bridge: 1 is lazy mode (HPU graphs), 0 is eager mode (torch.compile). "
+        "1: lazy mode (HPU graphs). 0: eager mode (torch.compile). Read by the Habana bridge. "
         "Default: the default of the bridge; 0 on a simulated card.",
     )
     PT_HPUGRAPH_DISABLE_TENSOR_CACHE: bool | None = _execution(
         None,
-        "Read by the Habana bridge. 0: every HPU graph keeps its inputs and intermediate tensors, "
-        "which takes far more memory, so that fewer graphs fit. Default, or 1: graphs keep only "
-        "their outputs. The bridge accepts only 1; true is passed on as 1.",
+        "0: every HPU graph keeps its inputs and intermediate tensors, so fewer graphs fit into "
+        "the memory. 1, and default: graphs keep only their outputs. Read by the Habana bridge, "
+        "which accepts only 1; true is passed on as 1.",
     )
     PT_HPU_ENABLE_LAZY_COLLECTIVES: bool | None = _execution(
         None,
-        "Read by the Habana bridge: record collectives as part of graphs. With several processes "
-        "the engine always sets it to true.",
+        "Record collective operations as part of HPU graphs. Read by the Habana bridge. With "
+        "several processes, the engine always sets it to true.",
     )
     WORLD_SIZE: int = _execution(
         1,
-        "Number of processes that share the cards, as launchers such as torchrun set it. Above 1, "
-        "the bridge takes the card of this process from LOCAL_RANK.",
+        "Number of processes that work together, set by launchers such as torchrun. If it is "
+        "above 1, each process uses the card that LOCAL_RANK gives.",
         at_least=1,
     )
     VLLM_CONTIGUOUS_PA: bool | None = _execution(
         None,
         "1: decode attention reads the KV cache as one contiguous slice if that costs less than "
-        "gathering the blocks. A decode bucket then has up to three graphs with prefix caching, "
-        "and two without. 0: it gathers the blocks. Default: 1; 0 with prefix caching together "
+        "gathering blocks; a decode bucket then needs up to two graphs, or three with prefix "
+        "caching. 0: it always gathers the blocks. Default: 1; 0 with prefix caching together "
         "with a draft model or a KV connector.",
     )
     VLLM_PROMPT_USE_FUSEDSDPA: bool = _execution(
-        True, "Use fused attention for prompts; 0 uses plain matmuls."
+        True,
+        "1: use the fused attention kernel for prompts. 0: use plain matmuls, which are slower.",
     )
     VLLM_PROMPT_USE_FLEX_ATTENTION: bool = _execution(
         False,
-        "Use torch's flex_attention for prompts; needs VLLM_PROMPT_USE_FUSEDSDPA=0. Not available "
-        "on a simulated card, and never tried on a real one.",
+        "Use torch's flex_attention for prompts. Needs VLLM_PROMPT_USE_FUSEDSDPA=0. Not "
+        "available on a simulated card, and never tried on a real one.",
     )
     VLLM_PROMPT_USE_FP8_FUSEDSDPA: bool = _execution(
         False,
-        "Use fused attention in FP8 for prompts, with --quantization inc, --kv-cache-dtype "
+        "Use fused attention in FP8 for prompts. Needs --quantization inc, --kv-cache-dtype "
         "fp8_inc and files of `vllm calibrate` with ranges of queries. Layers with windows or "
-        "sinks use bfloat16, and so do cards whose kernel fails its check at the start.",
+        "sinks still use bfloat16, and so do cards on which the kernel fails a check at the "
+        "start.",
     )
     VLLM_HPU_FSDPA_SLICE_ENABLED: bool | None = _execution(
         None,
-        "Run fused attention of long prompts over slices of their queries. Each slice has a mask "
-        "of its own, which takes less memory than one for all queries. Default: on with "
-        "VLLM_BUCKETING_STRATEGY=pad, unless prompts are merged.",
+        "Split the queries of long prompts into slices for fused attention, because the masks of "
+        "slices need less memory than one mask for all queries. Default: on with "
+        "VLLM_BUCKETING_STRATEGY=pad, unless VLLM_MERGED_PREFILL is on.",
     )
     VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD: int | None = _execution(
         None,
-        "Padded tokens of a prompt, with its context, above which it is sliced. Default: "
-        "max_num_batched_tokens, at most 8192.",
+        "Number of padded tokens of a prompt, its context included, above which the queries are "
+        "split into slices (VLLM_HPU_FSDPA_SLICE_...). Default: max_num_batched_tokens, at most "
+        "8192.",
         at_least=1,
     )
     VLLM_HPU_FSDPA_SLICE_CHUNK_SIZE: int | None = _execution(
         None,
-        "Number of queries in a slice. Default: half of VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD, "
+        "Number of queries in one slice. Default: half of VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD, "
         "rounded up to a multiple of 1024.",
         at_least=1,
     )
     VLLM_SOFTMAX_CONST_NORM: bool = _execution(
         False,
-        "Decode attention: subtract VLLM_SOFTMAX_CONST_NORM_VALUE instead of the maximum in the "
-        "softmax. Faster, but inaccurate if scores are far from that value.",
+        "In the softmax of decode attention, subtract VLLM_SOFTMAX_CONST_NORM_VALUE from the "
+        "scores instead of their maximum. Faster, but inaccurate if scores are far from that "
+        "value.",
     )
     VLLM_SOFTMAX_CONST_NORM_VALUE: float = _execution(
-        10.0, "The constant for VLLM_SOFTMAX_CONST_NORM=1."
+        10.0, "Constant that is subtracted from the scores with VLLM_SOFTMAX_CONST_NORM=1."
     )
     VLLM_PA_SOFTMAX_IMPL: str | None = _execution(
         None,
-        "Values that decode attention subtracts from scores, as a comma-separated list of amax, "
-        "head_amax, wsum, wsum_head_amax, index_reduce and scatter_reduce. Default: the largest "
-        "score of each block, which is exact.",
+        "Values that are subtracted from the scores in the softmax of decode attention: a "
+        "comma-separated list of amax, head_amax, wsum, wsum_head_amax, index_reduce and "
+        "scatter_reduce. Default: the largest score of each block, which is exact.",
     )
     VLLM_FUSED_BLOCK_SOFTMAX: bool = _execution(
         False,
-        "Decode attention: compute the softmax of each block with a kernel of the card (Gaudi 3, "
-        "software 1.22); needs VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT.",
+        "1: in decode attention, compute the softmax of each KV block with a fused kernel of the "
+        "card (Gaudi 3, Gaudi software 1.22 or later). Needs VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT.",
     )
     VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT: bool = _execution(
         True,
-        "Decode attention: bring the blocks of a request to one maximum with a kernel of the "
-        "card, if it has one (Gaudi 3, software 1.22); 0 uses torch operators.",
+        "1: in decode attention, combine the softmax of the KV blocks of a request with a fused "
+        "kernel, if the card has one (Gaudi 3, Gaudi software 1.22 or later). 0: use torch "
+        "operators, which are slower.",
     )
     VLLM_CONFIG_HIDDEN_LAYERS: int = _execution(
-        1, "Lazy mode: number of decoder layers in one recorded graph.", at_least=1
+        1, "Number of decoder layers in one HPU graph, in lazy mode.", at_least=1
     )
     VLLM_REGIONAL_COMPILATION: bool = _execution(
-        True, "torch.compile: compile decoder layers one by one, not the model as a whole."
+        True, "With torch.compile: compile each decoder layer on its own, not the model as a whole."
     )
     VLLM_T_COMPILE_FULLGRAPH: bool = _execution(
-        False, "torch.compile: make a graph break an error."
+        False, "With torch.compile: treat a graph break as an error."
     )
     VLLM_T_COMPILE_DYNAMIC_SHAPES: bool = _execution(
         False,
-        "torch.compile: let torch choose dynamic shapes. The bridge still compiles a static "
-        "recipe for each shape that occurs.",
+        "With torch.compile: let torch compile for dynamic shapes. The bridge still compiles a "
+        "static recipe for each shape that occurs.",
     )
     VLLM_GC_THR_GEN0: int = _execution(
         700,
-        "First threshold of Python's garbage collector (see `gc.set_threshold`) in the worker. "
-        "With all three at their defaults, VLLM_GC_THR_MULTIPLIER times these.",
+        "First threshold of Python's garbage collector in the worker (see `gc.set_threshold`). "
+        "If all three thresholds have their defaults, they are multiplied by "
+        "VLLM_GC_THR_MULTIPLIER.",
         at_least=0,
     )
     VLLM_GC_THR_GEN1: int = _execution(10, "Second threshold.", at_least=0)
     VLLM_GC_THR_GEN2: int = _execution(10, "Third threshold.", at_least=0)
     VLLM_GC_THR_MULTIPLIER: int = _execution(
         16,
-        "Factor for the thresholds of Python's garbage collector: a larger one collects less "
-        "often.",
+        "Factor for the thresholds of Python's garbage collector. With a larger one, garbage is "
+        "collected less often.",
         at_least=1,
     )
     VLLM_PROFILER_ENABLED: bool = _diagnostics(
-        False, "Write a trace of scheduler, forward passes and counters that Perfetto opens."
+        False,
+        "Write a trace of the scheduler, forward passes and counters, in a format that "
+        "Perfetto opens.",
     )
     VLLM_TORCH_PROFILER_DIR: str | None = _diagnostics(
         None,
-        "Folder for traces of torch's profiler, started and stopped by start_profile and "
-        "stop_profile of the engine, or by POST /start_profile and /stop_profile of the server.",
+        "Folder for traces of torch's profiler. Recording is started and stopped by "
+        "start_profile and stop_profile of the engine, or by POST /start_profile and "
+        "/stop_profile of the server.",
     )
     VLLM_PROFILE_STEPS: str | None = _diagnostics(
         None,
-        "Steps of the engine that torch's profiler traces, counted from 1: first,last, such as "
+        "First and last engine step to record with torch's profiler, counted from 1, such as "
         "3,5. The trace is written to VLLM_TORCH_PROFILER_DIR, or to the working directory.",
     )
     VLLM_PT_PROFILE: str | None = _diagnostics(
         None,
-        "Profile one forward pass with torch's profiler, and exit: prompt_BATCH_LENGTH_t or "
-        "decode_BATCH_BLOCKS_t; f instead of t at the end runs without an HPU graph. The trace is "
-        "written to VLLM_TORCH_PROFILER_DIR, or to the working directory.",
+        "Record one forward pass with torch's profiler, then exit: prompt_BATCH_LENGTH_t or "
+        "decode_BATCH_BLOCKS_t, such as prompt_1_1024_t; f instead of t at the end runs it "
+        "without an HPU graph. The trace is written to VLLM_TORCH_PROFILER_DIR, or to the "
+        "working directory.",
     )
     VLLM_PROFILE_PROMPT: str | None = _diagnostics(
-        None, "Profile one prompt batch and exit: batch,length,blocks of context, such as 1,512,0."
+        None,
+        "Record one prompt batch with torch's profiler, then exit: batch,length,blocks of "
+        "context, such as 1,512,0.",
     )
     VLLM_PROFILE_DECODE: str | None = _diagnostics(
-        None, "Profile one decode batch and exit: batch,blocks, such as 4,128."
+        None,
+        "Record one decode batch with torch's profiler, then exit: batch,blocks, such as 4,128.",
     )
     VLLM_HPU_LOG_STEP_GRAPH_COMPILATION: bool = _diagnostics(
-        False, "Log the graph compilations of every step that has any."
+        False, "Log the graph compilations of each step in which a graph was compiled."
     )
     VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL: bool = _diagnostics(
-        False, "Log the graph compilations of every step."
+        False, "Log the number of graph compilations of every step, including 0."
     )
     PT_HPU_METRICS_GC_DETAILS: bool = _diagnostics(
         False,
-        "Read by the Habana bridge: keep name and time of each compiled recipe. "
-        "VLLM_HPU_LOG_STEP_GRAPH_COMPILATION then logs those of the step.",
+        "Record the name and the time of each compiled recipe, which "
+        "VLLM_HPU_LOG_STEP_GRAPH_COMPILATION then also logs. Read by the Habana bridge.",
     )
     VLLM_HPU_LOG_STEP_CPU_FALLBACKS: bool = _diagnostics(
-        False, "Log the CPU fallbacks of every step that has any."
+        False,
+        "Log the operators that ran on the CPU instead of the card, for each step that had any.",
     )
     VLLM_HPU_LOG_STEP_CPU_FALLBACKS_ALL: bool = _diagnostics(
-        False, "Log the CPU fallbacks of every step."
+        False, "Log the operators that ran on the CPU instead of the card, for every step."
     )
     VLLM_HPU_SIM: str | None = _simulation(
         None,
-        "Simulate this model of Gaudi card: a device `hpu` that computes on the CPU and counts "
-        "compilations, "
-        "host syncs and copies.",
+        "Simulate a Gaudi card of this model: the device `hpu` then computes on the CPU, and "
+        "counts compilations, host syncs and copies.",
         ("gaudi2", "gaudi3"),
     )
     VLLM_HPU_SIM_BRIDGE: str = _simulation(
         "1.24",
-        "Release of the Gaudi software whose kernels the simulated card has: kernels that came "
-        "later are missing.",
+        "Gaudi software release that the simulated card has. Kernels of later releases are "
+        "missing.",
         tuple(f"1.{minor}" for minor in range(19, 25)),
     )
     VLLM_HPU_SIM_ABSENT: str | None = _simulation(
         None,
-        "Comma-separated kernels that the simulated card additionally lacks, such as "
-        "FusedSDPA,FusedRMSNorm; vllm hpu-check lists their names.",
+        "Kernels that the simulated card does not have, in addition, separated by commas, such "
+        "as FusedSDPA,FusedRMSNorm. `vllm hpu-check` lists the names.",
     )
     VLLM_USE_FAKE_HPU: bool = _simulation(
-        False, "Simulate a Gaudi 2 card, like VLLM_HPU_SIM=gaudi2."
+        False, "Simulate a Gaudi 2 card; the same as VLLM_HPU_SIM=gaudi2."
     )
     VLLM_HPU_SIM_STRICT: bool = _simulation(
         False,
-        "Fail on a compilation, host sync or dynamic shape in a warmed-up step, and on any index "
-        "out of range, inputs that a card would confuse with the inputs of another graph, or a "
-        "recorded collective without a mark_step before it.",
+        "Simulated card: raise an error for a compilation, host sync or dynamic shape in a step "
+        "after the warm-up, for an index out of range, for inputs that a card would confuse with "
+        "the inputs of another graph, and for a collective in a graph without a mark_step before "
+        "it.",
     )
     VLLM_HPU_SIM_VENDOR: bool = _simulation(
         False,
-        "Provide the card to other libraries as `habana_frameworks`, if that is not installed. "
-        "Libraries that look for it then behave as on Gaudi.",
+        "Offer the simulated card to other libraries as the package `habana_frameworks`, if that "
+        "is not installed. They then behave as on a Gaudi machine.",
     )
 
     @classmethod

@@ -153,8 +153,8 @@ def _set_handlers() -> None:
 def _configure_from_file(path: str, is_wanted: bool) -> None:
     if not is_wanted:
         raise ConfigError(
-            "VLLM_LOGGING_CONFIG_PATH is set and VLLM_CONFIGURE_LOGGING=0 says not to configure "
-            "logging; unset one of them"
+            "VLLM_LOGGING_CONFIG_PATH cannot be used with VLLM_CONFIGURE_LOGGING=0, which turns "
+            "the configuration of logging off: unset one of them"
         )
     try:
         config = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))

@@ -287,7 +287,7 @@ class SimulatedCard:
         """
         if self.is_strict and self._step:
             raise SimulationError(
-                f"{name} behind {len(self._step)} recorded operators: mark_step has to come first"
+                f"{name} after {len(self._step)} recorded operators: call mark_step before it"
             )
 
     @contextmanager

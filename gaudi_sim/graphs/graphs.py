@@ -212,9 +212,9 @@ class _KnownInputs:
         form = _form_of(value)
         known = self._forms.setdefault(key, form)
         if known != form:
-            raise SimulationError(f"the graph of {known} would be replayed for {form}")
+            raise SimulationError(f"the graph captured for {known} would be replayed for {form}")
         if self._keys.setdefault(_hash(value, with_types=False), key) != key:
-            raise SimulationError(f"only a type tells the inputs of two graphs apart: {form}")
+            raise SimulationError(f"the inputs of two graphs differ only in a type: {form}")
 
 
 def _form_of(value: Any) -> Any:

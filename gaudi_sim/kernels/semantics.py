@@ -51,7 +51,9 @@ def _refuse_negative(indices: Sequence[Tensor | None]) -> None:
         return
     for index in indices:
         if index is not None and index.dtype in (torch.int32, torch.int64) and (index < 0).any():
-            raise IndexError("negative indices in a tensor are not counted from the end")
+            raise IndexError(
+                "negative indices in a tensor are not supported: they are not counted from the end"
+            )
 
 
 def _index(self: Tensor, indices: Sequence[Tensor | None]) -> Tensor:

@@ -114,7 +114,10 @@ def test_positions_may_have_a_row_for_each_kind_of_position():
     positions = torch.arange(5)
     assert text_positions(positions) is positions
     assert torch.equal(text_positions(positions[None]), positions)
-    with pytest.raises(ValueError, match=r"positions are \[3, 5\]; this layer takes one"):
+    with pytest.raises(
+        ValueError,
+        match=r"positions must have the shape .* for this layer, one per token, got \[3, 5\]",
+    ):
         text_positions(positions.repeat(3, 1))
 
 

@@ -198,9 +198,12 @@ def test_a_graph_that_turns_out_too_large_is_thrown_away_and_named():
     assert device.held == {}
     assert sum(ledger.booked(c) for c in MemoryClass) == 0
     first, second = found[Phase.PREFILL].omitted
-    assert str(first) == "no graph for prefill (1, 128, 0): it took 300 B, 100 B are left"
+    assert str(first) == (
+        "no graph for prefill (1, 128, 0): the graph took 300 B, but only 100 B are left for graphs"
+    )
     assert str(second) == (
-        "no graph for prefill (1, 256, 0): it would take about 599 B, 100 B are left"
+        "no graph for prefill (1, 256, 0): the graph would take about 599 B, but only 100 B are "
+        "left for graphs"
     )
     assert len(device.steps) == 1, "what is known not to fit is not captured again"
 

@@ -195,7 +195,8 @@ def test_the_seeds_catalog_lacks_long_prompts_and_many_blocks():
     report = prove(catalog, make_limits())
     assert report.uncovered == (prefill(1, 1025),)
     assert str(report) == (
-        "some steps have no bucket, the smallest are: prefill of 1 x 1025 tokens, 0 blocks"
+        "some steps have no bucket; the smallest of these steps: prefill of 1 x 1025 tokens, 0 "
+        "blocks"
     )
     assert missing_buckets(catalog, make_limits()) == [prefill(1, 2048)]
     assert prove(catalog, make_limits(max_model_len=1024)).is_covered
@@ -210,7 +211,7 @@ def test_a_chunk_limit_spares_the_long_buckets():
         make_limits(max_model_len=8192, enable_chunked_prefill=True, max_chunk_tokens=1024),
     )
     assert report.is_covered
-    assert str(report) == "every step has its buckets (5 classes of shapes compared)"
+    assert str(report) == "every possible step has a bucket (5 classes of shapes compared)"
 
 
 def test_shared_blocks_count_once_for_each_sequence():

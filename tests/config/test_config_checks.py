@@ -69,14 +69,14 @@ REFUSED = [
     (
         HPUConfig,
         {"ready_when": "first", "full_warmup": True},
-        "ready_when='first' contradicts VLLM_FULL_WARMUP=true, with which nothing is warmed up "
-        "after the start: leave out one of them",
+        "ready_when='first' cannot be used with VLLM_FULL_WARMUP=true, which allows no warm-up "
+        "after the start. Leave out one of them",
     ),
     (
         HPUConfig,
         {"adapt_buckets": True, "skip_warmup": True},
-        "adapt_buckets=True contradicts VLLM_SKIP_WARMUP=true, with which nothing is warmed up "
-        "after the start: leave out one of them",
+        "adapt_buckets=True cannot be used with VLLM_SKIP_WARMUP=true, which allows no warm-up "
+        "after the start. Leave out one of them",
     ),
     (CacheConfig, {"block_size": 0}, "block_size must be an integer of at least 1, got 0"),
     (CacheConfig, {"block_size": True}, "block_size must be an integer of at least 1, got True"),
@@ -94,7 +94,8 @@ REFUSED = [
     (
         CacheConfig,
         {"gpu_memory_utilization": 90},
-        "gpu_memory_utilization must be above 0 and at most 1, got 90. It is a share: 90 % is 0.9",
+        "gpu_memory_utilization must be above 0 and at most 1, got 90. It is a fraction: write "
+        "90 % as 0.9",
     ),
     (
         CacheConfig,

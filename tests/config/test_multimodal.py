@@ -49,30 +49,36 @@ def test_other_ways_are_refused(text, capsys):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"limit_mm_per_prompt": {"picture": 1}}, "no kind 'picture'; accepted: image, audio, vid"),
+        (
+            {"limit_mm_per_prompt": {"picture": 1}},
+            "the unknown kind of media 'picture'; accepted: image, audio, vid",
+        ),
         ({"limit_mm_per_prompt": {"image": -1}}, "image must be an integer of at least 0"),
         ({"limit_mm_per_prompt": {"image": "1"}}, "image must be an integer of at least 0"),
         (
             {"limit_mm_per_prompt": {"image": {"width": 0}}},
             "image: width must be an integer of at least 1",
         ),
-        ({"limit_mm_per_prompt": {"image": {"size": 1}}}, "image has no key 'size'"),
+        ({"limit_mm_per_prompt": {"image": {"size": 1}}}, "image has the unknown key 'size'"),
         ({"limit_mm_per_prompt": {"image": {"width": 9}}}, "image must have both width and height"),
         (
             {"limit_mm_per_prompt": {"audio": {"length": 9}}},
-            "audio has no key 'length'; accepted: c",
+            "audio has the unknown key 'length'; accepted: c",
         ),
         ({"limit_mm_per_prompt": {"video": {"width": 9}}}, "accepted: count, num_frames"),
         ({"limit_mm_per_prompt": {"video": "2"}}, 'as {"count": 4, "num_frames": 4}; got'),
-        ({"media_io_kwargs": {"audio": {"rate": 1}}}, "audio has no key 'rate'; accepted: none"),
+        (
+            {"media_io_kwargs": {"audio": {"rate": 1}}},
+            "audio has the unknown key 'rate'; accepted: none",
+        ),
         ({"media_io_kwargs": {"video": {"frames": 1}}}, "accepted: num_frames, fps"),
         ({"media_io_kwargs": {"video": {"num_frames": 0}}}, "num_frames must be an integer from 1"),
         ({"media_io_kwargs": {"video": {"num_frames": 769}}}, "from 1 to 768, or -1 for no limit"),
         ({"media_io_kwargs": {"video": {"fps": 0}}}, "fps must be a number above 0 and up to 1000"),
         ({"media_io_kwargs": {"video": {"fps": 10**400}}}, "up to 1000, or -1 for no limit, got 1"),
-        ({"media_io_kwargs": {"picture": {}}}, "no kind 'picture'"),
+        ({"media_io_kwargs": {"picture": {}}}, "the unknown kind of media 'picture'"),
         ({"media_io_kwargs": {"image": 1}}, "image must be an object, got 1"),
-        ({"media_io_kwargs": {"image": {"a": 1}}}, "image has no key 'a'"),
+        ({"media_io_kwargs": {"image": {"a": 1}}}, "image has the unknown key 'a'"),
         (
             {"media_io_kwargs": {"image": {"rgba_background_color": [1, 2]}}},
             "three integers from 0 to 255",

@@ -87,7 +87,7 @@ def test_a_model_without_a_method_makes_drafts():
     [
         ({"num_speculative_tokens": 5}, "needs the key 'method'"),
         ({"method": "magic"}, "method must be one of"),
-        ({"method": "ngram", "tokens": 5}, "has no key 'tokens'"),
+        ({"method": "ngram", "tokens": 5}, "has the unknown key 'tokens'"),
         ({"method": "ngram", "num_speculative_tokens": -1}, "num_speculative_tokens"),
         ({"method": "ngram", "num_speculative_tokens": 1000}, "at most 64, got 1000"),
         ({"method": "ngram", "num_speculative_tokens": "5"}, "num_speculative_tokens"),

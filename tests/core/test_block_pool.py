@@ -192,5 +192,5 @@ def test_only_a_held_and_a_free_block_change_places(held):
     pool = BlockPool(4)
     a, b = pool.allocate(2)
     wrong = {2: (3, 3), 3: (a, b), NULL_BLOCK_ID: (a, NULL_BLOCK_ID)}[held]
-    with pytest.raises(AssertionError, match="is not held, or"):
+    with pytest.raises(AssertionError, match="is not in use, or"):
         pool.exchange(*wrong)

@@ -122,7 +122,7 @@ def test_a_rank_that_was_started_differently_is_refused_before_it_loads(differs,
 
 
 def test_it_has_no_replicas():
-    with pytest.raises(ConfigError, match="runs the workers of one model, and data_parallel_size"):
+    with pytest.raises(ConfigError, match="needs data_parallel_size=1"):
         ParallelConfig(distributed_executor_backend=EXTERNAL, data_parallel_size=2)
 
 

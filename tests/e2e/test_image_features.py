@@ -83,7 +83,10 @@ FLOATS = np.full((8, 8, 3), 0.5)
         ),
         (ask("<image>", IMAGE, mm_processor_kwargs=[1]), "must be a dict .*got list"),
         (ask("<image>", IMAGE, mm_processor_kwargs={1: 2, "a": 3}), "keys are strings"),
-        (ask("<image>", IMAGE, mm_processor_kwargs={"size": FLOATS}), "values of JSON"),
+        (
+            ask("<image>", IMAGE, mm_processor_kwargs={"size": FLOATS}),
+            "values that JSON can express",
+        ),
         (ask("<image>", IMAGE, mm_processor_kwargs={"no": 1}), "no setting 'no'"),
         *(
             (ask("<image>", IMAGE, mm_processor_kwargs={"size": {"shortest_edge": edge}}), "size")

@@ -147,7 +147,7 @@ def test_two_ranks_are_measured_and_unified_to_one(calibrated, texts, tmp_path, 
         (["--num-samples", "0"], "--num-samples must be at least 1, got 0"),
         (["--step", "unify"], "--step unify needs --unify-ranks"),
         (["--step", "6"], "--step expand needs --expand-ranks"),
-        (["-r", "1", "-w", "2"], "--unify-ranks and --expand-ranks exclude each other"),
+        (["-r", "1", "-w", "2"], "--unify-ranks and --expand-ranks cannot be used together"),
         (["--step", "postprocess"], "0_1.json does not exist. Measure the model"),
     ],
 )

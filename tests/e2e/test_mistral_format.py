@@ -116,7 +116,7 @@ def test_a_folder_with_a_config_may_be_read_in_that_format(published, tmp_path):
     [
         ({"dim": None}, "has no 'dim'. Download the file again"),
         ({"n_heads": 2**40}, "'num_attention_heads' must be an integer from 1 to 65536"),
-        ({"vision_encoder": {}}, "has 'vision_encoder', and models with it are not read from this"),
+        ({"vision_encoder": {}}, "has 'vision_encoder', which this engine cannot read from this"),
         ({"quantization": {"qformat_weight": "fp8_e4m3"}}, "has 'quantization', and models with"),
     ],
 )
@@ -153,7 +153,9 @@ def test_a_chat_is_tokenised_by_tekken_json(with_tekken):
 def test_what_is_missing_is_named(published, with_tekken, tmp_path):
     without_tokenizer = shutil.copytree(with_tekken, tmp_path / "tokenizer.model")
     (without_tokenizer / "tekken.json").rename(without_tokenizer / "tokenizer.model.v3")
-    with pytest.raises(ConfigError, match=r"tokenizer\.model\.v3 alone cannot be read\. Save"):
+    with pytest.raises(
+        ConfigError, match=r"tokenizer\.model\.v3 cannot be read without tokenizer\.json\. Save"
+    ):
         LLM(str(without_tokenizer), **SHORT_TEXTS)
     without_weights = shutil.copytree(published, tmp_path / "empty")
     (without_weights / "consolidated.safetensors").unlink()

@@ -217,6 +217,6 @@ def test_without_a_step_before_each_collective_a_strict_card_refuses_them(
     monkeypatch.setattr(HPUPlatform, "before_collective", None)
     with (
         simulated_hpu(PT_HPU_LAZY_MODE=1, PT_HPU_ENABLE_LAZY_COLLECTIVES=True, **FEW_BUCKETS),
-        pytest.raises(RuntimeError, match="mark_step has to come first"),
+        pytest.raises(RuntimeError, match="call mark_step before it"),
     ):
         LLM(folder, device="hpu", skip_tokenizer_init=True, **SMALL_ENGINE | sizes)

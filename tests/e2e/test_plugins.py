@@ -88,7 +88,9 @@ def test_plug_ins_run_once_in_every_process_and_one_that_raises_is_a_warning(ins
     # The process with the API, that of the core, which is rank 0 as well, and rank 1.
     calls = (installed / "calls").read_text().split()
     assert len(calls) == len(set(calls)) == 3
-    warning = "the plug-in 'broken' (own_models:fail) has failed, and its models are missing: OSErr"
+    warning = (
+        "the plug-in 'broken' (own_models:fail) has failed, so its models cannot be used: OSErr"
+    )
     assert result.stderr.count(warning) == 3
 
 
@@ -100,7 +102,7 @@ def test_plug_ins_run_once_in_every_process_and_one_that_raises_is_a_warning(ins
         (
             "own, other",
             ("own",),
-            "'other', and no installed package has it; installed: broken",
+            "'other', but no installed package has it; installed plug-ins: broken",
         ),
         ("", (), None),
     ],

@@ -235,8 +235,8 @@ def test_requests_from_the_first_second_get_the_tokens_of_the_cpu(
     assert len(warmed) == stats.warm_up.num_wanted and others == [warmed] * len(others)
     assert all(line.endswith("True") for line in warmed)
     assert before.difference(warmed) and set(warmed).difference(before)
-    [line] = {line for line in log if "taken out of use" in line}
-    assert line.startswith(f"buckets: {len(warmed)} are in use now, ")
+    [line] = {line for line in log if "are no longer used" in line}
+    assert line.startswith(f"buckets: {len(warmed)} are in use now; ")
     # A part of a new kind may take longer than expected; the next ones wait for it.
     assert all(spent <= 0.5 * now + PART_S for spent, now in clock.spent)
     assert clock.spent[-1][0] <= 0.5 * clock.spent[-1][1] + 1e-9

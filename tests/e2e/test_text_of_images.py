@@ -398,7 +398,7 @@ CASES = [
 
 
 WHY_TEXT = {
-    "Gemma3nForConditionalGeneration": "its encoder of images is a MobileNet of the package timm",
+    "Gemma3nForConditionalGeneration": "its image encoder is a MobileNet of the timm package",
     "Llama4ForConditionalGeneration": "its image processor in transformers needs torchvision",
 }
 
@@ -434,7 +434,7 @@ def test_positions_of_requests_are_those_of_transformers(name, whole):
 
 def test_what_the_modules_of_transformers_cannot_run_is_refused(whole):
     folder = str(whole("Llama4ForConditionalGeneration"))
-    with pytest.raises(ConfigError, match="cannot run with the modules of transformers: "):
+    with pytest.raises(ConfigError, match="cannot run with the model code of transformers: "):
         LLM(folder, model_impl="transformers", **SETTINGS)
 
 

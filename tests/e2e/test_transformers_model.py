@@ -264,19 +264,23 @@ def test_their_weights_can_be_stored_in_int8(models):
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("diffllama", "DiffLlamaForCausalLM .* 4 of its 2 layers used the attention interface"),
+        (
+            "diffllama",
+            "DiffLlamaForCausalLM .* its 2 layers call the attention interface of transformers "
+            "4 times",
+        ),
         ("falcon_h1", r"FalconH1ForCausalLM .* layers.0.mamba \(FalconH1Mixer\) keeps a state"),
-        ("falcon", "FalconForCausalLM .* choose their attention from a fixed table"),
-        ("doge", "DogeForCausalLM .* its attention has a mask of its own"),
+        ("falcon", "FalconForCausalLM .* attention implementation can only be one of a fixed list"),
+        ("doge", "DogeForCausalLM .* its attention uses its own mask"),
         ("persimmon", r"PersimmonForCausalLM .* config.json has \(4, 2, 2\) heads of 16"),
-        ("modernbert-decoder", "logits need another module than its head: lm_head"),
+        ("modernbert-decoder", "module 'lm_head' takes part in computing the logits"),
         ("gpt_oss", "GptOssForCausalLM .* this engine has no kernel for its kind of attention"),
     ],
 )
 def test_what_cannot_run_is_refused_at_the_start(model_type, message, tmp_path):
     folder = make(model_type, tmp_path)
     if is_version_4():  # which has other reasons for some
-        message += "|from a fixed table|its attention has a mask of its own"
+        message += "|one of a fixed list|its attention uses its own mask"
     with pytest.raises(ConfigError, match=message):
         LLM(model=str(folder), model_impl="transformers", **SETTINGS)
 
@@ -288,7 +292,9 @@ def test_a_model_whose_tokens_meet_outside_of_attention_is_refused(tmp_path, mon
     mlp = transformers.models.smollm3.modeling_smollm3.SmolLM3MLP
     plain = mlp.forward
     monkeypatch.setattr(mlp, "forward", lambda self, x: plain(self, x + x.roll(1, dims=1)))
-    with pytest.raises(ConfigError, match="depends on the tokens beside it, not through attention"):
+    with pytest.raises(
+        ConfigError, match="depends on neighbouring tokens in another way than by attention"
+    ):
         LLM(model=str(folder), model_impl="transformers", **SETTINGS)
 
 
@@ -307,7 +313,7 @@ def test_a_type_that_is_not_of_the_architecture_is_refused(tmp_path):
     ("change", "message"),
     [
         ("lm_head", "its logits differ from output_head\\(hidden_states\\)"),
-        ("embed_tokens", "its embedding does more than to scale the rows of its table"),
+        ("embed_tokens", "its token embedding does more than scale the entries of a table"),
     ],
 )
 def test_what_a_model_adds_to_its_embedding_or_logits_is_noticed(

@@ -74,19 +74,19 @@ TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
             "stablelm",
             TENSOR,
             {},
-            r"has no plan for it \(base_model_tp_plan\): set tensor_parallel_size=1",
+            r"has no plan for that \(base_model_tp_plan\). Set tensor_parallel_size=1",
         ),
         (
             "nemotron",
             PIPELINE,
             {},
-            r"no plan to divide them \(base_model_pp_plan\): set pipeline_par",
+            r"no plan for that \(base_model_pp_plan\). Set pipeline_par",
         ),
         (
             "granite",
             PIPELINE,
             {"embedding_multiplier": 2.0},
-            "it changes hidden states outside of its",
+            "it also changes hidden states outside of them",
         ),
     ],
 )
@@ -105,7 +105,7 @@ def test_what_cannot_be_split_is_refused(model_type, ranks, values, message, tmp
             {"layers.*.self_attn.q_proj": "strange"},
             "its plan splits layers.0.self_attn.q_proj in the",
         ),
-        ({"layers.*.self_attn.o_proj": "replicated"}, "its modules raise"),
+        ({"layers.*.self_attn.o_proj": "replicated"}, "a test run of it raises"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(change, message, tmp_path, monkeypatch):

@@ -225,7 +225,7 @@ ENCODER = {"prompt": "", "multi_modal_data": {"audio": (SOUND, RATE)}}
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (TRANSCRIBE, "must have one item of 'audio' in multi_modal_data, got none"),
+        (TRANSCRIBE, "needs exactly one 'audio' item in multi_modal_data of each prompt, got none"),
         ([1, 2], "got none"),
         ({"prompt": TRANSCRIBE, "multi_modal_data": {"audio": []}}, "got none"),
         ({"prompt": TRANSCRIBE, "multi_modal_data": {"image": SOUND}}, "reads sounds and no other"),
@@ -266,7 +266,7 @@ def test_a_conversation_is_refused(llm):
 def test_two_sounds_are_refused(folder):
     llm = LLM(str(folder), **ENGINE, limit_mm_per_prompt={"audio": 2})
     prompt = {"prompt": TRANSCRIBE, "multi_modal_data": {"audio": [(SOUND, RATE)] * 2}}
-    with pytest.raises(RequestError, match=r"one item of 'audio' .*, got 2"):
+    with pytest.raises(RequestError, match=r"exactly one 'audio' item .*, got 2"):
         llm.generate(prompt, GREEDY)
 
 
@@ -439,7 +439,10 @@ def test_bfloat16_is_as_near_as_transformers(folder, reference):
     [
         ({"max_model_len": 97}, "max_model_len"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: .* an encoder"),
-        ({"limit_mm_per_prompt": {"audio": 0}}, "text only, without sounds: limit_mm_per_prompt"),
+        (
+            {"limit_mm_per_prompt": {"audio": 0}},
+            "input of sounds is not available: limit_mm_per_prompt",
+        ),
         ({"hf_overrides": {"d_model": 50}}, "hidden_size|d_model"),
     ],
 )

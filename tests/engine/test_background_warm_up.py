@@ -98,10 +98,10 @@ def test_long_parts_wait_for_a_time_without_requests_and_a_line_says_so_once():
     run_loaded(warm_up, steps, 30.0)
     line = warm_up.cold_line()
     assert line == (
-        "warm-up: 2 buckets stay cold under this load, as one part takes about 7.0 s and "
-        "--warm-up-max-delay is 1 s. Padding is 25.0% of the device time of the traffic so far. "
-        "Raise --warm-up-max-delay, leave the server without requests for a while, or start it "
-        "with --ready-when all"
+        "warm-up: 2 buckets cannot be warmed up under this load: one part takes about 7.0 s, but "
+        "it may delay requests by at most 1 s (--warm-up-max-delay). Padding is 25.0% of the "
+        "device time of the traffic so far. Raise --warm-up-max-delay, leave the server without "
+        "requests for a while, or start it with --ready-when all"
     )
     assert warm_up.cold_line() is None
 

@@ -70,8 +70,8 @@ def test_buckets_that_save_enough_for_an_hour_replace_the_present_ones(server) -
     assert (1, 3, 1, 20) in buckets
     [line] = log
     assert line == (
-        f"buckets: {len(buckets)} others would have saved 22.9 % of the device time of the last 66 "
-        f"minutes; they are warmed up between steps, and then replace the present ones"
+        f"buckets: a new set of {len(buckets)} buckets would have saved 22.9 % of the device time "
+        "of the last 66 minutes. It is warmed up between steps and then replaces the current set"
     )
 
 

@@ -339,7 +339,9 @@ def test_a_trace_ends_although_a_replica_was_started_again(run):
     async def check(engine, first, second, third):
         await engine.start_profile()
         await engine.restart_replica(1)
-        assert await engine.stop_profile() == ["replica 1 has no trace, as it was started again"]
+        assert await engine.stop_profile() == [
+            "replica 1 has no trace, because it was restarted after the trace began"
+        ]
         assert not first.core.worker.has_trace
         with pytest.raises(RequestError, match="no trace is being recorded"):
             await engine.stop_profile()

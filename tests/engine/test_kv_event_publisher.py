@@ -189,7 +189,10 @@ def test_an_address_that_is_taken_is_told_before_the_model_is_loaded():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"topics": "x"}, "kv_events_config has no key 'topics'; accepted: enable_kv_cache_events"),
+        (
+            {"topics": "x"},
+            "kv_events_config has the unknown key 'topics'; accepted: enable_kv_cache_events",
+        ),
         ({"publisher": "kafka"}, "kv_events_config: publisher must be one of null, zmq"),
         ({"endpoint": "localhost:5557"}, "endpoint must begin with tcp://, ipc:// or inproc://"),
         ({"replay_endpoint": 5558}, "replay_endpoint must begin with"),

@@ -404,10 +404,13 @@ SHARED = "SharedStorageConnector"
         ({"kv_role": "kv_both"}, "needs kv_connector; accepted: OffloadingConnector .* Shared"),
         ({"kv_connector": "NixlConnector"}, "kv_connector must be one of .* 'NixlConnector'"),
         ({"kv_connector": SHARED}, "needs a folder: .*shared_storage_path"),
-        ({"kv_connector": SHARED, "role": 1}, "has no key 'role'; accepted: kv_connector, kv_role"),
+        (
+            {"kv_connector": SHARED, "role": 1},
+            "has the unknown key 'role'; accepted: kv_connector, kv_role",
+        ),
         (
             {"kv_connector": SHARED, "kv_connector_extra_config": {"folder": "x"}},
-            "has no key 'folder'; accepted: shared_storage_path, folder_bytes",
+            "has the unknown key 'folder'; accepted: shared_storage_path, folder_bytes",
         ),
         (
             {

@@ -134,7 +134,7 @@ ONE = sent(0)
         (answer_of(ONE[:-1] + b"x"), 0, "damaged block"),
         (answer_of(ONE, b""), 1, "damaged block"),
         (frame_header(BLOCK, 1 << 62), 0, None),
-        (frame_header(BLOCK, 1 << 63), 0, "bytes was announced"),
+        (frame_header(BLOCK, 1 << 63), 0, "announced a message of"),
         (None, 0, "timed out"),
     ],
 )

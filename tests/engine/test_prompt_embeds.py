@@ -94,7 +94,7 @@ def test_other_embeddings_never_share_the_prefix_cache():
         ("no base64!", "is not base64"),
         ("é", "is not base64"),
         ("AAAA", "the file is neither a torch.save"),
-        ("A" * 10**6, "characters are more than a prompt"),
+        ("A" * 10**6, "characters long, more than any prompt"),
         (EMBEDS.tolist(), "must be a tensor or an array, got list"),
         (5, "must be a tensor or an array, got int"),
     ],

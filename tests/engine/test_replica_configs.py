@@ -104,7 +104,7 @@ def test_workers_of_replicas_have_cores(machine, text, bound):
     ("text", "message"),
     [
         ("0|1|2", "has 3 lists of cores, and --data-parallel-size is 2"),
-        ("0-3|auto", "cannot be one list of several"),
+        ("0-3|auto", "must be the only list"),
         ("5", "names 1 cores for --data-parallel-size 2"),
         ("0|9", "cannot use the cores 9"),
     ],

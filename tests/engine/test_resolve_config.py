@@ -100,7 +100,9 @@ def test_a_length_beyond_the_model_names_both_numbers_and_the_way_out():
     with pytest.raises(ConfigError) as failure:
         resolve(max_model_len=4096)
     message = str(failure.value)
-    assert message.startswith("max_model_len=4096: the model takes at most 2048 tokens")
+    assert message.startswith(
+        "max_model_len=4096: config.json of the model allows at most 2048 tokens"
+    )
     assert """hf_overrides='{"max_position_embeddings": 4096}'""" in message
     overridden = resolve(max_model_len=4096, hf_overrides={"max_position_embeddings": 4096})
     assert overridden.scheduler.max_model_len == 4096
@@ -274,7 +276,8 @@ def test_the_machine_of_an_engine_on_ray_needs_no_card():
         ),
         (
             {"hf_overrides": {"architectures": ["DiffLlamaForCausalLM"]}, "model_impl": "vllm"},
-            "with model_impl='vllm'. Leave model_impl out to run it with the modules of transform",
+            "with model_impl='vllm'. Leave model_impl out to run it with the model code of "
+            "transform",
         ),
     ],
 )
@@ -480,8 +483,8 @@ def test_it_is_said_once_that_sparse_attention_runs_as_dense(tmp_path, caplog, m
     resolve(model=write_model(tmp_path, **changes))
     lines = [r.getMessage() for r in caplog.records if "dense attention" in r.getMessage()]
     assert lines == [
-        f"{name} runs with dense attention: with more than index_topk tokens (512) the original "
-        f"model attends to some of them only, so its outputs differ there"
+        f"{name} runs with dense attention. For sequences of more than index_topk tokens (512), "
+        "the original model uses sparse attention, so outputs differ from it"
     ]
 
 

@@ -60,5 +60,5 @@ def test_the_position_that_differs_counts():
 
 def test_a_request_that_is_pooled_brings_none():
     request = SimpleNamespace(pooling_params=object(), prompt_token_ids=[1, 2])
-    with pytest.raises(RequestError, match="must be left out of a request to a pooling model"):
+    with pytest.raises(RequestError, match="positions cannot be given to a pooling model"):
         with_positions(request, text((0, 2)), SimpleNamespace(num_positions=3))

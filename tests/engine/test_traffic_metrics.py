@@ -122,7 +122,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("{", "cut off"), (None, "traffic of blocks of 7 tokens, and this engine has blocks of")],
+    [("{", "cut off"), (None, "recorded with blocks of 7 tokens, but this engine has blocks of")],
 )
 def test_a_file_of_something_else_is_not_overwritten(
     tmp_path: Path, content: str | None, words: str
@@ -189,7 +189,10 @@ def test_poor_buckets_are_said_at_most_once_a_day() -> None:
     with captured_log() as log:
         advice.advise()
     [line] = log
-    assert line.startswith("buckets: 22.9 % of device time is padding; 3 others would have 0.0 %")
+    assert line.startswith(
+        "buckets: 22.9 % of the device time is spent on padding; a set of 3 buckets chosen for "
+        "this traffic would spend 0.0 %"
+    )
 
 
 def test_padding_during_the_warm_up_is_no_reason_to_choose_other_buckets() -> None:

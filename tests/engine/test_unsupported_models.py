@@ -10,10 +10,10 @@ from vllm.errors import ConfigError
 
 _LLAMA = {"model_type": "llama", "hidden_size": 64}
 _VISION = {"model_type": "clip_vision_model", "hidden_size": 32}
-_PARTS = "has parts for more than text"
+_PARTS = "has parts for other input than text"
 _BOTH = "it is an encoder-decoder"
 _UNKNOWN = "the installed transformers has no decoder of that name either"
-_OTHERWISE = "transformers describes its layers in another way than those of the decoders"
+_OTHERWISE = "its config in transformers lacks values that are needed to run it"
 _CODE = r"The code of a model that comes with it \(auto_map\) is never run"
 
 
@@ -32,11 +32,12 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     # Parts for images, sounds and films, whatever transformers knows of them.
     (
         _with_parts("LlavaOnevisionForConditionalGeneration", "llava_onevision", _LLAMA),
-        r"nearest: LlamaForCausalLM\): it has parts .*, and its language model \(LlamaForCausal",
+        r"nearest: LlamaForCausalLM\): it has parts .*\. Its language model \(LlamaForCausal",
     ),
     (
         _with_parts("VipLlavaForConditionalGeneration", "vipllava", {"model_type": "mistral"}),
-        r"its language model \(MistralForCausalLM\) runs only if it is saved without the others",
+        r"its language model \(MistralForCausalLM\) can run if it is saved as a checkpoint "
+        r"without the other parts",
     ),
     (
         _with_parts("Idefics2ForConditionalGeneration", "idefics2", _LLAMA),
@@ -50,7 +51,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
         _named(
             "PaddleOCRVLForConditionalGeneration", "paddleocr_vl", vision_config={}, hidden_size=64
         ),
-        r"it has parts for more than text \(vision_config\); docs/multimodal.md",
+        r"it has parts for other input than text \(vision_config\). See docs/multimodal.md",
     ),
     (
         _named("InternVLChatModel", "internvl_chat", auto_map=_AUTO_MAP, vision_config=_VISION)
@@ -90,7 +91,8 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     # Encoder-decoders.
     (
         _named("T5ForConditionalGeneration", "t5", is_encoder_decoder=True, d_model=64),
-        f"'T5ForConditionalGeneration' is not supported.*: {_BOTH}, and decoders and encoders run",
+        f"'T5ForConditionalGeneration' is not supported.*: {_BOTH} model of a kind that this "
+        "engine cannot run",
     ),
     (_named("BartForConditionalGeneration", "bart", is_encoder_decoder=True), _BOTH),
     (_named("MBartForConditionalGeneration", "mbart", is_encoder_decoder=True), _BOTH),

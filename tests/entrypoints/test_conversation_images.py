@@ -342,13 +342,16 @@ def test_a_program_may_name_a_relative_path():
         ({"type": "image_url", "image_url": {"url": 5}}, ".image_url.url must be the URL"),
         ({"type": "image_url", "image_url": {"url": "ftp://a"}}, "must begin with http"),
         ({"type": "image_url", "image_url": "a.png"}, "got 'a.png'"),
-        ({"type": "image_url", "image_url": "iVBO" * 20}, "got base64 alone, of 80 characters"),
+        (
+            {"type": "image_url", "image_url": "iVBO" * 20},
+            "got base64 without such a beginning (80 characters)",
+        ),
         ({"type": "image", "image": "/9j/" * 20}, "such as 'data:image/png;base64,...'"),
         (image(A, detail=5), "detail must be one of auto, low, high, original, got 5"),
         (image(A, uuid=""), ".uuid must be a string of 1 to 256 characters"),
         (
             {"type": "input_image", "file_id": "file-1"},
-            ".file_id must be absent, as this server keeps no files",
+            ".file_id is not supported, because this server stores no files",
         ),
         ({"type": "image_pil", "image_pil": {"a": 1}}, "must be an image of Pillow, got dict"),
         ({"type": "image", "image": [1, 2]}, "must be an image of Pillow, an array, or a URL"),
@@ -386,5 +389,5 @@ def test_more_images_than_allowed_are_refused_with_both_numbers():
 
 def test_marks_are_made_of_characters_that_the_conversation_does_not_have():
     every = "".join(map(chr, range(0xE001, 0xF900)))
-    with pytest.raises(RequestError, match="reserved for private use"):
+    with pytest.raises(RequestError, match="private use area"):
         on_both_paths(STRINGS, [message("user", every + "<image>")])

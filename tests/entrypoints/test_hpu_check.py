@@ -163,7 +163,8 @@ def test_a_triton_of_another_torch_is_found_where_the_compiler_starts_all_the_sa
     monkeypatch.setattr(torch, "__version__", "2.7.1")
     assert device.check_triton() == Outcome(
         "fail",
-        "torch 2.7.1, triton 3.8.0: this triton is of another torch; install 'triton>=3.1,<3.4'",
+        "torch 2.7.1, triton 3.8.0: this triton belongs to a different version of torch; install "
+        "'triton>=3.1,<3.4'",
     )
 
 
@@ -261,12 +262,12 @@ BROKEN = {
     "drafts that are taken for right": (
         (DeviceTokens, "accept", drafts_that_are_all_right),
         {"drafts"},
-        "the outputs of a launch with drafts are not those of the host",
+        "the outputs of a forward pass with drafts differ from the host",
     ),
     "masks for other rows": (
         (TokenMasks, "_apply_on_card", masks_of_the_first_rows),
         {"token masks"},
-        "other tokens of 4000 are masked than on the host",
+        "with 4000 tokens, the masked tokens differ from the host",
     ),
     "new tokens that are not stored": (
         (hpu_attn, "write_kv_cache", lambda *args: None),
@@ -278,7 +279,7 @@ BROKEN = {
         {*CAUSAL, "host copies", "index types", "sdpa mask", "rms_norm", "rotary neox"}
         | {"rotary gpt-j", "silu_and_mul", "decode attention", "graph replay", "uint4 matmul"}
         | {"matmul of few bits", "pinned copies", "integer reductions", "token masks", "drafts"},
-        "torch.float32 came back different from a copy waiting",
+        "torch.float32 values differ after a copy to the card and back (waiting)",
     ),
 }  # fmt: skip
 

@@ -41,7 +41,7 @@ def test_a_rank_that_does_not_come_is_named_when_time_is_up(wait):
     with ThreadPoolExecutor(1) as pool:
         opened = pool.submit(lambda: second.store)  # it comes to the store, and then no further
         assert first.store is not None and opened.result() is not None
-        message = r"exchange of .* on rank 0 failed: rank 1 did not come within 0.5 s$"
+        message = r"exchange of .* on rank 0 failed: rank 1 did not arrive within 0.5 s$"
         with pytest.raises(CollectiveError, match=message):
             wait(first)
     second.leave()

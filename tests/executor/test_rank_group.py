@@ -48,7 +48,7 @@ class SilentRank:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (frame_header(0, 1 << 40), r"a message of \d+ bytes was announced"),
+        (frame_header(0, 1 << 40), r"announced a message of \d+ bytes"),
         (frame(0, b"no msgpack"), "messages cannot be read"),
         (b"", "has closed its connection"),
     ],

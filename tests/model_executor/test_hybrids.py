@@ -42,7 +42,7 @@ def test_a_pattern_says_the_kinds_of_layers():
         ),
         (
             {"num_hidden_layers": 6},
-            r"layer_types has 5 entries; it must have num_hidden_layers \(6\)",
+            r"layer_types has 5 entries; it must have one for each layer \(num_hidden_layers: 6\)",
         ),
     ],
 )

@@ -234,7 +234,10 @@ def test_layer_types_may_be_longer_but_not_shorter_than_the_layers():
     assert ModelArch.from_hf(config).layer_windows == (None, 8)
     config["num_hidden_layers"] = 4
     with pytest.raises(
-        ConfigError, match=r"layer_types has 3 entries; it must have num_hidden_layers \(4\)"
+        ConfigError,
+        match=(
+            r"layer_types has 3 entries; it must have one for each layer \(num_hidden_layers: 4\)"
+        ),
     ):
         ModelArch.from_hf(config)
 
@@ -249,7 +252,9 @@ def test_the_last_layers_read_the_last_one_of_their_kind_before_them():
     shared = ModelArch.from_hf(config | {"num_kv_shared_layers": 3})
     assert shared.kv_sources == (None, None, None, 1, 2, 1)
     assert shared.is_one_stage and not ModelArch.from_hf(config).is_one_stage
-    with pytest.raises(ConfigError, match="must leave a layer of the kind 'full_attention'"):
+    with pytest.raises(
+        ConfigError, match="at least one layer of the kind 'full_attention' must compute"
+    ):
         ModelArch.from_hf(config | {"num_kv_shared_layers": 4})
     with pytest.raises(ConfigError, match="must be from 0 to 5, got 6"):
         ModelArch.from_hf(config | {"num_kv_shared_layers": 6})

@@ -333,7 +333,11 @@ WRONG = [
     ),
     ("bnb-nf4", other_state, "describes .*'blocksize': 96.* needs .*'blocksize': 64"),
     ("bnb-int8", filled("SCB", float("inf")), f"{GATE}.SCB contains inf"),
-    ("bnb-int8", replaced("weight_format", torch.tensor(1, dtype=torch.uint8)), "another layout"),
+    (
+        "bnb-int8",
+        replaced("weight_format", torch.tensor(1, dtype=torch.uint8)),
+        "a layout that is not row",
+    ),
     ("ct-nvfp4", without("weight_global_scale"), f"missing .*{GATE}.weight_global_scale"),
     ("gptq-4", changed("bits", to=5), CONFIG + "bits is 5; supported: 2, 3, 4, 8"),
     ("gptq-4", changed("bits", to=True), "bits is True"),
@@ -482,7 +486,11 @@ WRONG = [
     ("mlx-mxfp4", changed("group_size", to=64), "group_size is 64; supported: 32"),
     ("awq", changed("bits", to=8), "bits is 8; supported: 4"),
     ("awq", changed("quant_method", to="exl2"), "'exl2', .* GPTQ or AWQ checkpoint"),
-    ("awq", changed("quant_method", to="marlin"), "'marlin', .* GPTQ checkpoint that it was made"),
+    (
+        "awq",
+        changed("quant_method", to="marlin"),
+        "'marlin', .* GPTQ checkpoint from which it was made",
+    ),
     ("awq", changed("quant_method", to="quark"), "global_quant_config is None; supported: an obj"),
     (
         "quark-int4",

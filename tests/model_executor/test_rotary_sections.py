@@ -128,7 +128,10 @@ def test_equal_positions_rotate_as_one_does(ops):
 
 def test_a_layer_of_one_position_refuses_several():
     layer = make_rotary({"rope_type": "default"})
-    with pytest.raises(ValueError, match=r"positions are \[3, 2\]; this layer takes one"):
+    with pytest.raises(
+        ValueError,
+        match=r"positions must have the shape .* for this layer, one per token, got \[3, 2\]",
+    ):
         layer(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(2, 1, 32), torch.zeros(2, 1, 32))
 
 

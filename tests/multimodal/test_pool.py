@@ -112,7 +112,7 @@ def test_an_item_that_is_refused_leaves_the_process_alive(workers, content, mess
 
 
 def test_a_process_that_ends_costs_one_item(workers):
-    with pytest.raises(RequestError, match=r"m\[1\]: the process that decodes it has ended"):
+    with pytest.raises(RequestError, match=r"m\[1\]: the process that decodes it has exited"):
         workers.run_sync(source(b"exit"))
     assert workers.run_sync(source(PIXELS)).grid == PIXELS.shape[:2]
 
@@ -121,7 +121,7 @@ def test_a_killed_process_costs_one_item(workers):
     pid = pid_of(workers.run_sync(source(PIXELS)))
     timer = threading.Timer(0.1, os.kill, (pid, signal.SIGKILL))
     timer.start()
-    with pytest.raises(RequestError, match="the process that decodes it has ended"):
+    with pytest.raises(RequestError, match="the process that decodes it has exited"):
         workers.run_sync(source(b"sleep"))
     timer.join()
     assert pid_of(workers.run_sync(source(PIXELS))) != pid

@@ -493,8 +493,8 @@ def test_values_that_llama_3_2_cannot_use_are_named(settings, vision, message):
     ("settings", "config", "message"),
     [
         ({"max_image_size": {"longest_edge": 56}}, {}, "max_image_size is .*'longest_edge': 28}"),
-        ({"do_resize": False}, {}, "do_resize is False.*bounds the number of tiles"),
-        ({"size": {"height": 28, "width": 28}}, {}, "size is .*bounds the number of tiles"),
+        ({"do_resize": False}, {}, "do_resize is False.*limits the number of tiles"),
+        ({"size": {"height": 28, "width": 28}}, {}, "size is .*limits the number of tiles"),
         ({}, {"scale_factor": 3}, "scale_factor is 3.*divisor of 4"),
     ],
 )

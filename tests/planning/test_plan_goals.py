@@ -91,7 +91,10 @@ def test_pipeline_stages_have_no_throughput(flags, capsys):
             "--pipeline-parallel-size must be 1, got 2",
         ),
         (["--output-len", "9"], "--output-len 9 has no effect without a goal: give --goal-ttft,"),
-        (["--num-buckets", "9"], "--num-buckets 9 needs --traffic: so many buckets are chosen"),
+        (
+            ["--num-buckets", "9"],
+            "--num-buckets 9 needs --traffic FILE, the traffic for which so many",
+        ),
         (["--goal-ttft", "5", "--device", "cpu"], "goals need a card whose speed is known"),
         (["--measured", "/no/file"], "/no/file cannot be read: No such file or directory"),
         (["--measured", "/no/file", "--device", "cpu"], "--measured needs a card, one of gaudi2"),

@@ -118,7 +118,7 @@ def test_traffic_beyond_the_limits_of_the_engine_is_cut_and_this_is_said(
             '{"cells": [["decode", 1, 1, 1, 0, 0]], "format": "vllm traffic", "version": 1, '
             '"block_size": 128}',
             [],
-            "cell 0 has count 0: no forward pass had its shape",
+            "cell 0 has count 0, but a recorded shape has at least one forward pass",
         ),
         ("input,output\n1,1\n", ["--device", "cpu"], "--device cpu has no buckets"),
         (None, ["--write-buckets", "x"], "--write-buckets x needs --traffic"),

@@ -32,7 +32,7 @@ def test_requests_are_replayed_in_another_process(tmp_path):
     _, decodes = table.shapes(Phase.DECODE)
     assert decodes.sum() >= 29
     [line] = log
-    assert f"--traffic {path}: its requests are replayed on a planned gaudi3" in line
+    assert f"--traffic {path}: a simulation of its requests on a gaudi3" in line
 
 
 def test_an_engine_without_buckets_reads_no_traffic(tmp_path):

@@ -79,7 +79,7 @@ def test_a_value_of_the_user_stays(environment, card, vendor, monkeypatch, name)
     with captured_log() as log:
         open_card(environment, monkeypatch, **{name: "7"})
     assert made() == {**WITHOUT_LAZY, name: "7"}
-    (line,) = [line for line in log if line.startswith("Settings of the bridge: ")]
+    (line,) = [line for line in log if line.startswith("Settings of the Habana bridge: ")]
     said = dict(text.split("=") for text in line.partition(": ")[2].split(", "))
     assert said == {
         **{other: f"{value} (engine)" for other, value in WITHOUT_LAZY.items()},
@@ -120,8 +120,8 @@ def test_a_bridge_that_was_imported_before_may_have_missed_settings(
     with captured_log() as log:
         open_card(environment, monkeypatch, PT_HPU_LAZY_MODE="1", PT_HPU_AUTOLOAD="1")
     assert [line for line in log if "imported before" in line] == [
-        "the bridge was imported before this engine, perhaps by torch, and may have missed "
-        "PT_HPU_WEIGHT_SHARING=0. Set PT_HPU_AUTOLOAD=0 before Python starts"
+        "habana_frameworks was imported before this engine (perhaps by torch), so it may ignore "
+        "these settings: PT_HPU_WEIGHT_SHARING=0.  Set PT_HPU_AUTOLOAD=0 before Python starts"
     ]
 
 

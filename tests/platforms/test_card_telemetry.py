@@ -78,7 +78,9 @@ def test_without_the_package_or_its_library_there_is_nothing_and_one_line_says_s
         monkeypatch.setitem(sys.modules, "pyhlml", None)
         missing = CardReader()
         assert [missing.read(), missing.read()] == [[], []]
-    start = "no power, temperature, memory and utilization of cards: habana-pyhlml"
+    start = (
+        "power, temperature, memory and utilization of the cards are not measured:  habana-pyhlml"
+    )
     assert lines == [
         f"{start}: HLMLError: HLML Error with code 1",
         f"{start} is not installed: pip install 'vllm[hpu-telemetry]'",

@@ -264,7 +264,7 @@ def test_a_container_that_forbids_memory_policies_is_told_what_else_helps(monkey
     monkeypatch.setattr(cpu_worker, "interleave", refuse)
     worker = CPUWorker.__new__(CPUWorker)
     worker._spread_memory([0, 1])
-    assert "NUMA nodes 0-1: Operation not permitted. Give each node a rank" in caplog.text
+    assert "NUMA nodes 0-1: Operation not permitted. Run one rank on each" in caplog.text
 
 
 def test_more_replicas_than_cores_share_them():

@@ -331,7 +331,8 @@ def test_the_tensor_cache_variable_reaches_the_bridge_in_the_form_it_knows(
     assert [line for line in log if name in line] == (
         [] if passed_on == "1" else [
             "PT_HPUGRAPH_DISABLE_TENSOR_CACHE=0: HPU graphs keep their inputs and intermediate "
-            "tensors, so fewer of them fit the memory; unset it to keep outputs only"
+            "tensors, so fewer graphs fit into the memory. Unset it, so that graphs keep only "
+            "their outputs"
         ]
     )  # fmt: skip
 

@@ -193,7 +193,7 @@ def test_strict_lets_a_known_graph_run_and_refuses_a_new_one(strict):
         (1, True, r"\('int', 1\).* would be replayed for .*\('bool', True\)"),
         (2, 2.0, "would be replayed"),
         (-1, -2, "would be replayed"),
-        (lambda: filled(1).bfloat16(), lambda: filled(1).half(), "only a type tells"),
+        (lambda: filled(1).bfloat16(), lambda: filled(1).half(), "differ only in a type"),
     ],
 )
 def test_strict_refuses_inputs_that_a_card_confuses(strict, first, second, reason):

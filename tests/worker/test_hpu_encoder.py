@@ -118,7 +118,7 @@ def test_no_size_is_larger_than_what_a_prompt_has_room_for(qwen):
         with pytest.raises(ValueError, match="128"):
             llm.generate([prompt_of((2000, 2000))], GREEDY)
     (line,) = [line for line in log if "max_model_len (128)" in line]
-    assert line.startswith("The encoder of images is prepared for 512 patches")
+    assert line.startswith("The encoder of images is warmed up for at most 512 patches")
     assert "images of 65536" in line
 
 

@@ -120,7 +120,11 @@ def test_the_smaller_card_decides_for_both_and_all_is_still_served(monkeypatch):
     assert with_null_block == num_blocks(small) < num_blocks(large)
     # A launch that only the small card has no memory for, and graphs.
     lost = [line for line in log if line.startswith("The bucket prefill (2, 512, 0) is not used")]
-    assert len(lost) == 2 and lost[0] == lost[1] and lost[0].endswith("for launches (rank 1)")
+    assert (
+        len(lost) == 2
+        and lost[0] == lost[1]
+        and lost[0].endswith("reserved for forward passes (rank 1)")
+    )
     catalogs = [worker.runner.launches.planner.catalog for worker in workers]
     assert catalogs[0].prefill == catalogs[1].prefill
     assert catalogs[0].decode == catalogs[1].decode

@@ -99,7 +99,7 @@ def test_whatever_memory_there_is_a_start_serves_or_says_why_not(pool_mib, is_ea
         assert bridge.peak_bytes() <= sum(worker.ledger.booked(cls) for cls in HELD + GRAPHS)
     assert [output.outputs[0].token_ids for output in outputs] == want
     assert not any("was not warmed-up" in line for line in log)
-    dropped = [line for line in log if "is not used: a launch takes" in line]
+    dropped = [line for line in log if "is not used: a forward pass takes" in line]
     assert dropped or pool_mib > 50
 
 
@@ -136,8 +136,8 @@ def test_a_slice_of_the_cache_that_needs_too_much_is_given_up_with_its_cost():
         planner = warm_up._launches.planner
     lost = [line for line in log if "is not used" in line]
     assert re.fullmatch(
-        r"The bucket decode \(64, 1, 2000\) is not used: a launch takes [\d.]+ MiB, there are "
-        "16 MiB for launches",
+        r"The bucket decode \(64, 1, 2000\) is not used: a forward pass takes [\d.]+ MiB, but "
+        "only 16 MiB are reserved for forward passes",
         lost[0],
     )
     assert not planner.limits.contiguous_pa

@@ -181,7 +181,7 @@ def check_sleep(worker: HPUWorker) -> None:
     ("pool_mib", "settings", "what"),
     [
         (15, {}, "no memory for the weights: the card has 15 MiB"),
-        (22, {}, "no memory for a launch, even the smallest: the card has 22 MiB"),
+        (22, {}, "no memory for any forward pass, even the smallest:  the card has 22 MiB"),
         (
             30,
             {"num_gpu_blocks_override": None},
@@ -208,7 +208,7 @@ def check_sleep(worker: HPUWorker) -> None:
         (
             600,
             {"num_gpu_blocks_override": None, "max_lora_rank": 256, "max_loras": 16},
-            r"a launch, even the smallest.*: LoRA adapters .* MiB \(--max-loras 16, "
+            r"any forward pass, even the smallest.*: LoRA adapters .* MiB \(--max-loras 16, "
             r"--max-lora-rank 256\), .*\. Lower --max-loras or --max-lora-rank, or lower --max",
         ),
     ],

@@ -104,8 +104,8 @@ def test_an_idle_server_compiles_the_rest_and_requests_wait_for_one_launch_at_mo
         assert bridge.counters().compilations == before
         assert server.core.stats().runner.num_late_compilations == 0
     assert not [line for line in log if "was not warmed-up!" in line]
-    assert sum("Idle: compiling the other kinds of sampling" in line for line in log) == 1
-    assert sum("Every kind of sampling is compiled" in line for line in log) == 1
+    assert sum("Idle: compiling the remaining sampling graphs" in line for line in log) == 1
+    assert sum("All sampling graphs are compiled" in line for line in log) == 1
 
 
 def test_offline_nothing_is_warmed_between_calls_and_all_leaves_nothing(monkeypatch):
@@ -140,6 +140,9 @@ def test_without_memory_it_gives_up_with_one_line(monkeypatch):
             server.loop.turn()
     assert len(server.warmed) == 1
     assert (
-        sum("stopped compiling sampling graphs while idle: a launch takes" in line for line in log)
+        sum(
+            "stopped compiling sampling graphs while idle: a forward pass takes" in line
+            for line in log
+        )
         == 1
     )

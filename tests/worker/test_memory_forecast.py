@@ -155,7 +155,7 @@ def test_a_start_in_little_memory_fails_no_allocation_and_loses_no_bucket_that_f
     assert buckets == tried_buckets
     lines = [line for line in log if "is not used" in line]
     assert len(lines) == num_lost
-    assert all("as predicted from smaller ones, there are " in line for line in lines)
+    assert all("as predicted from smaller ones, but only " in line for line in lines)
 
 
 @pytest.mark.parametrize("is_predicted", [True, False])

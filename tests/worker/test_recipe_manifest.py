@@ -37,8 +37,8 @@ def test_the_fields_that_differ_are_named_in_one_line(tmp_path):
         assert not RecipeManifest(path, FIELDS).found
         assert not RecipeManifest(path, FIELDS, is_writer=False).found
     assert log == [
-        f"The recipes in {tmp_path} are for another configuration: num_blocks is 4107 and was "
-        "4102. They are compiled again"
+        f"The compiled recipes in {tmp_path} belong to a different configuration: num_blocks is "
+        "4107, but it was 4102. They are compiled again"
     ]
 
 
@@ -110,7 +110,7 @@ def test_a_second_start_warms_up_first_what_is_on_disk_and_knows_that_it_is_fast
             answers.append(llm.generate(["import os\n"], params, use_tqdm=False)[0].outputs[0])
             while core.stats().warm_up.num_warm < first.num_wanted:
                 core.idle_step()
-        assert not [line for line in log if "another configuration" in line]
+        assert not [line for line in log if "different configuration" in line]
         after = json.loads((tmp_path / FILE_NAME).read_text())["configurations"]
         assert len(after) == 1 and len(after[0]["buckets"]) == first.num_wanted
     assert answers[0].token_ids == answers[1].token_ids

@@ -269,7 +269,7 @@ def text_positions(positions: Tensor) -> Tensor:
         return positions
     if len(positions) != 1:
         raise ValueError(
-            f"positions are {list(positions.shape)}; this layer takes one position per token, as "
-            f"[T] or [1, T]"
+            "positions must have the shape [T] or [1, T] for this layer, one per token, got "
+            f"{list(positions.shape)}"
         )
     return positions[0]

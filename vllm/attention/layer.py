@@ -66,7 +66,10 @@ class Attention(CachedLayer, ReadsContext):
         super().__init__()
         self.launch = ContextHolder()
         if num_heads % num_kv_heads:
-            raise ValueError(f"{num_heads} query heads is not a multiple of {num_kv_heads}")
+            raise ValueError(
+                f"the number of query heads ({num_heads}) must be a multiple of the number of KV "
+                f"heads ({num_kv_heads})"
+            )
         self.num_heads = num_heads
         self.head_size = head_size
         self.num_kv_heads = num_kv_heads

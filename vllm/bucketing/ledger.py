@@ -136,9 +136,9 @@ class MemoryLedger:
         most = self.unassigned_bytes + self._budget[cls]
         if not self._booked[cls] <= _checked(budget_bytes) <= most:
             raise ValueError(
-                f"the budget for {cls} must be between {format_bytes(self._booked[cls])} (in use) "
-                f"and {format_bytes(most)} (unassigned), got {format_bytes(budget_bytes)}; total "
-                f"{format_bytes(self.total_bytes)}"
+                f"the memory budget for {cls} must be at least {format_bytes(self._booked[cls])} "
+                f"(in use now) and at most {format_bytes(most)} (not assigned to other uses), got "
+                f"{format_bytes(budget_bytes)}; there are {format_bytes(self.total_bytes)} in total"
             )
         self._budget[cls] = budget_bytes
 

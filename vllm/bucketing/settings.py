@@ -31,7 +31,7 @@ linear bucketing the first twelve."""
 _USUAL_BLOCK_SIZE = 128
 """Block size for which the defaults of the variables were made."""
 
-_UNSET_HINT = "Or unset one of them, whose default then follows the other."
+_UNSET_HINT = "Or unset one of the two: its default is then derived from the other."
 
 
 @dataclass(frozen=True)

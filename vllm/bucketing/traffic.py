@@ -360,7 +360,9 @@ def _read_cell(cell: object, name: str, source: str) -> tuple[_Key, float, float
         if not _is_amount(value):
             raise _damaged(source, f"{name} has {column} {value!r}, not between 0 and {_MAX_COUNT}")
     if not count:
-        raise _damaged(source, f"{name} has count 0: no forward pass had its shape")
+        raise _damaged(
+            source, f"{name} has count 0, but a recorded shape has at least one forward pass"
+        )
     return (phases[word], batch, query_len, blocks), count, seconds
 
 

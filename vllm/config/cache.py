@@ -18,11 +18,11 @@ class CacheConfig:
     """Tokens per KV block. Default: 128 on hpu, 16 on cpu."""
 
     gpu_memory_utilization: float = 0.9
-    """Fraction (0 to 1) that the engine may use of the device memory that is free after the model
-    is loaded. KV cache and HPU graphs come out of it."""
+    """Fraction (0 to 1) of the free device memory, measured after the weights are loaded, that the
+    engine may use. The KV cache and HPU graphs take their memory from it."""
 
     num_gpu_blocks_override: int | None = None
-    """Number of KV blocks, instead of the number that fits into the memory budget."""
+    """Number of KV blocks. Default: as many as fit into the memory."""
 
     kv_cache_memory_bytes: int | None = None
     """Size of the KV cache per device in bytes, recurrent (Mamba) states included. Replaces
@@ -30,27 +30,27 @@ class CacheConfig:
     gpu_memory_utilization."""
 
     kv_cache_dtype: CacheDType = "auto"
-    """Data type of the KV cache. auto: the model's. fp8 and fp8_inc are fp8_e4m3: half the memory
-    of bfloat16. Its scales are read from the checkpoint or from the files of QUANT_CONFIG, else
-    they are 1; see calculate_kv_scales."""
+    """Data type of the KV cache. auto: the dtype of the model. fp8 and fp8_inc mean fp8_e4m3. FP8
+    needs half the memory of bfloat16. Its scales are read from the checkpoint or from the files of
+    QUANT_CONFIG; otherwise they are 1 (see --calculate-kv-scales)."""
 
     calculate_kv_scales: bool = False
-    """Calculate the scales of an fp8 cache when the engine starts, one for each key/value head, in
-    one forward pass over random tokens, which are the same at every start. Layers whose scales are
-    in the checkpoint or in QUANT_CONFIG keep them."""
+    """Calculate the scales of an FP8 KV cache at the start, one for each key/value head, with one
+    forward pass over random tokens (the same at every start). Layers with scales in the checkpoint
+    or in QUANT_CONFIG keep them."""
 
     enable_prefix_caching: bool = True
     """Keep the KV cache of finished requests, and reuse it for requests with the same prefix."""
 
     prefix_caching_hash_algo: Literal["sha256", "builtin"] = "sha256"
-    """Hash of the prefix cache. builtin is accepted and also means sha256, because Python's hash
-    can be made to collide."""
+    """Hash function of the prefix cache. builtin also means sha256, because collisions of Python's
+    own hash can be provoked."""
 
     num_kept_states: int = 16
     """Number of recurrent states that the prefix cache keeps, for models with Mamba, DeltaNet or
-    short convolution layers. It keeps fewer if they would take more than a quarter of the memory of
-    the cache. 0: no prefix caching of these models. On a card each of them takes one more forward
-    pass of its prompt."""
+    short convolution layers. Fewer are kept if they would take more than a quarter of the cache
+    memory. 0: no prefix caching for these models. On a Gaudi card, each recurrent state needs one
+    more forward pass of its prompt."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "block_size")
@@ -58,7 +58,11 @@ class CacheConfig:
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
         if not 0 < self.gpu_memory_utilization <= 1:
             given = self.gpu_memory_utilization
-            hint = f". It is a share: {given:g} % is {given / 100:g}" if 2 <= given <= 100 else ""
+            hint = (
+                (f". It is a fraction: write {given:g} % as {given / 100:g}")
+                if 2 <= given <= 100
+                else ""
+            )
             raise ConfigError(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {given}{hint}"
             )

@@ -17,7 +17,7 @@ PromptAttention = Literal["fused", "flex", "naive"]
 SamplingWarmUp = Literal["basic", "all"]
 ReadyWhen = Literal["first", "all"]
 StepLog = Literal["off", "some", "all"]
-"""No step, steps in which something happened, or every step."""
+"""The steps that are logged: none, steps in which something happened, or every step."""
 
 
 _NO_FLAG = {"cli": False}
@@ -68,23 +68,23 @@ class HPUConfig:
     """Settings of the Gaudi path."""
 
     max_seq_len_to_capture: int = 8192
-    """Longest sequence that has prompt buckets at every step of the linear strategy. Longer
-    sequences have fewer buckets, and the end of a prompt runs with more padding."""
+    """Longest sequence for which the linear strategy makes prompt buckets at every step size.
+    Longer sequences have fewer buckets, so the end of such a prompt runs with more padding."""
     bucketing_strategy: BucketingStrategy = field(default="linear", metadata=_NO_FLAG)
     bucketing_file: str | None = _variable("VLLM_BUCKETING_FROM_FILE")
     """Path of a file with the buckets, which replaces the strategy."""
     traffic: str | None = None
-    """Choose the buckets for this traffic, so that padding takes the least device time: a file that
-    --record-traffic has written, or lengths of requests as CSV or JSON Lines with input_tokens,
-    output_tokens and optionally timestamp. The log shows the padding, and the least that any other
-    set could have."""
+    """File that describes your traffic. The buckets are chosen so that padding takes the least
+    device time for it. The file is written by --record-traffic, or is a CSV or JSON Lines file of
+    request lengths with input_tokens, output_tokens and optionally timestamp. The log shows the
+    padding, and the lowest padding that any set of buckets could have."""
     num_buckets: int = 32
-    """Number of prompt buckets, and of decode buckets, that are chosen for the traffic of
-    --traffic. More buckets pad less, but take longer to warm up."""
+    """Number of prompt buckets, and of decode buckets, that are chosen for --traffic. With more
+    buckets there is less padding, but the warm-up takes longer."""
     chosen_buckets: tuple[tuple[int, int, int, int], ...] = field(default=(), metadata=_NO_FLAG)
     """Buckets of the strategy optimal: phase, batch, query length and blocks."""
     chosen_lines: tuple[str, ...] = field(default=(), metadata=_NO_FLAG)
-    """The certificates of the chosen buckets, for the log."""
+    """Lines for the log that show how good the chosen buckets are."""
     bucket_variables: tuple[tuple[str, int], ...] = field(default=(), metadata=_NO_FLAG)
     """Name and value of each variable of linear bucketing that is set."""
     merged_prefill: bool = _variable("VLLM_MERGED_PREFILL")
@@ -93,30 +93,29 @@ class HPUConfig:
     full_warmup: bool = _variable("VLLM_FULL_WARMUP")
     """Whether a compilation after the warm-up is an error."""
     sampling_warmup: SamplingWarmUp = "basic"
-    """Kinds of sampling that the start compiles: basic is greedy and random, all is everything that
-    a request can ask for. With basic, a server compiles the others while it has no requests, one
-    graph at a time. Anything else compiles at its first use, once for each padded batch size, with
-    a line in the log, while the batch waits. VLLM_FULL_WARMUP compiles all."""
+    """Sampling graphs that are compiled at the start. basic: greedy and random sampling. all:
+    everything that a request can ask for. With basic, a server compiles the others while it has no
+    requests; a graph that is still missing is compiled when a request first needs it, while the
+    batch waits. VLLM_FULL_WARMUP implies all."""
     ready_when: ReadyWhen | None = None
-    """When an engine on a card accepts requests. first: when the buckets that every request fits
-    into and a few more (first_buckets) are warmed up; the others are warmed up while it serves, and
-    until then forward passes are padded more. all: when all buckets are. Default: first for `vllm
-    serve`, but all with VLLM_FULL_WARMUP or --sampling-warmup all; all for programs that use
-    `LLM`."""
+    """When an engine on a card begins to accept requests. first: when the most important buckets
+    are warmed up (see --first-buckets); the others follow while it serves, and until then forward
+    passes have more padding. all: when all buckets are warmed up. Default: first for `vllm serve`,
+    but all with VLLM_FULL_WARMUP or --sampling-warmup all; all for programs that use `LLM`."""
     first_buckets: int = 8
-    """Number of prompt buckets, and of decode buckets, that are warmed up before the first request;
-    more if requests need more."""
+    """Number of prompt buckets, and of decode buckets, that are warmed up before the first request
+    is accepted. More are warmed up if requests could not run otherwise."""
     warm_up_share: float = 0.1
-    """Fraction (0 to 1) of the time of a busy server for the rest of the warm-up, which runs
-    between two steps. 0: buckets are warmed up only while there are no requests."""
+    """Fraction (0 to 1) of the time of a busy server that the rest of the warm-up may use, between
+    steps. 0: buckets are warmed up only while there are no requests."""
     warm_up_max_delay: float = 1.0
-    """Seconds that one part of the warm-up may delay a step of a busy server. Parts that are
-    predicted to take longer wait until there are no requests."""
+    """Maximum number of seconds that one part of the warm-up may delay a step of a busy server.
+    Parts that would take longer wait until there are no requests."""
     adapt_buckets: bool = False
-    """Let a server follow its traffic: when other buckets, --num-buckets of prompts and as many of
-    decodes, would have saved more than 3 % of the device time of an hour, they are warmed up
-    between steps (within --warm-up-share and --warm-up-max-delay), and then replace the present
-    ones. A log line says so before, and another one after."""
+    """Let a server replace its buckets when its traffic changes. If a different set (with
+    --num-buckets prompt buckets and as many decode buckets) would have saved more than 3 % of the
+    device time of the last hour, it is warmed up between steps (see --warm-up-share and
+    --warm-up-max-delay) and then replaces the current set. The log shows both events."""
     recipe_cache: str | None = _variable("PT_HPU_RECIPE_CACHE_CONFIG")
     """Folder of compiled recipes, and settings of the bridge for it."""
     graph_reserved_mem: float = _variable("VLLM_GRAPH_RESERVED_MEM")
@@ -126,8 +125,8 @@ class HPUConfig:
     graph_prompt_strategy: GraphOrder = _variable("VLLM_GRAPH_PROMPT_STRATEGY")
     graph_decode_strategy: GraphOrder = _variable("VLLM_GRAPH_DECODE_STRATEGY")
     contiguous_pa: bool = field(default=False, metadata=_NO_FLAG)
-    """Whether decodes read the KV cache as one slice; with prefix caching, only if that costs
-    less."""
+    """Whether decode attention reads the KV cache as one contiguous slice; with prefix caching,
+    only if that costs less."""
     prompt_attention: PromptAttention = field(default="fused", metadata=_NO_FLAG)
     fp8_prompts: bool = _variable("VLLM_PROMPT_USE_FP8_FUSEDSDPA")
     """Whether prompts use fused attention in FP8, in layers that have measured scales and an fp8
@@ -140,15 +139,17 @@ class HPUConfig:
     max_num_batched_tokens."""
     queries_of_slice: int | None = _variable("VLLM_HPU_FSDPA_SLICE_CHUNK_SIZE")
     softmax_const_norm: float | None = field(default=None, metadata=_NO_FLAG)
-    """Constant that decodes subtract from all scores. None: `pa_softmax_impl` decides."""
+    """Constant that decode attention subtracts from all scores in the softmax. None:
+    `pa_softmax_impl` decides."""
     pa_softmax_impl: str | None = _variable("VLLM_PA_SOFTMAX_IMPL")
-    """Names of the values that decodes subtract from scores. None: the largest score of each
-    block."""
+    """Names of the values that decode attention subtracts from scores in the softmax. None: the
+    largest score of each block."""
     fused_block_softmax: bool = _variable("VLLM_FUSED_BLOCK_SOFTMAX")
-    """Whether decodes compute the softmax of a block with a kernel of the card, if it has one."""
+    """Whether decode attention computes the softmax of each block with a fused kernel of the card,
+    if the card has one."""
     fused_block_softmax_adjustment: bool = _variable("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT")
-    """Whether decodes bring the blocks of a request to one maximum with a kernel of the card, if it
-    has one."""
+    """Whether decode attention combines the softmax of the blocks of a request with a fused kernel
+    of the card, if the card has one. False: with torch operators."""
     hidden_layers_per_graph: int = _variable("VLLM_CONFIG_HIDDEN_LAYERS")
     """Number of decoder layers after which lazy mode ends a recorded graph."""
     regional_compilation: bool = _variable("VLLM_REGIONAL_COMPILATION")
@@ -183,8 +184,8 @@ class HPUConfig:
             )
         if self.ready_when == "first" and self.full_warmup:
             raise ConfigError(
-                "ready_when='first' contradicts VLLM_FULL_WARMUP=true, with which nothing is "
-                "warmed up after the start: leave out one of them"
+                "ready_when='first' cannot be used with VLLM_FULL_WARMUP=true, which allows no "
+                "warm-up after the start. Leave out one of them"
             )
         for name, is_set in (
             ("VLLM_FULL_WARMUP", self.full_warmup),
@@ -192,8 +193,8 @@ class HPUConfig:
         ):
             if self.adapt_buckets and is_set:
                 raise ConfigError(
-                    f"adapt_buckets=True contradicts {name}=true, with which nothing is warmed up "
-                    f"after the start: leave out one of them"
+                    f"adapt_buckets=True cannot be used with {name}=true, which allows no warm-up "
+                    "after the start. Leave out one of them"
                 )
         _ = self.multimodal_buckets
 

@@ -95,7 +95,7 @@ class KVTransferConfig:
         extra, known = self.kv_connector_extra_config, _EXTRA_KEYS[self.kv_connector]
         if unknown := [name for name in extra if name not in known]:
             raise ConfigError(
-                f"kv_connector_extra_config of {self.kv_connector} has no key "
+                f"kv_connector_extra_config of {self.kv_connector} has the unknown key "
                 f"{', '.join(map(repr, unknown))}; accepted: {', '.join(known)}"
             )
         if self.kv_connector == "TCPConnector":
@@ -185,8 +185,8 @@ class KVTransferConfig:
         names = [f.name for f in fields(cls)]
         if unknown := [name for name in values if name not in names]:
             raise ConfigError(
-                f"kv_transfer_config has no key {', '.join(map(repr, unknown))}; accepted: "
-                f"{', '.join(names)}"
+                f"kv_transfer_config has the unknown key {', '.join(map(repr, unknown))}; "
+                f"accepted: {', '.join(names)}"
             )
         if "kv_connector" not in values:
             raise ConfigError(f"kv_transfer_config needs kv_connector; accepted: {_CONNECTORS}")

@@ -17,28 +17,29 @@ class LoadConfig:
     """Source and format of the weights."""
 
     load_format: LoadFormat = "auto"
-    """Format of the weights. auto: safetensors, else .bin (read with weights_only), else GGUF,
-    else mistral; mistral: consolidated*.safetensors with params.json, as Mistral AI publishes them;
-    dummy: seeded random weights, for measuring without a checkpoint; sharded_state: one file per
-    rank, which tools/save_sharded_state.py has written; bitsandbytes: as auto, together with
-    quantization=bitsandbytes."""
+    """Format of the weight files. auto: the first of these that the folder has: safetensors, .bin
+    (read with weights_only), GGUF, mistral. mistral: consolidated*.safetensors with params.json, as
+    Mistral AI publishes them. dummy: random weights, to measure without a checkpoint.
+    sharded_state: one file per rank, written by tools/save_sharded_state.py. bitsandbytes: like
+    auto, together with quantization=bitsandbytes."""
 
     download_dir: str | None = None
     """Folder for downloaded models. Default: the Hugging Face cache."""
 
     hf_token: str | bool | None = field(default=None, repr=False)
-    """Token for private or gated models of the Hugging Face hub. Without a value, or true: the
-    token of `hf auth login`. Default: HF_TOKEN, or the token of `hf auth login`."""
+    """Token for private or gated models of the Hugging Face hub. The flag without a value, or true:
+    the token saved by `hf auth login`. Default: HF_TOKEN, or the token saved by `hf auth login`."""
 
     ignore_patterns: tuple[str, ...] = ("original/**/*",)
-    """Files of a repository that are not downloaded."""
+    """Patterns of file names that are not downloaded from a repository of the Hugging Face hub."""
 
     use_tqdm_on_load: bool = True
     """Show a progress bar while loading weights."""
 
     cpu_offload_gb: float = 0.0
-    """GiB of weights to keep in host memory, for a model larger than the card: whole layers are
-    kept there, and each step copies them to the card. Needs enforce_eager. No effect on cpu."""
+    """GiB of weights to keep in host memory, for a model that is larger than the card. Whole layers
+    are kept there, and each step copies them to the card, which is slow. Needs enforce_eager. No
+    effect on cpu."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.cpu_offload_gb) and self.cpu_offload_gb >= 0):

@@ -17,15 +17,16 @@ class LoRAConfig:
     """Accept requests with a LoRA adapter."""
 
     max_loras: int | None = None
-    """Maximum number of different adapters in one step. Requests with further ones wait. Default:
-    4, or max_cpu_loras where that is less."""
+    """Maximum number of different adapters in one step. Requests with other adapters wait. Default:
+    4, or max_cpu_loras if that is less."""
 
     max_lora_rank: int = 16
-    """Maximum rank of an adapter."""
+    """Maximum rank of an adapter. Adapters with a larger rank are refused; a larger value needs
+    more memory."""
 
     max_cpu_loras: int | None = None
-    """Maximum number of adapters in host memory; the one that was used least recently is dropped.
-    Default: four times max_loras."""
+    """Maximum number of adapters in host memory. If there are more, the least recently used one is
+    dropped. Default: four times max_loras."""
 
     lora_target_modules: tuple[str, ...] | None = None
     """Names of the modules that adapters may change, such as q_proj, lm_head or experts. Other

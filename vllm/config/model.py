@@ -39,15 +39,15 @@ class ModelConfig:
     """Names of the model in requests; answers have the first one. Default: the value of --model."""
 
     hf_config_path: str | None = None
-    """Folder or Hugging Face name whose config.json and generation_config.json are read instead of
-    the model's. Default: the files of --model."""
+    """Folder or Hugging Face name from which config.json and generation_config.json are read,
+    instead of from the model. Default: the value of --model."""
 
     tokenizer: str | None = None
     """Folder or name of the tokenizer. Default: the value of --model."""
 
     tokenizer_mode: TokenizerMode = "auto"
-    """auto: the fast tokenizer if there is one, or tekken.json if it is the only file; slow: always
-    the Python one; mistral: tekken.json."""
+    """How the tokenizer is loaded. auto: the fast tokenizer (tokenizer.json), or tekken.json if the
+    model has no other file. slow: always the Python tokenizer. mistral: tekken.json."""
 
     skip_tokenizer_init: bool = False
     """Run without a tokenizer: prompts and outputs are token ids."""
@@ -56,14 +56,15 @@ class ModelConfig:
     """Run Python code that comes with the model."""
 
     revision: str | None = None
-    """Branch, tag or commit of the model."""
+    """Branch, tag or commit of the model on the Hugging Face hub. Default: the main branch."""
 
     code_revision: str | None = None
-    """Branch, tag or commit of the code that comes with the model, for `trust_remote_code`. Not
-    set: as `revision`."""
+    """Branch, tag or commit of the code that comes with the model, for `trust_remote_code`.
+    Default: the value of --revision."""
 
     tokenizer_revision: str | None = None
-    """Branch, tag or commit of the tokenizer."""
+    """Branch, tag or commit of the tokenizer on the Hugging Face hub. Default: the value of
+    --revision if --tokenizer is not given, otherwise the main branch."""
 
     dtype: ModelDType = "auto"
     """Data type of weights and activations. auto: the data type of the checkpoint."""
@@ -74,25 +75,26 @@ class ModelConfig:
     gptq, awq, compressed-tensors. Default: as in the checkpoint."""
 
     lm_head_quantization: HeadQuantization = "auto"
-    """Format of the output head's weights, and of the token embeddings if they are tied. auto: as
-    the checkpoint stores them, or as `quantization` makes them; int8: rounded to int8 while they
-    are loaded, on the CPU, if they would be unquantized otherwise. Also applies to a draft
-    model."""
+    """Format of the weights of the output head (lm_head), and of the token embeddings if both share
+    one tensor. auto: the format of the checkpoint, or the one that --quantization gives. int8: on
+    the CPU, round them to int8 while loading if they would be unquantized otherwise; this also
+    applies to a draft model."""
 
     quant_config: str | None = None
-    """JSON file of Intel Neural Compressor, which `vllm calibrate` writes: what to measure, or the
-    FP8 scales to use. Implies quantization=inc. Default: the value of QUANT_CONFIG."""
+    """JSON file of Intel Neural Compressor (INC), written by `vllm calibrate`: it says what to
+    measure, or which FP8 scales to use. Implies quantization=inc. Default: the value of
+    QUANT_CONFIG."""
 
     seed: int = 0
-    """Seed for requests without a seed."""
+    """Random seed for sampling, for requests that give no seed."""
 
     max_model_len: int | None = None
-    """Maximum number of tokens of a request, prompt and output together. Default: the model's
-    maximum."""
+    """Maximum number of tokens of a request, prompt and output together. Default: the maximum in
+    the model's config.json. A smaller value needs less memory."""
 
     disable_sliding_window: bool = False
-    """Use full attention in every layer of a model with sliding windows; max_model_len is then at
-    most the size of the window."""
+    """Use full attention in all layers of a model with sliding windows. max_model_len must then be
+    at most the size of the window."""
 
     max_logprobs: int = 20
     """Maximum number of log-probabilities per token that a request may ask for."""
@@ -101,29 +103,33 @@ class ModelConfig:
     """Accept embeddings as prompts instead of tokens (`prompt_embeds`)."""
 
     logits_processor_pattern: str | None = None
-    """Regular expression that the whole qualified name of a logits processor must match for
-    requests to use it by name. Clients can call everything that it matches, with any arguments, so
-    it should only match logits processors. Default: requests cannot name any."""
+    """Regular expression for the names of logits processors that requests may use, such as
+    my_module\.my_function. It must match the whole name. Clients can call everything that matches,
+    with any arguments, so allow only logits processors. Default: none are allowed."""
 
     generation_config: str = "auto"
-    """Source of default sampling parameters. auto: generation_config.json of the model; vllm: none;
-    else a folder."""
+    """Source of the default sampling parameters. auto: generation_config.json of the model. vllm:
+    the defaults of this engine. Any other value: a folder with a generation_config.json."""
 
     override_generation_config: Mapping[str, Any] = field(default_factory=dict)
-    """Default sampling parameters (JSON) that override generation_config."""
+    """Default sampling parameters as JSON, such as {"temperature": 0.5}. They override the values
+    from --generation-config."""
 
     override_pooler_config: Mapping[str, Any] = field(default_factory=dict)
-    """Pooling settings (JSON) that override the model's files: pooling_type, normalize, softmax,
-    step_tag_id, returned_token_ids."""
+    """Pooling settings as JSON that override the settings in the model's files. Keys: pooling_type,
+    normalize, softmax, step_tag_id, returned_token_ids."""
 
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Values (JSON) that override the values in config.json."""
+    """Values as JSON that replace values in the model's config.json, such as
+    {"max_position_embeddings": 8192}."""
 
     enforce_eager: bool = False
-    """Do not compile the model and do not record graphs."""
+    """Neither compile the model nor record HPU graphs. The start is faster and needs less memory,
+    but the model runs more slowly."""
 
     enable_sleep_mode: bool = False
-    """Allow sleep mode: `sleep` releases the memory of weights and KV cache until `wake_up`."""
+    """Allow sleep mode: calling `sleep` releases the memory of the weights and the KV cache, and
+    `wake_up` restores them."""
 
     arch: ModelArch | None = field(default=None, metadata={"cli": False})
     """Facts read from the model's config; set by the time an engine starts."""

@@ -51,43 +51,45 @@ class MultiModalConfig:
     """Images, sounds and videos in requests, for models that read them."""
 
     limit_mm_per_prompt: Mapping[str, Any] = field(default_factory=dict)
-    """Maximum number of items of each kind in one request: image=4,video=1, or as JSON
-    {"image": 4} or {"image": {"count": 4, "width": 1024, "height": 768},
-    "video": {"count": 1, "num_frames": 16}}. Width and height are the largest image to expect:
-    images that become more embeddings are refused, and a card prepares for no others. num_frames
-    limits the frames of a video. A number without a name limits the images. Default: 16 images, 16
-    sounds, 4 videos; with image=0 no videos."""
+    """Maximum number of images, sounds and videos in one request, such as image=4,video=1, or as
+    JSON {"image": 4} or {"image": {"count": 4, "width": 1024, "height": 768}, "video": {"count": 1,
+    "num_frames": 16}}. A number without a name limits the images. width and height are the largest
+    image to expect: images with more embeddings are refused, and a card prepares only for smaller
+    ones. num_frames is the maximum number of frames of a video. Default: 16 images, 16 sounds, 4
+    videos; no videos with image=0."""
 
     enable_mm_embeds: bool = False
     """Accept embeddings of images instead of images (image_embeds)."""
 
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the image processor or feature extractor that replace the settings of the
-    checkpoint (JSON), such as {"max_pixels": 1003520}."""
+    """Settings of the image processor or feature extractor as JSON, such as {"max_pixels":
+    1003520}. They replace the settings in the checkpoint."""
 
     media_io_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """How files are decoded (JSON). {"image": {"rgba_background_color": [0, 0, 0]}} is the
-    background color of transparent images. {"video": {"num_frames": 32, "fps": 2}} takes at most
-    32 frames of a video and at most 2 for each second; -1 is no limit. Default: white, and 32
-    frames of a video."""
+    """Settings for decoding files, as JSON. {"image": {"rgba_background_color": [0, 0, 0]}}:
+    background color of transparent images (default: white). {"video": {"num_frames": 32, "fps":
+    2}}: use at most 32 frames of a video (default: 32), and at most 2 for each second (default: no
+    limit); -1 means no limit."""
 
     allowed_local_media_path: str = ""
-    """Folder of this machine with files that requests may name by file: URLs. Default: none."""
+    """Folder on this machine with files that requests may name by file: URLs. Default: requests
+    cannot name files."""
 
     allowed_media_domains: tuple[str, ...] = ()
-    """Host names that requests may use in URLs; all others are refused. Their addresses may be
-    private. Default: all hosts of the public internet."""
+    """Host names that requests may use in URLs of images, sounds and videos; all others are
+    refused. A named host may have a private address. Default: all hosts on the public internet."""
 
     mm_processor_cache_gb: float = 4.0
-    """Memory in GiB for processed media, so that an image, sound or video that is sent again is not
-    processed again. 0: none are kept."""
+    """Memory in GiB for a cache of processed images, sounds and videos, so that one that is sent
+    again is not processed again. 0: no cache."""
 
     disable_mm_preprocessor_cache: bool = False
-    """Keep no processed media, whatever mm_processor_cache_gb is."""
+    """Turn the cache of processed images, sounds and videos off, even if mm_processor_cache_gb is
+    not 0."""
 
     skip_mm_profiling: bool = False
-    """Do not measure at the start how much memory the largest image takes (a card runs it, the CPU
-    counts its tensors). gpu_memory_utilization must then leave room for it."""
+    """Do not measure at the start how much memory the encoder needs for the largest image.
+    gpu_memory_utilization must then leave enough memory free for it."""
 
     disable_chunked_mm_input: bool = False
     """Never divide the tokens of an image, sound or video between two steps."""
@@ -161,13 +163,14 @@ def _check_limit(kind: str, value: object) -> None:
     name = f"limit_mm_per_prompt: {kind}"
     if kind not in MODALITIES:
         raise ConfigError(
-            f"limit_mm_per_prompt has no kind {kind!r}; accepted: {', '.join(MODALITIES)}"
+            f"limit_mm_per_prompt has the unknown kind of media {kind!r}; accepted: "
+            f"{', '.join(MODALITIES)}"
         )
     counts = value if isinstance(value, Mapping) else {"count": value}
     for key, number in counts.items():
         if key not in _LIMIT_KEYS[kind]:
             accepted = ", ".join(_LIMIT_KEYS[kind])
-            raise ConfigError(f"{name} has no key {key!r}; accepted: {accepted}")
+            raise ConfigError(f"{name} has the unknown key {key!r}; accepted: {accepted}")
         smallest = 0 if key == "count" else 1
         if type(number) is int and number >= smallest:
             continue
@@ -188,7 +191,8 @@ def _check_media_io(given: Mapping[str, Any]) -> None:
     for kind, settings in given.items():
         if kind not in MODALITIES:
             raise ConfigError(
-                f"media_io_kwargs has no kind {kind!r}; accepted: {', '.join(MODALITIES)}"
+                f"media_io_kwargs has the unknown kind of media {kind!r}; accepted: "
+                f"{', '.join(MODALITIES)}"
             )
         if not isinstance(settings, Mapping):
             raise ConfigError(f"media_io_kwargs: {kind} must be an object, got {settings!r}")
@@ -196,7 +200,7 @@ def _check_media_io(given: Mapping[str, Any]) -> None:
             if key not in _IO_KEYS[kind]:
                 accepted = ", ".join(_IO_KEYS[kind]) or "none"
                 raise ConfigError(
-                    f"media_io_kwargs: {kind} has no key {key!r}; accepted: {accepted}"
+                    f"media_io_kwargs: {kind} has the unknown key {key!r}; accepted: {accepted}"
                 )
             is_accepted, accepted = _IO_KEYS[kind][key]
             if not is_accepted(value):

@@ -71,7 +71,7 @@ class KVEventsConfig:
         names = [f.name for f in fields(cls)]
         if unknown := [name for name in values if name not in names]:
             raise ConfigError(
-                f"kv_events_config has no key {', '.join(map(repr, unknown))}; accepted: "
+                f"kv_events_config has the unknown key {', '.join(map(repr, unknown))}; accepted: "
                 f"{', '.join(names)}"
             )
         try:
@@ -90,7 +90,7 @@ class ObservabilityConfig:
     """Statistics and traces."""
 
     disable_log_stats: bool = False
-    """Do not log throughput, queue and use of the KV cache every 10 seconds."""
+    """Do not log throughput, number of requests and use of the KV cache every 10 seconds."""
 
     kv_events_config: Mapping[str, Any] = field(default_factory=dict)
     """Events of the KV cache (JSON): enable_kv_cache_events, publisher (null or zmq), endpoint,
@@ -98,9 +98,10 @@ class ObservabilityConfig:
     who can reach the endpoint sees the token ids of all prompts and outputs."""
 
     record_traffic: str | None = None
-    """File for the sizes of forward passes before padding, from which `--traffic` chooses buckets.
-    An existing file is continued. It is written at most once a minute and at the end, and contains
-    no text and no ids. Only devices with buckets have such sizes."""
+    """File in which the sizes of forward passes without padding are recorded, so that --traffic can
+    choose buckets for them. If the file exists, it is continued. It is written at most once a
+    minute and at the end. It contains no text and no token ids. Only devices with buckets (Gaudi)
+    record sizes."""
 
     profiler_enabled: bool = field(default=False, metadata={"cli": False})
     """Write a trace that Perfetto opens (VLLM_PROFILER_ENABLED)."""

@@ -25,21 +25,23 @@ class ParallelConfig:
     different requests at the same time."""
 
     pipeline_steps_in_flight: int | None = None
-    """Number of steps that the stages of a pipeline run at the same time, each with a part of the
-    requests. 1: the stages run one after another. Default: the number of stages, but 1 if the
-    stages share the cores of one CPU, because then each stage uses all of the cores."""
+    """Number of steps that are in the pipeline stages at the same time, each with a part of the
+    requests. 1: the stages run one after another. Default: the number of stages; 1 if the stages
+    share the cores of one CPU, because each stage then uses all cores."""
 
     enable_expert_parallel: bool = False
-    """Divide the experts of a mixture among the devices of tensor_parallel_size. False: split every
-    expert over all of them. No effect on one device, or on a model without experts."""
+    """Place whole experts of a mixture-of-experts model on different devices of
+    tensor_parallel_size. False: split every expert over all of these devices. No effect on one
+    device, or on a model without experts."""
 
     data_parallel_size: int = field(default=1, metadata={"aliases": ("-dp",)})
-    """Replicas of the model behind one server, each in a process of its own. Every request goes to
-    the replica with the fewest tokens to compute. CPU cores and memory are divided among them."""
+    """Number of replicas of the model that one server uses, each in its own process. Every request
+    goes to the replica with the fewest tokens to compute. CPU cores and memory are divided among
+    the replicas."""
 
     data_parallel_size_local: int | None = field(default=None, metadata={"aliases": ("-dpl",)})
-    """Replicas on this machine. The others run on machines where `vllm serve --headless` has the
-    same flags; see docs/data_parallel.md. Default: all of them."""
+    """Number of replicas on this machine. The others run on machines where `vllm serve --headless`
+    is started with the same flags; see docs/data_parallel.md. Default: all replicas."""
 
     data_parallel_start_rank: int = field(default=0, metadata={"aliases": ("-dpr",)})
     """Index of the first replica of this machine, with --headless."""
@@ -48,8 +50,8 @@ class ParallelConfig:
     """Address of the machine with the server, where the other machines connect."""
 
     data_parallel_rpc_port: int = field(default=29550, metadata={"aliases": ("-dpp",)})
-    """Port of data_parallel_address. It is neither encrypted nor authenticated: choose an address
-    of a private network."""
+    """Port of data_parallel_address. The connection is neither encrypted nor authenticated: use a
+    private network."""
 
     data_parallel_rank: int = field(default=0, metadata={"cli": False})
     """Index of this replica, from 0."""
@@ -58,18 +60,18 @@ class ParallelConfig:
     """Number of layers of each stage (VLLM_PP_LAYER_PARTITION). None: as even as possible."""
 
     distributed_executor_backend: ExecutorBackend | None = None
-    """How worker processes are started. uni: in the engine's process, for one device. mp: one
-    process per device on this machine. ray: Ray actors, on one or more machines; needs the extra
-    vllm[ray]. external_launcher: by torchrun or similar, one process per device; for LLM only.
-    Default: uni for one device, else mp."""
+    """How worker processes are started. uni: in the process of the engine, for one device. mp: one
+    process for each device of this machine. ray: Ray actors on one or more machines (needs
+    vllm[ray]). external_launcher: by torchrun or similar, one process for each device; only for
+    LLM. Default: uni for one device, otherwise mp."""
 
     distributed_timeout_s: float = 300.0
-    """Seconds that one worker waits for the others in an exchange of tensors; then the engine
-    stops, because one of them hangs. Also how long a signal may stop the engine's process (SIGSTOP)
-    before the server kills it."""
+    """Seconds that a worker waits for the other workers when they exchange tensors. After that the
+    engine stops, because a worker hangs. The server also kills an engine process that was stopped
+    by a signal (SIGSTOP) for so long."""
 
     worker_cls: str = "auto"
-    """Class of the workers, as package.module.Class. auto: the one of the device."""
+    """Class of the workers, as package.module.Class. auto: the worker class for the device."""
 
     worker_extension_cls: str = ""
     """Class whose methods are added to the workers, as package.module.Class; call them with
@@ -123,8 +125,9 @@ class ParallelConfig:
     def _check_external(self) -> None:
         if self.data_parallel_size > 1:
             raise ConfigError(
-                f"distributed_executor_backend='external_launcher' runs the workers of one model, "
-                f"and data_parallel_size is {self.data_parallel_size}. Leave it out, or use 'mp'"
+                "distributed_executor_backend='external_launcher' needs data_parallel_size=1, got "
+                f"{self.data_parallel_size}. Leave data_parallel_size out, or use "
+                "distributed_executor_backend='mp'"
             )
 
     @property

@@ -28,20 +28,21 @@ class SchedulerConfig:
     recurrent states (Mamba or DeltaNet layers)."""
 
     max_num_batched_tokens: int = field(metadata={"auto": True})
-    """Maximum number of tokens in one step, over all requests. All streams wait for a step: if
-    prompts are slow, as for large models on few cores, a smaller value gives earlier first tokens.
-    Default: 2048 on cpu and 8192 on hpu, or max_model_len when chunked prefill is off."""
+    """Maximum number of tokens in one step, over all requests. All running requests wait until a
+    step is finished: if prompts are slow (large model, few cores), a smaller value gives earlier
+    first tokens. Default: 2048 on cpu and 8192 on hpu, or max_model_len if chunked prefill is
+    off."""
 
     max_step_ms: int | None = field(default=None, metadata={"auto": True})
-    """While requests generate, plan each step with prompt tokens to take at most so many
-    milliseconds, by the measured times of earlier steps: no request waits much longer for its next
-    token. Prompts run at full speed while no request generates. 0: no bound. Default: 300 for a
-    server on cpu. 0 on hpu, where the buckets decide how long a step is; for LLM, `vllm run-batch`
-    and pooling, where no request waits for single tokens; without chunked prefill; and with
-    distributed_executor_backend=external_launcher."""
+    """Time limit of a step, in milliseconds. A step that computes prompt tokens while other
+    requests generate is planned, by the measured times of earlier steps, to take at most this long,
+    so that no request waits much longer for its next token. 0: no limit. Default: 300 for a server
+    on cpu. 0 on hpu, where the buckets decide the length of a step; for LLM, `vllm run-batch` and
+    pooling; without chunked prefill; and with distributed_executor_backend=external_launcher."""
 
     enable_chunked_prefill: bool = True
-    """Split a prompt over several steps if it does not fit into the token budget of a step."""
+    """Split a prompt over several steps if it has more tokens than fit into one step
+    (--max-num-batched-tokens)."""
 
     max_num_partial_prefills: int = 1
     """Maximum number of prompts that are partly computed at the same time."""
@@ -51,19 +52,18 @@ class SchedulerConfig:
     at the same time."""
 
     long_prefill_token_threshold: int = 0
-    """Maximum number of prompt tokens of one request in one step; 0: no limit, or 4 % of
-    max_model_len when
-    max_num_partial_prefills is above 1."""
+    """Maximum number of prompt tokens of one request in one step. 0: no limit if
+    max_num_partial_prefills is 1, otherwise 4 % of max_model_len."""
 
     async_scheduling: bool = True
-    """Schedule the next step while the current one is computed, if that saves time. Outputs do not
+    """Prepare the next step while the current one is computed, if that saves time. Outputs do not
     change."""
 
     num_scheduler_steps: int = field(default=1, metadata={"aliases": ("--num-scheduler-seqs",)})
-    """Maximum number of decode steps that run one after another without scheduling, while the
-    batch does not change. Above 1 it saves time if steps are short. Outputs do not change, but
-    tokens arrive in groups, and a new request waits for the group to finish. No effect with draft
-    tokens or pipeline stages."""
+    """Maximum number of decode steps that run without scheduling between them, while the batch does
+    not change. More than 1 saves time if steps are short, but tokens arrive in groups, and a new
+    request waits until the group is finished. Outputs do not change. No effect with draft tokens or
+    pipeline stages."""
 
     max_draft_tokens: int = field(default=0, metadata={"cli": False})
     """Maximum number of draft tokens that a step verifies for each request; 0: none. A device with
@@ -73,7 +73,8 @@ class SchedulerConfig:
     """Maximum number of different LoRA adapters in one step (flag: see LoRAConfig)."""
 
     scheduling_policy: SchedulerPolicy = "fcfs"
-    """Order of requests: arrival, or the priority given with each request (lower is first)."""
+    """Order in which waiting requests are run. fcfs: by arrival. priority: by the priority of each
+    request (lower is first)."""
 
     def __post_init__(self) -> None:
         check_at_least(

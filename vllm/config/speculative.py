@@ -13,14 +13,16 @@ DraftMethod = Literal[
     "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "mlp_speculator", "medusa"
 ]
 
-_EXACT = "a draft is right where it is the token that is sampled, so outputs are the same"
+_EXACT = "a draft token is accepted only if it equals the sampled token, so outputs do not change"
 KEYS_WITHOUT_EFFECT: Mapping[str, str] = {
-    "draft_tensor_parallel_size": "a draft model is divided as the model",
+    "draft_tensor_parallel_size": (
+        "the draft model always has the tensor parallel size of the model"
+    ),
     "acceptance_method": _EXACT,
     "posterior_threshold": _EXACT,
     "posterior_alpha": _EXACT,
-    "disable_logprobs": "requests that ask for log-probabilities get them",
-    "disable_mqa_scorer": "there is one way to verify drafts",
+    "disable_logprobs": "every request that asks for log-probabilities gets them",
+    "disable_mqa_scorer": "there is only one way to verify draft tokens",
 }
 """Keys of `speculative_config` that are accepted and change nothing, and why."""
 _OF_DRAFT_MODELS = ("model", "revision", "quantization", "max_model_len")
@@ -176,8 +178,8 @@ class SpeculativeConfig:
         names = [f.name for f in fields(DraftOptions)]
         if unknown := [name for name in given if name not in {*names, *KEYS_WITHOUT_EFFECT}]:
             raise ConfigError(
-                f"speculative_config has no key {', '.join(map(repr, unknown))}; accepted: "
-                f"{', '.join(names)}"
+                f"speculative_config has the unknown key {', '.join(map(repr, unknown))}; "
+                f"accepted: {', '.join(names)}"
             )
         options = {name: given[name] for name in names if given.get(name) is not None}
         if method in ("ngram", "suffix"):  # the model "[ngram]" also selects the method

@@ -16,23 +16,24 @@ class StructuredOutputConfig:
     """Defaults and limits of structured output."""
 
     guided_decoding_backend: GuidedDecodingBackend = "auto"
-    """Library that enforces JSON schemas, regular expressions and grammars. auto: chosen for each
-    request; guidance means llguidance, outlines and lm-format-enforcer mean auto. A request may
-    choose another one."""
+    """Library that makes outputs follow JSON schemas, regular expressions and grammars. auto: the
+    engine chooses for each request. guidance means llguidance; outlines and lm-format-enforcer mean
+    auto. A request may name another one."""
 
     guided_decoding_disable_fallback: bool = False
-    """Refuse requests whose constraint the chosen library does not enforce, instead of using the
-    other library."""
+    """Refuse a request if the chosen library does not support its constraint. False: use the other
+    library."""
 
     guided_decoding_disable_any_whitespace: bool = False
     """Generate JSON without optional whitespace."""
 
     guided_decoding_disable_additional_properties: bool = False
-    """JSON objects have only the properties that their schema names, unless it sets
+    """Allow only the properties that a JSON schema names, unless the schema sets
     additionalProperties."""
 
     grammar_compile_timeout: float = 10.0
-    """Seconds for compiling the grammar of a request; then the request is refused."""
+    """Maximum number of seconds to compile the grammar of a request. If it takes longer, the
+    request is refused."""
 
     grammar_cache_bytes: int = 64 * 2**20
     """Size in bytes of the cache of compiled grammars."""

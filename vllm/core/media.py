@@ -101,30 +101,30 @@ class EncoderCache:
             self._check_together(spec)
         elif largest > self.capacity:
             raise CapacityError(
-                f"{one} must become at most {self.capacity} embeddings, the size of the encoder "
-                f"cache, got {largest}. Send a smaller one"
+                f"{one} has {largest} embeddings, but the encoder cache holds at most "
+                f"{self.capacity}. Send a smaller one"
             )
         longest = max(0 if item.num_states else item.end - item.start for item in spec.media)
         if self._most_whole is not None and longest > self._most_whole:
             raise CapacityError(
-                f"{one} must have at most {self._most_whole} tokens, as all of them are computed "
-                "in one step (required by the model or --disable-chunked-mm-input), got "
-                f"{longest}. Send a smaller one, or start the engine with a larger "
-                "--max-num-batched-tokens"
+                f"{one} has {longest} tokens, but at most {self._most_whole} fit into one step, "
+                "and they cannot be split over several steps (required by the model or "
+                "--disable-chunked-mm-input). Send a smaller one, or start the engine with a "
+                "larger --max-num-batched-tokens"
             )
         if self._largest is not None and largest > self._largest:
             raise CapacityError(
-                f"{one} must become at most {self._largest} embeddings, as the encoder has no "
-                f"memory for more, got {largest}. Send a smaller one"
+                f"{one} has {largest} embeddings, but the memory of the encoder allows at most "
+                f"{self._largest}. Send a smaller one"
             )
 
     def _check_together(self, spec: EngineRequest) -> None:
         total = sum({item.key: item.num_states for item in spec.media}.values())
         if total > self.capacity:
             raise CapacityError(
-                f"the images and sounds of a request must have at most {self.capacity} hidden "
-                f"states in total, the size of the cross-attention cache, got {total}. Send fewer "
-                "or smaller ones, or start the engine with more memory"
+                f"the images and sounds of a request have {total} hidden states, but the "
+                f"cross-attention cache holds at most {self.capacity}. Send fewer or smaller ones, "
+                "or start the engine with more memory"
             )
 
     def begin_step(self) -> None:

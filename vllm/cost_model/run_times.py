@@ -167,8 +167,8 @@ def read_run_times(data: Mapping[str, Any], source: str) -> RunTimes:
     found = parse_run_times(data, source)
     if found is None:
         raise ConfigError(
-            f"{source} has no measured times: record it with --record-traffic on cards that share "
-            f"each layer (no pipeline stages)"
+            f"{source} has no measured times: record it with --record-traffic and "
+            "pipeline_parallel_size 1"
         )
     if found.num_passes < _LEAST_PASSES:
         raise ConfigError(

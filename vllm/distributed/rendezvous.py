@@ -248,7 +248,9 @@ class Rendezvous:
             missing = [rank for rank in ranks if not store.check([f"{name}/{rank}"])]
         except torch.distributed.DistError:
             return None
-        return f"{ranks_text(missing)} did not come within {self.timeout_s} s" if missing else None
+        return (
+            (f"{ranks_text(missing)} did not arrive within {self.timeout_s} s") if missing else None
+        )
 
     def is_stage_here(self, name: str, patience_s: float) -> bool:
         """Return whether all ranks that share layers with this one have called `arrive` with this

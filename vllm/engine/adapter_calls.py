@@ -49,9 +49,9 @@ def check_pinned(lora_id: int, answers: Sequence[bool], config: VllmConfig) -> b
     if not all(answers):
         most = config.lora.num_in_host_memory
         raise RequestError(
-            f"pin_lora: the adapter {lora_id} is not loaded, or no more adapters can be pinned: "
-            f"at most all but one of max_cpu_loras ({most}) can be, or the only one. Load it with "
-            "add_lora, or raise max_cpu_loras",
+            f"pin_lora: cannot pin the adapter {lora_id}: it is not loaded (load it with "
+            f"add_lora), or too many adapters are pinned. With max_cpu_loras={most}, at most "
+            f"{max(1, most - 1)} can be pinned: unpin others or raise max_cpu_loras",
             param="lora_id",
         )
     return True

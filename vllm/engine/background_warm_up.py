@@ -154,10 +154,10 @@ class BackgroundWarmUp:
         if share is not None:
             costs = f" Padding is {share:.1%} of the device time of the traffic so far."
         return (
-            f"warm-up: {what} stay cold under this load, as one part takes about "
-            f"{step.expected_s or 0.0:.1f} s and --warm-up-max-delay is {self._max_delay_s:g} s."
-            f"{costs} Raise --warm-up-max-delay, leave the server without requests for a while, or "
-            f"start it with --ready-when all"
+            f"warm-up: {what} cannot be warmed up under this load: one part takes about "
+            f"{step.expected_s or 0.0:.1f} s, but it may delay requests by at most "
+            f"{self._max_delay_s:g} s (--warm-up-max-delay).{costs} Raise --warm-up-max-delay, "
+            "leave the server without requests for a while, or start it with --ready-when all"
         )
 
     @property

@@ -156,8 +156,8 @@ class EngineCore(CoreCalls):
             self.executor.shutdown()
             self._close_connections()
             raise ConfigError(
-                "kv_transfer_config is not supported for models with sliding-window layers, whose "
-                "blocks are not kept outside of the KV cache. Leave it out"
+                "kv_transfer_config is not supported for models with sliding-window layers. Leave "
+                "it out"
             )
         return KVTransfer(connector, cache, self.executor)
 

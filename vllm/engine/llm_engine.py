@@ -160,8 +160,8 @@ class LLMEngine:
             )
         if engine_args.adapt_buckets:
             raise ConfigError(
-                "adapt_buckets=True: LLM has no loop that follows the traffic of an hour. Leave it "
-                "out, or run `vllm serve`"
+                "adapt_buckets=True works only in a server, because LLM does not observe its "
+                "traffic. Leave it out, or run `vllm serve`"
             )
         began = time.monotonic()
         engine = cls.from_vllm_config(engine_args.create_engine_config())

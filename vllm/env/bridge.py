@@ -33,15 +33,15 @@ BRIDGE_SETTINGS = (
     BridgeSetting(
         "PT_HPU_AUTOLOAD",
         "0",
-        "torch does not import the bridge by itself, so that the settings below and the card of "
-        "a worker are known before the engine imports it",
+        "torch does not import the bridge on its own, so the engine can set the variables below, "
+        "and choose the card of a worker, before it imports the bridge",
         "source of the bridge, 1.19",
     ),
     BridgeSetting(
         "PT_HPU_WEIGHT_SHARING",
         "0",
-        "otherwise lazy mode never frees the first weight of a layer, also when it was quantized, "
-        "reloaded or put to sleep since",
+        "with the default, lazy mode never frees the first copy of a layer's weights, even after "
+        "they were quantized, reloaded or put to sleep",
         "plugin of the vendor, August 2026; source of the bridge, 1.19",
     ),
     BridgeSetting(
@@ -54,8 +54,8 @@ BRIDGE_SETTINGS = (
     BridgeSetting(
         "PT_HPU_ENABLE_EAGER_CACHE",
         "true",
-        "a cache of the bridge for operators that run one by one; the vendor sets it without a "
-        "reason",
+        "the bridge caches operators that run one by one; the vendor's script sets it and gives "
+        "no reason",
         "start script of the vendor's plugin, August 2026",
         is_for_lazy=False,
     ),
@@ -70,8 +70,8 @@ BRIDGE_SETTINGS = (
     BridgeSetting(
         "RUNTIME_SCALE_PATCHING",
         "1",
-        "FP8 scales are inputs of recipes: layers that differ in them share one. The vendor says "
-        "that it may cost 5 to 20 % of the throughput",
+        "FP8 scales are inputs of recipes, so layers that differ only in scales share one "
+        "recipe. According to the vendor this may cost 5 to 20 % of the throughput",
         "plugin of the vendor, August 2026",
         is_for_lazy=False,
         is_early=False,

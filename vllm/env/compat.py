@@ -35,12 +35,12 @@ def _refused(reason: str, name: str, same_as: bool | None = None) -> CompatVaria
 
 _V0 = "it belongs to the V0 engine, which this version does not have"
 _IN_PROCESS = (
-    "LLM computes in the caller's process, and a server reaches its engine process by a socket "
-    "file of its own"
+    "LLM runs the engine in the caller's process; a server talks to its engine process over a "
+    "socket file that it names itself"
 )
 _NO_TIMEOUTS = (
-    "a step may take any time, or --distributed-timeout-s on several devices, and a dead engine "
-    "is noticed without a timeout; --request-timeout limits a request"
+    "a step has no time limit on one device, and --distributed-timeout-s on several; a dead "
+    "engine is noticed at once; --request-timeout limits a request"
 )
 _QUANTIZATION = "quantization on a card has no such setting"
 _IMAGE_SIZES = (
@@ -48,32 +48,34 @@ _IMAGE_SIZES = (
     "VLLM_MULTIMODAL_BUCKETS"
 )
 _IMAGE_CACHE = "--mm-processor-cache-gb is the memory for processed images"
-_VIDEO = "videos are decoded by FFmpeg in PyAV"
-_IMAGE_WARM_UP = "the warm-up runs every padded size of the image encoder, as it runs the buckets"
-_IMAGE_SOFTMAX = "image encoders attend with the exact softmax of fused attention"
+_VIDEO = "videos are always decoded by PyAV (FFmpeg)"
+_IMAGE_WARM_UP = "the warm-up always runs every padded size of the image encoder"
+_IMAGE_SOFTMAX = "image encoders always use fused attention with the exact softmax"
 _EXPERTS = (
     "MoE execution has no setting but --enable-expert-parallel: on hpu every expert processes "
     "every token"
 )
 _RECURRENT = "the state of Mamba layers has only one layout and one implementation"
-_GATED_DELTA = "gated delta networks (GDN) process prompts in chunks, in float32"
+_GATED_DELTA = "gated delta networks (GDN) always process prompts in chunks, in float32"
 _LATENT = "latent attention has only one implementation, with a latent cache"
 _STRUCTURED = "compiled grammars are kept within grammar_cache_bytes"
 _DISAGGREGATED = "kv_transfer_config chooses where KV blocks are kept and shared"
-_ONE_SUM = "the results of several devices are added in one collective"
+_ONE_SUM = "the results of several devices are always added in one collective operation"
 _REPLICAS = "--data-parallel-size starts the replicas of the engine and gives each its index"
-_RAY = "a Ray actor is one worker with one device, and gets messages by calls"
-_OTHER_DEVICE = "it is for a different device"
-_OTHER_BUILD = "it belongs to the build and the images of the fork"
-_OTHER_TESTS = "it belongs to the tests of the fork"
-_DETECTED = "what it overrides is detected"
-_NO_UNLOCKING = "no setting has to be unlocked"
+_RAY = "each Ray actor is always one worker with one device"
+_OTHER_DEVICE = "it is for a device that this version does not support"
+_OTHER_BUILD = "it belongs to the build and the container images of the Gaudi fork"
+_OTHER_TESTS = "it belongs to the tests of the Gaudi fork"
+_DETECTED = "the engine detects the value that it overrides"
+_NO_UNLOCKING = "all settings are always available"
 _PROMPT_ATTENTION = "set VLLM_PROMPT_USE_FUSEDSDPA or VLLM_PROMPT_USE_FLEX_ATTENTION instead"
 _FLOAT32_SOFTMAX = (
     "the softmax of decodes is always float32, and the softmax of prompts is float32 with "
     "VLLM_PROMPT_USE_FUSEDSDPA=0"
 )
-_WINDOW_OF_KERNEL = "fused attention gets a sliding window at every length that its kernel takes"
+_WINDOW_OF_KERNEL = (
+    "fused attention uses the sliding window at every length that its kernel supports"
+)
 _DEFRAGMENTED = (
     "the blocks of running requests are compacted if decodes read slices of the KV cache; "
     "VLLM_CONTIGUOUS_PA=0 turns both off"
@@ -81,7 +83,7 @@ _DEFRAGMENTED = (
 _RUNS_AHEAD = (
     "steps are scheduled ahead if that saves time, see --async-scheduling; outputs are the same"
 )
-_NO_CACHE_FOLDER = "no files are kept there; HF_HOME is the folder of downloaded models"
+_NO_CACHE_FOLDER = "this version keeps no files there; HF_HOME is the folder of downloaded models"
 _NO_USAGE_STATS = "no usage data is ever sent"
 _NO_COMPILE_CACHE = "the compile cache that it controls does not exist in this version"
 
@@ -92,10 +94,10 @@ def _family(dimensions: tuple[str, ...], *parts: str) -> str:
 
 _VARIABLES: tuple[CompatVariable, ...] = (
     # Refused, because the engine would compute something other than what was asked for.
-    _refused("models from ModelScope", "VLLM_USE_MODELSCOPE", same_as=False),
-    _refused("other folders for the names of models", "VLLM_MODEL_REDIRECT_PATH"),
+    _refused("models are not downloaded from ModelScope", "VLLM_USE_MODELSCOPE", same_as=False),
+    _refused("names of models cannot be redirected to other folders", "VLLM_MODEL_REDIRECT_PATH"),
     _refused(
-        "results that are bit for bit the same in every batch",
+        "results are not bit for bit the same for every batch",
         "VLLM_BATCH_INVARIANT",
         same_as=False,
     ),
@@ -104,7 +106,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     *_ignored("a batch on a card always has a bucket", "VLLM_ENABLE_BUCKETING", same_as=True),
     *_ignored("set VLLM_BUCKETING_STRATEGY instead", "VLLM_LINEAR_BUCKETING"),
     *_ignored(
-        "the fork does not read it either",
+        "the Gaudi fork does not read it either",
         _family(("PROMPT_BS", "PROMPT_SEQ", "DECODE_BS", "DECODE_BLOCK"), "LIMIT"),
     ),
     *_ignored("set VLLM_GRAPH_RESERVED_MEM instead", "VLLM_GRAPH_MEM_MARGIN"),
@@ -129,7 +131,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         "the RoPE table is computed once, at the start", "VLLM_COS_SIN_RECOMPUTE", same_as=False
     ),
     *_ignored(
-        "a recorded graph always ends after VLLM_CONFIG_HIDDEN_LAYERS layers",
+        "HPU graphs are always split after VLLM_CONFIG_HIDDEN_LAYERS layers",
         "VLLM_HPU_FORCE_MARK_STEP",
         same_as=True,
     ),
@@ -145,7 +147,11 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         _NO_COMPILE_CACHE,
         "VLLM_DISABLE_COMPILE_CACHE VLLM_USE_STANDALONE_COMPILE VLLM_TEST_STANDALONE_COMPILE",
     ),
-    *_ignored("models always get flattened tokens", "VLLM_FLATTEN_INPUT", same_as=True),
+    *_ignored(
+        "models always get the tokens of a batch as one flat list",
+        "VLLM_FLATTEN_INPUT",
+        same_as=True,
+    ),
     *_ignored("weights are read one tensor at a time", "VLLM_WEIGHT_LOAD_FORCE_SYNC"),
     *_ignored("set PT_HPU_LAZY_MODE instead", "VLLM_BRIDGE_MODE"),
     *_ignored("set the argument enable_prefix_caching instead", "VLLM_PREFIX_CACHING"),

@@ -44,7 +44,7 @@ OTHER_READERS = (
         EXPERIMENTAL_WEIGHT_SHARING PT_HPU_H2D_TRIVIAL_SCALES_MODE
         ENABLE_EXPERIMENTAL_FLAGS ENABLE_SKIP_REMOVAL_OF_GRAPH_INPUT_IDENTITY_NODES
         """,
-        "passed on unchanged",
+        "this package passes them on unchanged",
         is_for_workers=True,
     ),
     _read_by(
@@ -62,8 +62,8 @@ OTHER_READERS = (
         HCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME CCL_ATL_TRANSPORT
         OMPI_MCA_btl_vader_single_copy_mechanism LOCAL_RANK RANK LOCAL_WORLD_SIZE HLS_MODULE_ID ID
         """,
-        "several workers exchange tensors with them; --distributed-executor-backend "
-        "external_launcher reads RANK, LOCAL_RANK and LOCAL_WORLD_SIZE",
+        "workers use them to exchange tensors; --distributed-executor-backend external_launcher "
+        "reads RANK, LOCAL_RANK and LOCAL_WORLD_SIZE",
     ),
     _read_by(
         "huggingface_hub and transformers",

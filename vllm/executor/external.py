@@ -69,8 +69,8 @@ class ExternalExecutor(UniProcExecutor):
         if drafts is not None and drafts.adaptive:
             raise ConfigError(
                 "distributed_executor_backend='external_launcher' and speculative_config: set "
-                "adaptive to false, because the number of drafts would depend on the speed of "
-                "each process"
+                "adaptive to false, because with it each process could choose another number of "
+                "drafts"
             )
         self._size = world_size
         num_local = _number("LOCAL_WORLD_SIZE", world_size)

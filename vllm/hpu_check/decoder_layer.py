@@ -136,7 +136,9 @@ def _judge(
     grown = larger.launch_bytes - smaller.launch_bytes
     if grown > larger.cache_bytes / 4:  # a copy of only the keys or the values takes half of it
         return Outcome(
-            "fail", f"a launch took {mib:.1f} MiB besides the cache of {gib:.2f} GiB: it is copied"
+            "fail",
+            f"a forward pass took {mib:.1f} MiB in addition to the cache of {gib:.2f} GiB: "
+            "the cache is copied",
         )
     return Outcome("pass", f"{values.detail}; {times}; {mib:.1f} MiB while it ran")
 
@@ -158,7 +160,7 @@ def _launch(
         hidden_states = run()[1].cpu()
         seconds = shortest_s(bridge, run)
     for row, want in enumerate(rig.reference()):
-        case = f"row {row}, {SEQ_LENS[row]} tokens, cache of {rig.num_blocks} blocks"
+        case = f"sequence {row}, {SEQ_LENS[row]} tokens, cache of {rig.num_blocks} blocks"
         comparison.add(case, hidden_states[row], want[-1])
     launch_bytes = bridge.peak_bytes() - used
     trouble = tuple(error_between(before, bridge.counters()))

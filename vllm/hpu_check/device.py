@@ -42,7 +42,11 @@ def check_triton() -> Outcome:
         triton = "none"
     found = f"torch {torch.__version__}, triton {triton}"
     wanted = triton_range(torch.__version__)
-    advice = f"install 'triton{wanted}'" if wanted else "install the triton of this torch"
+    advice = (
+        f"install 'triton{wanted}'"
+        if wanted
+        else ("install the version of triton that this torch needs")
+    )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about its own deprecated names
@@ -50,7 +54,9 @@ def check_triton() -> Outcome:
     except ImportError as error:
         return Outcome("fail", f"{found}: torch.compile cannot start ({error}); {advice}")
     if triton != "none" and not triton_fits(triton, torch.__version__):
-        return Outcome("fail", f"{found}: this triton is of another torch; {advice}")
+        return Outcome(
+            "fail", f"{found}: this triton belongs to a different version of torch; {advice}"
+        )
     return Outcome("pass", found)
 
 
@@ -66,10 +72,10 @@ def check_memory(bridge: HabanaBridge) -> Outcome:
     if taken_mib < _ALLOCATION_MIB or lost_mib > 1:
         return Outcome(
             "fail",
-            f"{figures}; {_ALLOCATION_MIB} MiB took {taken_mib:.1f} MiB, and {lost_mib:.1f} MiB "
-            f"did not come back",
+            f"{figures}; an allocation of {_ALLOCATION_MIB} MiB took {taken_mib:.1f} MiB, and "
+            f"{lost_mib:.1f} MiB of it were not freed",
         )
-    return Outcome("pass", f"{figures}; {_ALLOCATION_MIB} MiB taken and given back")
+    return Outcome("pass", f"{figures}; {_ALLOCATION_MIB} MiB allocated and freed again")
 
 
 def check_host_copies(bridge: HabanaBridge) -> Outcome:
@@ -83,8 +89,11 @@ def check_host_copies(bridge: HabanaBridge) -> Outcome:
         bridge.synchronize()
         for how, back in (("waiting", on_card.cpu()), ("not waiting", later)):
             if back.dtype != sample.dtype or not torch.equal(back, sample):
-                return Outcome("fail", f"{sample.dtype} came back different from a copy {how}")
-    return Outcome("pass", f"{len(samples)} types, with and without waiting")
+                return Outcome(
+                    "fail",
+                    f"{sample.dtype} values differ after a copy to the card and back ({how})",
+                )
+    return Outcome("pass", f"{len(samples)} dtypes, copied with and without waiting")
 
 
 def check_index_types(bridge: HabanaBridge) -> Outcome:
@@ -100,12 +109,12 @@ def check_index_types(bridge: HabanaBridge) -> Outcome:
     for dtype in (torch.int32, torch.int64):
         read = on_card.index_select(0, reads.to(bridge.device, dtype)).cpu()
         if not torch.equal(read, cache[reads]):
-            return Outcome("fail", f"index_select with {dtype} read other rows")
+            return Outcome("fail", f"index_select with {dtype} read wrong rows")
     # Launches have slots as int32, which become int64 on the card.
     on_card.index_copy_(0, writes.to(bridge.device, torch.int32).long(), new)
     written = on_card.cpu()
     if not torch.equal(written[1:], want[1:]):
-        return Outcome("fail", "index_copy_ wrote other rows")
+        return Outcome("fail", "index_copy_ wrote wrong rows")
     if not any(torch.equal(written[0], rows[i]) for i in (0, 2)):
         return Outcome("fail", "index_copy_ of a repeated index wrote neither of its rows")
     return Outcome("pass", "int32 and int64 indices of bfloat16 rows")

@@ -38,7 +38,7 @@ def check_reductions(bridge: HabanaBridge) -> Outcome:
     for name, form in forms.items():
         got = form(values.to(bridge.device)).cpu()
         if got.dtype != torch.int32 or not torch.equal(got, form(values)):
-            return Outcome("fail", f"{name} is not that of the host")
+            return Outcome("fail", f"the result of {name} differs from the result on the host")
     return ran_on_host(bridge, before) or Outcome("pass", ", ".join(forms))
 
 
@@ -55,11 +55,11 @@ def check_token_masks(bridge: HabanaBridge) -> Outcome:
         want = logits.clone()
         _mask(words, rows, torch.device("cpu")).apply(want)
         if not torch.equal(on_card.cpu(), want):
-            return Outcome("fail", f"other tokens of {width} are masked than on the host")
+            return Outcome("fail", f"with {width} tokens, the masked tokens differ from the host")
         if (slow := slow_call(f"{width} tokens", shortest_s(bridge, run), MAX_STEP_S)) is not None:
             return Outcome("fail", slow)
     found = ran_on_host(bridge, before)
-    return found or Outcome("pass", "3 rows, with and without padding of the vocabulary")
+    return found or Outcome("pass", "3 requests, with and without padding of the vocabulary")
 
 
 def check_drafts(bridge: HabanaBridge) -> Outcome:
@@ -77,9 +77,11 @@ def check_drafts(bridge: HabanaBridge) -> Outcome:
     names = ("outputs", "newest tokens", "ends", "tokens")
     for name, ours, theirs in zip(names, got, want, strict=True):
         if not torch.equal(ours, theirs):
-            return Outcome("fail", f"the {name} of a launch with drafts are not those of the host")
+            return Outcome("fail", f"the {name} of a forward pass with drafts differ from the host")
     num_right = (want[0][:_NUM_ROWS, 0] - 1).tolist()
-    detail = f"{num_right} of {_MAX_DRAFTS} drafts of {_NUM_ROWS} rows are right, as on the host"
+    detail = (
+        f"accepted drafts of {_NUM_ROWS} requests: {num_right} of {_MAX_DRAFTS}, as on the host"
+    )
     return ran_on_host(bridge, before) or Outcome("pass", detail)
 
 
@@ -92,7 +94,7 @@ def check_pinned_copies(bridge: HabanaBridge) -> Outcome:
     for source in (pinned, pageable):
         copy = partial(source.to, bridge.device, non_blocking=True)
         if not torch.equal(copy().cpu(), values):
-            return Outcome("fail", "other bytes arrived than were sent")
+            return Outcome("fail", "the bytes on the card differ from the bytes that were sent")
         times.append(f"{shortest_s(bridge, copy) * 1e6:.0f} us")
     kind = "pinned memory" if pinned.is_pinned() else "memory that could not be pinned"
     return Outcome("pass", f"1 MiB takes {times[0]} from {kind}, {times[1]} from pageable memory")

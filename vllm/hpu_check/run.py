@@ -26,13 +26,13 @@ _VERSIONS = (
 )
 _KERNEL = f"{_VERSIONS}; if they are, report the case to the vendor with these figures"
 _LAYER = (
-    f"compare with the other rows of the layer: a fault in one mode only is of its compiler, so "
-    f"use another mode (--enforce-eager, PT_HPU_LAZY_MODE); else {_VERSIONS}. Out of memory: end "
-    f"other processes on this card"
+    "compare with the other layer checks: if only one mode fails, its compiler is at fault, so "
+    f"use another mode (--enforce-eager, PT_HPU_LAZY_MODE); otherwise {_VERSIONS}. If out of "
+    "memory: end other processes on this card"
 )
 _SLOW = (
-    "end other processes on this card; compare with the rows of the layer, whose fault this would "
-    "be too; look for another power or clock limit (hl-smi)"
+    "end other processes on this card; if a layer check also fails, that is the cause; look for a "
+    "low power or clock limit (hl-smi)"
 )
 _SAMPLING = f"requests that ask for this get wrong tokens on this card: {_VERSIONS}"
 
@@ -55,24 +55,28 @@ def _of_card(
     return Check(lambda bridge, _: check(bridge), expected, advice)
 
 
-_OF_HOST = "the values of torch on the host"
+_OF_HOST = "the same values as torch on the host"
 _OF_KERNEL = f"{_OF_HOST}, in at most {MAX_CALL_S * 1e3:.0f} ms a call"
 _IN_TIME = f"in at most {MAX_STEP_S * 1e3:.0f} ms a call"
 _ON_CARD = f"{_OF_HOST}, without an operator on the host"
 _OF_LAYER = (
-    "the values of the same layer on the host in float32, in a time that does not depend on the "
-    "size of the cache, without a copy of the cache and without an operator on the host"
+    "the same values as the layer on the host in float32; the time does not depend on the size of "
+    "the cache; no copy of the cache and no operator on the host"
 )
 
 CHECKS: dict[str, Check] = {
     "memory": _of_card(
         device.check_memory,
-        "what is taken is missing, and comes back",
+        "allocated memory is taken from the free memory, and freed again",
         "end other processes on this card (hl-smi lists them)",
     ),
-    "host copies": _of_card(device.check_host_copies, "the same bytes come back"),
+    "host copies": _of_card(
+        device.check_host_copies, "the bytes are the same after a copy to the card and back"
+    ),
     "index types": _of_card(device.check_index_types, "int32 and int64 choose the same rows"),
-    "pinned copies": _of_card(integers.check_pinned_copies, "the same bytes arrive"),
+    "pinned copies": _of_card(
+        integers.check_pinned_copies, "the bytes on the card are the bytes that were sent"
+    ),
     "integer reductions": _of_card(integers.check_reductions, _ON_CARD),
     "token masks": _of_card(integers.check_token_masks, f"{_ON_CARD}, {_IN_TIME}", _SAMPLING),
     "drafts": _of_card(
@@ -81,7 +85,7 @@ CHECKS: dict[str, Check] = {
         f"outputs with drafts are wrong on this card: leave --speculative-config out; {_VERSIONS}",
     ),
     **{
-        name: _of_card(check, "used, where the Gaudi software and the card have it")
+        name: _of_card(check, "used if the Gaudi software and the card have it")
         for name, check in parts.PART_CHECKS.items()
     },
     "sdpa causal": _of_card(kernels.check_sdpa_causal, _OF_KERNEL),
@@ -102,25 +106,28 @@ CHECKS: dict[str, Check] = {
     "uint4 matmul": _of_card(operators.check_uint4_matmul, _OF_KERNEL),
     "decode attention": _of_card(attention.check_decode, f"{_OF_HOST}, {_IN_TIME}"),
     "prefill attention": _of_card(attention.check_prefill, f"{_OF_HOST}, {_IN_TIME}"),
-    "graph replay": _of_card(programs.check_graph_replay, "one capture, and values of each call"),
+    "graph replay": _of_card(
+        programs.check_graph_replay, "one capture of the graph, and the right values in each call"
+    ),
     "torch.compile": _of_card(programs.check_torch_compile, _OF_HOST),
     "compile counting": _of_card(
         programs.check_compile_counting,
         "a new shape is compiled, a known one is not",
-        "steps will stall to compile: check PT_HPU_RECIPE_CACHE_CONFIG and that versions fit",
+        "engine steps will wait for compilations: check PT_HPU_RECIPE_CACHE_CONFIG and that "
+        "versions fit",
     ),
     "layer eager": Check(decoder_layer.check_eager, _OF_LAYER, _LAYER),
     "layer compiled": Check(decoder_layer.check_compiled, _OF_LAYER, _LAYER),
     "layer graph": Check(decoder_layer.check_graph, _OF_LAYER, _LAYER),
     "prefill with context": Check(
         decoder_layer.check_context,
-        f"the values of the same layer on the host in float32, {_IN_TIME}",
+        f"the same values as the layer on the host in float32, {_IN_TIME}",
         _LAYER,
     ),
     **{
         f"sampling {kind}": _of_card(
             partial(sampling.check_sampling, kind=kind),
-            f"the tokens of the host's sampler for the same logits and seeds, {_IN_TIME}",
+            f"the same tokens as the sampler on the host for the same logits and seeds, {_IN_TIME}",
             _SAMPLING,
         )
         for kind in sampling.KINDS
@@ -132,8 +139,8 @@ CHECKS: dict[str, Check] = {
     ),
     "short run": Check(
         short_run.check_short_run,
-        f"the values of the host, at most {short_run.MAX_TIME_RATIO:.0f} times the predicted time, "
-        f"without an operator on the host",
+        f"the same values as on the host, at most {short_run.MAX_TIME_RATIO:.0f} times the "
+        "predicted time, no operator on the host",
         _SLOW,
     ),
 }
@@ -155,11 +162,11 @@ def run_checks(platform: HPUPlatform, num_cards: int, model: str = "") -> Iterat
     yield _explained(
         run_check("triton fits torch", device.check_triton),
         "the compiler of torch can be imported",
-        "install the triton that the row names",
+        "install the version of triton that the detail of this check names",
     )
     yield _explained(
         run_check("collectives", lambda: collectives.check_collectives(num_cards)),
-        "the sum and the parts of all cards",
+        "the right sum and gathered data over all cards",
         "check the links between the cards (hl-smi -L) and that no other process uses one of them",
     )
     opened = run_check("device", lambda: device.describe(platform.bridge))

@@ -69,10 +69,10 @@ def check_sampling(bridge: HabanaBridge, kind: str) -> Outcome:
         row = others[0]
         return Outcome(
             "fail",
-            f"row {row} got token {got.token_ids[row]}, on the host {want.token_ids[row]} "
-            f"({len(others)} of {_NUM_ROWS} rows differ)",
+            f"request {row} got token {got.token_ids[row]}, on the host {want.token_ids[row]} "
+            f"({len(others)} of {_NUM_ROWS} requests differ)",
         )
-    note = f"{_NUM_ROWS - len(others)} of {_NUM_ROWS} rows have the token of the host"
+    note = f"{_NUM_ROWS - len(others)} of {_NUM_ROWS} requests have the same token as on the host"
     return _compare_logprobs(got, want, note)
 
 

@@ -185,9 +185,9 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
             )
     if given.get("bias", "none") != "none" and _may_have_biases(weights_file(path.parent)):
         raise RequestError(
-            f"{path}: bias is {shown(given['bias'])}; only 'none' is supported, or weights without "
-            f"a bias among them. Merge the adapter into the weights of its model "
-            f"(merge_and_unload of peft)"
+            f"{path}: bias is {shown(given['bias'])}; only 'none' is supported (or any value if "
+            "the file has no biases). Merge the adapter into the weights of its model "
+            "(merge_and_unload of peft)"
         )
     start = given.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGE_WEIGHTS):

@@ -72,8 +72,9 @@ class AdapterLayers:
         known = self._seen | {path.rpartition(".")[2] for path in self._absent}
         if unknown := [name for name in modules or () if name not in known]:
             raise ConfigError(
-                f"lora_target_modules: {unknown[0]!r} is not the name of a module that adapters "
-                f"can change; accepted for this model: {', '.join(sorted(self._seen))}"
+                f"lora_target_modules: {unknown[0]!r} is not the name of a module for which this "
+                "engine supports adapters; accepted for this model: "
+                f"{', '.join(sorted(self._seen))}"
             )
 
     # ---- what adapters may change -----------------------------------------------------------

@@ -213,8 +213,8 @@ class AdapterReader:
         """Warn of an adapter of another model. It may be the same one under another name."""
         if base and self._names and PurePath(base).name not in self._names:
             logger.warning(
-                "the LoRA adapter %s was trained on %s, and this model is %s: outputs are right "
-                "only if both have the same weights",
+                "the LoRA adapter %s was trained on %s, but this model is %s: outputs are right "
+                "only if both models have the same weights",
                 folder,
                 shown(base),
                 self._names[0],

@@ -209,9 +209,9 @@ class ImageLimit:
         """
         if count > self.num_embeddings:
             raise RequestError(
-                f"it must become at most {self.num_embeddings} embeddings, as an image of "
-                f"{self.width} x {self.height} pixels does, got {count}. Send a smaller image, or "
-                f"start the engine with a larger width and height (--limit-mm-per-prompt)"
+                f"it becomes {count} embeddings, but at most {self.num_embeddings} are accepted, "
+                f"the number for an image of {self.width} x {self.height} pixels. Send a smaller "
+                "image, or start the engine with a larger width and height (--limit-mm-per-prompt)"
             )
 
 

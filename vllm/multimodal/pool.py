@@ -189,8 +189,8 @@ class MediaWorkers:
             reason = f"it was not processed within {self._timeout_s:g} s. Send a smaller one"
         except WorkerDied:
             reason = (
-                f"the process that decodes it has ended: the file is damaged, or needs more memory "
-                f"than {self._memory_limit_bytes // 2**20} MiB. Send a smaller one"
+                "the process that decodes it has exited: the file is damaged, or needs more "
+                f"memory than {self._memory_limit_bytes // 2**20} MiB. Send a smaller one"
             )
         except CallFailed as error:
             what = str(error)[:_MAX_REASON_CHARS]

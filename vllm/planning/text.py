@@ -69,7 +69,7 @@ def stage_lines(stages: Sequence[StageRoom]) -> Iterator[str]:
             f"{format_bytes(stage.launch_bytes):>10}  {stage.num_blocks:>18}"
         )
     decides = min(range(len(stages)), key=lambda index: stages[index].num_blocks)
-    yield f"All else is of stage {decides + 1}, which has room for the fewest blocks"
+    yield f"The other figures are for stage {decides + 1}, which has room for the fewest blocks"
 
 
 def start_lines(start: StartPlan) -> Iterator[str]:
@@ -91,7 +91,10 @@ def start_lines(start: StartPlan) -> Iterator[str]:
 def throughput_lines(predictions: Sequence[Prediction]) -> Iterator[str]:
     """Yield the lines of the throughput."""
     output = predictions[0].lengths.output
-    yield f"Throughput with so many requests of {output} output tokens at a time (band)"
+    yield (
+        f"Throughput by number of concurrent requests, {output} output tokens each (expected, "
+        "and range)"
+    )
     for line in as_lines(predictions):
         yield f"  {line}"
 

@@ -113,9 +113,7 @@ def divide_cores(
     parts = ("|".join(lists[start : start + size]) for start in range(0, len(lists), size))
     found = [parse_cores(part, usable, num_ranks) for part in parts]
     if any(cores is None for cores in found):
-        raise ConfigError(
-            f"{_VARIABLE}={text!r}: {', '.join(UNBOUND)} cannot be one list of several"
-        )
+        raise ConfigError(f"{_VARIABLE}={text!r}: {', '.join(UNBOUND)} must be the only list")
     return tuple(cores for cores in found if cores is not None)
 
 

@@ -105,7 +105,7 @@ class HPUPlatform(Platform):
         if simulated_card() is None and num_cards() < needed:
             raise ConfigError(
                 f"data_parallel_size={count} with {world_size} cards each needs {needed} cards, "
-                f"but this machine has {num_cards()}. Lower it"
+                f"but this machine has {num_cards()}. Lower data_parallel_size"
             )
         env_ranks.export_replica(index, count, world_size)
 
@@ -128,7 +128,7 @@ class HPUPlatform(Platform):
         if simulated_card() is None and num_cards() < num_local:
             raise ConfigError(
                 f"tensor_parallel_size={world_size}: this machine has only {num_cards()} cards. "
-                "Lower it"
+                "Lower tensor_parallel_size"
             )
         if "bridge" in self.__dict__ and not _wants_lazy_collectives(envs.get()):
             raise ConfigError(
@@ -312,8 +312,8 @@ def _make_bridge_settings() -> None:
     made = envs.export_bridge_settings()
     if is_imported and made:
         logger.warning(
-            "the bridge was imported before this engine, perhaps by torch, and may have missed "
-            "%s. Set PT_HPU_AUTOLOAD=0 before Python starts",
+            "habana_frameworks was imported before this engine (perhaps by torch), so it may "
+            "ignore these settings: %s. Set PT_HPU_AUTOLOAD=0 before Python starts",
             ", ".join(f"{setting.name}={setting.value}" for setting in made),
         )
 
@@ -329,15 +329,18 @@ def _open_card() -> "HabanaBridge":
         envs.export("PT_HPUGRAPH_DISABLE_TENSOR_CACHE", "1" if is_off else "0")
         if not is_off:
             logger.warning(
-                "PT_HPUGRAPH_DISABLE_TENSOR_CACHE=0: HPU graphs keep their inputs and intermediate "
-                "tensors, so fewer of them fit the memory; unset it to keep outputs only"
+                "PT_HPUGRAPH_DISABLE_TENSOR_CACHE=0: HPU graphs keep their inputs and "
+                "intermediate tensors, so fewer graphs fit into the memory. Unset it, so that "
+                "graphs keep only their outputs"
             )
     from vllm.platforms.habana.real import RealBridge
 
     bridge = RealBridge(has_peers=settings.WORLD_SIZE > 1)
     envs.export_bridge_settings(bridge.is_lazy)
     described = envs.described_bridge_settings(bridge.is_lazy).items()
-    logger.info("Settings of the bridge: %s", ", ".join(f"{n}={value}" for n, value in described))
+    logger.info(
+        "Settings of the Habana bridge: %s", ", ".join(f"{n}={value}" for n, value in described)
+    )
     return bridge
 
 

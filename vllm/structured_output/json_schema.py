@@ -185,7 +185,7 @@ class PreparedSchema:
         asserted = own.keys() & _ANY_TYPE_KEYS
         for key in ("anyOf", "$ref"):
             if key in asserted and asserted != {key}:
-                self._leave_xgrammar(f"{key!r} beside {min(asserted - {key})!r}")
+                self._leave_xgrammar(f"{key!r} together with {min(asserted - {key})!r}")
         if "$ref" in own and not _is_plain_pointer(own["$ref"]):
             self._leave_xgrammar(f"'$ref' {own['$ref']!r}")
         if "$id" in own and any(key in own for key in ("$ref", *_DEFINITIONS)):
@@ -205,7 +205,7 @@ class PreparedSchema:
     def _check_values(self, asserted: set[str], kind: object, values: list[Any]) -> None:
         """Check enum and const: xgrammar ignores all other keywords next to them."""
         if len(asserted - {"type"}) > 1:
-            self._leave_xgrammar("'enum' or 'const' beside another constraint")
+            self._leave_xgrammar("'enum' or 'const' together with another constraint")
         if kind is not None:
             kinds = set(_strings([kind] if isinstance(kind, str) else kind))
             if not all(kinds & _types_of(value) for value in values):

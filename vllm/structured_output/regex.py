@@ -168,7 +168,7 @@ class _Writer:
             negated = f"[^{inside}]"
             if not self._flags & re.IGNORECASE:
                 return negated
-            self.only_llguidance = "negated classes without regard to case"
+            self.only_llguidance = "negated character classes with the flag i (ignore case)"
             return f"(?i:{negated})"
         return f"[{inside}]"
 
@@ -193,7 +193,9 @@ class _Writer:
         that it stands for."""
         if (name := self._properties.get(code_point)) is not None:
             if not may_be_property:
-                raise RegexError(f"{name} is a class, and cannot be the end of a range")
+                raise RegexError(
+                    f"{name} is a class of characters, so it cannot be the end of a range"
+                )
             self.only_llguidance = f"the property {name}"
             return name
         character = chr(code_point)

@@ -67,8 +67,8 @@ def resolve_model_folder(
         found = download(_parts_pattern(file)) / file
         if not found.is_file():
             raise ConfigError(
-                f"the repository {repository!r} has no file {file!r}: name one that its page lists "
-                f"under Files; upper and lower case count"
+                f"the repository {repository!r} has no file {file!r}: name a file that the page of "
+                "the repository lists under Files, with the same upper and lower case"
             )
         return unpack(found)
     if load_format == "gguf":

@@ -53,8 +53,8 @@ def read_params(folder: Path) -> dict[str, Any]:
     given = {key for key, value in params.items() if value not in (None, False)}
     if unknown := sorted(given - _READ - _WITHOUT_EFFECT):
         raise ConfigError(
-            f"{PARAMS} of '{folder}' has {unknown[0]!r}, and models with it are not read from this "
-            f"format. Load the files of the same model with a config.json"
+            f"{PARAMS} of '{folder}' has {unknown[0]!r}, which this engine cannot read from this "
+            "format. Load the files of the same model with a config.json"
         )
     config: dict[str, Any] = {}
     for name, key in _NEEDED.items():

@@ -87,7 +87,7 @@ def _special_tokens(
     count = _count(path, config, "default_num_special_tokens", len(found))
     if count < len(found):
         raise _damaged(
-            path, f"has {len(found)} special tokens, and default_num_special_tokens={count}"
+            path, f"has {len(found)} special tokens, but default_num_special_tokens={count}"
         )
     found += [(f"<SPECIAL_{rank}>", True) for rank in range(len(found), count)]
     if len({text for text, _ in found}) != count:
@@ -106,8 +106,8 @@ def _tokens(
     if not 256 <= count <= len(listed):
         raise _damaged(
             path,
-            f"has {len(listed)} tokens and {num_special} special ones, and default_vocab_size="
-            f"{count + num_special}",
+            f"has {len(listed)} tokens and {num_special} special tokens, but "
+            f"default_vocab_size={count + num_special}",
         )
     texts: list[str] = []
     for rank, token in enumerate(listed[:count]):
@@ -119,7 +119,7 @@ def _tokens(
                 path, f"has no 'rank' and 'token_bytes' in base64 in vocab[{rank}]"
             ) from None
         if not is_next or not data:
-            raise _damaged(path, f"has another 'rank' than {rank}, or no bytes, in vocab[{rank}]")
+            raise _damaged(path, f"has a wrong 'rank' (not {rank}) or no bytes in vocab[{rank}]")
         texts.append(byte_level_text(data))
     known = set(texts)
     if len(known) != count:
@@ -148,7 +148,9 @@ def _make(
     try:
         split = pre_tokenizers.Split(Regex(pattern), "isolated")
     except Exception as error:  # the library raises a plain Exception
-        raise _damaged(path, f"has a 'pattern' that is no regular expression: {error}") from error
+        raise _damaged(
+            path, f"has a 'pattern' that is not a regular expression: {error}"
+        ) from error
     ranks = {token: rank for rank, token in enumerate(tokens)}
     merges = list(merges_in_order(tokens, ranks))
     vocabulary = {token: rank + len(special) for token, rank in ranks.items()}
@@ -201,7 +203,7 @@ def _count(path: Path, config: dict[str, Any], name: str, default: int) -> int:
     value = config.get(name, default)
     if type(value) is not int or not 0 <= value <= _MAX_TOKENS:
         raise _damaged(
-            path, f"has {name}={value!r}, which is no whole number from 0 to {_MAX_TOKENS}"
+            path, f"has {name}={value!r}, which is not an integer from 0 to {_MAX_TOKENS}"
         )
     return value
 

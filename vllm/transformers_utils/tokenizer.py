@@ -169,7 +169,10 @@ def _of_mistral(folder: Path) -> str | None:
     names = sorted(p.name for pattern in _MISTRAL_FILES for p in folder.glob(pattern))
     if not names or (folder / "tokenizer.json").is_file():
         return None
-    return f"{names[0]} alone cannot be read. Save tokenizer.json of the same model beside it"
+    return (
+        f"{names[0]} cannot be read without tokenizer.json. Save tokenizer.json of the same "
+        "model in the same folder"
+    )
 
 
 def _of_sentencepiece(folder: Path) -> str | None:

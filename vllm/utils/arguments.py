@@ -82,7 +82,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             if not equals and at < end and tokens[at].lower() in _BOOLEANS:
                 value, at = tokens[at], at + 1
             elif equals and value.lower() not in _BOOLEANS:
-                self.error(f"{flag} takes no value, or true or false, got {value!r}")
+                self.error(
+                    f"{flag} must be given without a value, or with true or false, got {value!r}"
+                )
             if _BOOLEANS.get(value.lower(), True):
                 result.append(flag)
             else:

@@ -49,7 +49,7 @@ def _parse(header: bytes | bytearray, max_bytes: int) -> tuple[int, int]:
     size, kind = _HEADER.unpack_from(header)
     if size > max_bytes:
         raise FrameError(
-            f"a message of {size} bytes was announced, and at most {max_bytes} are accepted"
+            f"the peer announced a message of {size} bytes, but at most {max_bytes} are accepted"
         )
     return kind, size
 

@@ -31,8 +31,8 @@ def load_general_plugins() -> tuple[str, ...]:
     for name in filter(None, dict.fromkeys(names)):
         if name not in found:
             logger.warning(
-                "VLLM_PLUGINS names the plug-in '%s', and no installed package has it; installed: "
-                "%s",
+                "VLLM_PLUGINS names the plug-in '%s', but no installed package has it; installed "
+                "plug-ins: %s",
                 *(name, ", ".join(found) or "none"),
             )
             continue
@@ -40,7 +40,7 @@ def load_general_plugins() -> tuple[str, ...]:
             found[name].load()()
         except Exception as error:  # code of another package may raise anything
             logger.warning(
-                "the plug-in '%s' (%s) has failed, and its models are missing: %s: %s",
+                "the plug-in '%s' (%s) has failed, so its models cannot be used: %s: %s",
                 *(name, found[name].value, type(error).__name__, " ".join(str(error).split())),
             )
         else:

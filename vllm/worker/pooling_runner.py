@@ -22,8 +22,8 @@ from vllm.worker.parts.row_parts import RowPart, RowParts
 from vllm.worker.runner import Runner, RunnerParts, run_launch
 
 _NOT_FINITE = (
-    "the model's result has values that are not finite: they have overflowed in {dtype}; "
-    "dtype float32 or bfloat16 has a larger range"
+    "the output of the model contains infinite or NaN values: {dtype} has overflowed. Use dtype "
+    "float32 or bfloat16, which have a larger range"
 )
 
 

@@ -57,7 +57,7 @@ class TorchProfile:
             )
         if self._profile is not None:
             raise RequestError(
-                "start_profile: a trace is being recorded already; end it with stop_profile"
+                "start_profile: a trace is being recorded already; stop it with stop_profile"
             )
         self._folder.mkdir(parents=True, exist_ok=True)
         profile = _new_profile()
@@ -73,7 +73,7 @@ class TorchProfile:
         """
         if self._profile is None:
             raise RequestError(
-                "stop_profile: no trace is being recorded; begin one with start_profile"
+                "stop_profile: no trace is being recorded; start one with start_profile"
             )
         profile, self._profile = self._profile, None
         profile.stop()

@@ -245,8 +245,9 @@ class WorkerBase(ABC):
         if inc is None or not self.config.model.is_measured:
             found = "not set" if inc is None else f"{inc.path}, with mode {inc.mode}"
             raise RequestError(
-                f"nothing was measured: QUANT_CONFIG is {found}; it must name a JSON file with "
-                f"mode MEASURE when the engine starts. `vllm calibrate` writes one, and measures"
+                f"nothing was measured: QUANT_CONFIG is {found}, but it must name a JSON file with "
+                "mode MEASURE when the engine starts. Use `vllm calibrate`, which writes such a "
+                "file and measures"
             )
         self._adds_measurements = self._adds_measurements if adds is None else adds
         return inc_measure.save(self.model, inc, self.tp, self.stage, self._adds_measurements)

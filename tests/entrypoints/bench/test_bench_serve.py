@@ -182,7 +182,7 @@ def test_a_server_that_is_still_warming_up_is_pointed_out(capsys):
         result, shown = bench(capsys, server, "--num-prompts", "1")
         warm = {"warm_buckets_before": 5, "warm_buckets_after": 9, "wanted_buckets": 20}
         assert result["server"] == {"compilations_after_warmup": 0} | warm
-        assert "5 of 20 buckets were warm at the beginning, 9 at the end" in shown
+        assert "5 of 20 buckets were warm at the beginning of the run, 9 at the end" in shown
     with FakeServer(answer_of(2), metrics=[metrics(20), metrics(20)]) as server:
         result, shown = bench(capsys, server, "--num-prompts", "1")
         assert result["server"] == {"compilations_after_warmup": 0}

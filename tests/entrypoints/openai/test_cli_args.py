@@ -111,7 +111,9 @@ def test_every_flag_that_is_on_or_off_takes_true_and_false(capsys):
             assert parser.parse_args(words) == parser.parse_args(plain)
         with pytest.raises(SystemExit):
             parser.parse_args([f"{flag}=nope"])
-        assert f"{flag} takes no value, or true or false, got 'nope'" in capsys.readouterr().err
+        assert (
+            f"{flag} must be given without a value, or with true or false, got 'nope'"
+        ) in capsys.readouterr().err
 
 
 def test_flags_of_the_engine_reach_it():

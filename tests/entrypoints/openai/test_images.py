@@ -281,7 +281,7 @@ def test_truncation_of_a_conversation_fetches_an_image_once():
         (
             "/v1/chat/completions",
             chat(*parts(URL), truncate_prompt_tokens=4),
-            "truncate_prompt_tokens: a prompt with media is not truncated",
+            "truncate_prompt_tokens: a prompt with images, sounds or videos cannot be truncated",
         ),
         (
             "/v1/chat/completions",
@@ -322,7 +322,7 @@ def test_what_is_wrong_is_said_before_anything_is_fetched(path, body, message):
     answer = client.post(path, json=body)
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
-    if "a prompt with media" not in message:
+    if "cannot be truncated" not in message:
         assert fetcher.running == []
     assert engine.seen == []
 

@@ -160,10 +160,10 @@ def test_a_line_about_a_sound_becomes_the_form_of_its_route():
     wrong = [
         ({}, "file_url must be the URL of a sound"),
         ({"file_url": 5}, "file_url must be the URL of a sound"),
-        ({"file_url": "data:,", "file": "a"}, "file must be absent"),
+        ({"file_url": "data:,", "file": "a"}, "file cannot be used in a batch"),
         ({"file_url": "data:,", "stream": True}, "stream is not available"),
         ({"file_url": "data:,", "response_format": "srt"}, "must be json or verbose_json"),
-        ({"file_url": "data:,", "prompt": {"a": 1}}, "prompt must be a text, a number or a list"),
+        ({"file_url": "data:,", "prompt": {"a": 1}}, "prompt must be a string, a number or a list"),
         ({"file_url": "http://nobody/"}, "file_url: cannot fetch"),
     ]
     for record, (_, message) in zip(run([line("1", b, url) for b, _ in wrong]), wrong, strict=True):

@@ -87,7 +87,7 @@ def test_a_config_that_takes_neither_hub_nor_transformers_is_complete():
         (["-tp", "0"], "^tensor_parallel_size must be an integer of at least 1, got 0"),
         (["-pp", "99"], "^pipeline_parallel_size=99: the model has [0-9]+ layers"),
         (["-dp", "0"], "^data_parallel_size must be an integer of at least 1, got 0"),
-        (["--gpu-memory-utilization", "90"], "above 0 and at most 1, got 90.0.* 90 % is 0.9"),
+        (["--gpu-memory-utilization", "90"], "above 0 and at most 1, got 90.0.* 90 % as 0.9"),
         (["--quantization", "x"], "quantization='x' is not available .* available: int8, int4"),
         (["--max-model-len", "4096"], "^max_model_len=4096: .* at most 2048 .* Lower it to 2048"),
         (["--block-size", "3"], "block_size must be a power of two, got 3"),
@@ -205,7 +205,9 @@ print(code, sorted(slow))
     )
     assert result.stdout == "2 []\n"
     (line,) = result.stderr.splitlines()
-    assert line.startswith("error: --max-model-len 9999: the model takes at most 2048 tokens")
+    assert line.startswith(
+        "error: --max-model-len 9999: config.json of the model allows at most 2048 tokens"
+    )
 
 
 @pytest.mark.parametrize(

@@ -148,13 +148,15 @@ def build_decode_metadata(
     flat = _flatten(block_tables, seq_lens, block_size, sliding_window)
     num_rows = len(flat.seq_lens)
     if num_rows > padded_batch:
-        raise ValueError(f"a batch of {num_rows} requests does not fit a bucket of {padded_batch}")
+        raise ValueError(
+            f"a batch of {num_rows} requests does not fit a bucket of {padded_batch} requests"
+        )
     if padded_shared is None:
         num_entries = num_listed = padded_blocks
         places = np.arange(len(flat.block_list))
         if len(places) > padded_blocks:
             raise ValueError(
-                f"{len(places)} block references do not fit a bucket of {padded_blocks}"
+                f"{len(places)} block references do not fit a bucket of {padded_blocks} blocks"
             )
         block_list = _padded(num_listed, NULL_BLOCK_ID, places, flat.block_list)
     else:

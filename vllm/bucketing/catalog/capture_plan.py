@@ -61,7 +61,10 @@ class CaptureStep:
         """Return why the graph takes too much memory to be kept; None: it can be kept."""
         if used_bytes <= self.left_bytes:
             return None
-        return f"it took {format_bytes(used_bytes)}, {format_bytes(self.left_bytes)} are left"
+        return (
+            f"the graph took {format_bytes(used_bytes)}, but only "
+            f"{format_bytes(self.left_bytes)} are left for graphs"
+        )
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,10 @@ class _Queue:
         refusal = None
         if needed > left or (needed == left and not is_known):
             verb = "took" if is_measured else "would take about"
-            refusal = f"it {verb} {format_bytes(needed)}, {format_bytes(left)} are left"
+            refusal = (
+                f"the graph {verb} {format_bytes(needed)}, but only {format_bytes(left)} are "
+                "left for graphs"
+            )
         step = CaptureStep(self.phase, index, len(self._order), bucket, left, refusal)
         capture = yield step
         used = capture.used_bytes

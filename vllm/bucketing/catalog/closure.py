@@ -46,14 +46,16 @@ class ClosureReport:
 
     def __str__(self) -> str:
         if self.is_covered:
-            return f"every step has its buckets ({self.num_classes} classes of shapes compared)"
+            return (
+                f"every possible step has a bucket ({self.num_classes} classes of shapes compared)"
+            )
         named = "; ".join(
             f"{shape.phase!s} of {shape.batch} x {shape.query_len} tokens, {shape.blocks} blocks"
             for shape in self.uncovered[:_MAX_NAMED]
         )
         more = len(self.uncovered) - _MAX_NAMED
         rest = f"; and {more} more" if more > 0 else ""
-        return f"some steps have no bucket, the smallest are: {named}{rest}"
+        return f"some steps have no bucket; the smallest of these steps: {named}{rest}"
 
 
 def prove(catalog: Catalog, limits: StepLimits) -> ClosureReport:

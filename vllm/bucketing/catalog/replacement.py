@@ -33,7 +33,7 @@ def replacement(
             new = {bucket for bucket in found if bucket is not None} - chosen
             if new:
                 break
-        assert new, f"the present buckets are not closed: {report}"
+        assert new, f"the current buckets do not cover every step: {report}"
         chosen |= new
     return sorted(chosen)
 

@@ -72,8 +72,8 @@ def choose_buckets(
     )
     if problem.room < 0:
         raise ValueError(
-            f"the mandatory {len(required)} buckets take {limit.limit - problem.room:g} "
-            f"{limit.unit}, but the limit is {limit.limit:g}"
+            f"the {len(required)} mandatory buckets take {limit.limit - problem.room:g} "
+            f"{limit.unit}, but must take at most {limit.limit:g}"
         )
     if bound_problem is None:
         chosen, lower = _solve(problem, deadline)

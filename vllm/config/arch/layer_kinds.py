@@ -30,8 +30,8 @@ def read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None
     if pattern:
         if type(pattern) is not int or pattern < 1:
             raise ConfigError(
-                f"config.json: sliding_window_pattern must be an integer of at least 1 where "
-                f"layer_types is absent, got {pattern!r}. Add layer_types to the file"
+                "config.json: sliding_window_pattern must be an integer of at least 1 if "
+                f"layer_types is missing, got {pattern!r}. Add layer_types to the file"
             )
         return tuple(None if (i + 1) % pattern == 0 else window for i in range(num_layers))
     first = config.get("max_window_layers") if config.get("use_sliding_window") else 0
@@ -103,8 +103,8 @@ def read_kv_sources(config: Mapping[str, Any], num_layers: int) -> tuple[int | N
     for kind in kinds:
         if kind not in last:
             raise ConfigError(
-                f"num_kv_shared_layers in config.json must leave a layer of the kind {kind!r} with "
-                f"keys and values of its own, got {num_shared}. Correct the file"
+                f"num_kv_shared_layers in config.json is {num_shared}: at least one layer of the "
+                f"kind {kind!r} must compute its own keys and values. Lower num_kv_shared_layers"
             )
     return (*(None for _ in own), *(last[kind] for kind in kinds[len(own) :]))
 
@@ -183,6 +183,6 @@ def has_no_positions(config: Mapping[str, Any]) -> bool:
 def _check_covers(layer_types: Sequence[Any], num_layers: int) -> None:
     if len(layer_types) < num_layers:
         raise ConfigError(
-            f"config.json: layer_types has {len(layer_types)} entries; it must have "
-            f"num_hidden_layers ({num_layers})"
+            f"config.json: layer_types has {len(layer_types)} entries; it must have one for each "
+            f"layer (num_hidden_layers: {num_layers})"
         )

@@ -158,7 +158,7 @@ class Family:
     media: str | None = None
     """Module of `multimodal.families` and of `model_executor.media.families` that encodes images
     or sound; None: the models read text only."""
-    text_only: str = "images are not implemented for its class of models"
+    text_only: str = "image input is not supported for this kind of model"
     """Why the models read text only if `media` is None, for the log."""
     media_by_tower: Mapping[str, str] = field(default_factory=dict)
     """`model_type` of `vision_config` -> the module for such encoders, if it is not `media`."""

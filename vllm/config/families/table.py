@@ -1206,7 +1206,9 @@ _WITH_MEDIA = (
         model_type="gemma3n",
         module="text_of_images",
         architectures=("Gemma3nForConditionalGeneration",),
-        text_only="its encoder of images is a MobileNet of the package timm, which is not used",
+        text_only=(
+            "its image encoder is a MobileNet of the timm package, which this engine does not use"
+        ),
         text_type="gemma3n_text",
         tokenizer="GemmaTokenizer",
     ),
@@ -1221,7 +1223,9 @@ _WITH_MEDIA = (
         model_type="llama4",
         module="text_of_images",
         architectures=("Llama4ForConditionalGeneration",),
-        text_only="its image processor in transformers needs torchvision, which is not used",
+        text_only=(
+            "its image processor in transformers needs torchvision, which this engine does not use"
+        ),
         text_type="llama4_text",
         tokenizer="",
     ),

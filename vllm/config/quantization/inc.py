@@ -119,7 +119,10 @@ def read_inc_config(path: str) -> IncConfig:
     reader.choice("fp8_config", ("E4M3",), "E4M3")
     is_dynamic = reader.flag("dynamic_quantization")
     if reader.flag("fake_quant"):
-        raise reader.wrong("fake_quant", "leave it out: products run in fp8")
+        raise reader.wrong(
+            "fake_quant",
+            "remove the key: matrix multiplications run in real FP8, not in simulated FP8",
+        )
     default = _DYNAMIC[0] if is_dynamic else "maxabs_hw"
     scale_method = reader.choice("scale_method", SCALE_METHODS, default)
     if is_dynamic != (scale_method in _DYNAMIC):
@@ -130,14 +133,18 @@ def read_inc_config(path: str) -> IncConfig:
             f"{', '.join(wanted)}",
         )
     if given.get("calibration_sample_interval", 1) != 1:
-        raise reader.wrong("calibration_sample_interval", "1 is supported: every step is measured")
+        raise reader.wrong(
+            "calibration_sample_interval", "it must be 1, because every step is measured"
+        )
     stats = given.get("dump_stats_path", "stats")
     if not isinstance(stats, str) or (not stats and not is_dynamic):
         raise reader.wrong("dump_stats_path", "it must be the beginning of a path")
     params = given.get("scale_params") or {}
     if not isinstance(params, Mapping) or not params.keys() <= _SCALE_PARAMS:
         known = " and ".join(sorted(_SCALE_PARAMS))
-        raise reader.wrong("scale_params", f"it must be an object with the keys {known}, or fewer")
+        raise reader.wrong(
+            "scale_params", f"it must be an object, and its keys can only be {known}"
+        )
     allowed, blocked = reader.module_list("allowlist"), reader.module_list("blocklist")
     device = reader.choice("device_for_scales", (None, "GAUDI2", "GAUDI3"), None)
     return IncConfig(

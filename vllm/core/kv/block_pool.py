@@ -128,7 +128,9 @@ class BlockPool:
         cached content of the other, with its age.
         """
         refs, next_, prev = self._num_refs, self._next, self._prev
-        assert refs[held] > 0 and self.is_free(free), f"{held} is not held, or {free} is"
+        assert refs[held] > 0 and self.is_free(free), (
+            f"block {held} is not in use, or block {free} is not free"
+        )
         refs[free], refs[held] = refs[held], 0
         before, after = prev[free], next_[free]
         prev[held], next_[held] = before, after

@@ -107,7 +107,9 @@ class _Server(ThreadingTCPServer):
     def handle_error(self, request: object, client_address: object) -> None:
         """Drop only the connection of a peer that is gone, too slow, or not a peer."""
         logger.debug(
-            "the connection of %s, which reads KV blocks, failed", client_address, exc_info=True
+            "the connection from %s, which reads KV blocks of this engine, failed",
+            client_address,
+            exc_info=True,
         )
 
 
@@ -240,7 +242,7 @@ class BlockPeer:
         if reason != self._reason:
             logger.warning(
                 "no KV blocks from the engine at %s:%d: %s. This engine computes the prompts "
-                "until it answers again",
+                "itself until the other engine answers again",
                 *self._address,
                 reason,
             )

@@ -135,8 +135,8 @@ class InputProcessor:
         if params.truncate_prompt_tokens is not None:
             if media is not None and media.items:
                 raise RequestError(
-                    "truncate_prompt_tokens must be left out of a request with media: their "
-                    "tokens cannot be cut off",
+                    "truncate_prompt_tokens cannot be used in a request with images, sounds or "
+                    "videos: their tokens cannot be cut off. Leave it out",
                     param="truncate_prompt_tokens",
                 )
             token_ids = token_ids[-params.truncate_prompt_tokens :]

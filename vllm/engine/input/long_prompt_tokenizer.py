@@ -61,14 +61,14 @@ class LongPromptTokenizer:
                 return await run(lambda: _as_list(worker.call(argument, DEADLINE_S)))
             except DeadlineExceeded:
                 raise RequestError(
-                    f"the prompt is a text of {num_bytes} bytes: it was not tokenised within "
-                    f"{DEADLINE_S:g} s. Send a shorter text.",
+                    f"the prompt ({num_bytes} bytes of text) could not be split into tokens "
+                    f"within {DEADLINE_S:g} s. Send a shorter text.",
                     param="prompt",
                 ) from None
             except WorkerDied:
                 raise RequestError(
-                    f"the prompt is a text of {num_bytes} bytes: there is not enough memory to "
-                    f"tokenise it. Send a shorter text.",
+                    f"there is not enough memory to split the prompt ({num_bytes} bytes of text) "
+                    "into tokens. Send a shorter text.",
                     param="prompt",
                 ) from None
             finally:

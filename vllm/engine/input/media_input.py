@@ -107,9 +107,9 @@ class MediaInput:
         """
         if self.family is not None and self.family.required is not None and num_items != 1:
             raise _refused(
-                f"a prompt of this model must have one item of {self.family.required!r} in "
-                f"multi_modal_data, got {num_items or 'none'}. A server takes files of sound at "
-                f"POST /v1/audio/transcriptions"
+                f"this model needs exactly one {self.family.required!r} item in multi_modal_data "
+                f"of each prompt, got {num_items or 'none'}. On a server, send sound files to POST "
+                "/v1/audio/transcriptions"
             )
 
     @cached_property
@@ -167,8 +167,8 @@ class MediaInput:
         for kind, several in items.items():
             if several and not self.limits[kind]:
                 raise _refused(
-                    f"this engine does not accept {plural(kind)} (limit_mm_per_prompt): leave "
-                    "them out"
+                    f"this engine does not accept {plural(kind)}: limit_mm_per_prompt allows 0. "
+                    "Leave them out"
                 )
             if len(several) > self.limits[kind]:
                 raise _refused(
@@ -290,7 +290,9 @@ def _overrides_of(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         json.dumps(dict(overrides))
     except (TypeError, ValueError, RecursionError) as error:
-        raise _refused(f"mm_processor_kwargs must have values of JSON: {error}") from error
+        raise _refused(
+            f"mm_processor_kwargs must have only values that JSON can express: {error}"
+        ) from error
     return overrides
 
 

@@ -230,8 +230,8 @@ class MediaLane:
             made = await loop.run_in_executor(self._thread, MediaFile, item.given.tensors)
         except OSError as error:  # such as too many open files
             logger.warning(
-                "no shared file for an image, sound or video (%s): it is sent inside the message "
-                "of its request, which is slower",
+                "cannot create a shared file for an image, sound or video: %s. It is copied into "
+                "the message to the engine process instead, which is slower",
                 error,
             )
             return None

@@ -54,7 +54,7 @@ def require_task(pooler: PoolerConfig | None, *tasks: str) -> PoolerConfig:
         )
     if tasks and pooler.task not in tasks:
         raise RequestError(
-            f"this needs a model that runs with task {wanted}, but this one runs with task "
+            f"this call needs a model that runs with task {wanted}, but this one runs with task "
             f"{pooler.task!r}. Use {_CALLS[pooler.task]}"
         )
     return pooler

@@ -46,7 +46,7 @@ class PromptEmbeds:
             return value
         if not self._is_enabled:
             raise _refused(
-                "this engine takes no embeddings as prompts; start it with --enable-prompt-embeds"
+                "this engine accepts no embeddings as prompts. Start it with --enable-prompt-embeds"
             )
         self._check_length(value)
         try:
@@ -59,8 +59,8 @@ class PromptEmbeds:
             shape = shape[1:]  # transformers accepts a batch dimension of 1
         if len(shape) != 2 or shape[1] != self._size or not shape[0]:
             raise _refused(
-                f"the tensor has shape {list(tensor.shape)}, and must have [tokens, {self._size}]: "
-                "one embedding of this model per token"
+                f"the tensor must have the shape [tokens, {self._size}], one embedding of this "
+                f"model per token, got {list(tensor.shape)}"
             )
         if shape[0] >= self._max_model_len:
             raise PromptTooLongError(shape[0], self._max_model_len)
@@ -71,8 +71,8 @@ class PromptEmbeds:
         longest = self._max_model_len * self._size * 8
         if isinstance(value, (str, bytes)) and len(value) > 2 * longest + 2**16:
             raise _refused(
-                f"{len(value)} characters are more than a prompt of {self._max_model_len} tokens "
-                "(max_model_len) can have"
+                f"it is {len(value)} characters long, more than any prompt of up to "
+                f"{self._max_model_len} tokens (max_model_len) needs. Send fewer embeddings"
             )
         shape = tuple(getattr(value, "shape", ()))
         if len(shape) > 1 and shape[-2] >= self._max_model_len:

@@ -30,8 +30,8 @@ def with_positions(
     """
     if request.pooling_params is not None:
         raise RequestError(
-            "positions must be left out of a request to a pooling model, whose tokens are "
-            "numbered by the engine",
+            "positions cannot be given to a pooling model, because the engine numbers its "
+            "tokens. Leave positions out",
             param="positions",
         )
     num_prompt = len(request.prompt_token_ids)

@@ -142,8 +142,9 @@ class BucketAdaptation:
             return  # the supervisor restarts the engine, or the server shuts down
         if has_begun:
             logger.info(
-                "buckets: %d others would have saved %.1f %% of the device time of the last %.0f "
-                "minutes; they are warmed up between steps, and then replace the present ones",
+                "buckets: a new set of %d buckets would have saved %.1f %% of the device time of "
+                "the last %.0f minutes. It is warmed up between steps and then replaces the "
+                "current set",
                 len(trial.buckets),
                 *(100 * gain, (self._clock() - trial.start.at_s) / 60),
             )

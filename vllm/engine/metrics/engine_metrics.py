@@ -133,16 +133,24 @@ class EngineMetrics:
         self._labels = {"model_name": model_name, "engine": str(replica)}
         self._counters = _CoreCounters(config.scheduler.max_draft_tokens)
         metrics = self._metrics = MetricSet(self._labels)
-        self._prompt_tokens = metrics.counter("vllm:prompt_tokens", "Prompt tokens computed.")
+        self._prompt_tokens = metrics.counter(
+            "vllm:prompt_tokens", "Number of prompt tokens processed."
+        )
         self._generation_tokens = metrics.counter("vllm:generation_tokens", "Tokens generated.")
-        self._restarts = metrics.counter("vllm:engine_restarts", "Restarts of the engine process.")
+        self._restarts = metrics.counter(
+            "vllm:engine_restarts", "Number of restarts of the engine process."
+        )
         self._success = metrics.counters(
-            "vllm:request_success", "Requests that have ended, by reason.", "finished_reason"
+            "vllm:request_success",
+            "Number of finished requests, by finish reason.",
+            "finished_reason",
         )
         for reason in FinishReason:
             self._success.cell(str(reason))
         self._step_tokens = metrics.histogram(
-            "vllm:iteration_tokens_total", "Tokens per engine step.", _STEP_TOKENS
+            "vllm:iteration_tokens_total",
+            "Number of tokens computed per engine step.",
+            _STEP_TOKENS,
         )
         self._first_token = metrics.histogram(
             "vllm:time_to_first_token_seconds",
@@ -151,7 +159,7 @@ class EngineMetrics:
         )
         self._next_token = metrics.histogram(
             "vllm:time_per_output_token_seconds",
-            "Seconds from one token to the next.",
+            "Seconds between two output tokens of a request.",
             _NEXT_TOKEN_S,
         )
         self._requests = _RequestHistograms(metrics, config.scheduler.max_model_len)
@@ -244,33 +252,73 @@ class EngineMetrics:
         """Make the metrics of the core."""
         metrics, totals = MetricSet(self._labels), self.totals
         for name, help, value in (
-            ("num_requests_running", "Running requests.", totals.num_running),
-            ("num_requests_waiting", "Waiting requests.", totals.num_waiting),
-            ("gpu_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", totals.kv_cache_usage),
+            ("num_requests_running", "Number of requests that are running.", totals.num_running),
+            (
+                "num_requests_waiting",
+                "Number of requests that are waiting to run.",
+                totals.num_waiting,
+            ),
+            (
+                "gpu_cache_usage_perc",
+                "Fraction of KV-cache blocks in use, 0 to 1.",
+                totals.kv_cache_usage,
+            ),
         ):
             metrics.gauge(f"vllm:{name}", help).value = value
         runner = totals.runner
         for name, help, value in (
-            ("num_preemptions", "Preemptions of requests.", totals.num_preemptions),
+            ("num_preemptions", "Number of preempted requests.", totals.num_preemptions),
             ("gpu_prefix_cache_queries", "Prompt tokens looked up.", totals.num_prefix_queries),
-            ("gpu_prefix_cache_hits", "Prompt tokens found cached.", totals.num_prefix_hits),
-            ("useful_tokens", "Tokens of requests run by the model.", runner.num_useful_tokens),
-            ("padded_tokens", "Tokens of padding run by the model.", runner.num_padded_tokens),
-            ("decode_kv_blocks", "KV blocks that decodes needed.", runner.num_decode_blocks),
-            ("padded_kv_blocks", "KV blocks of padding in decodes.", runner.num_padded_blocks),
-            ("bucket_hits", "Launches of a known shape.", runner.num_bucket_hits),
-            ("bucket_misses", "Launches of a shape not warmed up.", runner.num_bucket_misses),
+            (
+                "gpu_prefix_cache_hits",
+                "Number of prompt tokens found in the prefix cache.",
+                totals.num_prefix_hits,
+            ),
+            (
+                "useful_tokens",
+                "Number of request tokens in forward passes.",
+                runner.num_useful_tokens,
+            ),
+            (
+                "padded_tokens",
+                "Number of padding tokens in forward passes.",
+                runner.num_padded_tokens,
+            ),
+            (
+                "decode_kv_blocks",
+                "Number of KV blocks needed by decode passes.",
+                runner.num_decode_blocks,
+            ),
+            (
+                "padded_kv_blocks",
+                "Number of padding KV blocks in decode passes.",
+                runner.num_padded_blocks,
+            ),
+            ("bucket_hits", "Number of forward passes in a warm bucket.", runner.num_bucket_hits),
+            (
+                "bucket_misses",
+                "Number of forward passes in a bucket that was not warm.",
+                runner.num_bucket_misses,
+            ),
             (
                 "compilations_after_warmup",
-                "Graphs compiled while requests waited.",
+                "Number of graphs compiled after the warm-up.",
                 runner.num_late_compilations,
             ),
         ):
             metrics.counter(f"vllm:{name}", help).value = value
         needed_s, padded_s = self.device_seconds
         for name, help, seconds in (
-            ("predicted_device_seconds", "Device time of forward passes.", padded_s),
-            ("predicted_padding_seconds", "Of it, for padding.", padded_s - needed_s),
+            (
+                "predicted_device_seconds",
+                "Predicted device seconds of all forward passes.",
+                padded_s,
+            ),
+            (
+                "predicted_padding_seconds",
+                "Predicted device seconds spent on padding.",
+                padded_s - needed_s,
+            ),
         ):
             metrics.counter(f"vllm:{name}", help).value = seconds
         if totals.warm_up.num_wanted:
@@ -286,9 +334,9 @@ class EngineMetrics:
         cache = self.config.cache
         info = {f.name: str(getattr(cache, f.name)) for f in fields(cache)}
         info["num_gpu_blocks"] = str(totals.num_kv_blocks)
-        metrics.gauges("vllm:cache_config_info", "Settings of the KV cache.", *info).cell(
-            *info.values()
-        ).value = 1
+        metrics.gauges(
+            "vllm:cache_config_info", "Settings of the KV cache, as labels.", *info
+        ).cell(*info.values()).value = 1
         return metrics
 
 
@@ -300,7 +348,9 @@ def _add_adapters(metrics: MetricSet, stats: SchedulerStats, max_loras: int) -> 
         "waiting_lora_adapters": ",".join(stats.waiting_adapters),
         "max_lora": str(max_loras),
     }
-    gauge = metrics.gauges("vllm:lora_requests_info", "Time; adapters in use as labels.", *labels)
+    gauge = metrics.gauges(
+        "vllm:lora_requests_info", "Time of this report; LoRA adapters in use, as labels.", *labels
+    )
     gauge.cell(*labels.values()).value = time.time()
 
 
@@ -313,31 +363,45 @@ class _RequestHistograms:
         def histogram(name: str, help: str, bounds: Sequence[float]) -> Histogram:
             return metrics.histogram(f"vllm:{name}", help, bounds)
 
-        self._prompt = histogram("request_prompt_tokens", "Tokens of the prompt.", sizes)
+        self._prompt = histogram(
+            "request_prompt_tokens", "Number of prompt tokens of a request.", sizes
+        )
         self._generated = histogram("request_generation_tokens", "Tokens generated.", sizes)
         self._longest = histogram(
-            "request_max_num_generation_tokens", "Tokens of the longest output.", sizes
+            "request_max_num_generation_tokens",
+            "Number of tokens in the longest output of a request.",
+            sizes,
         )
-        self._max_tokens = histogram("request_params_max_tokens", "max_tokens asked for.", sizes)
-        self._n = histogram("request_params_n", "Outputs asked for.", _NUM_OUTPUTS)
+        self._max_tokens = histogram(
+            "request_params_max_tokens", "Parameter max_tokens of a request.", sizes
+        )
+        self._n = histogram(
+            "request_params_n", "Parameter n of a request: number of outputs.", _NUM_OUTPUTS
+        )
         self._total = histogram(
-            "e2e_request_latency_seconds", "Seconds from arrival to end.", _REQUEST_S
+            "e2e_request_latency_seconds",
+            "Seconds from the arrival of a request to its last token.",
+            _REQUEST_S,
         )
         self._queue = histogram(
-            "request_queue_time_seconds", "Seconds from arrival to the first step.", _REQUEST_S
+            "request_queue_time_seconds",
+            "Seconds that a request waited before its first step.",
+            _REQUEST_S,
         )
         self._inference = histogram(
             "request_inference_time_seconds",
-            "Seconds from the first step to the last token.",
+            "Seconds from the first step of a request to its last token.",
             _REQUEST_S,
         )
         self._prefill = histogram(
             "request_prefill_time_seconds",
-            "Seconds from the first step to the first token.",
+            "Seconds from the first step of a request to its first token.",
             _REQUEST_S,
         )
         self._decode = histogram(
-            "request_decode_time_seconds", "Seconds from the first to the last token.", _REQUEST_S
+            "request_decode_time_seconds",
+            "Seconds from the first to the last output token of a request.",
+            _REQUEST_S,
         )
 
     def observe(self, request: FinishedRequestStats) -> None:
@@ -447,11 +511,19 @@ def round_to_one_two_five(most: int) -> list[int]:
 
 def _add_warm_up_metrics(metrics: MetricSet, warm_up: WarmUpStats) -> None:
     for name, help, value in (
-        ("warm_buckets", "Buckets that are warmed up.", warm_up.num_warm),
-        ("wanted_buckets", "Buckets that there will be.", warm_up.num_wanted),
-        ("warm_up_seconds_left", "Until nothing is left.", warm_up.seconds_left),
-        ("warm_up_longest_delay_seconds", "Of a step.", warm_up.longest_delay_s),
-        ("warm_up_padded_share", "Of device time, 0 to 1.", warm_up.padded_share),
+        ("warm_buckets", "Number of buckets that are warmed up now.", warm_up.num_warm),
+        ("wanted_buckets", "Number of buckets after the warm-up.", warm_up.num_wanted),
+        ("warm_up_seconds_left", "Seconds until the warm-up is complete.", warm_up.seconds_left),
+        (
+            "warm_up_longest_delay_seconds",
+            "Longest delay of a step by the warm-up, in seconds.",
+            warm_up.longest_delay_s,
+        ),
+        (
+            "warm_up_padded_share",
+            "Fraction of device time spent on padding, 0 to 1.",
+            warm_up.padded_share,
+        ),
     ):
         if value is not None:
             metrics.gauge(f"vllm:{name}", help).value = value
@@ -460,24 +532,32 @@ def _add_warm_up_metrics(metrics: MetricSet, warm_up: WarmUpStats) -> None:
 def _add_transfer_metrics(metrics: MetricSet, transfer: TransferStats) -> None:
     for name, help, value in (
         ("external_prefix_cache_queries", "Prompt tokens looked up.", transfer.num_queries),
-        ("external_prefix_cache_hits", "Prompt tokens loaded.", transfer.num_hits),
-        ("kv_transfer_loaded_bytes", "Bytes of blocks loaded.", transfer.num_loaded_bytes),
-        ("kv_transfer_saved_bytes", "Bytes of blocks saved.", transfer.num_saved_bytes),
+        (
+            "external_prefix_cache_hits",
+            "Number of prompt tokens whose KV blocks were loaded.",
+            transfer.num_hits,
+        ),
+        ("kv_transfer_loaded_bytes", "Number of KV-cache bytes loaded.", transfer.num_loaded_bytes),
+        ("kv_transfer_saved_bytes", "Number of KV-cache bytes saved.", transfer.num_saved_bytes),
     ):
         metrics.counter(f"vllm:{name}", help).value = value
 
 
 def _add_draft_metrics(metrics: MetricSet, drafts: DraftStats) -> None:
     for name, help, value in (
-        ("drafts", "Rows of steps with drafts.", drafts.num_drafts),
-        ("draft_tokens", "Drafts verified.", drafts.num_draft_tokens),
-        ("accepted_tokens", "Drafts that were right.", sum(drafts.accepted)),
-        ("declined_steps", "Steps whose drafts would not have paid.", drafts.num_declined_steps),
+        ("drafts", "Number of times that a request had draft tokens in a step.", drafts.num_drafts),
+        ("draft_tokens", "Number of draft tokens verified.", drafts.num_draft_tokens),
+        ("accepted_tokens", "Number of draft tokens accepted.", sum(drafts.accepted)),
+        (
+            "declined_steps",
+            "Number of steps without drafts, as drafts would not be faster.",
+            drafts.num_declined_steps,
+        ),
     ):
         metrics.counter(f"vllm:spec_decode_num_{name}", help).value = value
     places = metrics.counters(
         "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "Drafts that were right, by place behind the newest token.",
+        "Number of draft tokens accepted, by position in the draft.",
         "position",
     )
     for place, count in enumerate(drafts.accepted):

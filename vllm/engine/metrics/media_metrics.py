@@ -27,12 +27,20 @@ def add_encoder_metrics(metrics: MetricSet, totals: SchedulerStats) -> None:
     for name, help, value in (
         (
             "encoder_cache_queries",
-            "Images, sounds and videos that requests needed.",
+            "Number of images, sounds and videos looked up in the encoder cache.",
             media.num_queries,
         ),
-        ("encoder_cache_hits", "Items whose embeddings were there.", media.num_hits),
-        ("encoder_items", "Items that were encoded.", runner.num_encoded_items),
-        ("encoder_seconds", "Seconds of encoding.", runner.encode_seconds),
+        (
+            "encoder_cache_hits",
+            "Number of images, sounds and videos found in the encoder cache.",
+            media.num_hits,
+        ),
+        ("encoder_items", "Number of images, sounds and videos encoded.", runner.num_encoded_items),
+        (
+            "encoder_seconds",
+            "Seconds spent on encoding images, sounds and videos.",
+            runner.encode_seconds,
+        ),
     ):
         metrics.counter(f"vllm:{name}", help).value = value
 
@@ -40,20 +48,39 @@ def add_encoder_metrics(metrics: MetricSet, totals: SchedulerStats) -> None:
 def read_metrics(stats: MediaReadStats, model_name: str) -> MetricSet:
     """Return the metrics of what the server has read."""
     metrics = _labelled(model_name)
-    queries = metrics.counter("vllm:mm_cache_queries", "Items looked up.")
+    queries = metrics.counter(
+        "vllm:mm_cache_queries",
+        "Number of images, sounds and videos looked up in the processor cache.",
+    )
     queries.value = stats.num_cache_queries
-    hits = metrics.counter("vllm:mm_cache_hits", "Items that had been read before.")
+    hits = metrics.counter(
+        "vllm:mm_cache_hits", "Number of images, sounds and videos found in the processor cache."
+    )
     hits.value = stats.num_cache_hits
-    _add_times(metrics, "mm_items", "Items that were read.", stats.read.num_items)
-    _add_times(metrics, "mm_read_seconds", "Seconds of reading.", stats.read.seconds)
+    _add_times(
+        metrics, "mm_items", "Number of images, sounds and videos decoded.", stats.read.num_items
+    )
+    _add_times(
+        metrics,
+        "mm_read_seconds",
+        "Seconds spent on decoding images, sounds and videos.",
+        stats.read.seconds,
+    )
     return metrics
 
 
 def fetch_metrics(times: MediaTimes, model_name: str) -> MetricSet:
     """Return the metrics of what the server has fetched."""
     metrics = _labelled(model_name)
-    _add_times(metrics, "mm_fetches", "Items that were fetched.", times.num_items)
-    _add_times(metrics, "mm_fetch_seconds", "Seconds of fetching.", times.seconds)
+    _add_times(
+        metrics, "mm_fetches", "Number of images, sounds and videos downloaded.", times.num_items
+    )
+    _add_times(
+        metrics,
+        "mm_fetch_seconds",
+        "Seconds spent on downloading images, sounds and videos.",
+        times.seconds,
+    )
     return metrics
 
 

@@ -73,9 +73,13 @@ class TrafficMetrics:
         batch, query_len, blocks = (
             metrics.histograms(f"vllm:forward_pass_{name}", help, _POWERS, "phase")
             for name, help in (
-                ("batch", "Requests of a forward pass, before padding."),
-                ("query_tokens", "Most tokens of a request in a forward pass, before padding."),
-                ("kv_blocks", "KV blocks of a forward pass, before padding."),
+                ("batch", "Number of requests in a forward pass, without padding."),
+                (
+                    "query_tokens",
+                    "Largest number of new tokens of one request in a forward pass, without "
+                    "padding.",
+                ),
+                ("kv_blocks", "Number of KV blocks in a forward pass, without padding."),
             )
         )
         self._histograms = [
@@ -220,9 +224,9 @@ class TrafficFile:
             self._before = TrafficTable.load(path)
             if self._before.block_size != block_size:
                 raise ConfigError(
-                    f"--record-traffic {path}: the file has traffic of blocks of "
-                    f"{self._before.block_size} tokens, and this engine has blocks of "
-                    f"{block_size}. Use another file, or --block-size {self._before.block_size}."
+                    f"--record-traffic {path}: the file was recorded with blocks of "
+                    f"{self._before.block_size} tokens, but this engine has blocks of {block_size} "
+                    f"tokens. Use another file, or --block-size {self._before.block_size}."
                 )
             self._times_before = parse_run_times(json.loads(path.read_text("utf-8")), str(path))
         self._last = clock()
@@ -355,7 +359,8 @@ class BucketAdvice:
         possible = chosen.padding / (1 + chosen.padding)
         if present - possible >= _LEAST_GAIN:
             logger.info(
-                "buckets: %.1f %% of device time is padding; %d others would have %.1f %% "
-                "(--record-traffic FILE, then --traffic FILE or vllm plan --traffic FILE)",
+                "buckets: %.1f %% of the device time is spent on padding; a set of %d buckets "
+                "chosen for this traffic would spend %.1f %%. To use it: record the traffic with "
+                "--record-traffic FILE, then restart with --traffic FILE",
                 *(100 * present, len(chosen.buckets), 100 * possible),
             )

@@ -425,7 +425,9 @@ class CoreSupervisor:
             try:
                 await self._call(core.send, change.method.__name__, change.args, {})
             except (RequestError, CapacityError, WorkerCallError) as error:
-                raise EngineDeadError(f"{change.what} could not be repeated: {error}") from error
+                raise EngineDeadError(
+                    f"{change.what} could not be repeated after the restart of the engine: {error}"
+                ) from error
 
     def _fail_calls(self, error: BaseException) -> None:
         for future in self._calls.values():

@@ -126,8 +126,8 @@ class HeadlessReplicas:
         if differs is not None:
             text = (
                 f"replica {replica} differs from the server: {differs.name} is {differs.ours} on "
-                f"this machine and {differs.theirs} on that of the server. Start all machines with "
-                "the same version and the same flags"
+                f"this machine and {differs.theirs} on the machine of the server. Start all "
+                "machines with the same version and the same flags"
             )
             logger.error("%s", text)
             failed = CoreFailed(message=text, is_config_error=True)

@@ -108,7 +108,7 @@ class RemoteEngineCore:
         except (OSError, EOFError):
             pass  # the cause was reported when the core failed
         except (RemoteProtocolError, FrameError, msgspec.MsgspecError) as error:
-            cause = f"its machine has sent what cannot be read: {error}"
+            cause = f"its machine has sent a message that cannot be read: {error}"
         if not self._is_closed:
             on_death(cause)
 
@@ -192,7 +192,11 @@ class RemoteEngineCores:
             TimeoutError,
             asyncio.TimeoutError,
         ) as error:
-            logger.warning("a connection from %s was refused: %s", peer, error or "it was too slow")
+            logger.warning(
+                "a connection from %s was refused: %s",
+                peer,
+                error or ("its first message did not arrive in time"),
+            )
             with contextlib.suppress(OSError):
                 writer.write(frame(ENDED, msgspec.msgpack.encode(CoreExited(str(error)))))
                 writer.close()

@@ -109,7 +109,11 @@ class ReplicaCalls:
             if not each.startup.is_ready:
                 missing.append(f"replica {index} has no trace: its state is {each.startup.phase!r}")
             elif index not in results or isinstance(results[index], RequestError):
-                again = ", as it was started again" if each.num_restarts_done else ""
+                again = (
+                    (", because it was restarted after the trace began")
+                    if each.num_restarts_done
+                    else ""
+                )
                 missing.append(f"replica {index} has no trace{again}")
         return missing
 

@@ -54,7 +54,7 @@ _V0_ONLY = "it belongs to the V0 scheduler, which this version does not have"
 _NO_CUDA_GRAPHS = "this version does not use CUDA graphs"
 _TOKENIZER_POOL = "tokenisation runs in the frontend, without a pool"
 _ENCODER_WHOLE = "the engine decides how an image encoder is split over several ranks"
-_LORA_OFF = "adapters are read as peft writes them"
+_LORA_OFF = "adapters are read in the format of peft only"
 _LORA_SHARDS = (
     "the engine decides how the two matrices of an adapter are split over ranks; outputs are the "
     "same"
@@ -93,7 +93,8 @@ _ARGUMENTS = (
     _ignored(
         "use_padding_aware_scheduling",
         False,
-        "the scheduler does not count padding: a step is split into batches that fit a bucket",
+        "the scheduler counts tokens without padding, and each step is split into batches that "
+        "fit a bucket",
     ),
     _ignored("max_num_prefill_seqs", None, "prefills are limited by max_num_batched_tokens"),
     _ignored("scheduler_delay_factor", 0.0, _V0_ONLY),
@@ -113,7 +114,7 @@ _ARGUMENTS = (
         aliases=("-O",),
         read=_read_compilation,
     ),
-    _ignored("additional_config", {}, "no platform reads it"),
+    _ignored("additional_config", {}, "no device of this version uses it"),
     _ignored("override_neuron_config", {}, "this version has no Neuron platform"),
     _ignored("worker_use_ray", False, "--distributed-executor-backend ray chooses Ray"),
     _ignored("ray_workers_use_nsight", False, "workers are not started by a profiler"),

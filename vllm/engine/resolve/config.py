@@ -429,12 +429,16 @@ def _read_arch(
         check_described(completed, raw)
     arch = ModelArch.from_hf(completed)
     if runs_as in (BY_TRANSFORMERS, TEXT_BY_TRANSFORMERS):
-        logger.info("%s runs with the modules of transformers", arch.architecture)
+        logger.info(
+            "%s runs with the model code of the transformers library, not with an implementation "
+            "of this engine",
+            arch.architecture,
+        )
     dense_key = family_of(arch.model_type).dense_up_to_key
     if dense_key is not None and runs_as == arch.architecture:
         logger.warning(
-            "%s runs with dense attention: with more than %s tokens (%s) the original model "
-            "attends to some of them only, so its outputs differ there",
+            "%s runs with dense attention. For sequences of more than %s tokens (%s), the "
+            "original model uses sparse attention, so outputs differ from it",
             arch.architecture,
             dense_key,
             arch.hf_config.get(dense_key),
@@ -496,8 +500,8 @@ def _class_of(architecture: str, model_impl: ModelImpl, raw: Mapping[str, Any]) 
     if is_theirs:
         raise ConfigError(
             f"model architecture {architecture!r} of model_type {model_type!r} is not supported "
-            f"with model_impl='vllm'. Leave model_impl out to run it with the modules of "
-            f"transformers"
+            "with model_impl='vllm'. Leave model_impl out to run it with the model code of "
+            "transformers"
         )
     raise unsupported(architecture, raw)
 
@@ -546,8 +550,8 @@ def _allow_long_positions(max_model_len: int | None, arch: ModelArch) -> ModelAr
     if longer.derived_max_model_len < max_model_len:
         return arch
     logger.warning(
-        "max_model_len (%d) is more than the %d tokens the model's config.json allows, as "
-        "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1: output beyond that length may be of poor quality",
+        "max_model_len (%d) is more than the %d tokens that the model's config.json allows "
+        "(VLLM_ALLOW_LONG_MAX_MODEL_LEN=1): output beyond that length may be of poor quality",
         max_model_len,
         derived,
     )
@@ -571,8 +575,8 @@ def resolve_max_model_len(asked: ModelConfig, arch: ModelArch) -> int:
 def _describe_excess(max_model_len: int, arch: ModelArch) -> str:
     derived = arch.derived_max_model_len
     text = (
-        f"max_model_len={max_model_len}: the model takes at most {derived} tokens, by its "
-        f"config.json. Lower it to {derived}."
+        f"max_model_len={max_model_len}: config.json of the model allows at most {derived} tokens. "
+        f"Lower it to {derived}."
     )
     cannot_grow = "so VLLM_ALLOW_LONG_MAX_MODEL_LEN cannot lift the limit."
     if arch.rope is None:
@@ -619,8 +623,8 @@ def _max_step_ms(settings: Mapping[str, Any], platform: Platform) -> int:
     is_external = settings["distributed_executor_backend"] == "external_launcher"
     if is_external and asked:
         raise ConfigError(
-            f"max_step_ms must be 0 with distributed_executor_backend='external_launcher', got "
-            f"{asked}: each process would schedule by its own times. Leave max_step_ms out"
+            "max_step_ms must be 0 with distributed_executor_backend='external_launcher', got "
+            f"{asked}: each process would plan its steps by its own clock. Leave max_step_ms out"
         )
     if is_external or not settings["enable_chunked_prefill"]:
         return asked or 0

@@ -89,9 +89,9 @@ def check_launcher(config: VllmConfig) -> None:
         and config.parallel.distributed_executor_backend == "external_launcher"
     ):
         raise ConfigError(
-            "ready_when='first' leaves buckets for later, and with "
-            "distributed_executor_backend='external_launcher' nothing warms them up: the processes "
-            "read different clocks. Use ready_when='all', or leave it out"
+            "ready_when='first' cannot be used with "
+            "distributed_executor_backend='external_launcher', where no bucket can be warmed up "
+            "after the start. Use ready_when='all', or leave it out"
         )
 
 
@@ -131,8 +131,8 @@ def refuse_variables() -> None:
     """
     for variable in envs.refused():
         raise ConfigError(
-            f"environment variable {variable.name} is set: {variable.reason}: not available in "
-            "this version; unset it to run without"
+            f"environment variable {variable.name} is not supported in this version: "
+            f"{variable.reason}. Unset it"
         )
 
 

@@ -62,7 +62,10 @@ def resolve_media(
     if reason is None:
         return arch
     if family.decoder_keys:
-        raise ConfigError(f"{name} cannot serve text only, without {kind.name}: {reason}")
+        raise ConfigError(
+            f"{name} needs {kind.name} as input, but input of {kind.name} is not available: "
+            f"{reason}"
+        )
     logger.info(
         "%s serves text input only: the part of the checkpoint for %s is not loaded, because %s",
         name,
@@ -90,14 +93,14 @@ def check_images_fit(config: VllmConfig) -> None:
     settings, fix = "long_prefill_token_threshold or max_num_partial_prefills", "Change these"
     if num_tokens <= limits.prefill_chunk_limit:
         settings = (
-            f"max_num_batched_tokens ({limits.max_num_batched_tokens}), when the other ones of "
-            f"max_num_seqs ({limits.max_num_seqs}) have their token"
+            f"max_num_batched_tokens ({limits.max_num_batched_tokens}), which also has to hold one "
+            f"token for each other request (max_num_seqs: {limits.max_num_seqs})"
         )
         fix = f"Raise max_num_batched_tokens to {num_tokens + limits.max_num_seqs - 1}"
     raise ConfigError(
-        f"an image of this model has {num_tokens} tokens, which must run in one step, but a step "
-        f"has room for only {limits.longest_chunk} tokens of one prompt with {settings}. {fix}, "
-        "or serve text only: limit_mm_per_prompt image=0"
+        f"an image of this model has {num_tokens} tokens, which must run in one step, but one step "
+        f"can compute at most {limits.longest_chunk} tokens of a prompt because of {settings}. "
+        f"{fix}, or serve text only: limit_mm_per_prompt image=0"
     )
 
 

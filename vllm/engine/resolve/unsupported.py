@@ -19,9 +19,15 @@ _PARTS = (
 _TEXT_PARTS = _PARTS[:4]
 
 _WHY_NOT = {
-    "paligemma": "all tokens of its prompts see each other, so that prompts cannot be cut",
-    "granite_speech": "its feature extractor in transformers needs torchaudio, which is not used",
-    "phi4_multimodal": "its image processor in transformers needs torchvision, which is not used",
+    "paligemma": (
+        "all tokens of its prompts attend to each other, so a prompt cannot be computed in parts"
+    ),
+    "granite_speech": (
+        "its feature extractor in transformers needs torchaudio, which this engine does not use"
+    ),
+    "phi4_multimodal": (
+        "its image processor in transformers needs torchvision, which this engine does not use"
+    ),
 }
 """Model types whose images or sounds were considered and left out, and why."""
 
@@ -78,8 +84,8 @@ def check_described(completed: Mapping[str, Any], raw: Mapping[str, Any]) -> Non
     reason, nearest = _kind(raw)
     if not reason:
         reason = (
-            f": transformers describes its layers in another way than those of the decoders that "
-            f"can run here (without {', '.join(missing)})"
+            ": its config in transformers lacks values that are needed to run it "
+            f"({', '.join(missing)})"
         )
     raise ConfigError(ModelRegistry.unsupported_message(raw["architectures"][0], reason, nearest))
 
@@ -88,20 +94,21 @@ def _kind(raw: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Return why a model of this kind cannot run, as the end of a sentence, and the language model
     in it, if that runs here; empty: it may be a decoder like others."""
     if raw.get("is_encoder_decoder"):
-        return ": it is an encoder-decoder, and decoders and encoders run here", []
+        return ": it is an encoder-decoder model of a kind that this engine cannot run", []
     parts = [name for name in _PARTS if isinstance(raw.get(name), Mapping)]
     if parts:
         types = [raw[name].get("model_type") for name in _TEXT_PARTS if name in parts]
         families = [family_of(kind) for kind in types]
         own = [family.architectures[0] for family in families if family.architectures]
-        reason = f": it has parts for more than text ({', '.join(parts)})"
+        reason = f": it has parts for other input than text ({', '.join(parts)})"
         if why := _WHY_NOT.get(str(raw.get("model_type"))):
             reason += f" that do not run ({why})"
         if own:
             reason += (
-                f", and its language model ({own[0]}) runs only if it is saved without the others"
+                f". Its language model ({own[0]}) can run if it is saved as a checkpoint without "
+                "the other parts"
             )
         else:
-            reason += "; docs/multimodal.md lists models with such parts that run"
+            reason += ". See docs/multimodal.md for the multimodal models that can run"
         return reason, own
     return "", []

@@ -261,7 +261,7 @@ def _read_image(where: str, block: Mapping[str, Any]) -> Part:
         return image_part(read_string(where, source, "url"), where)
     if kind != "base64":
         raise RequestError(
-            f"{where}.type must be base64 or url, got {kind!r:.80}: this server keeps no files",
+            f"{where}.type must be base64 or url, got {kind!r:.80}: this server stores no files",
             param=f"{where}.type",
         )
     media_type = read_string(where, source, "media_type")

@@ -42,7 +42,7 @@ def check_sound_body(body: bytes) -> dict[str, Any]:
             param=_FILE_URL,
         )
     if "file" in fields:
-        raise RequestError(f"file must be absent in a batch: use {_FILE_URL}", param="file")
+        raise RequestError(f"file cannot be used in a batch: use {_FILE_URL}", param="file")
     form = fields.get("response_format")
     if form is not None and form not in _FORMATS:
         raise RequestError(
@@ -51,7 +51,7 @@ def check_sound_body(body: bytes) -> dict[str, Any]:
         )
     for name, value in fields.items():
         if isinstance(value, Mapping):
-            raise RequestError(f"{name} must be a text, a number or a list, got an object")
+            raise RequestError(f"{name} must be a string, a number or a list, got an object")
     return dict(fields)
 
 

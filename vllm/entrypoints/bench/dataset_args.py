@@ -77,8 +77,10 @@ def add_dataset_flags(parser: argparse.ArgumentParser, *, input_len: int, num_pr
         "--dataset-name",
         type=lambda name: _DATASET_NAMES.get(name, name),
         choices=DATASETS,
-        help="format of the prompts (default: by the extension of the file, .json is sharegpt, "
-        ".jsonl is jsonl, others are text; random without a file)",
+        help=(
+            "format of the prompts (default: by the file name: .json is sharegpt, .jsonl is "
+            "jsonl, others are text; without a file: random)"
+        ),
     )
     add("--dataset-path", metavar="FILE", help="file with prompts")
     add(
@@ -94,7 +96,7 @@ def add_dataset_flags(parser: argparse.ArgumentParser, *, input_len: int, num_pr
         type=int,
         default=input_len,
         metavar="N",
-        help=f"tokens of each prompt (default: {input_len})",
+        help=f"number of tokens in each prompt (default: {input_len})",
     )
     add(
         "--random-output-len",
@@ -103,21 +105,24 @@ def add_dataset_flags(parser: argparse.ArgumentParser, *, input_len: int, num_pr
         "--custom-output-len",
         type=int,
         metavar="N",
-        help="tokens of each output (default: as in the file, else 128)",
+        help="number of tokens in each output (default: from the file, or 128)",
     )
     add(
         "--random-range-ratio",
         type=float,
         default=0.0,
         metavar="X",
-        help="random lengths differ by up to this fraction from the given length (default: 0)",
+        help=(
+            "lengths of random prompts and outputs differ by up to this fraction from the given "
+            "length (default: 0)"
+        ),
     )
     add(
         "--random-prefix-len",
         type=int,
         default=0,
         metavar="N",
-        help="tokens of a prefix that all random prompts share (default: 0)",
+        help="number of tokens at the beginning that all random prompts share (default: 0)",
     )
     add_image_flags(parser)
 

@@ -177,8 +177,8 @@ def _read_sizes(text: str) -> dict[tuple[int, int], float]:
             raise problem
         if weight and size[2] != 1:
             raise ConfigError(
-                f"{_SIZES}: {size} is the size of a video, and only pictures are drawn: the third "
-                f"number must be 1"
+                f"{_SIZES}: {size} is the size of a video, but this benchmark only makes images: "
+                "the third number must be 1"
             )
         if weight:
             sizes[size[:2]] = float(weight)

@@ -274,8 +274,9 @@ def _rows(result: dict[str, Any], args: argparse.Namespace) -> Iterator[Sequence
         )
         yield (
             "STILL WARMING UP",
-            f"{before} of {wanted} buckets were warm at the beginning, {after} at the end: until "
-            f"/readyz says that all are, requests are padded more",
+            f"{before} of {wanted} buckets were warm at the beginning of the run, {after} at the "
+            "end. Requests are slower until all are warm: wait until /readyz reports it, then "
+            "run again",
         )
 
 

@@ -68,7 +68,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--served-model-name",
         metavar="TEXT",
-        help="name of the model in requests, if it is not --model",
+        help="name of the model in requests, if it differs from --model",
     )
     add(
         "--api-key",
@@ -147,7 +147,10 @@ def _add_request_flags(parser: argparse.ArgumentParser) -> None:
         "--random-vocab-size",
         type=int,
         metavar="N",
-        help="draw token ids below this, without a tokenizer; not for chat",
+        help=(
+            "make random prompts of the token ids 0 to N - 1, without a tokenizer; not with "
+            "openai-chat"
+        ),
     )
     add(
         "--ignore-eos",
@@ -179,7 +182,10 @@ def _add_result_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="METRIC:MS",
-        help="count requests within all limits, such as ttft:200 tpot:50 e2el:5000",
+        help=(
+            "also report the number of requests that stay within these limits (milliseconds), "
+            "such as ttft:200 tpot:50 e2el:5000"
+        ),
     )
     add(
         "--percentile-metrics",
@@ -191,10 +197,14 @@ def _add_result_flags(parser: argparse.ArgumentParser) -> None:
         "--metric-percentiles",
         default="90,99",
         metavar="LIST",
-        help="percentiles to report besides mean and median (default: 90,99)",
+        help="percentiles to report in addition to mean and median (default: 90,99)",
     )
     add("--output-json", metavar="FILE", help="write the result as JSON; - is stdout")
-    add("--save-result", action="store_true", help="write the result to a file named after the run")
+    add(
+        "--save-result",
+        action="store_true",
+        help=("write the result to a file; its name has backend, rate, model and time"),
+    )
     add("--result-dir", metavar="FOLDER", help="folder for the file of --save-result")
     add("--result-filename", metavar="FILE", help="name of the file of --save-result")
     add(

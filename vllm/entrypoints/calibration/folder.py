@@ -159,8 +159,8 @@ class CalibrationFolder:
         """
         if not 0 < target < world_size or world_size % target:
             raise ConfigError(
-                f"--unify-ranks {target} must be less than the {world_size} measured ranks "
-                "(--tensor-parallel-size), and divide them"
+                f"--unify-ranks {target} must divide {world_size}, the number of measured ranks "
+                "(--tensor-parallel-size), and be less than it"
             )
         size = world_size // target
         for rank in range(target):
@@ -176,8 +176,8 @@ class CalibrationFolder:
         """
         if target <= world_size or target % world_size:
             raise ConfigError(
-                f"--expand-ranks {target} must be a multiple of the {world_size} measured ranks "
-                f"(--tensor-parallel-size), and more than {world_size}"
+                f"--expand-ranks {target} must be a multiple of {world_size}, the number of "
+                "measured ranks (--tensor-parallel-size), and more than it"
             )
         size = target // world_size
         for rank in range(world_size):

@@ -33,23 +33,30 @@ STEPS = {
         Step(
             name="prepare",
             script_number="1",
-            does="cut the texts into samples of tokens, and hold a fifth of them out",
+            does=(
+                "split the texts into samples of tokens, and keep a fifth of them for the step "
+                "evaluate"
+            ),
             needs="`--dataset`",
             writes="`calibration_samples.jsonl`, `evaluation_samples.jsonl`",
         ),
         Step(
             name="measure",
             script_number="2",
-            does="run the model, and measure the largest inputs and weights of linear layers, keys "
-            "and values",
+            does=(
+                "run the model, and measure the largest values of inputs and weights of linear "
+                "layers, and of keys and values"
+            ),
             needs="the samples",
             writes="`gN/inc_output_hooks_maxabs_RANK_WORLD.json`",
         ),
         Step(
             name="postprocess",
             script_number="3",
-            does="give the matmuls of attention the ranges of the caches that they read, in files "
-            "that have such modules",
+            does=(
+                "copy the measured ranges of the KV cache to the matmuls of attention that read "
+                "it, where a file has such modules"
+            ),
             needs="the measurements",
             writes="the same files",
         ),
@@ -57,8 +64,10 @@ STEPS = {
             name="unify",
             script_number="5",
             only_with="unify_ranks",
-            does="turn the measurements of more ranks into those of N, which divides them: the "
-            "largest of neighbours",
+            does=(
+                "merge the measurements of neighbouring ranks into N ranks (the largest value "
+                "counts)"
+            ),
             needs="the measurements",
             writes="files for N ranks",
         ),
@@ -66,7 +75,10 @@ STEPS = {
             name="expand",
             script_number="6",
             only_with="expand_ranks",
-            does="turn the measurements of fewer ranks into those of N, which share the experts",
+            does=(
+                "make the measurements of N ranks from fewer measured ranks, and divide the "
+                "experts among them"
+            ),
             needs="the measurements",
             writes="files for N ranks",
         ),
@@ -79,8 +91,8 @@ STEPS = {
         ),
         Step(
             name="evaluate",
-            does="compute the perplexity of the texts that were held out, before and after",
-            needs="the samples that were held out, and the scales",
+            does="compute the perplexity of the samples kept for it, without and with FP8",
+            needs="the samples kept for it, and the scales",
             writes="the perplexity, in `calibration_gN.json`",
         ),
     )

@@ -63,7 +63,9 @@ def add_parser(
     group.add_argument(
         "--device-for-scales",
         choices=_DEVICES,
-        help="card that the scales are for, Gaudi 2 or 3 (default: that of this machine, or g3)",
+        help=(
+            "card that the scales are for, Gaudi 2 or 3 (default: the card of this machine, or g3)"
+        ),
     )
     group.add_argument(
         "--scale-method",
@@ -97,7 +99,7 @@ def add_parser(
     group.add_argument(
         *("-u", "--unify-experts"),
         action="store_true",
-        help="the measured devices had different experts (default: with --enable-expert-parallel)",
+        help="each measured device had other experts (default: on with --enable-expert-parallel)",
     )
     group.add_argument(
         *("-w", "--expand-ranks"),
@@ -137,7 +139,7 @@ def run(args: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}"
             )
     if args.unify_ranks is not None and args.expand_ranks is not None:
-        raise ConfigError("--unify-ranks and --expand-ranks exclude each other; leave one out")
+        raise ConfigError("--unify-ranks and --expand-ranks cannot be used together; leave one out")
     engine = EngineArgs.from_cli_args(args)
     model = engine.model or engine.create_engine_config().model.resolved_path
     folder = CalibrationFolder(args.out, model, _device(args, engine))

@@ -65,27 +65,33 @@ def add_parser(
     group.add_argument(
         "--html",
         metavar="FILE",
-        help="write the plan as charts to a page that a browser shows without a network",
+        help="write the plan with charts to an HTML file, which works offline",
     )
     group.add_argument(
         "--measured",
         metavar="FILE",
-        help="rates of a card of this kind, as 'vllm hpu-check --save FILE' writes them, or a "
-        "running engine with --record-traffic FILE",
+        help=(
+            "file with the measured speed of a card of this kind, written by 'vllm hpu-check "
+            "--save FILE' or by an engine with --record-traffic FILE"
+        ),
     )
     group.add_argument(
         "--traffic",
         metavar="FILE",
-        help="choose --num-buckets buckets of each phase for this traffic: a file that "
-        "--record-traffic has written, or lengths of requests, as CSV or JSON Lines with "
-        "input_tokens, output_tokens and optionally timestamp",
+        help=(
+            "choose the buckets (--num-buckets for each phase) for this traffic: a file that "
+            "--record-traffic has written, or a CSV or JSON Lines file of request lengths with "
+            "input_tokens, output_tokens and optionally timestamp"
+        ),
     )
     group.add_argument(
         "--request-rate",
         type=float,
         metavar="R",
-        help="replay the requests of --traffic at R per second (default: at the times of the file, "
-        "or all at once where it has none)",
+        help=(
+            "replay the requests of --traffic at R per second (default: at the times of the "
+            "file, or all at once if it has none)"
+        ),
     )
     group.add_argument(
         "--write-buckets",
@@ -140,11 +146,13 @@ def _plan(args: argparse.Namespace, device: str, host_bytes: int | None) -> int:
         args.traffic = None  # a plan for given buckets does not depend on the traffic
     if traffic is None and args.write_buckets is not None:
         raise ConfigError(
-            f"--write-buckets {args.write_buckets} needs --traffic: buckets are chosen for it"
+            f"--write-buckets {args.write_buckets} needs --traffic FILE, the traffic for which "
+            "buckets are chosen"
         )
     if traffic is None and args.num_buckets is not None:
         raise ConfigError(
-            f"--num-buckets {args.num_buckets} needs --traffic: so many buckets are chosen for it"
+            f"--num-buckets {args.num_buckets} needs --traffic FILE, the traffic for which so many "
+            "buckets are chosen"
         )
     flags = _given_flags(args)
     engine_args, server_args = read_args(args)

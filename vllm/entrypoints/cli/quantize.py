@@ -64,9 +64,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: an argument is out of range.
     """
-    for name in ("num_samples", "sample_tokens"):
-        if getattr(args, name) < 1 + (name == "sample_tokens"):
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} is too small")
+    for name, least in (("num_samples", 1), ("sample_tokens", 2)):
+        given = getattr(args, name)
+        if given < least:
+            raise ConfigError(f"--{name.replace('_', '-')} {given} must be at least {least}")
     if args.group_size != -1 and not 1 <= args.group_size <= 1 << 16:
         raise ConfigError(f"--group-size {args.group_size} must be -1, or from 1 to 65536")
 

@@ -197,8 +197,8 @@ def media_type(part: Mapping[str, Any]) -> str | None:
 def _read_part(where: str, kind: str, part: Mapping[str, Any], is_local: bool) -> MediaPart:
     if kind == "input_image" and part.get("file_id") is not None:
         raise RequestError(
-            f"{where}.file_id must be absent, as this server keeps no files: send image_url, a URL "
-            f"or a data: URL",
+            f"{where}.file_id is not supported, because this server stores no files: send "
+            "image_url, a URL or a data: URL",
             param="messages",
         )
     modality, names = _KINDS[kind]
@@ -272,8 +272,8 @@ def _read_source(name: str, key: str, modality: str, given: Any, is_local: bool)
         if len(given) >= _MIN_BASE64_CHARS and _BASE64.fullmatch(given, 0, _LOOKED_AT_CHARS):
             raise RequestError(
                 f"{name} must begin with data:, a media type and ;base64, such as "
-                f"'data:{_MEDIA_TYPES[modality]};base64,...', got base64 alone, of {len(given)} "
-                f"characters",
+                f"'data:{_MEDIA_TYPES[modality]};base64,...', got base64 without such a beginning "
+                f"({len(given)} characters)",
                 param="messages",
             )
         if key in ("path", modality) and (is_local or given.startswith("/")):

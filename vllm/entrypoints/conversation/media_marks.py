@@ -115,7 +115,10 @@ def _unused_char(texts: Sequence[str]) -> str:
     for code in range(ord(_PRIVATE_USE[0]), ord(_PRIVATE_USE[-1]) + 1):
         if chr(code) not in used:
             return chr(code)
-    raise ValueError("the conversation has all characters that are reserved for private use")
+    raise ValueError(
+        "the conversation has every character of Unicode's private use area (U+E001 to U+F8FF), "
+        "and the server needs an unused one. Remove some of them"
+    )
 
 
 def without_index(messages: Sequence[Message]) -> list[Message]:

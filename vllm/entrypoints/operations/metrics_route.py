@@ -49,20 +49,22 @@ class HttpMetrics:
         self._patterns = [(compile_path(path)[0], path) for path in sorted(known - self._static)]
         self.metrics = MetricSet()
         self._in_progress = self.metrics.gauge(
-            "http_requests_inprogress", "HTTP requests whose response has not ended."
+            "http_requests_inprogress", "Number of HTTP requests in progress."
         )
         self._requests = self.metrics.counters(
-            "http_requests", "HTTP requests.", "handler", "method", "status"
+            "http_requests", "Number of HTTP requests.", "handler", "method", "status"
         )
         self._seconds = self.metrics.histograms(
             "http_request_duration_seconds",
-            "From a request to the end of its response.",
+            "Seconds from an HTTP request to the end of its response.",
             _DURATION_S,
             "handler",
             "method",
         )
         self._rejected = self.metrics.counters(
-            "vllm:requests_rejected", "Requests to the model that were not served.", "reason"
+            "vllm:requests_rejected",
+            "Number of model requests that were rejected, by reason.",
+            "reason",
         )
         for reason in _REJECTED.values():
             self._rejected.cell(reason)

@@ -170,8 +170,9 @@ def _calibrate(folder: Path, config: Mapping[str, Any], args: argparse.Namespace
     text = model.config.get_text_config().to_dict()
     if text.get("hidden_size_per_layer_input") or text.get("num_kv_shared_layers"):
         raise ConfigError(
-            f"--method {args.method} runs one layer after the other, and must not be used for "
-            f"layers that read earlier layers, got {type(model).__name__}. Use --method fp8 or int8"
+            f"--method {args.method} quantizes one layer after the other, so it cannot quantize "
+            f"{type(model).__name__}, whose layers read the outputs of several earlier layers. Use "
+            "--method fp8 or int8"
         )
     use_linear_modules(model)
     samples = _samples(folder, args)

@@ -15,11 +15,11 @@ _PATIENCE_S = 0.5
 _LOST_AFTER_S = 60.0
 """Readings that are older are not shown: the driver does not answer."""
 _GAUGES = {
-    "power_watts": "Power that the card draws.",
-    "temperature_celsius": "Temperature of the card's processor.",
-    "memory_used_bytes": "Memory of the card that processes have taken.",
-    "memory_total_bytes": "Memory of the card.",
-    "utilization": "Share of the last second in which the card computed, 0 to 1.",
+    "power_watts": "Electric power of the card, in watts.",
+    "temperature_celsius": "Temperature of the card's processor, in degrees Celsius.",
+    "memory_used_bytes": "Device memory in use, in bytes.",
+    "memory_total_bytes": "Device memory in total, in bytes.",
+    "utilization": "Fraction of the last second in which the card was busy, 0 to 1.",
 }
 """Fields of a reading, which give the metrics their names."""
 

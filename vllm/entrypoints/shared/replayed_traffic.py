@@ -47,8 +47,8 @@ def with_recorded_traffic(args: "EngineArgs") -> "EngineArgs":
     os.close(handle)
     atexit.register(Path(path).unlink, missing_ok=True)
     logger.info(
-        "--traffic %s: its requests are replayed on a planned %s, to choose buckets for them. For "
-        "another card use `vllm plan --device CARD --traffic FILE --write-buckets FILE`",
+        "--traffic %s: a simulation of its requests on a %s chooses the buckets. For another "
+        "card use `vllm plan --device CARD --traffic FILE --write-buckets FILE`",
         *(source, card),
     )
     command = [sys.executable, "-m", "vllm.planning.replay_lengths", card, str(source), path]

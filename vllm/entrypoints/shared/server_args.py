@@ -19,87 +19,91 @@ class ServerArgs:
     """The HTTP server."""
 
     host: str | None = None
-    """Address to listen on. Default: all of them."""
+    """Address to listen on. Default: all addresses of this machine."""
 
     port: int = 8000
-    """Port to listen on; 0 takes a free one and logs it."""
+    """Port to listen on. 0: choose a free port and log it."""
 
     headless: bool = False
-    """Run replicas of a server on another machine (data_parallel_address), without an HTTP server
-    for clients."""
+    """Only run replicas for a server on another machine (see --data-parallel-address), without an
+    HTTP server for clients."""
 
     uds: str | None = None
     """Path of a Unix domain socket to listen on, instead of host and port."""
 
     api_key: tuple[str, ...] = field(default=(), repr=False)
-    """Keys of which a client must send one as `Authorization: Bearer KEY`, or `x-api-key`. Guards
-    every route but the health ones and the pages at /, /status and /docs, which contain no
-    data and ask for a key themselves. Default: VLLM_API_KEY, or everyone is served."""
+    """API keys. A client must send one of them, as `Authorization: Bearer KEY` or `x-api-key: KEY`.
+    Routes without a key: health checks, and the pages /, /status and /docs, which contain no data
+    and ask for a key themselves. Default: VLLM_API_KEY; without both, everyone is served."""
 
     root_path: str = ""
-    """Path prefix under which a proxy serves this server."""
+    """Path prefix of this server behind a proxy, such as /v2/llm. Default: none."""
 
     ssl_keyfile: str | None = None
-    """Private key of the server."""
+    """File with the private key of the server's certificate (PEM)."""
 
     ssl_certfile: str | None = None
-    """Certificate of the server; turns TLS on."""
+    """File with the certificate of the server (PEM). It turns TLS (https) on."""
 
     ssl_ca_certs: str | None = None
-    """Certificates of the authorities that sign client certificates (CA)."""
+    """File with the CA certificates that client certificates must be signed by (PEM)."""
 
     ssl_cert_reqs: int = 0
-    """Client certificates, as in the module ssl: 0 none, 1 optional, 2 required."""
+    """Whether clients must send a certificate: 0 no, 1 optional, 2 required."""
 
     enable_ssl_refresh: bool = False
     """Load certificate and key again when their files change."""
 
     allowed_origins: tuple[str, ...] = ("*",)
-    """Origins that browsers may call from (CORS)."""
+    """Origins (scheme and host of web pages) from which browsers may call this server (CORS)."""
 
     allowed_methods: tuple[str, ...] = ("*",)
-    """Methods that browsers of other origins may use."""
+    """HTTP methods that web pages of other origins may use (CORS)."""
 
     allowed_headers: tuple[str, ...] = ("*",)
-    """Headers that browsers of other origins may send."""
+    """HTTP headers that web pages of other origins may send (CORS)."""
 
     allow_credentials: bool = False
-    """Let browsers of other origins send credentials; needs allowed_origins without *."""
+    """Let web pages of other origins send cookies and other credentials (CORS). Needs
+    allowed_origins with names, not *."""
 
     allow_private_network: bool = False
-    """Let pages from the internet call this server where it is in a private network or on the
-    machine of the browser, which browsers ask for beforehand (Private Network Access)."""
+    """Let web pages from the internet call this server in a private network or on the user's own
+    machine (Private Network Access of browsers)."""
 
     middleware: tuple[str, ...] = ()
-    """Further ASGI middleware, as `module.name` of a class or of a coroutine function."""
+    """Additional ASGI middleware, as `module.name` of a class or of a coroutine function."""
 
     early_requests: Literal["wait", "reject"] = "wait"
-    """Requests that come before the model is ready: wait for it, or get 503 with Retry-After."""
+    """What happens to requests that arrive before the model is ready. wait: they wait. reject: they
+    get status 503 with Retry-After."""
 
     max_queued_requests: int | None = None
-    """Maximum number of requests that wait for the engine; further ones get 503. Default: no
-    limit."""
+    """Maximum number of waiting requests. If there are more, new requests get status 503. Default:
+    no limit."""
 
     max_queued_tokens: int | None = None
-    """Maximum number of prompt tokens of all waiting requests together; further requests get 503.
-    Default: no limit."""
+    """Maximum number of prompt tokens of all waiting requests together. If there are more, new
+    requests get status 503. Default: no limit."""
 
     request_timeout: float | None = None
-    """Seconds after which a request is aborted with 504. Default: never."""
+    """Seconds after which a request is aborted with status 504. Default: no limit."""
 
     max_request_bytes: int = 16 * 2**20
-    """Maximum size of a request body; larger ones get 413."""
+    """Maximum size of a request body in bytes. Larger requests get status 413."""
 
     max_media_request_bytes: int = 96 * 2**20
-    """Maximum size of a request body that may have images, sounds or videos, if the model reads
-    any. The default is for 16 files of 4 MB as base64."""
+    """Maximum size in bytes of a request body that can contain images, sounds or videos, if the
+    model reads any. The default is enough for 16 files of 4 MB as base64."""
 
     keep_alive_timeout: int = 120
-    """Seconds that a connection without a request stays open. Proxies keep theirs for 60 to 90
-    seconds, and answer 502 if the server closes first. Default: VLLM_HTTP_TIMEOUT_KEEP_ALIVE."""
+    """Seconds that an idle connection stays open. Use more than the time of your proxy (usually 60
+    to 90 seconds), because it answers 502 if the server closes first. Default:
+    VLLM_HTTP_TIMEOUT_KEEP_ALIVE."""
 
     body_timeout: float = 60.0
-    """Seconds for the body of a request to arrive, however slowly; then it gets 408."""
+    """Maximum number of seconds until the whole body of a request has arrived. After that the
+    request gets status 408."""
 
     max_n: int = 128
     """Maximum number of outputs that a request may ask for (n, best_of)."""
@@ -114,8 +118,7 @@ class ServerArgs:
     """Maximum number of prompts, inputs or documents in one request."""
 
     max_batch_sequences: int = 2048
-    """Maximum number of outputs of one request over all of its prompts: prompts times n (or
-    best_of)."""
+    """Maximum number of outputs of one request in total: number of prompts times n (or best_of)."""
 
     max_messages: int = 8192
     """Maximum number of messages in a conversation, or of items in an input of the Responses
@@ -149,7 +152,7 @@ class ServerArgs:
     """Maximum number of JSON values (numbers, strings, lists, objects) in one request body."""
 
     max_request_names: int = 2**17
-    """Maximum number of members (name and value) of all JSON objects in one request body."""
+    """Maximum number of name-value pairs in all JSON objects of one request body."""
 
     max_prompt_logprob_values: int = 2**22
     """Maximum number of log-probabilities of prompt tokens in one answer: tokens of all prompts
@@ -161,42 +164,44 @@ class ServerArgs:
     the server at once."""
 
     restart_engine: int = 0
-    """How often an engine process that died is restarted before the server exits."""
+    """Maximum number of restarts of a crashed engine process. After that, the server exits."""
 
     chat_template: str | None = None
-    """Jinja template of conversations: a file, or the template itself. Default: the model's."""
+    """Chat template (Jinja): a file, or the template itself. Default: the template of the model."""
 
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
-    """How the template expects the content of messages: as a string, or as a list of parts
-    (openai)."""
+    """Form in which the chat template expects the content of messages. string: one string. openai:
+    a list of parts. auto: detected from the template."""
 
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template for requests that do not set them, such as
-    `{"enable_thinking": false}`."""
+    """Default arguments of the chat template, such as `{"enable_thinking": false}`. A request can
+    override them."""
 
     response_role: str = "assistant"
-    """Role of the answers to chat requests."""
+    """Role in the answers to chat requests."""
 
     enable_auto_tool_choice: bool = False
-    """Let the model decide about tool calls (tool_choice auto); needs tool_call_parser."""
+    """Let the model decide when to call a tool (tool_choice auto). Needs tool_call_parser."""
 
     tool_call_parser: str | None = None
-    """Format in which the model writes tool calls; `--tool-call-parser help` lists the names."""
+    """Name of the parser for the tool calls of the model; `--tool-call-parser help` lists the
+    names."""
 
     tool_parser_plugin: str | None = None
-    """Python file that registers further tool parsers, or reasoning parsers. Parsers that were
+    """Python file that registers additional tool parsers or reasoning parsers. Parsers that were
     written for vLLM also work."""
 
     reasoning_parser: str | None = None
-    """Format in which the model writes its reasoning; `--reasoning-parser help` lists the names."""
+    """Name of the parser that separates the reasoning of the model from its answer;
+    `--reasoning-parser help` lists the names."""
 
     reasoning_parser_plugin: str | None = None
-    """Python file that registers further reasoning parsers. Parsers that were written for vLLM also
-    work."""
+    """Python file that registers additional reasoning parsers. Parsers that were written for vLLM
+    also work."""
 
     enable_reasoning: bool = False
-    """Older flag without an effect of its own: reasoning_parser, which it needs, separates
-    reasoning from answers."""
+    """Old flag, not needed any more: --reasoning-parser is enough. The flag only checks that
+    --reasoning-parser is given."""
 
     lora_modules: tuple[str, ...] = ()
     """LoRA adapters that requests may name as `model`: name=path, or JSON with name and path.
@@ -206,7 +211,7 @@ class ServerArgs:
     """Prompt adapters. Not supported: the server does not start with this flag."""
 
     return_tokens_as_token_ids: bool = False
-    """Write tokens in log-probabilities as `token_id:123`."""
+    """Write tokens in log-probabilities as `token_id:123`, not as text."""
 
     enable_prompt_tokens_details: bool = False
     """Report in `usage` how many prompt tokens were cached."""
@@ -215,7 +220,7 @@ class ServerArgs:
     """Send `usage` at the end of every stream, even if the request does not ask for it."""
 
     enable_request_id_headers: bool = False
-    """Send X-Request-Id with every response."""
+    """Add the header X-Request-Id to every response."""
 
     disable_fastapi_docs: bool = False
     """Do not serve /docs and /openapi.json."""
@@ -230,15 +235,15 @@ class ServerArgs:
     """Log the body of each request, prompts included."""
 
     max_log_len: int | None = None
-    """Maximum number of characters of a string, and of entries of a list, that log_requests shows.
-    Default: all."""
+    """Maximum number of characters of a string, and of entries of a list, in the lines of
+    --log-requests. Default: all."""
 
     log_format: Literal["text", "json"] | None = None
-    """Format of the server's log lines. Default: the value of VLLM_LOGGING_FORMAT, which is also
-    the format of the engine's."""
+    """Format of the log lines of the server. Default: the value of VLLM_LOGGING_FORMAT, which is
+    also the format of the engine."""
 
     log_config_file: str | None = None
-    """JSON file for `logging.config.dictConfig`."""
+    """JSON file with logging settings for Python's `logging.config.dictConfig`."""
 
     uvicorn_log_level: LogLevel = "info"
     """Level of the HTTP server's own log."""
@@ -247,7 +252,8 @@ class ServerArgs:
     """Do not log a line for each HTTP request."""
 
     otlp_traces_endpoint: str | None = None
-    """Address to send OpenTelemetry traces to; needs the extra `vllm[otel]`."""
+    """URL to which OpenTelemetry traces are sent. Needs `pip install 'vllm[otel]'`. Default: no
+    traces."""
 
     dev_mode: bool = field(default=False, metadata={"cli": False})
     """Also serve the routes for development (VLLM_SERVER_DEV_MODE)."""

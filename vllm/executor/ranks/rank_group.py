@@ -432,7 +432,7 @@ class RankGroup:
         try:
             each.connection.sendall(data)
         except BlockingIOError as error:
-            reason = f"{each.name} has not taken a message for {self._meeting.timeout_s} s"
+            reason = f"{each.name} has not read a message for {self._meeting.timeout_s} s"
             raise RankError(reason) from error
         except OSError as error:
             raise self.explain(error) from error

@@ -138,8 +138,8 @@ def _lack(there: dict[str, float], size: int, resources: dict[str, float]) -> st
             lack = f"{size} workers need {count * size:g} {name}, and the Ray cluster has {total:g}"
             if name == "HPU" and not total:
                 lack += (
-                    " (where Ray has not found the cards of a machine, tell it how many there are: "
-                    "`ray start --resources='{\"HPU\": 8}'`)"
+                    " (if Ray has not found the cards of a machine, give their number: `ray start "
+                    "--resources='{\"HPU\": 8}'`)"
                 )
             return lack
     return None

@@ -231,7 +231,7 @@ def _longrope(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
     if given is None or len(given) != rope.rotary_dim // 2:
         raise ConfigError(
             f"rope type 'longrope' needs {name} with {rope.rotary_dim // 2} numbers, one for each "
-            f"pair, got {given}"
+            f"pair of rotated elements, got {given}"
         )
     factors = torch.tensor([float(factor) for factor in given], dtype=torch.float32)
     sharpness = rope.scaling.get(f"{length}_mscale", rope.scaling.get("attention_factor"))

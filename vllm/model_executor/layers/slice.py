@@ -137,8 +137,8 @@ class CheckpointTensor:
             raise WeightLoadError(
                 f"tensor {name} stores {WORD_BITS // bits} output features in a word: the "
                 f"{part.count} features from index {part.start} in each {part.group} do not fill "
-                "whole words, so the layer cannot be split as the model needs it. Use a "
-                "checkpoint in a different format"
+                "whole words, so the layer cannot be divided into the parts that the model needs. "
+                "Use a checkpoint in a different format"
             )
         if len(self.shape) <= dim or self.shape[dim] != places.total:
             raise WeightLoadError(

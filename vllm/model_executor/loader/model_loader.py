@@ -245,7 +245,7 @@ def log_dequantized(model: nn.Module) -> None:
         logger.warning(
             "%d quantized layers are dequantized in memory, as this device has no kernel for "
             "their format: %s%s. They take as much memory as unquantized layers; "
-            "docs/quantization.md says which formats stay small",
+            "docs/quantization.md lists the formats that stay small",
             *(len(names), ", ".join(names[:3]), ", ..." if len(names) > 3 else ""),
         )
 
@@ -261,9 +261,9 @@ def _check_size(num_bytes: int, files: Sequence[Path]) -> None:
     in_files = sum(path.stat().st_size for path in files)
     if num_bytes > max(_SMALL_BYTES, _LARGEST_RATIO * in_files):
         raise WeightLoadError(
-            f"a model of the sizes in config.json has {num_bytes / 2**30:.4g} GiB of weights, but "
-            f"the files of the checkpoint have {in_files / 2**30:.4g} GiB. Does config.json "
-            "belong to a different model, or are files missing?"
+            f"the sizes in config.json need {num_bytes / 2**30:.4g} GiB of weights, but the files "
+            f"of the checkpoint have {in_files / 2**30:.4g} GiB. Does config.json belong to a "
+            "different model, or are files missing?"
         )
 
 

@@ -86,7 +86,10 @@ class MptForCausalLM(DecoderForCausalLM):
                 f"MPTForCausalLM with ALiBi must have a power of two heads, got {arch.num_heads}"
             )
         if not attention.get("alibi", True) or attention.get("qk_ln"):
-            raise ConfigError("MPTForCausalLM needs attn_config with alibi, and without qk_ln")
+            raise ConfigError(
+                "MPTForCausalLM needs attn_config in config.json with alibi true, and qk_ln "
+                "false or missing"
+            )
         scale = attention.get("softmax_scale")
         options = DecoderOptions(
             norm=layer_norm_without_bias,

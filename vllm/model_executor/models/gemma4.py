@@ -373,8 +373,8 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
         config = arch.hf_config
         if config.get("use_bidirectional_attention") == "all":
             raise ConfigError(
-                f"use_bidirectional_attention in config.json must be null or 'vision' for "
-                f"{arch.architecture}, got 'all': tokens of text must not see later ones"
+                "use_bidirectional_attention in config.json must be null or 'vision' for "
+                f"{arch.architecture}, got 'all': text tokens must not attend to later tokens"
             )
         options = replace(
             llama_options(arch),

@@ -223,8 +223,8 @@ class _WithAddedStates(_LanguageModel, DecoderForCausalLM, ReadsContext):
             return
         if num_added >= self.num_layers:
             raise ConfigError(
-                f"config.json: the encoder of images adds values to the first {num_added} layers, "
-                f"so the language model must have more layers, got {self.num_layers}"
+                f"config.json: the image encoder adds values to the first {num_added} layers, so "
+                f"the language model must have more layers, got {self.num_layers}"
             )
         if stage.end_layer < num_added:
             raise ConfigError(

@@ -51,8 +51,8 @@ class ParallelPlan:
         plan: Mapping[str, str] | None = getattr(config, "base_model_tp_plan", None)
         if tp.size > 1 and not plan:
             raise ConfigError(
-                f"it cannot be split over {tp.size} ranks, as transformers has no plan for it "
-                f"(base_model_tp_plan): set tensor_parallel_size=1"
+                f"it cannot be split over {tp.size} ranks, because transformers has no plan for "
+                "that (base_model_tp_plan). Set tensor_parallel_size=1"
             )
         self._styles = [
             (re.compile(re.escape(path).replace(r"\*", r"\d+")), style)
@@ -70,8 +70,8 @@ class ParallelPlan:
             return _WHOLE
         if style not in _KINDS:
             raise ConfigError(
-                f"it cannot be split over {self.tp.size} ranks, as its plan splits {path} in the "
-                f"unsupported way {style!r}: set tensor_parallel_size=1"
+                f"it cannot be split over {self.tp.size} ranks, because its plan splits {path} in "
+                f"the unsupported way {style!r}. Set tensor_parallel_size=1"
             )
         return _KINDS[style]
 

@@ -69,10 +69,11 @@ class TransformersForCausalLM(CausalLM):
         names = arch.hf_config.get("architectures") or [type(self.inner).__name__]
         if usual_architecture(names[0]) not in (type(self.inner).__name__, *TEXT_TYPES):
             raise self._refusal(
-                f"model_type {arch.model_type!r} of config.json is {type(self.inner).__name__}"
+                f"model_type {arch.model_type!r} in config.json belongs to another class, "
+                f"{type(self.inner).__name__}"
             )
         if self.base_model is self.inner:
-            raise self._refusal("its decoder is not a module of its own")
+            raise self._refusal("its decoder is not a separate module of the model")
         self._refuse_states()
         self._fix_rotations()
         try:
@@ -93,7 +94,7 @@ class TransformersForCausalLM(CausalLM):
         self.inner.set_input_embeddings(table)
         head = self.inner.get_output_embeddings()
         if not isinstance(head, nn.Linear):
-            raise self._refusal("it has no linear output head")
+            raise self._refusal("its output head is not a linear layer")
         lm_head = ParallelLMHead(
             head.out_features, head.in_features, tp, has_bias=head.bias is not None
         )
@@ -102,7 +103,10 @@ class TransformersForCausalLM(CausalLM):
             lm_head.tie(table)
         for name, module in self.inner.named_children():
             if module not in (self.base_model, lm_head):
-                raise self._refusal(f"its logits need another module than its head: {name}")
+                raise self._refusal(
+                    f"the module '{name}' takes part in computing the logits, but only a plain "
+                    "output head is supported"
+                )
             self.add_module(name, module)
         self.lm_head = lm_head
         self.ranges = LayerRanges(self.base_model, self.inner.config, arch.num_layers)
@@ -210,7 +214,7 @@ class TransformersForCausalLM(CausalLM):
             raise self._refusal(str(error)) from error
         except Exception as error:  # modules of an unknown architecture may raise anything
             raise self._refusal(
-                f"its modules raise {type(error).__name__}: {' '.join(str(error).split())}"
+                f"a test run of it raises {type(error).__name__}: {' '.join(str(error).split())}"
             ) from error
         finally:
             for hook in hooks:
@@ -220,13 +224,14 @@ class TransformersForCausalLM(CausalLM):
         num_layers = self.stage.end_layer - self.stage.first_layer
         if num_attended != num_layers:
             raise self._refusal(
-                f"{num_attended} of its {num_layers} layers used the attention interface"
+                f"its {num_layers} layers call the attention interface of transformers "
+                f"{num_attended} times; each layer must call it once"
             )
         error_limit = torch.finfo(first.dtype).eps ** 0.5 * first.abs().max()
         if (first - second).abs().max() > error_limit:
             raise self._refusal(
-                "what it computes for a token depends on the tokens beside it, not through "
-                "attention alone"
+                "its output for a token depends on neighbouring tokens in another way than by "
+                "attention, so several requests cannot share a batch"
             )
 
     def _check_logits(self) -> None:
@@ -273,8 +278,8 @@ class TransformersForCausalLM(CausalLM):
         """Return why the layers cannot be divided into pipeline stages; None if they can."""
         if not self.ranges.is_planned:
             return (
-                "it runs all layers or none, as transformers has no plan to divide them "
-                "(base_model_pp_plan): set pipeline_parallel_size=1"
+                "its layers cannot be divided over stages, because transformers has no plan for "
+                "that (base_model_pp_plan). Set pipeline_parallel_size=1"
             )
         size = (2, self.arch.hidden_size)
         given = self._on_device(torch.rand(size, generator=torch.Generator().manual_seed(0)))
@@ -286,14 +291,14 @@ class TransformersForCausalLM(CausalLM):
             if not is_version_4():  # decoder layers of transformers 4 may return a tuple
                 raise
             return (
-                f"it runs all layers or none, as without them its decoder raises "
-                f"{type(error).__name__}: set pipeline_parallel_size=1"
+                "its layers cannot be divided over stages, because its decoder raises "
+                f"{type(error).__name__} without them. Set pipeline_parallel_size=1"
             )
         if torch.equal(given, found):
             return None
         return (
-            "it runs all layers or none, as it changes hidden states outside of its layers: set "
-            "pipeline_parallel_size=1"
+            "its layers cannot be divided over stages, because it also changes hidden states "
+            "outside of them. Set pipeline_parallel_size=1"
         )
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
@@ -311,7 +316,9 @@ class TransformersForCausalLM(CausalLM):
                 found.append(embedding(ids))
             scale = float(found[1].flatten()[0])
             if found[0].any() or not torch.equal(found[1], torch.full_like(found[1], scale)):
-                raise self._refusal("its embedding does more than to scale the rows of its table")
+                raise self._refusal(
+                    "its token embedding does more than scale the entries of a table"
+                )
         return scale
 
     def _refuse_states(self) -> None:
@@ -324,8 +331,8 @@ class TransformersForCausalLM(CausalLM):
                 takes_cache and not any(_attends(part) for part in module.modules())
             ):
                 raise self._refusal(
-                    f"its module {path} ({type(module).__name__}) keeps a state of its own beside "
-                    f"the keys and values of attention"
+                    f"its module {path} ({type(module).__name__}) stores data of earlier tokens "
+                    "outside of the KV cache"
                 )
 
     def _fix_rotations(self) -> None:
@@ -349,12 +356,12 @@ class TransformersForCausalLM(CausalLM):
     def _fix_frequencies(self, module: Any, prefix: str, rope: RopeConfig | None) -> None:
         buffer = getattr(module, f"{prefix}inv_freq", None)
         if rope is None or buffer is None:
-            raise self._refusal("its rotations depend on the longest position of a launch")
+            raise self._refusal("its rotary embedding depends on the longest sequence of a batch")
         with torch.device("cpu"):
             frequencies, factor = rotary_frequencies(rope, self.arch.derived_max_model_len)
         if frequencies.shape != buffer.shape:
             raise self._refusal(
-                f"its rotations have {buffer.numel()} frequencies, config.json says "
+                f"its rotary embedding has {buffer.numel()} frequencies, but config.json describes "
                 f"{frequencies.numel()}"
             )
         buffer.copy_(frequencies)
@@ -373,7 +380,10 @@ class TransformersForCausalLM(CausalLM):
             )
         for path, module in found.items():
             if not getattr(module, "is_causal", True) or hasattr(module, "sinks"):
-                raise ConfigError("this engine has no kernel for its kind of attention")
+                raise ConfigError(
+                    "this engine has no kernel for its kind of attention (not causal, or with "
+                    "sinks)"
+                )
             heads = plan.heads_of(path, module, self.arch)
             module.vllm_attention = self._attention_of(module, *heads)
 
@@ -396,7 +406,7 @@ class TransformersForCausalLM(CausalLM):
 
 def _refusal(arch: ModelArch, reason: str) -> ConfigError:
     names = arch.hf_config.get("architectures") or [arch.architecture]
-    return ConfigError(f"{names[0]} cannot run with the modules of transformers: {reason}")
+    return ConfigError(f"{names[0]} cannot run with the model code of transformers: {reason}")
 
 
 class AttentionOfTransformers(Attention):
@@ -466,9 +476,14 @@ def _build(arch: ModelArch) -> Any:
     except Exception as error:  # modules of an unknown architecture may raise anything
         reason = " ".join(str(error).split())
         if isinstance(error, KeyError) and error.args == (_INTERFACE,):
-            reason = "they choose their attention from a fixed table, which cannot be added to"
+            reason = (
+                "its attention implementation can only be one of a fixed list, without the one "
+                "of this engine"
+            )
         elif not isinstance(error, (ValueError, ImportError)):
-            reason = f"with this config.json they raise {type(error).__name__}: {reason}"
+            reason = (
+                f"with this config.json, creating the model raises {type(error).__name__}: {reason}"
+            )
         raise _refusal(arch, reason) from error
 
 
@@ -514,13 +529,13 @@ def _attend(
     """
     attention: Any = module.vllm_attention
     if attention_mask is not None:
-        raise ConfigError("its attention has a mask of its own")
+        raise ConfigError("its attention uses its own mask")
     heads = (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)
     given = [tuple(part.shape[1::2]) for part in (query, key, value)]
     if given != [(count, attention.head_size) for count in heads]:
         raise ConfigError(
-            f"its queries, keys and values have {given} heads and elements, but config.json has "
-            f"{heads} heads of {attention.head_size}"
+            f"its queries, keys and values have (heads, elements) {given}, but config.json "
+            f"describes {heads} heads of {attention.head_size}"
         )
     built: AttentionOptions = attention.options
     asked = AttentionOptions(
@@ -531,7 +546,9 @@ def _attend(
     if not attention.has_run:
         attention.options, attention.has_run = asked, True
     elif asked != built:
-        raise ConfigError(f"its attention asks for {asked}, but asked for {built} before")
+        raise ConfigError(
+            f"the options of its attention change between calls: {asked}, before {built}"
+        )
     rows = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
     return attention(*rows)[None], None
 

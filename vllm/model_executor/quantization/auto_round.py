@@ -32,9 +32,7 @@ def create_auto_round(settings: Settings) -> Quantization:
     packing = _packing_of(settings)
     if packing == "awq":
         if others:
-            raise wrong(
-                "extra_config", others, "layers of 16 bits, where numbers are packed as AWQ"
-            )
+            raise wrong("extra_config", others, "layers of 16 bits, if values are packed as AWQ")
         own = {"modules_to_not_convert": dense, "zero_point": True, "version": "gemm"}
         return AWQ({**_whole(settings), **own})
     dynamic: dict[str, Any] = {f"-:.*{re.escape(name)}$": {} for name in dense}

@@ -63,7 +63,7 @@ class BitsAndBytes(NamedFormat["_Table | str"]):
         """
         bits = (settings.get("load_in_4bit"), settings.get("load_in_8bit"))
         if sum(each is True for each in bits) != 1:
-            raise wrong("load_in_4bit", bits[0], "true, or load_in_8bit: true in its place")
+            raise wrong("load_in_4bit", bits[0], "true, or load_in_8bit: true instead of it")
         self.table: _Table | None = None
         if bits[0]:
             kind = choice(settings, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
@@ -195,7 +195,7 @@ class ScaledInt8(RowsLinear):
 
     def __init__(self, name: str) -> None:
         dtype = torch.int8
-        is_other = checked(lambda layout: layout != 0, "another layout than row by row")
+        is_other = checked(lambda layout: layout != 0, "a layout that is not row by row")
         tensors = (
             RowTensor(name="weight", dtypes=(dtype,), dtype=dtype),
             RowTensor(

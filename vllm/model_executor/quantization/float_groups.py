@@ -70,7 +70,7 @@ valid_scales = checked(
 valid_powers = checked(lambda x: x == _NAN, f"{_NAN}, which is NaN")
 """Check of scales in E8M0."""
 _POSITIVE = checked(
-    lambda x: ~((x > 0) & x.isfinite()), "a factor that is no positive number, or infinite"
+    lambda x: ~((x > 0) & x.isfinite()), "a factor that is not a positive, finite number"
 )
 
 

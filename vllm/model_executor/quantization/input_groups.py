@@ -108,7 +108,9 @@ class InputGroups:
             WeightLoadError: the groups are not the expected number of groups of equal size.
         """
         if len(source.shape) != 1:
-            raise WeightLoadError(f"tensor {name} has shape {list(source.shape)}, not one row")
+            raise WeightLoadError(
+                f"tensor {name} has shape {list(source.shape)}, but it must have one dimension"
+            )
 
         def check(numbers: Tensor) -> Tensor:
             if not numbers.is_meta:

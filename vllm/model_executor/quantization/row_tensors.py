@@ -105,9 +105,9 @@ class RowsLinear(StoredLinear):
     def _check_fills(self, layer: ParallelLinear, tensor: RowTensor) -> None:
         if tensor.of == "inputs" and layer.input_size % tensor.size:
             raise ConfigError(
-                f"{self.name} has {layer.input_size} input features on each rank, but each "
-                f"element of {tensor.name} holds {tensor.size} of them, so the last one would be "
-                "split. Use another tensor_parallel_size"
+                f"{self.name} has {layer.input_size} input features on each rank, but each element "
+                f"of {tensor.name} holds {tensor.size} of them, so a rank would need a part of an "
+                "element. Use another tensor_parallel_size"
             )
 
     def _shape(self, layer: ParallelLinear, tensor: RowTensor) -> list[int]:

@@ -11,7 +11,7 @@ Settings = Mapping[str, Any]
 
 OF_GPU = "a layout for the matrix units of another device"
 """The reason why layouts of Marlin are refused."""
-NOT_MARLIN = f"the GPTQ checkpoint that it was made of: Marlin is {OF_GPU}"
+NOT_MARLIN = f"the GPTQ checkpoint from which it was made: Marlin is {OF_GPU}"
 """Advice about a checkpoint in that layout."""
 
 MAX_GROUP = 1 << 16

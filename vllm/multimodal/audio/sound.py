@@ -174,7 +174,7 @@ def _decode_file(
         seconds = num_samples / sampling_rate
         if seconds < stated_s - _MISSING_S:
             raise IncompleteError(
-                f"it must have {stated_s:.2f} s of sound by its header, got {seconds:.2f} s"
+                f"its header announces {stated_s:.2f} s of sound, but it has only {seconds:.2f} s"
             )
 
 

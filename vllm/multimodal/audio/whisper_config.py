@@ -47,8 +47,8 @@ class WhisperEncoderConfig:
             raise wrong_setting(
                 "chunk_length",
                 settings.chunk_length,
-                f"the seconds of {self.num_frames} frames, twice max_source_positions of "
-                f"config.json; it is those of {settings.chunk_frames} frames",
+                f"the length of {self.num_frames} frames (twice max_source_positions of "
+                f"config.json), but it is the length of {settings.chunk_frames} frames",
             )
 
 

@@ -30,7 +30,7 @@ def tokens_per_side(config: Mapping[str, Any], tower: TowerConfig) -> int:
         raise wrong_config(
             "mm_tokens_per_image",
             num_tokens,
-            f"the square of a divisor of {side}, the patches of a row",
+            f"the square of a divisor of {side}, the number of patches in a row of an image",
         )
     return root
 

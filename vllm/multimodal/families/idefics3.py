@@ -29,7 +29,11 @@ def merged_patches(config: Mapping[str, Any], tower: TowerConfig) -> int:
     side = tower.patches_per_side
     scale = config_whole(config, "scale_factor", 2, side)
     if side % scale:
-        raise wrong_config("scale_factor", scale, f"a divisor of {side}, the patches of a row")
+        raise wrong_config(
+            "scale_factor",
+            scale,
+            f"a divisor of {side}, the number of patches in a row of an image",
+        )
     return scale
 
 
@@ -59,7 +63,7 @@ class Idefics3Family(TiledFamily):
             raise wrong_setting(
                 key,
                 settings.get(key),
-                "such that it bounds the number of tiles: do_resize is true, and size has "
+                "a setting that limits the number of tiles: do_resize true, and size with "
                 "longest_edge",
             )
 

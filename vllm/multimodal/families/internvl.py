@@ -31,7 +31,9 @@ def merged_patches(config: Mapping[str, Any], tower: TowerConfig) -> int:
     scale = round(1 / ratio) if is_number(ratio) and 1 / side <= ratio <= 1 else 0
     if not scale or scale * ratio != 1 or side % scale:
         raise wrong_config(
-            "downsample_ratio", ratio, f"1 divided by a divisor of {side}, the patches of a row"
+            "downsample_ratio",
+            ratio,
+            f"1 divided by a divisor of {side}, the number of patches in a row of an image",
         )
     return scale
 
@@ -63,7 +65,9 @@ class InternVLFamily(TiledFamily):
     def grid_of_embeddings(self, count: int, grid: tuple[int, ...] | None) -> tuple[int, ...]:
         size = self._tokens_of_tile
         if grid is not None:
-            raise RequestError("image_grid_thw must be absent: this model counts tiles")
+            raise RequestError(
+                "image_grid_thw is not used by this model, which counts tiles: leave it out"
+            )
         if count % size or not 0 < count <= self._most * size:
             raise RequestError(
                 f"an image of this model must have {size} embeddings for each of its tiles, at "

@@ -137,7 +137,7 @@ class MediaFetcher:
             if scheme in ("http", "https"):
                 return await asyncio.wait_for(self._follow(url, budget), timeout_s)
         except asyncio.TimeoutError:
-            reason = f"it took longer than {timeout_s:g} s, the limit"
+            reason = f"it took longer than the limit of {timeout_s:g} s"
         except (HTTPError, OSError, ValueError) as error:
             reason = _describe(error)
         else:

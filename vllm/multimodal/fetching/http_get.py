@@ -100,7 +100,7 @@ class Answer:
         """Begin again, after an interim answer."""
         if self.is_complete:
             # Raising stops the parser.
-            raise HTTPError("the answer must be the last of its connection, got more bytes")
+            raise HTTPError("the server sent more bytes after the end of its answer")
         self.headers.clear()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -145,8 +145,8 @@ class Budget:
         self._num_left -= num_bytes
         if self._num_left < 0:
             raise HTTPError(
-                f"the media that a request names by URLs must have at most {self._max_bytes} bytes "
-                f"together, and have more"
+                f"the files at the URLs of the request have more than {self._max_bytes} bytes in "
+                "total, which is the limit"
             )
 
 
@@ -220,7 +220,7 @@ async def _read_into(
         if answer.status != 200:
             return
         if answer.headers.get("content-encoding", "identity").strip().lower() != "identity":
-            raise HTTPError("the answer is compressed, which was not asked for")
+            raise HTTPError("the answer is compressed, although the request did not allow that")
         announced = answer.headers.get("content-length", "0").strip()
         # Content-Length may have any number of digits, but int() refuses very long numbers.
         if len(answer.body) > max_bytes or len(announced) > 18 or int(announced) > max_bytes:

@@ -65,7 +65,7 @@ class GridFamily(MediaFamily):
     def grid_of_embeddings(self, count: int, grid: tuple[int, ...] | None) -> tuple[int, ...]:
         if grid is None:
             raise RequestError(
-                "embeddings of this model must have image_grid_thw: 1, and height and width "
+                "embeddings of an image for this model need image_grid_thw: [1, height, width], "
                 "in patches"
             )
         side = self._merge_size

@@ -82,7 +82,9 @@ def grid_of_size(count: int, size: int, grid: tuple[int, ...] | None) -> tuple[i
         grid: that the request has.
     """
     if grid is not None:
-        raise RequestError("image_grid_thw must be absent: images of this model have one size")
+        raise RequestError(
+            "image_grid_thw is not used by this model, whose images have one size: leave it out"
+        )
     if count != size:
         raise RequestError(f"an image of this model must have {size} embeddings, got {count}")
     return (size,)
@@ -198,7 +200,7 @@ class MediaFamily(ABC):
         Raises:
             RequestError: images of this model have no such grids.
         """
-        raise RequestError("image_grid_thw must be absent: images of this model have no such grid")
+        raise RequestError("image_grid_thw is not used by this model: leave it out")
 
     @property
     def num_added(self) -> int:

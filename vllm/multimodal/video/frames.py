@@ -194,7 +194,9 @@ def _decode(
                 yield frame
                 break
         else:
-            raise IncompleteError(f"it must have {len(index.times)} frames, as its index says")
+            raise IncompleteError(
+                f"its index lists {len(index.times)} frames, but some of them are missing"
+            )
 
 
 def _stack(

@@ -302,9 +302,9 @@ def _refuse_chunk(
             )
         if end - start > seq_len or seq_len > max_blocks * block_size:
             raise ValueError(
-                f"request {b} must have at most as many new tokens as tokens ({seq_len}) and a "
-                f"block table that holds them all; got {end - start} new tokens and {max_blocks} "
-                f"blocks of {block_size}"
+                f"request {b}: its new tokens must not be more than its tokens ({seq_len}), and "
+                f"its block table must have blocks for all of them; got {end - start} new tokens "
+                f"and {max_blocks} blocks of {block_size} tokens"
             )
         if last_keys is not None:
             check_last_keys(b, last_keys[start:end], seq_len)

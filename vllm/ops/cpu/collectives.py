@@ -98,5 +98,5 @@ class SharedMemoryCollectives:
         if status == self._aborted:
             return CollectiveError(operation, self._rank, "another rank has failed")
         missing = self._first_rank + status - self._missing
-        text = f"rank {missing} has not come within {self._timeout_s} s"
+        text = f"rank {missing} has not arrived within {self._timeout_s} s"
         return CollectiveError(operation, self._rank, text)

@@ -110,9 +110,9 @@ class NativeAttention(Ops):
             num_blocks = -(-seq_len // block_size)
             if end - start > seq_len or num_blocks > block_tables.shape[1]:
                 raise ValueError(
-                    f"request {b} must have at most as many new tokens as tokens ({seq_len}) and "
-                    f"a block table that holds them all; got {end - start} new tokens and "
-                    f"{block_tables.shape[1]} blocks of {block_size}"
+                    f"request {b}: its new tokens must not be more than its tokens ({seq_len}), "
+                    f"and its block table must have blocks for all of them; got {end - start} new "
+                    f"tokens and {block_tables.shape[1]} blocks of {block_size} tokens"
                 )
             if end == start:
                 continue

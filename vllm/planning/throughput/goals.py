@@ -84,7 +84,7 @@ class Miss:
     def __str__(self) -> str:
         kind = KINDS[self.name]
         limit = "least" if kind.is_least else "most"
-        return f"{kind.words} {self.value:,.4g} {kind.unit}, at {limit} {self.goal:,.4g} is asked"
+        return f"{kind.words} {self.value:,.4g} {kind.unit} (goal: at {limit} {self.goal:,.4g})"
 
 
 @dataclass(frozen=True)

@@ -54,14 +54,17 @@ class BridgeKernels(FusedExperts, QuantizedKernels):
             return "this build of the bridge lacks it"
         cards = PARTS[name].cards
         if cards and self._card().upper() not in cards:
-            return f"it is a kernel of {' and '.join(cards)}"
+            return f"only {' and '.join(cards)} have it"
         if name not in TRIALS:
             return None
         if name not in self._tried:
             self._tried[name] = TRIALS[name](self, self._runner)
             if self._tried[name] is not None:
                 logger.warning(
-                    "%s is not used, %s: %s", name, self._tried[name], PARTS[name].instead
+                    "the kernel %s of the card is not used: %s. Instead, %s",
+                    name,
+                    self._tried[name],
+                    PARTS[name].instead,
                 )
         return self._tried[name]
 

@@ -48,14 +48,18 @@ class Part:
     """The part that this one is an argument of."""
 
 
-_PLAIN_EXPERTS = "one matmul of torch after the other computes the experts"
+_PLAIN_EXPERTS = "the experts are computed by torch operators, one after the other, which is slower"
 
 PARTS: dict[str, Part] = {
-    "FusedSDPA": Part("hpex.kernels", ("FusedSDPA",), "torch operators compute prompt attention"),
+    "FusedSDPA": Part(
+        "hpex.kernels",
+        ("FusedSDPA",),
+        "prompt attention is computed by torch operators, which is slower",
+    ),
     "FusedSDPA window_size": Part(
         "hpex.kernels",
         ("FusedSDPA",),
-        "a mask says what the layers with a sliding window see",
+        "layers with a sliding window use a mask, which takes more memory",
         since=(1, 22),
         arguments=("window_size",),
         of="FusedSDPA",
@@ -63,7 +67,7 @@ PARTS: dict[str, Part] = {
     "FusedSDPA sink": Part(
         "hpex.kernels",
         ("FusedSDPA",),
-        "torch operators compute the prompt attention of layers with sinks",
+        "prompt attention of layers with sinks is computed by torch operators, which is slower",
         since=(1, 24),
         arguments=("sink",),
         of="FusedSDPA",
@@ -71,28 +75,28 @@ PARTS: dict[str, Part] = {
     "fp8_fused_sdpa": Part(
         "hpex.kernels",
         ("fp8_fused_sdpa",),
-        "prompts attend in bfloat16, also with VLLM_PROMPT_USE_FP8_FUSEDSDPA=1",
+        "prompt attention is computed in bfloat16, also with VLLM_PROMPT_USE_FP8_FUSEDSDPA=1",
         arguments=("d_scale_q", "d_scale_k", "d_scale_v", "q_scale_s", "d_scale_s"),
     ),
     "FusedRMSNorm": Part(
-        "hpex.normalization", ("FusedRMSNorm",), "torch operators compute RMS norms"
+        "hpex.normalization", ("FusedRMSNorm",), "RMS norms are computed by torch operators"
     ),
     "apply_rotary_pos_emb": Part(
         "hpex.kernels",
         ("apply_rotary_pos_emb", "RotaryPosEmbeddingMode"),
-        "torch operators rotate queries and keys",
+        "rotary embeddings are computed by torch operators",
     ),
     "block_softmax": Part(
         OPERATORS,
         ("block_softmax",),
-        "torch operators compute the softmax of a block of a decode",
+        "the softmax of decode attention is computed by torch operators",
         since=(1, 22),
         cards=("GAUDI3",),
     ),
     "block_softmax_adjustment": Part(
         OPERATORS,
         ("block_softmax_adjustment",),
-        "torch operators bring the blocks of a decode to one maximum",
+        "the block maxima of decode attention are combined by torch operators",
         since=(1, 22),
         cards=("GAUDI3",),
     ),
@@ -118,7 +122,7 @@ PARTS: dict[str, Part] = {
     "metrics": Part(
         "hpu.metrics",
         ("metric_global",),
-        "compilations and operators on the host are not counted",
+        "compilations and operators that run on the host are not counted",
     ),
     "bridge_config": Part(
         "internal.bridge_config",

@@ -45,7 +45,9 @@ class CardReader:
 
     def _give_up(self, reason: str) -> None:
         self._cards = []
-        logger.info("no power, temperature, memory and utilization of cards: %s", reason)
+        logger.info(
+            "power, temperature, memory and utilization of the cards are not measured: %s", reason
+        )
 
     def _open(self) -> "list[_Card]":
         import pyhlml

@@ -86,11 +86,11 @@ def _refusal(run: Callable[[], str | None]) -> str | None:
 def _difference(got: Tensor, want: Tensor, limit: float = LIMIT) -> str | None:
     """Return what is wrong with a result; None: nothing."""
     if got.shape != want.shape:
-        return f"it returns {list(got.shape)}, not {list(want.shape)}"
+        return f"it returns a tensor of shape {list(got.shape)}, not {list(want.shape)}"
     error = float((got - want).abs().max() / want.abs().max())
     if error <= limit:
         return None
-    return f"it computes other values than torch does (error {error:.2g}, limit {limit:.0e})"
+    return f"its values differ from the values of torch (error {error:.2g}, limit {limit:.0e})"
 
 
 def _try_sinks(kernels: TriedKernels, runner: Runner) -> str | None:
@@ -222,7 +222,7 @@ def _try_block_softmax(kernels: TriedKernels, runner: Runner) -> str | None:
     is_used = groups >= 0
     everything = runner(run, scores, bias, groups)
     if everything[~is_used, :, :BLOCK].any():
-        return "it gives weights to a block of no row"
+        return "it returns attention weights for a padding block"
     got, want = everything[is_used], want[is_used]
     parts = (slice(0, BLOCK), slice(BLOCK, BLOCK + 1), slice(BLOCK + 1, None))
     differences = (_difference(got[..., part], want[..., part]) for part in parts)

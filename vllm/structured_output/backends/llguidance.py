@@ -158,7 +158,10 @@ def _structural_tag(source: Any, options: dict[str, Any]) -> str:
         begin = tag["begin"]
         triggers = [t for t in source["format"]["triggers"] if begin.startswith(t)]
         if not triggers:
-            raise BackendError(f"no trigger is a prefix of {begin!r}, the beginning of a structure")
+            raise BackendError(
+                f"the structural tag has no trigger that is a prefix of {begin!r}, the 'begin' "
+                "of a structure"
+            )
         schema = {**tag["content"]["json_schema"], "x-guidance": options}
         tags.append(
             llguidance.StructTag(trigger=triggers[0], begin=begin, grammar=schema, end=tag["end"])

@@ -182,7 +182,8 @@ class _Reader:
             if offset % alignment or end > self.size:
                 raise _damaged(
                     self.path,
-                    f"tensor {name} is at the bytes {tensor.start} to {end} of {self.size}",
+                    f"tensor {name} is at the bytes {tensor.start} to {end}, but the file has "
+                    f"only {self.size} bytes",
                 )
             tensors[name] = tensor
         return Header(metadata, tensors)
@@ -240,12 +241,14 @@ class _Reader:
         left = self.size - self.place
         if count * item_bytes > left:
             raise _damaged(
-                self.path, f"it claims {count} {what} at byte {self.place}, {left} bytes are left"
+                self.path,
+                f"it announces {count} {what} at byte {self.place}, but only {left} bytes are left",
             )
         if count > _MAX_ITEMS:
             raise _damaged(
                 self.path,
-                f"it claims {count} {what} at byte {self.place}, at most {_MAX_ITEMS} are read",
+                f"it announces {count} {what} at byte {self.place}, but at most {_MAX_ITEMS} are "
+                "accepted",
             )
 
     def _take(self, count: int) -> bytes:

@@ -400,8 +400,8 @@ def open_model(paths: Iterable[Path]) -> GGUFModel:
     if model.architecture not in architectures():
         raise ConfigError(
             f"{paths[0]} has a model of the architecture {model.architecture!r}, which is not "
-            f"supported in GGUF files; supported: {', '.join(architectures())} (Mistral is llama). "
-            f"Use the safetensors checkpoint of the model"
+            f"supported in GGUF files; supported: {', '.join(architectures())} (Mistral models "
+            "have the architecture llama). Use the safetensors checkpoint of the model"
         )
     return model
 

@@ -15,13 +15,17 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # from linux/prctl.h
 _LOOK_S = 0.5
 
 _SIGNALS: dict[int, str] = {
-    signal.SIGKILL: "probably out of memory: the log of the system, dmesg, or of the container "
-    "says so. Give it more memory, or let it use less",
+    signal.SIGKILL: (
+        "probably out of memory: see the system log (dmesg) or the log of the container. Give "
+        "it more memory, or lower the memory use of the engine"
+    ),
     signal.SIGSEGV: "a crash of native code: please report it with the log",
-    signal.SIGBUS: "probably /dev/shm or the disk is full, or a file of the model was changed or "
-    "cannot be read any more",
+    signal.SIGBUS: (
+        "probably /dev/shm or the disk is full, or a file of the model was changed, or cannot "
+        "be read now"
+    ),
     signal.SIGILL: "probably a library was built for another processor than this one",
-    signal.SIGABRT: "native code has given up: the last lines of the log say why",
+    signal.SIGABRT: "native code has aborted: the last lines of the log give the reason",
     signal.SIGFPE: "a crash of native code: please report it with the log",
 }
 """Usual cause of a signal that ends a process."""

@@ -213,7 +213,10 @@ def encoder_bytes(config: VllmConfig, encoder: MediaEncoder) -> int:
     try:
         peak = peak_bytes(config, given)
     except NotImplementedError as error:  # an operator reads values, which fake tensors lack
-        logger.warning("the memory of the encoder cannot be counted before it runs: %s", error)
+        logger.warning(
+            "the memory that the encoder of images or sounds needs is not known before it runs: %s",
+            error,
+        )
         return 0
     num_units = sum(encoder.size_of(part) for part in parts)
     most_units = encoder.most_units(config.scheduler.max_model_len)

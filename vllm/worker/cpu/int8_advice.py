@@ -90,7 +90,7 @@ def int8_advice(rates: MachineRates, isa: str) -> str | None:
     if not texts:
         return None
     return (
-        f"this processor has no bfloat16 instructions (kernels: {isa}): by rates measured now, "
+        f"this processor has no bfloat16 instructions (kernels: {isa}): measured at this start, "
         f"--quantization int8 would make {' and '.join(texts)}"
     )
 

@@ -61,8 +61,9 @@ class HostWeights:
             return
         if keep and self._fingerprints() != self._loaded:
             logger.warning(
-                "The weights were changed after they were loaded, so they stay in memory: level 1 "
-                "keeps their content, and the checkpoint does not have it. Level 2 releases them."
+                "The weights were changed after they were loaded, so sleep level 1 keeps them in "
+                "memory: the files of the checkpoint do not have the changes. Use level 2 to "
+                "release them."
             )
             return
         for storage in self._storages:

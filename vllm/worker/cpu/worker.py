@@ -136,9 +136,9 @@ class CPUWorker(WorkerBase):
             is_done = interleave(nodes)
         except OSError as error:
             logger.warning(
-                "memory cannot be interleaved over the NUMA nodes %s: %s. Give each node a rank "
-                "of its own with --tensor-parallel-size %d, start with numactl --interleave=%s, "
-                "or allow the container CAP_SYS_NICE",
+                "memory cannot be distributed over the NUMA nodes %s: %s. Run one rank on each "
+                "node (--tensor-parallel-size %d), start with numactl --interleave=%s, or allow "
+                "the container CAP_SYS_NICE",
                 text,
                 error.strerror,
                 len(nodes),
@@ -146,7 +146,7 @@ class CPUWorker(WorkerBase):
             )
             return
         if is_done:
-            logger.info("memory is interleaved over the NUMA nodes %s", text)
+            logger.info("memory is distributed over the NUMA nodes %s (interleaved)", text)
 
     def _load_model(self) -> None:
         self.model = self._read_model(self.config)
@@ -287,10 +287,12 @@ class CPUWorker(WorkerBase):
         if (transfer := self.config.connector.kv_transfer) is not None:
             name = "kv_buffer_size of --kv-transfer-config"
             num_bytes = int(transfer.kv_buffer_size) // num_ranks
-            uses.append(MemoryUse("kept KV blocks", num_bytes, f"lower {name}", name))
+            uses.append(
+                MemoryUse("KV blocks kept in host memory", num_bytes, f"lower {name}", name)
+            )
         if num_bytes := self._embeddings_bytes:
-            fix = "lower --max-num-batched-tokens where it is above 8192"
-            uses.append(MemoryUse("kept embeddings of images", num_bytes, fix))
+            fix = "lower --max-num-batched-tokens if it is above 8192"
+            uses.append(MemoryUse("cache of image embeddings", num_bytes, fix))
         if num_bytes := self._encoder_bytes:
             fix = "set a smaller size of images with --mm-processor-kwargs"
             uses.append(MemoryUse("largest forward pass of the encoder", num_bytes, fix))

@@ -36,7 +36,7 @@ class DeviceRows(Adapters):
         )
         self.slots.warm_up()
         logger.info(
-            "LoRA: %d slots of rank %d take %s on the card, whether they are used or not",
+            "LoRA: %d adapter slots of rank %d always take %s on the card, even if they are empty",
             lora.num_slots,
             lora.max_lora_rank,
             format_bytes(self.slots.num_bytes),

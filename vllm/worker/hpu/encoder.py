@@ -95,8 +95,8 @@ class CardEncoder:
         if most is None or largest <= most:
             return largest
         logger.info(
-            "The encoder of %s is prepared for %d %s: the settings of the processor allow %s of "
-            "%d, which have no room in max_model_len (%d)",
+            "The encoder of %s is warmed up for at most %d %s: the settings of the processor "
+            "allow %s of %d, but these do not fit into max_model_len (%d)",
             *(self.reads, most, encoder.unit, self.reads, largest, max_model_len),
         )
         return most
@@ -129,8 +129,8 @@ class CardEncoder:
         counts = [self._encoder.size_of(item) for item in items]
         if max(counts) > self.sizes[-1]:
             raise ValueError(
-                f"{self.reads} must have at most {self.sizes[-1]} {self.unit}, as the largest "
-                f"forward pass of the encoder, got {max(counts)}"
+                f"{self.reads} must have at most {self.sizes[-1]} {self.unit}, the size of the "
+                f"largest forward pass of the encoder, got {max(counts)}"
             )
         found: list[Tensor] = []
         for indices, least in split_into_sizes(counts, self.sizes):
@@ -213,7 +213,8 @@ class CardEncoder:
             )
         if is_enough:
             logger.info(
-                "The encoder of %s runs at most %d %s at a time: the card has %s for it",
+                "The encoder of %s runs at most %d %s at a time, because the card has only %s of "
+                "memory for it",
                 *(self.reads, self.sizes[-1], self.unit, format_bytes(most_bytes)),
             )
             return needed

@@ -102,13 +102,13 @@ class IdleWarmUp:
         if attempted.refused_bytes is None and needed_bytes <= budget:
             return None
         return (
-            f"a launch takes {format_bytes(needed_bytes)}, there are {format_bytes(budget)} "
-            f"for launches"
+            f"a forward pass takes {format_bytes(needed_bytes)}, but only {format_bytes(budget)} "
+            "are reserved for forward passes"
         )
 
     def _all_steps(self) -> Iterator[WarmUpStep]:
         shapes = self._shapes()
-        logger.info("Idle: compiling the other kinds of sampling for %d batch sizes", len(shapes))
+        logger.info("Idle: compiling the remaining sampling graphs for %d batch sizes", len(shapes))
         started, num_launches = time.perf_counter(), 0
         for index, shape in enumerate(shapes, 1):
             for metadata in self._runner.uncompiled_sampling(shape.num_rows):
@@ -116,12 +116,12 @@ class IdleWarmUp:
                 num_launches += 1
                 yield WarmUpStep(
                     phase="warm-up: sampling while idle",
-                    name=f"sampling of {shape.num_rows} rows",
+                    name=f"sampling for {shape.num_rows} requests",
                     index=index,
                     total=len(shapes),
                 )
         logger.info(
-            "Every kind of sampling is compiled: %d launches while idle, over %.1f s",
+            "All sampling graphs are compiled: %d while idle, over %.1f s",
             num_launches,
             time.perf_counter() - started,
         )

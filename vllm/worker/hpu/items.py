@@ -175,8 +175,8 @@ def card_items(
     )
     if len(num_slots) > 1:
         logger.info(
-            "Cross-attention reads %d slots instead while no request of a batch has more than one "
-            "item",
+            "Cross-attention reads only %d slots while no request of a batch has more than one "
+            "image or sound",
             num_slots[0],
         )
     return DeviceItems(media, pool, config.scheduler.max_num_seqs, num_slots, bridge)

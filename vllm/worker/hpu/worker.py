@@ -190,11 +190,13 @@ class HPUWorker(WorkerBase):
             if any(layer.measured_scales for layer in layers):
                 return True
             missing = (
-                "no layer has measured scales of its queries. Measure the model with "
-                "`vllm calibrate`, and start with --quantization inc and QUANT_CONFIG"
+                "no layer has measured scales for its queries. Measure the model with `vllm "
+                "calibrate`, and start with --quantization inc and QUANT_CONFIG"
             )
         logger.warning(
-            "VLLM_PROMPT_USE_FP8_FUSEDSDPA=1 has no effect, prompts attend in bfloat16: %s", missing
+            "VLLM_PROMPT_USE_FP8_FUSEDSDPA=1 has no effect, prompt attention is computed in "
+            "bfloat16: %s",
+            missing,
         )
         return False
 
@@ -568,7 +570,7 @@ class HPUWorker(WorkerBase):
         most_blocks = most_kv_blocks(self._memory_config, free_bytes, block_bytes)
         if self._meeting is not None:
             most_blocks = self._meeting.least("KV blocks that fit", most_blocks)
-        startup_progress.report("measuring the memory of launches")
+        startup_progress.report("measuring the memory of forward passes")
         self._bind_caches(_PROFILE_BLOCKS)
         resident_bytes, encoder_bytes = used_bytes(self.bridge), 0
         with self.bridge.dry_run():
@@ -586,12 +588,13 @@ class HPUWorker(WorkerBase):
         gc.collect()  # garbage must not count as memory in use
         if found is None:
             uses = self._uses(self.bridge.memory_info().total_bytes, free_bytes)
-            raise self._out_of_memory("a launch, even the smallest", uses)
+            raise self._out_of_memory("any forward pass, even the smallest", uses)
         profile, launch_bytes = found
         logger.info("Model profiling run took %s", profile)
         if self._encoder is not None:
             logger.info(
-                "The encoder of %s needs %s for its largest forward pass. Sizes in %s: %s",
+                "The encoder of %s needs %s for its largest forward pass. It is warmed up for "
+                "these sizes, in %s: %s",
                 *(self._encoder.reads, format_bytes(encoder_bytes), self._encoder.unit),
                 ", ".join(map(str, self._encoder.sizes)),
             )
@@ -751,7 +754,8 @@ class HPUWorker(WorkerBase):
         num_wanted = len({*wanted.prefill, *wanted.decode, *first})
         if len(first) < num_wanted:
             logger.info(
-                "Ready after %d of %d buckets; the others are warmed up while the engine serves",
+                "Ready after warming up %d of %d buckets; the others are warmed up while the "
+                "engine serves requests",
                 *(len(first), num_wanted),
             )
         else:

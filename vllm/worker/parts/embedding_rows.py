@@ -218,7 +218,8 @@ def _find_embedding(model: nn.Module) -> VocabParallelEmbedding:
     ]
     if len(found) != 1:
         raise ConfigError(
-            f"enable_prompt_embeds=True, and images, need a model with one table of token "
-            f"embeddings; {type(model).__name__} has {len(found)}. Leave it out"
+            "enable_prompt_embeds=True and image input need a model with exactly one table of "
+            f"token embeddings, but {type(model).__name__} has {len(found)}. Leave "
+            "enable_prompt_embeds out, and send no images"
         )
     return found[0]

@@ -217,8 +217,8 @@ class Recording:
                 # The text of an aborted output is incomplete.
                 if output.outputs[0].finish_reason == "abort":
                     raise GenerationError(
-                        "a part of the recording was aborted, so its text is not whole. Send the "
-                        "recording again"
+                        "a part of the recording was aborted, so its text is not complete. Send "
+                        "the recording again"
                     )
                 self.num_output_tokens += len(output.outputs[0].token_ids)
                 yield output

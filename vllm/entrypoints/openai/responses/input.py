@@ -429,8 +429,8 @@ def _read_image(where: str, part: Mapping[str, Any]) -> Part:
     """Return an image. Whether the model reads images is found out later."""
     if part.get("file_id") is not None:
         raise RequestError(
-            f"{where}.file_id must be absent, as this server keeps no files: send image_url, a URL "
-            f"or a data: URL",
+            f"{where}.file_id is not supported, because this server stores no files: send "
+            "image_url, a URL or a data: URL",
             param=f"{where}.file_id",
         )
     url = read_string(where, part, "image_url")

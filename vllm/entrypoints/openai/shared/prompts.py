@@ -72,8 +72,8 @@ async def tokenize(
     """
     if truncate is not None and isinstance(prompt, dict) and prompt.get("multi_modal_data"):
         raise RequestError(
-            "truncate_prompt_tokens: a prompt with media is not truncated, which could leave half "
-            "an item. Leave it out, or send less",
+            "truncate_prompt_tokens: a prompt with images, sounds or videos cannot be truncated. "
+            "Leave truncate_prompt_tokens out, and send a shorter prompt if necessary",
             param="truncate_prompt_tokens",
         )
     most = max_tokens if truncate is None else None

@@ -248,8 +248,8 @@ def merged(nodes: Mapping[str, Node], other: Measurements) -> dict[str, Node]:
     if unknown or len(nodes) != len(other.nodes):
         odd = (unknown or sorted(other.nodes.keys() - nodes.keys()))[0]
         raise ConfigError(
-            f"{other.path}: Nodes.{odd} is missing from one of the two measurements to merge: "
-            "they are from different models"
+            f"{other.path}: Nodes.{odd} is missing from one of the two measurements to merge: the "
+            "two measurements are from different models"
         )
     return {name: _larger(nodes[name], node) for name, node in found.items() if node is not None}
 

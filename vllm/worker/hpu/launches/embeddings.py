@@ -68,7 +68,8 @@ class DeviceEmbeddings(EmbeddingRows):
         self.table = bridge.zeros((width // size, num_parts * _PART_SIZE, size), dtype)
         self._write(self.table, 0, torch.zeros(_PART_SIZE, width))
         logger.info(
-            "A table for embeddings in prompts takes %s on the card, even while no request uses it",
+            "The buffer for embeddings in prompts (--enable-prompt-embeds) always takes %s on "
+            "the card, even if no request uses it",
             format_bytes(self.table.nbytes),
         )
 

@@ -148,7 +148,8 @@ def stream_layers(
     spared_bytes = streamed.host_bytes - streamed.device_bytes
     if spared_bytes < asked_bytes:
         logger.warning(
-            "cpu_offload_gb asks to keep %s off the card, but all layers on the host save only %s",
+            "cpu_offload_gb asks to keep %s of weights off the card, but even all layers on the "
+            "host save only %s of its memory",
             format_bytes(asked_bytes),
             format_bytes(spared_bytes),
         )

@@ -257,7 +257,7 @@ class LaterWarmUp:
                     booked = self._graph_bytes.pop(part.shape, 0)
                     self._ledger.release(_GRAPHS[other.phase], booked)
             del self._left[other]
-        logger.warning("%d of the other buckets cannot be used: %s", len(lost), reason)
+        logger.warning("%d buckets that are not warm yet cannot be used: %s", len(lost), reason)
 
     # ---- buckets that are replaced --------------------------------------------------------
 
@@ -301,7 +301,7 @@ class LaterWarmUp:
             if shape.bucket in self._replaced:
                 self._release_graph(shape)
         logger.info(
-            "buckets: %d are in use now, %d of %d earlier ones were taken out of use",
+            "buckets: %d are in use now; %d of the %d earlier buckets are no longer used",
             *(len(catalog), len(self._replaced), before),
         )
         self._replaced, self._replacing = frozenset(), []
@@ -356,7 +356,10 @@ class LaterWarmUp:
             needed = self._ledger.booked(cls) // max(1, graphs)
             if needed < left or not graphs:
                 return None
-            return f"a graph takes about {format_bytes(needed)}, {format_bytes(left)} are left"
+            return (
+                f"a graph takes about {format_bytes(needed)}, but only {format_bytes(left)} are "
+                "left"
+            )
         most_bytes = self._launch_bytes
         needed_bytes = self._forecast.exceeds(part.shape, most_bytes - self._held_bytes)
         if needed_bytes is None:
@@ -405,7 +408,7 @@ class LaterWarmUp:
         if captured.refused_bytes is None and self._used_bytes <= left:
             return None
         needed = format_bytes(max(self._used_bytes, captured.needed_bytes))
-        return f"a graph takes {needed}, {format_bytes(left)} are left"
+        return f"a graph takes {needed}, but only {format_bytes(left)} are left"
 
     def _capture_shape(self, shape: PaddedShape) -> None:
         self._launches.capture(shape)
@@ -414,4 +417,4 @@ class LaterWarmUp:
     @staticmethod
     def _too_much(needed_bytes: int, most_bytes: int) -> str:
         needed, most = format_bytes(needed_bytes), format_bytes(most_bytes)
-        return f"a launch takes {needed}, there are {most} for launches"
+        return f"a forward pass takes {needed}, but only {most} are reserved for forward passes"

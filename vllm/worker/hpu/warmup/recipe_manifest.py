@@ -79,7 +79,8 @@ class RecipeManifest:
             others.append(entry.fields)
         if others and is_writer:
             logger.info(
-                "The recipes in %s are for another configuration: %s. They are compiled again",
+                "The compiled recipes in %s belong to a different configuration: %s. They are "
+                "compiled again",
                 *(path.parent, self._difference(others)),
             )
 
@@ -144,8 +145,8 @@ class RecipeManifest:
         except OSError as error:
             if not self._has_failed:
                 logger.warning(
-                    "%s cannot be written: %s. The next start cannot tell which recipes are on "
-                    "disk",
+                    "%s cannot be written: %s. The next start will not know which compiled "
+                    "recipes are on disk",
                     *(self._path, error),
                 )
             self._has_failed = True
@@ -160,7 +161,8 @@ class RecipeManifest:
         ]
         nearest = min(zip(differing, others, strict=True), key=lambda each: len(each[0]))
         return ", ".join(
-            f"{name} is {self._fields[name]} and was {nearest[1].get(name)}" for name in nearest[0]
+            f"{name} is {self._fields[name]} but it was {nearest[1].get(name)}"
+            for name in nearest[0]
         )
 
 

@@ -301,7 +301,7 @@ class WarmUp:
             )
         if attempted.refused_bytes is None:
             return None
-        return f"it needs at least {format_bytes(attempted.needed_bytes)}, and there is less"
+        return f"it needs at least {format_bytes(attempted.needed_bytes)}, but less is left"
 
     # ---- phase 1 --------------------------------------------------------------------------
 
@@ -429,8 +429,8 @@ class WarmUp:
             return None
         needed = format_bytes(needed_bytes + self._held_bytes)
         return (
-            f"a launch takes at least {needed}, as predicted from smaller ones, there are "
-            f"{format_bytes(most_bytes)} for launches"
+            f"a forward pass takes at least {needed}, as predicted from smaller ones, but only "
+            f"{format_bytes(most_bytes)} are reserved for forward passes"
         )
 
     def _attempt(self, shape: PaddedShape) -> Attempt:
@@ -443,7 +443,10 @@ class WarmUp:
         own = attempted.needed_bytes + self._held_bytes
         needed = format_bytes(max(own, self._needed_bytes))
         there_is = format_bytes(self._launch_bytes())
-        return f"a launch takes {at_least}{needed}, there are {there_is} for launches"
+        return (
+            f"a forward pass takes {at_least}{needed}, but only {there_is} are reserved for "
+            "forward passes"
+        )
 
     def _pending(self, phase: Phase) -> list[Bucket]:
         """Return the buckets that have not run yet, ascending."""
@@ -664,7 +667,7 @@ def _encoder_work(size: int, stage: Stage = "compile") -> Work:
 
 
 def _refusal(needed_bytes: int, left_bytes: int) -> str:
-    return f"it takes {format_bytes(needed_bytes)}, {format_bytes(left_bytes)} are left"
+    return f"it takes {format_bytes(needed_bytes)}, but only {format_bytes(left_bytes)} are left"
 
 
 def _step(phase: str, bucket: Bucket, index: int, total: int) -> WarmUpStep:
