@@ -13,7 +13,7 @@ BlockData = list[bytes]
 class KVConnector(ABC):
     """A store of KV blocks by the hash of their content.
 
-    A store of KV blocks by the hash of their content. The key of a block
+    The key of a block
     (`vllm.core.kv.block_hash`) covers all tokens up to its end and everything else that determines
     its content. The namespace covers model, weights and layout. So blocks with equal keys are
     interchangeable between engines, and a lost block is computed again. `load` must return exactly
